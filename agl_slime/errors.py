@@ -1,0 +1,108 @@
+"""One exception tree.
+
+Every error that this package raises on purpose is an ``AglSlimeError`` whose text is one sentence: what was wrong, the value, and what to do. Each class also derives from the
+standard type that fits, so ``except ValueError`` and the like work as people expect.
+"""
+
+from __future__ import annotations
+
+
+class AglSlimeError(Exception):
+    """Root of all errors raised by this package."""
+
+
+# -- what the person who starts a run can put right --------------------------------------------------------------------------------------
+
+
+class ConfigError(AglSlimeError, ValueError):
+    """A setting, flag or file that cannot be used; the text names the field, the value and the fix."""
+
+
+class MissingDependencyError(AglSlimeError, ImportError):
+    """An optional system was asked for and is not installed; the text says what to install."""
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------------------------
+
+
+class EngineError(AglSlimeError):
+    """SGLang (or the embedded engine) did not do what was asked."""
+
+
+class EngineUnreachableError(EngineError, ConnectionError):
+    """No connection, or the connection broke, and retries did not help."""
+
+
+class EngineTimeoutError(EngineError, TimeoutError):
+    """The engine did not answer within the total or the idle timeout."""
+
+
+class EngineServerError(EngineError):
+    """The engine kept answering 429 or 5xx until the retries were used up."""
+
+
+class EngineProtocolError(EngineError):
+    """The answer is not SGLang's: not JSON, not the documented shape, or a page of some other server."""
+
+
+class EngineRequestError(EngineError, ValueError):
+    """The engine refused the request (4xx). Asking again with the same request gives the same answer."""
+
+
+class ContextOverflowError(EngineRequestError):
+    """The prompt leaves no room for a token within the model's context length."""
+
+
+class OutOfVocabularyError(EngineRequestError):
+    """The prompt holds a token id that the model does not have; sent on, it would kill some servers."""
+
+
+class WeightSyncError(EngineError):
+    """New weights did not reach every worker, or a worker reports another version afterwards."""
+
+
+# -- rollouts and what is made of them ---------------------------------------------------------------------------------------------------
+
+
+class RolloutError(AglSlimeError):
+    """A rollout cannot be used; ``reason`` is a short stable word for counting."""
+
+    reason: str = "error"
+
+    def __init__(self, message: str, *, reason: str | None = None) -> None:
+        super().__init__(message)
+        if reason is not None:
+            self.reason = reason
+
+
+class RewardError(RolloutError, ValueError):
+    """The reward is missing, not a number, NaN or infinite. It is never replaced by an invented one."""
+
+    reason = "bad_reward"
+
+
+class TraceError(RolloutError, ValueError):
+    """The spans of a rollout cannot be turned into samples (no model call, misaligned ids, broken encoding)."""
+
+    reason = "bad_trace"
+
+
+class RolloutTimeoutError(RolloutError, TimeoutError):
+    """An agent ran past its time limit and was cancelled."""
+
+    reason = "timeout"
+
+
+# -- the loop and the trainer ------------------------------------------------------------------------------------------------------------
+
+
+class LoopError(AglSlimeError, RuntimeError):
+    """The run cannot go on; the text says why."""
+
+
+class DataSourceError(AglSlimeError, RuntimeError):
+    """The data source stopped, timed out, or was asked for something it does not hold."""
+
+
+class TrainerError(AglSlimeError, RuntimeError):
+    """A training step failed or was given a batch it cannot train on."""

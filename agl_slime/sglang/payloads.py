@@ -1,0 +1,148 @@
+"""What goes to SGLang and what comes back, as typed objects; nothing here does I/O.
+
+Conventions, the same in the engine and the trainer: log-probs are natural logs of softmax(logits / temperature), not renormalised for top_p or top_k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from agl_slime.errors import ConfigError, EngineProtocolError
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample one generation; the names are SGLang's.
+
+    ``max_new_tokens`` counts the tokens of one call, resumed parts included. ``extra`` is sent as it stands (``regex`` and the like).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"temperature must be a finite number of at least 0, got {self.temperature!r}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p!r}")
+        if self.top_k == 0 or self.top_k < -1:
+            raise ConfigError(f"top_k must be -1 (all tokens) or at least 1, got {self.top_k!r}")
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens!r}")
+
+    def to_payload(self) -> dict[str, Any]:
+        payload: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "max_new_tokens": self.max_new_tokens,
+            "skip_special_tokens": self.skip_special_tokens,
+            # a trained token must be kept in the text as well as in the ids, or the two do not line up
+            "spaces_between_special_tokens": False,
+        }
+        if self.stop:
+            payload["stop"] = list(self.stop)
+        if self.stop_token_ids:
+            payload["stop_token_ids"] = list(self.stop_token_ids)
+        payload.update(self.extra)
+        return payload
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpan:
+    """Output tokens ``start`` (inclusive) to ``end`` (exclusive) were sampled by weight version ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One generation: ``output_ids`` and ``log_probs`` are the engine's, one log-prob per id; the stop token is among the ids.
+
+    ``text`` is the engine's text and is for reading, not for training. ``resumed`` counts how often an aborted generation was taken up again.
+    """
+
+    output_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason
+    matched_stop: int | str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    weight_versions: tuple[WeightSpan, ...] = ()
+    request_id: str = ""
+    latency_s: float = 0.0
+    resumed: int = 0
+
+    @property
+    def weight_version(self) -> str | None:
+        """The version that sampled the last token."""
+        return self.weight_versions[-1].version if self.weight_versions else None
+
+
+def parse_generation(body: Any, *, latency_s: float = 0.0) -> Generation:
+    """A ``/generate`` answer (asked with ``return_logprob``) as a ``Generation``.
+
+    Raises ``EngineProtocolError`` when the answer does not have SGLang's shape, or a log-prob is not finite.
+    """
+    if not isinstance(body, Mapping) or not isinstance(body.get("meta_info"), Mapping):
+        raise EngineProtocolError(f"/generate answered {_short(body)}, which is not SGLang's form (no meta_info)")
+    meta: Mapping[str, Any] = body["meta_info"]
+    finish = meta.get("finish_reason")
+    kind = finish.get("type") if isinstance(finish, Mapping) else None
+    if kind not in ("stop", "length", "abort"):
+        raise EngineProtocolError(f"/generate answered finish_reason {_short(finish)}; expected a type of stop, length or abort")
+    pairs = meta.get("output_token_logprobs")
+    if pairs is None:
+        if kind != "abort" and body.get("output_ids"):
+            raise EngineProtocolError("/generate answered without output_token_logprobs although return_logprob was set")
+        pairs = []
+    try:
+        ids = tuple(int(entry[1]) for entry in pairs)
+        log_probs = tuple(float(entry[0]) for entry in pairs)
+    except (TypeError, ValueError, IndexError) as error:
+        raise EngineProtocolError(f"/generate answered output_token_logprobs of another form: {_short(pairs)}") from error
+    if not all(map(math.isfinite, log_probs)):
+        raise EngineProtocolError("/generate answered a log-prob that is NaN or infinite")
+    return Generation(
+        output_ids=ids,
+        log_probs=log_probs,
+        text=str(body.get("text") or ""),
+        finish_reason=kind,
+        matched_stop=finish.get("matched") if isinstance(finish, Mapping) else None,
+        prompt_tokens=int(meta.get("prompt_tokens") or 0),
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+        weight_versions=_weight_spans(meta, len(ids)),
+        request_id=str(meta.get("id") or ""),
+        latency_s=latency_s,
+    )
+
+
+def _weight_spans(meta: Mapping[str, Any], n_tokens: int) -> tuple[WeightSpan, ...]:
+    # newer servers list which tokens each version sampled; older ones name only the version at the end
+    listed = meta.get("weight_versions")
+    if listed:
+        try:
+            return tuple(WeightSpan(str(item["version"]), int(item["start"]), int(item["end"])) for item in listed)
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineProtocolError(f"/generate answered weight_versions of another form: {_short(listed)}") from error
+    version = meta.get("weight_version")
+    return () if version is None or n_tokens == 0 else (WeightSpan(str(version), 0, n_tokens),)
+
+
+def _short(value: Any, limit: int = 200) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "…"

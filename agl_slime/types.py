@@ -1,0 +1,202 @@
+"""slime's types: its own classes where slime is importable, structural twins where it is not.
+
+The twins have the fields, defaults and status values of slime at v0.3.1; ``sample_from_fields`` is the one place that drops fields which the installed slime does not have, so the
+rest of the package names every field it knows. ``set_rollout_id`` hides that the sibling id was called ``group_id`` in v0.3.0 and did not exist before.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    HAS_SLIME = False
+else:
+    try:
+        from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+        from slime.rollout.data_source import DataSource
+        from slime.utils.types import Sample
+
+        HAS_SLIME = True
+    except ImportError:  # not installed, or the empty placeholder of that name on PyPI
+        HAS_SLIME = False
+
+if not HAS_SLIME:
+
+    @dataclass
+    class Sample:
+        """One training sample: prompt tokens followed by response tokens, with what training needs about the response.
+
+        ``tokens`` has ``len(prompt) + response_length`` ids; ``loss_mask`` and ``rollout_log_probs`` (natural log, at the sampling temperature) have ``response_length``
+        entries. ``rollout_id`` is shared by the samples that one rollout was split into.
+        """
+
+        class Status(Enum):
+            PENDING = "pending"
+            COMPLETED = "completed"
+            TRUNCATED = "truncated"
+            ABORTED = "aborted"
+            FAILED = "failed"
+
+        @dataclass
+        class SpecInfo:
+            spec_accept_token_num: int = 0
+            spec_draft_token_num: int = 0
+            spec_verify_ct: int = 0
+            completion_token_num: int = 0
+
+            def to_dict(self) -> dict[str, int]:
+                return dict(self.__dict__)
+
+            @staticmethod
+            def from_dict(data: dict[str, Any]) -> Sample.SpecInfo:
+                known = Sample.SpecInfo.__dataclass_fields__
+                return Sample.SpecInfo(**{k: v for k, v in data.items() if k in known})
+
+        @dataclass
+        class PrefixCacheInfo:
+            cached_tokens: int = 0
+            total_prompt_tokens: int = 0
+
+            @property
+            def prefix_cache_hit_rate(self) -> float:
+                return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+            def to_dict(self) -> dict[str, int]:
+                return dict(self.__dict__)
+
+            @staticmethod
+            def from_dict(data: dict[str, Any]) -> Sample.PrefixCacheInfo:
+                known = Sample.PrefixCacheInfo.__dataclass_fields__
+                return Sample.PrefixCacheInfo(**{k: v for k, v in data.items() if k in known})
+
+        group_index: int | None = None
+        index: int | None = None
+        rollout_id: int | None = None
+        prompt: str | list[dict[str, str]] = ""
+        tokens: list[int] = field(default_factory=list)
+        multimodal_inputs: dict[str, Any] | None = None
+        multimodal_train_inputs: dict[str, Any] | None = None
+        multimodal_train_input_id: str | None = None
+        apply_chat_template_kwargs: dict = field(default_factory=dict)
+        response: str = ""
+        response_length: int = 0
+        label: str | None = None
+        reward: float | dict[str, Any] | None = None
+        loss_mask: list[int] | None = None
+        weight_versions: list[str] = field(default_factory=list)
+        rollout_log_probs: list[float] | None = None
+        rollout_top_p_token_ids: Any = None
+        rollout_top_p_token_offsets: Any = None
+        rollout_routed_experts: Any = None
+        remove_sample: bool = False
+        teacher_log_probs: list[float] | None = None
+        status: Status = Status.PENDING
+        metadata: dict = field(default_factory=dict)
+        generate_function_path: str | None = None
+        custom_rm_path: str | None = None
+        train_metadata: dict | None = None
+        session_id: str | None = None
+        non_generation_time: float = 0.0
+        spec_info: SpecInfo = field(default_factory=SpecInfo)
+        prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+
+        def to_dict(self) -> dict[str, Any]:
+            value = dict(self.__dict__)
+            value["status"] = self.status.value
+            value["spec_info"] = self.spec_info.to_dict()
+            value["prefix_cache_info"] = self.prefix_cache_info.to_dict()
+            return value
+
+        @staticmethod
+        def from_dict(data: dict[str, Any]) -> Sample:
+            values = dict(data)
+            values["status"] = Sample.Status(values["status"])
+            values["spec_info"] = Sample.SpecInfo.from_dict(values.get("spec_info", {}))
+            values["prefix_cache_info"] = Sample.PrefixCacheInfo.from_dict(values.get("prefix_cache_info", {}))
+            known = Sample.__dataclass_fields__
+            sample = Sample(**{k: v for k, v in values.items() if k in known})
+            for key, value in values.items():  # what a newer or older version added is carried along, as slime does
+                if key not in known:
+                    setattr(sample, key, value)
+            return sample
+
+        def get_reward_value(self, args: Any) -> float:
+            reward: Any = self.reward
+            return reward[args.reward_key] if getattr(args, "reward_key", None) else reward
+
+        @property
+        def effective_response_length(self) -> int:
+            return sum(self.loss_mask) if self.loss_mask is not None else self.response_length
+
+    class DataSource(abc.ABC):
+        """What slime's RolloutManager takes samples from."""
+
+        @abc.abstractmethod
+        def get_samples(self, num_samples: int) -> list[list[Sample]]:
+            """``num_samples`` groups of samples."""
+
+        @abc.abstractmethod
+        def add_samples(self, samples: list[list[Sample]]) -> None:
+            """Give groups back, to be handed out again."""
+
+        @abc.abstractmethod
+        def save(self, rollout_id: Any) -> None:
+            """Save the state under the id of the rollout step."""
+
+        @abc.abstractmethod
+        def load(self, rollout_id: Any = None) -> None:
+            """Load the state that ``save`` wrote."""
+
+        @abc.abstractmethod
+        def __len__(self) -> int:
+            """Number of prompts in an epoch; may change."""
+
+    @dataclass
+    class RolloutFnTrainOutput:
+        samples: list[list[Sample]]
+        metrics: dict[str, Any] | None = None
+
+    @dataclass
+    class RolloutFnEvalOutput:
+        data: dict[str, dict[str, Any]]
+        metrics: dict[str, Any] | None = None
+
+
+_SAMPLE_FIELDS = frozenset(Sample.__dataclass_fields__)
+# v0.3.1 has ``rollout_id``, v0.3.0 called it ``group_id``, before that there is none.
+SIBLING_ID_FIELD: str | None = next((name for name in ("rollout_id", "group_id") if name in _SAMPLE_FIELDS), None)
+
+
+def sample_from_fields(**fields: Any) -> Sample:
+    """A ``Sample`` from the named fields, without those that the installed slime does not have."""
+    rollout_id = fields.pop("rollout_id", None)
+    sample = Sample(**{name: value for name, value in fields.items() if name in _SAMPLE_FIELDS})
+    set_rollout_id(sample, rollout_id)
+    return sample
+
+
+def set_rollout_id(sample: Sample, rollout_id: int | None) -> None:
+    """Set the id that the samples of one rollout share, under the name that the installed slime gives it."""
+    if SIBLING_ID_FIELD is not None:
+        setattr(sample, SIBLING_ID_FIELD, rollout_id)
+
+
+def get_rollout_id(sample: Sample) -> int | None:
+    """The id that the samples of one rollout share; ``None`` when unset or when slime has no such field."""
+    return None if SIBLING_ID_FIELD is None else getattr(sample, SIBLING_ID_FIELD)
+
+
+__all__ = [
+    "HAS_SLIME",
+    "SIBLING_ID_FIELD",
+    "DataSource",
+    "RolloutFnEvalOutput",
+    "RolloutFnTrainOutput",
+    "Sample",
+    "get_rollout_id",
+    "sample_from_fields",
+    "set_rollout_id",
+]
