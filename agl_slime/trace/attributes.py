@@ -1,0 +1,53 @@
+"""Names of the span and of the attributes that a model call is stored under.
+
+``gen_ai.*`` are OpenTelemetry's names (its generative-AI semantic conventions), used for all they cover, so that any OpenTelemetry viewer shows a call as what it is; ``agl_slime.*`` are ours.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+GENERATE_SPAN: Final = "agl_slime.generate"
+"""Name of the span of one model call. Agent Lightning's ``TracerTraceToTriplet(llm_call_match=r"agl_slime\\.generate")`` finds it (with the encoder's list form)."""
+
+FORMAT_VERSION: Final = 1
+"""Written as ``agl_slime.format``; a reader refuses a version that it does not know."""
+
+# -- OpenTelemetry's ---------------------------------------------------------------------------------------------------------------------
+OPERATION_NAME: Final = "gen_ai.operation.name"
+PROVIDER_NAME: Final = "gen_ai.provider.name"
+REQUEST_MODEL: Final = "gen_ai.request.model"
+RESPONSE_ID: Final = "gen_ai.response.id"
+RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+USAGE_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+USAGE_CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+OUTPUT_MESSAGES: Final = "gen_ai.output.messages"
+INPUT_MESSAGES: Final = "gen_ai.input.messages"
+SYSTEM_INSTRUCTIONS: Final = "gen_ai.system_instructions"
+# the older, flattened form: gen_ai.prompt.0.role, gen_ai.completion.0.content …
+LEGACY_PROMPT: Final = "gen_ai.prompt"
+LEGACY_COMPLETION: Final = "gen_ai.completion"
+
+# -- ours --------------------------------------------------------------------------------------------------------------------------------
+FORMAT: Final = "agl_slime.format"
+STREAM: Final = "agl_slime.turn.stream"  # which encoder wrote the span: turn indices count within it
+TURN_INDEX: Final = "agl_slime.turn.index"
+PROMPT_BASE: Final = "agl_slime.prompt.base_turn"  # absent: nothing is taken from an earlier turn
+PROMPT_KEPT: Final = "agl_slime.prompt.kept_tokens"
+PROMPT_IDS: Final = "agl_slime.prompt.ids"  # packed int32: the prompt after its kept tokens
+RESPONSE_IDS: Final = "agl_slime.response.ids"  # packed int32
+LOG_PROBS: Final = "agl_slime.response.log_probs"  # packed float32; absent when the engine gave none
+CHECKSUM: Final = "agl_slime.checksum"  # CRC-32 of the whole prompt, the response and the log-probs
+WEIGHT_VERSIONS: Final = "agl_slime.weight_versions"  # JSON: [[version, start, end], …] over the response
+MESSAGES_KEPT: Final = "agl_slime.messages.kept"  # messages taken from the base turn
+MESSAGES_NEW: Final = "agl_slime.messages.new"  # JSON list of the messages after those
+TOKEN_SOURCE: Final = "agl_slime.token_source"
+LATENCY_S: Final = "agl_slime.latency_s"
+RESUMED: Final = "agl_slime.resumed"
+STOP_REASON: Final = "agl_slime.stop_reason"  # on any span: why the rollout as a whole stopped; the last one counts
+
+# -- what Agent Lightning's instrumentation writes and its adapters read (agentlightning/adapter/triplet.py) -----------------------------
+LIST_PROMPT_IDS: Final = "prompt_token_ids"
+LIST_RESPONSE_IDS: Final = "response_token_ids"
+LIST_LOG_PROBS: Final = "logprobs.content"  # JSON list of OpenAI's log-prob objects

@@ -1,0 +1,109 @@
+"""Token ids and log-probs as one string each: little-endian int32 or float32, base64.
+
+A list attribute costs the store a pydantic validation and a size estimate per element (1.75 ms for 1,000 ids with log-probs, on the event loop); one string costs neither. 4 bytes a
+number become 5⅓ characters. Ids come back exactly; log-probs are float32 in the engines, so their decimal form in JSON comes back exactly as well (a double that is no float32 is
+rounded to the nearest one).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from agl_slime.errors import TraceError
+
+TokenArray: TypeAlias = npt.NDArray[np.int32]
+LogProbArray: TypeAlias = npt.NDArray[np.float32]
+
+_INT32 = np.iinfo(np.int32)
+
+
+def token_array(ids: Sequence[int] | npt.NDArray[Any], *, name: str = "token ids") -> TokenArray:
+    """``ids`` as a read-only int32 array. ``TraceError`` when one is not an integer or does not fit into 32 bits."""
+    if isinstance(ids, np.ndarray) and ids.dtype == np.int32 and ids.ndim == 1 and not ids.flags.writeable:
+        return ids
+    try:
+        array = np.asarray(ids)
+    except (ValueError, OverflowError) as error:
+        raise TraceError(f"{name} must be a flat list of integers: {error}") from error
+    if array.ndim != 1:
+        raise TraceError(f"{name} must be a flat list of integers, got {array.ndim} dimensions")
+    if array.size and array.dtype.kind not in "iu":
+        raise TraceError(f"{name} must be integers that fit into 32 bits, got {_culprit(ids, lambda v: not _is_int32(v))!r}")
+    if array.size and (array.min() < _INT32.min or array.max() > _INT32.max):
+        raise TraceError(f"{name} must fit into 32 bits, got {_culprit(ids, lambda v: not _is_int32(v))!r}")
+    return _frozen(array.astype(np.int32))
+
+
+def log_prob_array(values: Sequence[float] | npt.NDArray[Any], *, name: str = "log-probs") -> LogProbArray:
+    """``values`` as a read-only float32 array. ``TraceError`` when one is not a number, NaN, infinite, or too large for float32."""
+    if isinstance(values, np.ndarray) and values.dtype == np.float32 and values.ndim == 1 and not values.flags.writeable:
+        array = values
+    else:
+        try:
+            wide = np.asarray(values, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise TraceError(f"{name} must be a flat list of numbers: {error}") from error
+        if wide.ndim != 1:
+            raise TraceError(f"{name} must be a flat list of numbers, got {wide.ndim} dimensions")
+        with np.errstate(over="ignore"):  # an overflow becomes inf, which is refused below with a sentence
+            array = _frozen(wide.astype(np.float32))
+    finite = np.isfinite(array)
+    if not finite.all():
+        place = int(np.argmin(finite))
+        raise TraceError(f"{name} must be finite float32 numbers, got {values[place]!r} at position {place}")
+    return array
+
+
+def pack_token_ids(ids: Sequence[int] | npt.NDArray[Any]) -> str:
+    """Integers of 32 bits as one string; ``unpack_token_ids`` gives the same integers back."""
+    return _pack(token_array(ids).astype("<i4", copy=False))
+
+
+def unpack_token_ids(text: str, *, name: str = "token ids") -> TokenArray:
+    """The integers that ``pack_token_ids`` packed, read-only. ``TraceError`` when ``text`` is not such a string."""
+    return _frozen(np.frombuffer(_unpack(text, name), dtype="<i4").astype(np.int32, copy=False))
+
+
+def pack_log_probs(values: Sequence[float] | npt.NDArray[Any]) -> str:
+    """Finite numbers as one string of float32."""
+    return _pack(log_prob_array(values).astype("<f4", copy=False))
+
+
+def unpack_log_probs(text: str, *, name: str = "log-probs") -> LogProbArray:
+    """The numbers that ``pack_log_probs`` packed, read-only. ``TraceError`` when ``text`` is not such a string or holds NaN or infinity."""
+    return log_prob_array(_frozen(np.frombuffer(_unpack(text, name), dtype="<f4").astype(np.float32, copy=False)), name=name)
+
+
+def _pack(array: npt.NDArray[Any]) -> str:
+    return base64.b64encode(array.tobytes()).decode("ascii")
+
+
+def _unpack(text: Any, name: str) -> bytes:
+    if not isinstance(text, str):
+        raise TraceError(f"packed {name} must be one string, got {type(text).__name__}")
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise TraceError(f"packed {name} are not valid base64: {error}") from error
+    if len(raw) % 4:
+        raise TraceError(f"packed {name} have {len(raw)} bytes, which is no whole number of 4-byte values")
+    return raw
+
+
+def _frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    array.flags.writeable = False
+    return array
+
+
+def _is_int32(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and _INT32.min <= int(value) <= _INT32.max
+
+
+def _culprit(values: Any, is_bad: Any) -> Any:
+    return next((value for value in values if is_bad(value)), values)

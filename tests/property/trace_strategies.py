@@ -1,0 +1,71 @@
+"""Random conversations as token ids: every way in which an agent's next prompt can relate to what it has seen before."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from agl_slime.sglang.payloads import WeightSpan
+from agl_slime.trace.turn import Turn
+
+# A small vocabulary makes chance overlaps (equal responses, equal observations) common; real ids appear as well.
+token = st.one_of(st.integers(0, 4), st.integers(0, 2**31 - 1))
+log_prob = st.floats(min_value=-30, max_value=0, width=32)
+finish = st.sampled_from(["stop", "length", "abort", "tool_calls"])
+
+
+@st.composite
+def _weight_spans(draw: st.DrawFn, n: int) -> tuple[WeightSpan, ...]:
+    cuts = sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) if draw(st.booleans()) else []
+    return tuple(WeightSpan(str(i), start, end) for i, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)))
+
+
+@st.composite
+def _messages(draw: st.DrawFn, earlier: list[Turn]) -> list[dict[str, str]] | None:
+    if draw(st.booleans()):
+        return None
+    held = list(draw(st.sampled_from(earlier)).messages or ()) if earlier and draw(st.booleans()) else []
+    new = [{"role": "user", "content": text} for text in draw(st.lists(st.text(max_size=8), max_size=2))]
+    return held[: draw(st.integers(0, len(held)))] + new
+
+
+@st.composite
+def conversations(draw: st.DrawFn, *, max_turns: int = 7, min_response: int = 0, log_probs: bool = True) -> list[Turn]:
+    """Turns of one rollout: the prompt of each extends an earlier turn's end, samples an earlier prompt again, edits or cuts an earlier history, or is new."""
+    turns: list[Turn] = []
+    for index in range(draw(st.integers(1, max_turns))):
+        new = draw(st.lists(token, min_size=0, max_size=6))
+        kind = draw(st.sampled_from(["extend", "extend", "extend", "again", "cut", "edit", "new"])) if turns else "new"
+        base = draw(st.sampled_from(turns)) if turns else None
+        if kind == "new" or base is None:
+            prompt = [draw(token), *new]
+        elif kind == "extend":
+            prompt = base.token_ids.tolist() + new
+        elif kind == "again":
+            prompt = base.prompt_ids.tolist()
+        else:
+            held = base.token_ids.tolist()
+            at = draw(st.integers(1, len(held)))
+            rest = held[at + draw(st.integers(0, 3)) :] if kind == "edit" else []
+            prompt = held[:at] + new + rest
+        response = draw(st.lists(token, min_size=min_response, max_size=6))
+        turns.append(
+            Turn(
+                prompt_ids=prompt,
+                response_ids=response,
+                log_probs=[draw(log_prob) for _ in response] if log_probs else None,
+                finish_reason=draw(finish),
+                weight_versions=draw(_weight_spans(len(response))),
+                cached_tokens=draw(st.integers(0, len(prompt))),
+                request_id=f"req-{index}" if draw(st.booleans()) else "",
+                text=draw(st.text(max_size=6)),
+                messages=draw(_messages(turns)),
+                latency_s=draw(st.floats(0, 10)),
+                resumed=draw(st.integers(0, 2)),
+            )
+        )
+    return turns
+
+
+def float32_list(values: list[float]) -> list[float]:
+    return np.asarray(values, dtype=np.float32).tolist()

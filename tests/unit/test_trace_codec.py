@@ -1,0 +1,75 @@
+"""Packing of ids and log-probs: exact both ways, and refusing what cannot be packed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from agl_slime.errors import TraceError
+from agl_slime.trace.codec import log_prob_array, pack_log_probs, pack_token_ids, token_array, unpack_log_probs, unpack_token_ids
+
+
+def test_ids_are_little_endian_int32_in_base64():
+    assert base64.b64decode(pack_token_ids([1, 258, 151643])) == struct.pack("<3i", 1, 258, 151643)
+
+
+def test_log_probs_are_little_endian_float32_in_base64():
+    assert base64.b64decode(pack_log_probs([-0.5, 0.0])) == struct.pack("<2f", -0.5, 0.0)
+
+
+def test_one_number_costs_five_and_a_third_characters():
+    assert len(pack_token_ids(range(30_000))) == 30_000 * 16 // 3
+
+
+def test_an_empty_sequence_round_trips():
+    assert unpack_token_ids(pack_token_ids([])).tolist() == []
+    assert unpack_log_probs(pack_log_probs([])).tolist() == []
+
+
+def test_a_float32_that_came_as_json_comes_back_exactly():
+    recorded = json.loads(json.dumps([float(np.float32(-1.1)), float(np.float32(-0.0001234)), float(np.float32(-17.3))]))
+    assert unpack_log_probs(pack_log_probs(recorded)).tolist() == recorded
+
+
+@pytest.mark.parametrize("bad", [2**31, -(2**31) - 1, 2**70])
+def test_ids_outside_32_bits_are_refused_by_value(bad: int):
+    with pytest.raises(TraceError, match=str(bad)):
+        pack_token_ids([1, bad, 3])
+
+
+@pytest.mark.parametrize("bad", [[1.5], ["7"], [None], [[1], [2]], [True, False], 7])
+def test_what_is_not_a_list_of_integers_is_refused(bad: object):
+    with pytest.raises(TraceError):
+        pack_token_ids(bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e39, None])
+def test_log_probs_that_are_not_finite_float32_are_refused_with_their_place(bad: float):
+    with pytest.raises(TraceError, match="position 1"):
+        pack_log_probs([-0.1, bad])
+
+
+@pytest.mark.parametrize("bad", ["not base64!", "AAA", base64.b64encode(b"12345").decode(), "é", None, 5])
+def test_a_damaged_string_is_refused(bad: str):
+    with pytest.raises(TraceError):
+        unpack_token_ids(bad)
+
+
+def test_packed_nan_is_refused_on_reading():
+    with pytest.raises(TraceError, match="finite"):
+        unpack_log_probs(base64.b64encode(struct.pack("<f", float("nan"))).decode())
+
+
+def test_arrays_are_read_only_and_not_the_callers():
+    mine = np.array([1, 2, 3], dtype=np.int32)
+    ids = token_array(mine)
+    mine[0] = 9
+    assert ids.tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="read-only"):
+        ids[0] = 5
+    with pytest.raises(ValueError, match="read-only"):
+        log_prob_array([-1.0])[0] = 0.0
