@@ -6,13 +6,19 @@ Conventions, the same in the engine and the trainer: log-probs are natural logs 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from agl_slime.errors import ConfigError, EngineProtocolError
+from agl_slime.errors import ConfigError, EngineError, EngineProtocolError
 
 FinishReason = Literal["stop", "length", "abort"]
+
+# SGLang's Req._check_vocab_boundary_finish: a sampled id outside the vocabulary becomes an end token, with this as the "stop string" that matched
+_NAN_MARK = "NaN happened"
+
+_DP_RANK = re.compile(r"@\d+/?$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +102,8 @@ class Generation:
 def parse_generation(body: Any, *, latency_s: float = 0.0) -> Generation:
     """A ``/generate`` answer (asked with ``return_logprob``) as a ``Generation``.
 
-    Raises ``EngineProtocolError`` when the answer does not have SGLang's shape, or a log-prob is not finite.
+    Raises ``EngineProtocolError`` when the answer does not have SGLang's shape, or a log-prob is not finite; ``EngineError`` when the engine says
+    that its logits were NaN.
     """
     if not isinstance(body, Mapping) or not isinstance(body.get("meta_info"), Mapping):
         raise EngineProtocolError(f"/generate answered {_short(body)}, which is not SGLang's form (no meta_info)")
@@ -105,6 +112,8 @@ def parse_generation(body: Any, *, latency_s: float = 0.0) -> Generation:
     kind = finish.get("type") if isinstance(finish, Mapping) else None
     if kind not in ("stop", "length", "abort"):
         raise EngineProtocolError(f"/generate answered finish_reason {_short(finish)}; expected a type of stop, length or abort")
+    if kind == "stop" and finish is not None and finish.get("matched") == _NAN_MARK:
+        raise EngineError("the engine computed NaN logits and replaced the sampled token: its weights are broken")
     pairs = meta.get("output_token_logprobs")
     if pairs is None:
         if kind != "abort" and body.get("output_ids"):
@@ -129,6 +138,23 @@ def parse_generation(body: Any, *, latency_s: float = 0.0) -> Generation:
         request_id=str(meta.get("id") or ""),
         latency_s=latency_s,
     )
+
+
+def parse_workers(body: Any, *, where: str = "/workers") -> tuple[str, ...]:
+    """A ``/workers`` answer as the workers' URLs, each once, in the answer's order.
+
+    sglang-router 0.3 answers ``{"workers": [{"url": ..., "is_healthy": ...}, ...]}``; unhealthy ones are listed as well, since they come back with
+    whatever weights they hold. With data-parallel awareness the URL of each rank ends in ``@rank`` and means the same server. Raises
+    ``EngineProtocolError`` for any other form.
+    """
+    listed = body.get("workers") if isinstance(body, Mapping) else None
+    urls: dict[str, None] = {}
+    for item in listed if isinstance(listed, list) else [None]:
+        url = item.get("url") if isinstance(item, Mapping) else None
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            raise EngineProtocolError(f"{where} answered {_short(body)}; expected a list of workers, each with an http url")
+        urls[_DP_RANK.sub("", url).rstrip("/")] = None
+    return tuple(urls)
 
 
 def _weight_spans(meta: Mapping[str, Any], n_tokens: int) -> tuple[WeightSpan, ...]:

@@ -1,0 +1,437 @@
+"""The one way to SGLang: every endpoint that this package uses, with typed answers and typed errors.
+
+Invariant: what ``generate`` returns was sampled by the engine token by token for the prompt that was given; however often the engine aborted, failed
+or was sent to again, no id appears twice, none is missing, and no id of an abandoned attempt is mixed in (a retry starts under a new request id, and
+the abandoned one is aborted).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from agl_slime.errors import (
+    ContextOverflowError,
+    EngineError,
+    EngineProtocolError,
+    EngineRequestError,
+    EngineServerError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+    OutOfVocabularyError,
+)
+from agl_slime.sglang.payloads import Generation, SamplingParams, parse_generation, parse_workers
+from agl_slime.sglang.resume import PartRequest, ResumableGeneration
+from agl_slime.sglang.retry import HttpStatusError, backoff_s, classify_exception, context_limit
+from agl_slime.sglang.transport import ClientSettings, HttpTransport, Response
+
+__all__ = ["PROBE_TIMEOUT_S", "ROUTING_KEY_HEADER", "ClientSettings", "EngineDescription", "EngineLoad", "PauseMode", "SGLangClient"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+# sglang-router's "manual" and "consistent hashing" policies keep requests with one key on one worker, so that the turns of a rollout find their
+# prefix cache
+ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
+
+# aborts of requests that nobody waits for any more: best effort, so few at a time and not for long
+_ABORTERS = 32
+_ABORT_TIMEOUT_S = 2.0
+
+PROBE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDescription:
+    """What a server says of itself. ``vocab_size`` and ``context_length`` are None when it does not tell (SGLang does not tell its vocabulary)."""
+
+    base_url: str
+    model_path: str
+    weight_version: str
+    vocab_size: int | None
+    context_length: int | None
+    is_router: bool
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """Requests that are being sampled, and requests that wait for a place in the batch."""
+
+    running: int
+    waiting: int
+
+
+class SGLangClient:
+    """A client of one SGLang server or router, for thousands of concurrent calls.
+
+    It may be made in one thread and used in another: connections are opened in the event loop that first needs them. Use it as an async context
+    manager, or call ``aclose``.
+
+    ``vocab_size`` and ``context_length``, when known, refuse what the server cannot take before it is sent; ``context_length`` also shortens
+    ``max_new_tokens`` to the room that is left, since SGLang refuses prompt + max_new_tokens beyond it. ``eos_token_ids`` are the model's own end
+    tokens, needed only to end a generation that was aborted in the very step that sampled one.
+
+    Errors are those of ``agl_slime.errors``; ``agl_slime.sglang.retry`` says which failures are tried again.
+    """
+
+    def __init__(
+        self,
+        *,
+        base_url: str,
+        settings: ClientSettings | None = None,
+        vocab_size: int | None = None,
+        context_length: int | None = None,
+        eos_token_ids: Collection[int] = (),
+    ) -> None:
+        self.settings = settings or ClientSettings()
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._http = HttpTransport(base_url=base_url, settings=self.settings)
+        self._rng = random.Random()
+        # requests that nobody waits for any more, and the tasks that tell the engine so (held here: a task that only its loop knows may be collected
+        # while it runs)
+        self._unwanted: deque[str] = deque()
+        self._aborters: set[asyncio.Task[None]] = set()
+
+    @property
+    def base_url(self) -> str:
+        return self._http.base_url
+
+    async def __aenter__(self) -> SGLangClient:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections; aborts still under way get a moment to be sent."""
+        here = asyncio.get_running_loop()
+        mine = [task for task in self._aborters if task.get_loop() is here]
+        if mine:
+            _, late = await asyncio.wait(mine, timeout=_ABORT_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+        await self._http.aclose()
+
+    # -- generation ----------------------------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        routing_key: str | None = None,
+        rid: str | None = None,
+        resume_aborted: bool = True,
+    ) -> Generation:
+        """Sample one continuation of ``input_ids``.
+
+        Args:
+            input_ids: The prompt's token ids, at least one.
+            sampling: ``max_new_tokens`` counts the whole answer, resumed parts included.
+            routing_key: Calls with one key reach one worker behind a router (one key per rollout keeps its prefix cache).
+            rid: Request id of the first attempt; later attempts and parts derive theirs from it. SGLang aborts by prefix: no rid may begin another.
+            resume_aborted: Take up a generation again that the engine aborted (a weight sync does); False returns it as it is, reason "abort".
+
+        Raises:
+            OutOfVocabularyError, ContextOverflowError: Before sending when the client knows the sizes, else by the server's answer.
+            EngineRequestError: The server refused the request.
+            EngineUnreachableError, EngineTimeoutError, EngineServerError, EngineProtocolError: After retries.
+        """
+        started = time.monotonic()
+        deadline = started + self.settings.total_timeout_s
+        self._check_prompt(input_ids)
+        rids = _request_ids(rid or uuid.uuid4().hex)
+        wanted = ResumableGeneration(prompt_ids=input_ids, sampling=sampling, eos_token_ids=self._eos_token_ids, context_length=self.context_length)
+        while not wanted.done:
+            request = wanted.next_request()
+            try:
+                part = await self._send_part(request, rids, routing_key=routing_key, deadline=deadline)
+            except ContextOverflowError as error:
+                limit = context_limit(error)
+                if self.context_length is None and limit is not None and limit > len(request.input_ids):
+                    # the prompt fits and prompt + max_new_tokens does not; the server has told the limit, so ask for what fits
+                    self.context_length = limit
+                    wanted.limit_context(limit)
+                elif wanted.sampled:
+                    wanted.give_up("length")  # aborted when its context was full: there is nothing left to resume
+                else:
+                    raise
+                continue
+            wanted.add(part)
+            if part.finish_reason == "abort" and not wanted.done:
+                if resume_aborted:
+                    await self._before_resume(wanted, part)
+                else:
+                    wanted.give_up("abort")
+        return wanted.result(latency_s=time.monotonic() - started)
+
+    async def _send_part(self, request: PartRequest, rids: Iterator[str], *, routing_key: str | None, deadline: float) -> Generation:
+        """One part with its retries, each under the next of ``rids``."""
+        headers = {ROUTING_KEY_HEADER: routing_key} if routing_key else None
+        payload: dict[str, Any] = {"input_ids": request.input_ids, "sampling_params": request.sampling.to_payload(), "return_logprob": True}
+
+        async def attempt(_n: int) -> Generation:
+            rid = next(rids)
+            sent = time.monotonic()
+            try:
+                answer = await self._http.send("POST", "/generate", payload={**payload, "rid": rid}, headers=headers, deadline=deadline)
+            except aiohttp.ClientConnectorError:
+                raise  # it never arrived
+            except (asyncio.CancelledError, asyncio.TimeoutError, TimeoutError, aiohttp.ClientError, OSError):
+                # it may still run there, for nobody, and hold its place in the batch
+                self._abort_soon(rid)
+                raise
+            return parse_generation(answer.json(), latency_s=time.monotonic() - sent)
+
+        return await self._http.retrying(attempt, path="/generate", deadline=deadline)
+
+    async def _before_resume(self, wanted: ResumableGeneration, part: Generation) -> None:
+        if wanted.resumed >= self.settings.resume_limit:
+            raise EngineServerError(
+                f"{self.base_url}/generate aborted one generation {wanted.resumed + 1} times, after {wanted.sampled} tokens; "
+                f"find out who aborts there, or raise ClientSettings.resume_limit ({self.settings.resume_limit})"
+            )
+        if not part.output_ids:
+            # aborted in the queue: do not spin against an engine that keeps emptying it
+            pause = backoff_s(wanted.resumed, base_s=self.settings.backoff_base_s, cap_s=self.settings.backoff_cap_s, rng=self._rng)
+            await asyncio.sleep(pause)
+
+    def _check_prompt(self, input_ids: Sequence[int]) -> None:
+        if len(input_ids) == 0:
+            raise EngineRequestError("the prompt has no token ids; give at least one")
+        if self.vocab_size is not None:
+            low, high = min(input_ids), max(input_ids)
+            if low < 0 or high >= self.vocab_size:
+                raise OutOfVocabularyError(
+                    f"the prompt holds token id {low if low < 0 else high}, outside the model's vocabulary of {self.vocab_size} ids"
+                )
+        if self.context_length is not None and len(input_ids) >= self.context_length:
+            raise ContextOverflowError(
+                f"the prompt has {len(input_ids)} tokens and leaves no room for one more in the model's context length of {self.context_length}"
+            )
+
+    # -- control -------------------------------------------------------------------------------------------------------------------------
+
+    async def model_info(self) -> dict[str, Any]:
+        """``/model_info``: model_path, weight_version, ...; a router passes the older ``/get_model_info`` on to one of its workers."""
+        return await self._get_either("/model_info", "/get_model_info")
+
+    async def server_info(self) -> dict[str, Any]:
+        """``/server_info``: the server's start arguments and limits (its weight_version is the one of the start)."""
+        return await self._get_either("/server_info", "/get_server_info")
+
+    async def weight_version(self) -> str:
+        """The version that the weights have now."""
+        return _weight_version(await self.model_info(), self.base_url)
+
+    async def health(self, *, timeout_s: float = 30.0) -> bool:
+        """Whether the server can generate; False when it says no, does not answer in time or is not there. SGLang's ``/health`` takes 1 s, or 20 s
+        while it is paused (then False)."""
+        try:
+            await self._http.call("GET", "/health", timeout_s=timeout_s, max_attempts=1, read=_ignore)
+        except EngineError:
+            return False
+        return True
+
+    async def loads(self) -> EngineLoad:
+        """Running and waiting requests of this server (all its data-parallel ranks together). A router has no such endpoint."""
+        return await self._http.call("GET", "/v1/loads?include=core", read=_read_loads)
+
+    async def workers(self) -> tuple[str, ...]:
+        """URLs of a router's workers. Raises ``EngineRequestError`` (404) on a server that is no router; see ``agl_slime.sglang.discovery``."""
+        return await self._http.call("GET", "/workers", read=lambda answer: parse_workers(answer.json(), where=answer.where))
+
+    async def flush_cache(self) -> None:
+        """Empty the prefix cache. Raises ``EngineRequestError`` (400) while requests run or wait: pause first, and ask again."""
+        await self._http.call("POST", "/flush_cache", read=_ignore)
+
+    async def pause_generation(self, mode: PauseMode = "abort") -> None:
+        """Stop sampling; requests that come later wait for ``continue_generation``. "abort": running requests answer with what they have, and
+        ``generate`` resumes them."""
+        await self._http.call("POST", "/pause_generation", payload={"mode": mode}, read=_ignore)
+
+    async def continue_generation(self) -> None:
+        """Undo ``pause_generation``; harmless when nothing is paused."""
+        await self._http.call("POST", "/continue_generation", payload={}, read=_ignore)
+
+    async def abort(self, rid: str | None = None) -> None:
+        """Abort the requests whose id begins with ``rid``; None: all. They answer with what they have."""
+        await self._http.call("POST", "/abort_request", payload={"abort_all": True} if rid is None else {"rid": rid}, read=_ignore)
+
+    async def update_weights_from_disk(self, path: str, version: str, *, flush_cache: bool = False, timeout_s: float = 600.0) -> None:
+        """Load the checkpoint directory ``path`` (as the server sees it) under weight version ``version``.
+
+        ``flush_cache`` is sent as False although SGLang's default is True: with requests pending, True ends a 0.5.15 server (an assertion in its
+        scheduler) and makes 0.5.23 answer 400 after it has taken the weights. Flush by itself while paused, as ``DiskWeightSync`` does. ``timeout_s``
+        covers a large model from a shared disk.
+
+        Raises:
+            EngineRequestError: The server could not load it; the text has its reason.
+        """
+        payload = {"model_path": path, "weight_version": version, "flush_cache": flush_cache}
+        await self._http.call("POST", "/update_weights_from_disk", payload=payload, timeout_s=timeout_s, read=_read_update)
+
+    async def probe(self, *, timeout_s: float = PROBE_TIMEOUT_S) -> EngineDescription:
+        """Look at the server once, at start-up, and say what it is; a failure is one sentence for the person who gave the URL.
+
+        Sizes that the server tells and this client was not given are kept for checking prompts.
+
+        Raises:
+            EngineUnreachableError: Nothing listens there, or it does not answer within ``timeout_s``.
+            EngineProtocolError: Something answers that is not SGLang.
+            EngineRequestError: SGLang refuses us (its API key).
+        """
+        try:
+            description = await asyncio.wait_for(self._describe(timeout_s), timeout_s)
+        except (EngineUnreachableError, EngineTimeoutError, asyncio.TimeoutError, TimeoutError) as error:
+            why = str(error) or f"no answer within {timeout_s:g} s"
+            raise EngineUnreachableError(
+                f"no SGLang at {self.base_url}: {why}; check the URL, that the server is up and that no firewall stands between"
+            ) from error
+        except EngineRequestError as error:
+            if _status(error) in (401, 403):
+                raise
+            raise EngineProtocolError(f"{self.base_url} answers but is not SGLang: {error}; check the port") from error
+        except (EngineProtocolError, EngineServerError) as error:
+            raise type(error)(
+                f"{self.base_url} answers but not as SGLang does: {error}; check the port, or wait until the server has started"
+            ) from error
+        self.vocab_size = self.vocab_size or description.vocab_size
+        self.context_length = self.context_length or description.context_length
+        return description
+
+    async def _describe(self, timeout_s: float) -> EngineDescription:
+        once = {"timeout_s": timeout_s, "max_attempts": 2}
+        info = await self._get_either("/model_info", "/get_model_info", **once)
+        model_path = info.get("model_path")
+        if not isinstance(model_path, str):
+            raise EngineProtocolError("its /model_info names no model_path")
+        workers = await self._optional("/workers", lambda answer: parse_workers(answer.json(), where=answer.where), **once) or (self.base_url,)
+        is_router = any(not _same_server(worker, self.base_url) for worker in workers)
+        server = await self._optional("/server_info", Response.json_object, **once) or {}
+        models = await self._optional("/v1/models", Response.json_object, **once) or {}
+        return EngineDescription(
+            base_url=self.base_url,
+            model_path=model_path,
+            weight_version=_weight_version(info, self.base_url),
+            vocab_size=_positive(info.get("vocab_size"), server.get("vocab_size")),
+            context_length=_positive(
+                info.get("context_length"), server.get("context_length"), *(card.get("max_model_len") for card in _cards(models))
+            ),
+            is_router=is_router,
+            workers=workers,
+        )
+
+    # -- inside --------------------------------------------------------------------------------------------------------------------------
+
+    async def _get_either(self, path: str, older: str, *, timeout_s: float | None = None, max_attempts: int | None = None) -> dict[str, Any]:
+        try:
+            return await self._http.call("GET", path, timeout_s=timeout_s, max_attempts=max_attempts, read=Response.json_object)
+        except EngineRequestError as error:
+            if _status(error) not in (404, 405):
+                raise
+            return await self._http.call("GET", older, timeout_s=timeout_s, max_attempts=max_attempts, read=Response.json_object)
+
+    async def _optional(self, path: str, read: Callable[[Response], T], *, timeout_s: float, max_attempts: int) -> T | None:
+        """None when the server does not have the endpoint."""
+        try:
+            return await self._http.call("GET", path, timeout_s=timeout_s, max_attempts=max_attempts, read=read)
+        except EngineRequestError:
+            return None
+
+    def _abort_soon(self, rid: str) -> None:
+        """Ask the engine to abort ``rid`` without waiting for it. Best effort: SGLang also notices by itself, some seconds later, that the connection
+        is gone."""
+        self._unwanted.append(rid)
+        if len(self._aborters) < _ABORTERS:
+            task = asyncio.get_running_loop().create_task(self._send_aborts())
+            self._aborters.add(task)
+            task.add_done_callback(self._aborters.discard)
+
+    async def _send_aborts(self) -> None:
+        while self._unwanted:
+            rid = self._unwanted.popleft()
+            try:
+                await self._http.send("POST", "/abort_request", payload={"rid": rid}, deadline=time.monotonic() + _ABORT_TIMEOUT_S)
+            except Exception as exc:
+                # unreachable, or a router, which does not pass aborts on: asking for the rest would be as vain
+                logger.debug("abort of %s not sent: %s", rid, classify_exception(exc, where=self.base_url).error)
+                self._unwanted.clear()
+
+
+def _request_ids(first: str) -> Iterator[str]:
+    """``first``, then others for the retries and resumed parts. The number stands in front: SGLang aborts by prefix, and aborting a lost attempt must
+    not hit the next one."""
+    yield first
+    for n in itertools.count(1):
+        yield f"{n}.{first}"
+
+
+def _same_server(one: str, other: str) -> bool:
+    """Whether two URLs mean one server; the names of the loopback address are the same name."""
+    places = []
+    for url in (one, other):
+        parts = urlsplit(url)
+        host = "127.0.0.1" if parts.hostname in ("localhost", "::1", "0.0.0.0") else parts.hostname
+        places.append((parts.scheme, host, parts.port, parts.path.rstrip("/")))
+    return places[0] == places[1]
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status behind a typed error."""
+    return error.__cause__.status if isinstance(error.__cause__, HttpStatusError) else None
+
+
+def _ignore(_answer: Response) -> None:
+    return None
+
+
+def _weight_version(info: Mapping[str, Any], base_url: str) -> str:
+    version = info.get("weight_version")
+    if version is None:
+        raise EngineProtocolError(f"{base_url}/model_info names no weight_version; update SGLang")
+    return str(version)
+
+
+def _read_update(answer: Response) -> None:
+    found = answer.json_object()
+    if found.get("success") is not True:
+        raise EngineRequestError(f"{answer.where} answered {str(found)[:500]}")
+
+
+def _read_loads(answer: Response) -> EngineLoad:
+    ranks: Any = answer.json_object().get("loads")
+    try:
+        return EngineLoad(
+            running=sum(int(rank["num_running_reqs"]) for rank in ranks),
+            waiting=sum(int(rank["num_waiting_reqs"]) for rank in ranks),
+        )
+    except (TypeError, KeyError, ValueError) as error:
+        raise EngineProtocolError(f"{answer.where} answered loads of another form: {str(ranks)[:200]}") from error
+
+
+def _positive(*values: Any) -> int | None:
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+
+def _cards(models: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    data = models.get("data")
+    return [card for card in data if isinstance(card, Mapping)] if isinstance(data, list) else []

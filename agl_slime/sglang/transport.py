@@ -1,0 +1,249 @@
+"""HTTP to one base URL: pooled connections, time limits, retries, JSON. Knows nothing of SGLang's endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from agl_slime.errors import ConfigError, EngineProtocolError
+from agl_slime.sglang.retry import HttpStatusError, Retrier, RetryBudget, error_message
+
+T = TypeVar("T")
+
+# uvicorn under SGLang closes a connection that was idle for 5 s (SGLANG_TIMEOUT_KEEP_ALIVE); letting go of it first avoids sending into a closing
+# socket.
+_KEEPALIVE_S = 4.0
+
+# A generation can be silent for many minutes: without probes a vanished host or a NAT that forgot the connection would be noticed only by the idle
+# timeout.
+_TCP_KEEPALIVE_IDLE_S, _TCP_KEEPALIVE_INTERVAL_S, _TCP_KEEPALIVE_PROBES = 60, 20, 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientSettings:
+    """Limits of a client; all times in seconds."""
+
+    max_connections: int = 4096
+    """Requests on the wire at once; more wait in the client, in order. Thousands of rollouts wait for the engine at once and its own queue orders
+    them better than ours could, so this is a guard for file descriptors (one each: ``ulimit -n`` must be higher), not a throttle."""
+
+    total_timeout_s: float = 3600.0
+    """One call from first byte to typed answer, with all its retries, resumes and waiting for a connection. 32k tokens at 20 tokens/s are 27 minutes,
+    plus as much again in the queue."""
+
+    idle_timeout_s: float = 1800.0
+    """The longest silence of one request (aiohttp's ``sock_read``). ``/generate`` without streaming is silent until its last token, so this is the
+    longest that a single generation may take, its time in the engine's queue and in weight syncs included; a vanished host is noticed sooner, by TCP
+    keep-alive (3 minutes)."""
+
+    connect_timeout_s: float = 10.0
+    """Opening one TCP connection; a machine that is there answers in milliseconds, and SYN is sent again after 1, 3 and 7 s."""
+
+    control_timeout_s: float = 60.0
+    """One control call (model_info, flush, pause, ...) with its retries; ``pause`` waits until every running request has answered, which takes one
+    decode step and some polling."""
+
+    max_attempts: int = 8
+    """Sends of one request. With the backoff below the seven pauses are 23 s together on average and 45 s at most: a restarted engine is found again,
+    a dead one is reported within a minute."""
+
+    backoff_base_s: float = 0.5
+    """Upper bound of the first pause; each further one doubles it, and the pause is uniform below the bound ("full jitter")."""
+
+    backoff_cap_s: float = 15.0
+    """No bound of a pause grows above this."""
+
+    resume_limit: int = 64
+    """How often one generation may be aborted and taken up again: one weight sync aborts it once, so this is far above any real run and still ends a
+    server that aborts everything."""
+
+    retry_budget: int = 16384
+    """Retries of all calls together beyond the answers they got (see ``RetryBudget``): four for each of ``max_connections``, so a full outage of some
+    seconds is survived by all."""
+
+    api_key: str | None = field(default=None, repr=False)
+    """Sent as ``Authorization: Bearer``; what SGLang was started with as ``--api-key``."""
+
+    def __post_init__(self) -> None:
+        for name in ("total_timeout_s", "idle_timeout_s", "connect_timeout_s", "control_timeout_s", "backoff_base_s", "backoff_cap_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be more than 0 seconds, got {getattr(self, name)!r}")
+        for name, least in (("max_connections", 1), ("max_attempts", 1), ("resume_limit", 0), ("retry_budget", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """An answer with status 200."""
+
+    where: str
+    body: bytes
+    content_type: str
+
+    def json(self) -> Any:
+        """The body as JSON. Raises ``EngineProtocolError`` when it is none (a page of some other server, half an answer)."""
+        try:
+            return json.loads(self.body)
+        except ValueError:
+            start = error_message(self.body[:200].decode(errors="replace"))
+            raise EngineProtocolError(f"{self.where} answered {self.content_type or 'a body without a type'}, which is not JSON: {start!r}") from None
+
+    def json_object(self) -> dict[str, Any]:
+        found = self.json()
+        if not isinstance(found, dict):
+            raise EngineProtocolError(f"{self.where} answered a JSON {type(found).__name__}; expected an object")
+        return found
+
+
+class HttpTransport:
+    """Requests to one base URL from any number of event loops: each loop gets its own connection pool when it first sends something.
+
+    A program with a background loop may therefore make it in one thread and use it in another, or in several.
+    """
+
+    def __init__(self, *, base_url: str, settings: ClientSettings) -> None:
+        self.base_url = checked_url(base_url)
+        self.settings = settings
+        self._retrier = Retrier(
+            max_attempts=settings.max_attempts,
+            base_s=settings.backoff_base_s,
+            cap_s=settings.backoff_cap_s,
+            budget=RetryBudget(settings.retry_budget),
+        )
+        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+        self._lock = threading.Lock()
+
+    async def retrying(
+        self,
+        attempt: Callable[[int], Awaitable[T]],
+        *,
+        path: str,
+        deadline: float,
+        max_attempts: int | None = None,
+    ) -> T:
+        """``attempt`` again until it succeeds or cannot (see ``Retrier``); ``deadline`` is on ``time.monotonic``'s clock."""
+        return await self._retrier.run(attempt, where=self.base_url + path, deadline=deadline, max_attempts=max_attempts)
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        payload: Any = None,
+        timeout_s: float | None = None,
+        max_attempts: int | None = None,
+        read: Callable[[Response], T],
+    ) -> T:
+        """One control call with retries; ``read`` turns the answer into what the caller wants and may raise ``EngineProtocolError``, which is retried
+        as well."""
+        deadline = time.monotonic() + (timeout_s or self.settings.control_timeout_s)
+
+        async def attempt(_n: int) -> T:
+            return read(await self.send(method, path, payload=payload, deadline=deadline))
+
+        return await self.retrying(attempt, path=path, deadline=deadline, max_attempts=max_attempts)
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        payload: Any = None,
+        headers: Mapping[str, str] | None = None,
+        deadline: float,
+    ) -> Response:
+        """Send once. Raises ``HttpStatusError`` for any status but 200, and what aiohttp raises."""
+        where = self.base_url + path
+        remaining = max(0.001, deadline - time.monotonic())
+        timeout = aiohttp.ClientTimeout(
+            total=remaining,
+            sock_connect=min(remaining, self.settings.connect_timeout_s),
+            sock_read=min(remaining, self.settings.idle_timeout_s),
+        )
+        session = self._session()
+        # a redirect is not followed: it is no answer of SGLang's, and the key would travel with it
+        async with session.request(method, where, json=payload, headers=headers, timeout=timeout, allow_redirects=False) as answer:
+            body = await answer.read()
+            if answer.status != 200:
+                raise HttpStatusError(answer.status, body.decode(errors="replace"), where=where, headers=answer.headers)
+            return Response(where, body, answer.content_type)
+
+    async def aclose(self) -> None:
+        """Close the connections of every loop. May be called more than once; a later request opens new ones."""
+        with self._lock:
+            sessions, self._sessions = self._sessions, {}
+        here = asyncio.get_running_loop()
+        for loop, session in sessions.items():
+            if loop is here:
+                await session.close()
+            elif loop.is_running():
+                future = asyncio.run_coroutine_threadsafe(session.close(), loop)
+                await asyncio.wait_for(asyncio.wrap_future(future), timeout=5.0)
+            else:
+                _drop(session)
+
+    def _session(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            session = self._sessions.get(loop)
+            if session is None or session.closed:
+                for dead in [other for other in self._sessions if other.is_closed()]:
+                    _drop(self._sessions.pop(dead))
+                session = self._sessions[loop] = self._new_session()
+            return session
+
+    def _new_session(self) -> aiohttp.ClientSession:
+        headers = {"Authorization": f"Bearer {self.settings.api_key}"} if self.settings.api_key else None
+        connector = aiohttp.TCPConnector(
+            limit=self.settings.max_connections,
+            limit_per_host=0,
+            keepalive_timeout=_KEEPALIVE_S,
+            ttl_dns_cache=300,
+            socket_factory=_socket_with_keepalive,
+        )
+        # cookies of a load balancer would pin every rollout to one worker
+        return aiohttp.ClientSession(connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar())
+
+
+def checked_url(url: str) -> str:
+    """``url`` without a trailing slash. Raises ``ConfigError`` unless it is http(s)://host[:port][/path]."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable or any(char.isspace() for char in url):
+        raise ConfigError(f"the SGLang URL must look like http://127.0.0.1:30000, got {url!r}")
+    return url.rstrip("/")
+
+
+def _drop(session: aiohttp.ClientSession) -> None:
+    """Close what belongs to a loop that no longer runs: nothing can be awaited there."""
+    connector = session.connector
+    session.detach()
+    if connector is not None:
+        connector.close()
+
+
+def _socket_with_keepalive(addr_info: tuple[Any, ...]) -> socket.socket:
+    family, kind, proto, _, _ = addr_info
+    made = socket.socket(family=family, type=kind, proto=proto)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _TCP_KEEPALIVE_IDLE_S),
+        ("TCP_KEEPINTVL", _TCP_KEEPALIVE_INTERVAL_S),
+        ("TCP_KEEPCNT", _TCP_KEEPALIVE_PROBES),
+    ):
+        if hasattr(socket, name):  # macOS and Windows name them otherwise or not at all
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
