@@ -1,0 +1,110 @@
+"""What a run reports, as small frozen events, and the protocol of those that take them.
+
+Iterations count from 1; iteration 0 is what happens before the first step (the start validation). ``at`` is ``time.monotonic()``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from agl_slime.report.transcripts import TranscriptItem
+
+Phase = Literal["collect", "train", "sync", "eval"]
+Mode = Literal["train", "val"]
+MetricValue = float | int | str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted:
+    """The run begins. ``num_iterations`` and ``rollouts_per_iteration`` are what progress counts up to, when they are known."""
+
+    settings: Mapping[str, Any]
+    output_dir: Path | None = None
+    num_iterations: int | None = None
+    rollouts_per_iteration: int | None = None
+    at: float = field(default_factory=time.monotonic, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseStarted:
+    """The iteration enters a phase; ``rollouts`` is how many this phase runs, where that differs from the run's usual number."""
+
+    iteration: int
+    phase: Phase
+    rollouts: int | None = None
+    at: float = field(default_factory=time.monotonic, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutFinished:
+    """One rollout ended. ``outcome`` is the ledger's word and ``"failed"`` counts as a failure, with ``reason``.
+
+    ``tokens`` are sampled tokens, ``turns`` model calls.
+    """
+
+    iteration: int
+    rollout_id: str
+    outcome: str
+    reason: str = ""
+    reward: float | None = None
+    tokens: int = 0
+    turns: int = 0
+    mode: Mode = "train"
+    at: float = field(default_factory=time.monotonic, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranscriptsSampled:
+    """Some rollouts of the iteration, in full, for people to read."""
+
+    iteration: int
+    items: Sequence[TranscriptItem]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationFinished:
+    """An iteration is complete; the names of the metrics are those of ``agl_slime.report.metrics``."""
+
+    iteration: int
+    metrics: Mapping[str, MetricValue]
+    at: float = field(default_factory=time.monotonic, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warning:
+    """Something the reader should know; a ``key`` is shown once, later ones are counted."""
+
+    text: str
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFinished:
+    """The run ended. ``reason`` is ``"finished"``, ``"interrupted"`` or the sentence that says why it stopped.
+
+    What ``summary`` holds goes into ``summary.json`` and stands before what the reporters counted themselves (see ``agl_slime.report.summary``).
+    """
+
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    reason: str = "finished"
+    at: float = field(default_factory=time.monotonic, compare=False)
+
+
+Event = RunStarted | PhaseStarted | RolloutFinished | TranscriptsSampled | IterationFinished | Warning | RunFinished
+
+
+class Reporter(Protocol):
+    """Takes the events of a run, one at a time, always from the same thread."""
+
+    def handle(self, event: Event, /) -> None:
+        """Take note of the event; an exception drops this reporter from the run, and nothing else."""
+        ...
+
+    def close(self) -> None:
+        """Release files and threads; called once, also without a ``RunFinished`` before it."""
+        ...

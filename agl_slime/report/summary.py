@@ -1,0 +1,215 @@
+"""The closing summary: on the console, and as ``summary.json``.
+
+What concerns iterations is taken from ``metrics.jsonl``, so that a resumed run is summed up as a whole; rollouts by outcome and the wall time by
+phase are those of this session. Entries of ``RunFinished.summary`` with the names below stand before what is counted here; any others are added to
+``summary.json``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from agl_slime.report import metrics as m
+from agl_slime.report.artifact import LeavesArtifact
+from agl_slime.report.counts import count_reason
+from agl_slime.report.events import Event, PhaseStarted, RolloutFinished, RunFinished, RunStarted, Warning
+from agl_slime.report.jsonl import iter_jsonl, write_json
+from agl_slime.report.progress import spell_reasons, spell_seconds
+
+START_UP = "start-up"
+
+
+def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of a run from its iterations; a figure whose metric never came is None.
+
+    ``logprob_diff_first`` is that of the first batch that was trained on, before any step.
+    """
+    total: dict[str, Any] = {
+        "iterations": 0,
+        "reward_first": None,
+        "reward_last": None,
+        "reward_best": None,
+        "reward_best_iteration": None,
+        "val_first": None,
+        "val_last": None,
+        "rollouts": None,
+        "rollouts_failed": None,
+        "tokens_under_mask": None,
+        "tokens_trained": None,
+        "logprob_diff_first": None,
+        "first_ratio_dev_max": None,
+        "forks": None,
+        "retokenized": None,
+        "weights_version": None,
+    }
+    sums = {
+        "rollouts": m.COUNT,
+        "rollouts_failed": m.FAILED,
+        "tokens_under_mask": m.TOKENS_UNDER_MASK,
+        "tokens_trained": m.TOKENS_TRAINED,
+        "forks": m.FORKS,
+        "retokenized": m.RETOKENIZED,
+    }
+    for row in rows:
+        total["iterations"] += row["iteration"] > 0
+        for name, key in sums.items():
+            if (value := m.number(row, key)) is not None:
+                total[name] = int((total[name] or 0) + value)
+        _reward(total, row)
+        if total["logprob_diff_first"] is None:
+            total["logprob_diff_first"] = m.number(row, m.LOGPROB_DIFF_MAX)
+        if (deviation := m.number(row, m.FIRST_RATIO_DEV_MAX)) is not None:
+            total["first_ratio_dev_max"] = max(deviation, total["first_ratio_dev_max"] or 0.0)
+        if row.get(m.WEIGHTS_VERSION) is not None:
+            total["weights_version"] = row[m.WEIGHTS_VERSION]
+    return total
+
+
+def _reward(total: dict[str, Any], row: Mapping[str, Any]) -> None:
+    reward, val = m.number(row, m.REWARD_MEAN), m.number(row, m.VAL_REWARD_MEAN)
+    if reward is not None:
+        total["reward_last"] = reward
+        if total["reward_first"] is None:
+            total["reward_first"] = reward
+        if total["reward_best"] is None or reward > total["reward_best"]:
+            total["reward_best"], total["reward_best_iteration"] = reward, row["iteration"]
+    if val is not None:
+        total["val_last"] = val
+        if total["val_first"] is None:
+            total["val_first"] = val
+
+
+def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Label and text of each line that is shown; figures that are None are left out."""
+
+    def get(name: str) -> Any:
+        return summary.get(name)
+
+    rows = [("run", "finished" if get("reason") == "finished" else f"stopped: {get('reason')}"), ("iterations", str(get("iterations")))]
+    if get("reward_first") is not None:
+        best = f"  (best {get('reward_best'):.3f} in iteration {get('reward_best_iteration')})"
+        rows.append(("reward", f"{get('reward_first'):.3f} -> {get('reward_last'):.3f}{best}"))
+    if get("val_first") is not None:
+        rows.append(("validation", f"{get('val_first'):.3f} -> {get('val_last'):.3f}"))
+    if get("outcomes"):
+        rows.append(("rollouts", spell_reasons(get("outcomes"), most=10)))
+    if get("reasons"):
+        rows.append(("failures", spell_reasons(get("reasons"), most=5)))
+    sampled, trained = get("tokens_under_mask"), get("tokens_trained")
+    if sampled is not None or trained is not None:
+        verdict = "equal" if sampled == trained else "NOT EQUAL"
+        rows.append(("tokens", f"{_count(sampled)} sampled under mask, {_count(trained)} trained: {verdict}"))
+    if get("logprob_diff_first") is not None:
+        rows.append(("log-prob difference", f"{get('logprob_diff_first'):.1e} at most between trainer and engine, first batch"))
+    if get("first_ratio_dev_max") is not None:
+        rows.append(("first ratio", f"within {get('first_ratio_dev_max'):.1e} of 1"))
+    if get("forks") is not None or get("retokenized") is not None:
+        rows.append(("samples", f"{_count(get('forks'))} forks, {_count(get('retokenized'))} retokenized"))
+    if get("wall_s") is not None:
+        phases = sorted(((name, seconds) for name, seconds in (get("phase_s") or {}).items() if seconds >= 0.005), key=lambda item: -item[1])
+        rows.append(("wall time", spell_seconds(get("wall_s")) + "".join(f"  {name} {spell_seconds(seconds)}" for name, seconds in phases)))
+    rows += [("warning", text + (f" (x{times})" if times > 1 else "")) for text, times in get("warnings") or ()]
+    rows += [(label, path) for label, path in (get("files") or {}).items()]
+    rows += [("note", note) for note in get("notes") or ()]
+    return rows
+
+
+def _count(value: float | None) -> str:
+    return "?" if value is None else f"{value:,.0f}"
+
+
+def show(rows: Sequence[tuple[str, str]], console: Console) -> None:
+    """Print the rows: a table on a terminal, plain aligned lines elsewhere, which never break a path."""
+    if not console.is_terminal:
+        width = max(len(label) for label, _ in rows)
+        print("\n" + "\n".join(f"{label:<{width}}  {text}" for label, text in rows), file=console.file, flush=True)
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        alarming = label == "warning" or text.endswith("NOT EQUAL")
+        table.add_row(label, Text(text, style="bold red" if alarming else "bold" if label in ("run", "reward") else ""))
+    console.print()
+    console.print(table)
+
+
+class SummaryReporter:
+    """Counts rollouts, phases and warnings, and sums the run up when it ends. Put it last: it says what the reporters in ``artifacts`` have left."""
+
+    def __init__(
+        self,
+        *,
+        metrics_path: str | os.PathLike[str],
+        summary_path: str | os.PathLike[str],
+        artifacts: Sequence[LeavesArtifact] = (),
+        console: Console | None = None,
+    ) -> None:
+        self._metrics_path = Path(metrics_path)
+        self._summary_path = Path(summary_path)
+        self._artifacts = artifacts
+        self._console = console or Console()
+        self._outcomes: Counter[str] = Counter()
+        self._val_outcomes: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self._phase_s: Counter[str] = Counter()
+        self._warnings: dict[str, list[Any]] = {}
+        self._phase = START_UP
+        self._phase_at: float | None = None
+        self._started_at: float | None = None
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._started_at = self._phase_at = event.at
+        elif isinstance(event, PhaseStarted):
+            self._enter(event.phase, event.at)
+        elif isinstance(event, RolloutFinished):
+            count_reason(self._outcomes if event.mode == "train" else self._val_outcomes, event.outcome)
+            if event.outcome == "failed":
+                count_reason(self._reasons, event.reason or "unknown")
+        elif isinstance(event, Warning):
+            if event.key in self._warnings:
+                self._warnings[event.key][1] += 1
+            elif len(self._warnings) < 100:
+                self._warnings[event.key] = [event.text, 1]
+        elif isinstance(event, RunFinished):
+            self._finish(event)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _enter(self, phase: str, at: float) -> None:
+        if self._phase_at is not None:
+            self._phase_s[self._phase] += at - self._phase_at  # type: ignore[assignment]  # a Counter of seconds
+        self._phase, self._phase_at = phase, at
+
+    def _finish(self, event: RunFinished) -> None:
+        self._enter("end", event.at)
+        found = [source.artifact() for source in self._artifacts]
+        summary: dict[str, Any] = {
+            "reason": event.reason,
+            **sum_up(iter_jsonl(self._metrics_path) if self._metrics_path.exists() else ()),
+            "outcomes": dict(self._outcomes),
+            "val_outcomes": dict(self._val_outcomes),
+            "reasons": dict(self._reasons),
+            "wall_s": None if self._started_at is None else event.at - self._started_at,
+            "phase_s": dict(self._phase_s),
+            "warnings": list(self._warnings.values()),
+            "files": {artifact.label: str(artifact.path) for artifact in found if artifact.exists},
+            "notes": [artifact.note for artifact in found if not artifact.exists and artifact.note],
+            **event.summary,
+        }
+        summary["files"] = {**summary["files"], "summary": str(self._summary_path)}
+        try:
+            self._summary_path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self._summary_path, summary)
+        finally:
+            show(summary_rows(summary), self._console)
