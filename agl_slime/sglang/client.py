@@ -268,9 +268,9 @@ class SGLangClient:
         ``generate`` resumes them."""
         await self._http.call("POST", "/pause_generation", payload={"mode": mode}, read=_ignore)
 
-    async def continue_generation(self) -> None:
-        """Undo ``pause_generation``; harmless when nothing is paused."""
-        await self._http.call("POST", "/continue_generation", payload={}, read=_ignore)
+    async def continue_generation(self, *, timeout_s: float | None = None) -> None:
+        """Undo ``pause_generation``; harmless when nothing is paused. ``timeout_s``: None for the settings' ``control_timeout_s``."""
+        await self._http.call("POST", "/continue_generation", payload={}, timeout_s=timeout_s, read=_ignore)
 
     async def abort(self, rid: str | None = None) -> None:
         """Abort the requests whose id begins with ``rid``; None: all. They answer with what they have."""

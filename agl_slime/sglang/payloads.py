@@ -148,11 +148,13 @@ def parse_workers(body: Any, *, where: str = "/workers") -> tuple[str, ...]:
     ``EngineProtocolError`` for any other form.
     """
     listed = body.get("workers") if isinstance(body, Mapping) else None
+    if not isinstance(listed, list):
+        raise EngineProtocolError(f"{where} answered {_short(body)}; expected an object with a list of workers")
     urls: dict[str, None] = {}
-    for item in listed if isinstance(listed, list) else [None]:
+    for item in listed:
         url = item.get("url") if isinstance(item, Mapping) else None
         if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-            raise EngineProtocolError(f"{where} answered {_short(body)}; expected a list of workers, each with an http url")
+            raise EngineProtocolError(f"{where} answered a worker {_short(item)}; expected an object with an http url")
         urls[_DP_RANK.sub("", url).rstrip("/")] = None
     return tuple(urls)
 
@@ -162,9 +164,10 @@ def _weight_spans(meta: Mapping[str, Any], n_tokens: int) -> tuple[WeightSpan, .
     listed = meta.get("weight_versions")
     if listed:
         try:
-            return tuple(WeightSpan(str(item["version"]), int(item["start"]), int(item["end"])) for item in listed)
+            spans = [WeightSpan(str(item["version"]), int(item["start"]), min(int(item["end"]), n_tokens)) for item in listed]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineProtocolError(f"/generate answered weight_versions of another form: {_short(listed)}") from error
+        return tuple(span for span in spans if span.start < span.end)
     version = meta.get("weight_version")
     return () if version is None or n_tokens == 0 else (WeightSpan(str(version), 0, n_tokens),)
 
