@@ -1,9 +1,9 @@
 """Reward normalisation per prompt group, one reward per rollout.
 
 The group-relative baseline of GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1): a rollout's advantage is its reward minus the mean reward of the
-rollouts of the same prompt, divided by their standard deviation. slime finds the groups by position in the batch, which goes wrong as soon as a rollout
-becomes several samples or a group is not full; here they are found by ``group_index``, and the samples that one rollout was split into count as the one
-reward that they share.
+rollouts of the same prompt, divided by their standard deviation. slime finds the groups by position in the batch, which goes wrong as soon as a
+rollout becomes several samples or a group is not full; here they are found by ``group_index``, and the samples that one rollout was split into count
+as the one reward that they share.
 """
 
 from __future__ import annotations

@@ -1,0 +1,23 @@
+"""Trainers: what turns a batch of samples into new weights. ``LocalTrainer`` needs torch and is imported only when it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from agl_slime.trainers.base import Trainer
+from agl_slime.trainers.batch import TrainBatch, samples_to_train_data
+from agl_slime.trainers.settings import LocalTrainerSettings
+
+if TYPE_CHECKING:
+    from agl_slime.trainers.local import LocalTrainer
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LocalTrainer":
+        from agl_slime.trainers.local import LocalTrainer
+
+        return LocalTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["LocalTrainer", "LocalTrainerSettings", "TrainBatch", "Trainer", "samples_to_train_data"]

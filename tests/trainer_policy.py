@@ -1,0 +1,82 @@
+"""A tiny random policy and rollouts sampled from it, for the tests of the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from agl_slime.types import Sample, sample_from_fields
+
+VOCABULARY = 460
+
+
+def make_model(*, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.08,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def save_policy(directory: Path, *, seed: int = 0) -> Path:
+    """The checkpoint of a random policy, with a stand-in for its tokenizer files."""
+    make_model(seed=seed).save_pretrained(directory)
+    (directory / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    return directory
+
+
+@torch.no_grad()
+def response_log_probs(model: PreTrainedModel, tokens: list[int], response_length: int, *, temperature: float = 1.0) -> list[float]:
+    """The log-probs of the last ``response_length`` tokens, from the plainest forward pass there is."""
+    logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1] / temperature
+    every = logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:]).unsqueeze(-1)).squeeze(-1)
+    return every[len(every) - response_length :].tolist()
+
+
+def make_samples(
+    model: PreTrainedModel,
+    *,
+    groups: int = 3,
+    per_group: int = 4,
+    seed: int = 0,
+    prompt_lengths: tuple[int, int] = (3, 12),
+    response_lengths: tuple[int, int] = (2, 20),
+    observations: bool = True,
+    temperature: float = 1.0,
+) -> list[Sample]:
+    """``groups * per_group`` rollouts of random tokens, with the policy's own log-probs, random rewards and (``observations``) masks with holes."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for group in range(groups):
+        prompt = rng.integers(0, VOCABULARY, rng.integers(*prompt_lengths, endpoint=True)).tolist()
+        for _ in range(per_group):
+            response = rng.integers(0, VOCABULARY, rng.integers(*response_lengths, endpoint=True)).tolist()
+            mask = [1, *rng.integers(0, 2, len(response) - 1).tolist()] if observations else [1] * len(response)
+            tokens = prompt + response
+            log_probs = response_log_probs(model, tokens, len(response), temperature=temperature)
+            samples.append(
+                sample_from_fields(
+                    group_index=group,
+                    index=len(samples),
+                    rollout_id=len(samples),
+                    tokens=tokens,
+                    response_length=len(response),
+                    loss_mask=mask,
+                    rollout_log_probs=[value if trained else 0.0 for value, trained in zip(log_probs, mask, strict=True)],
+                    reward=float(rng.random() < 0.5),
+                    status=Sample.Status.COMPLETED,
+                )
+            )
+    return samples
