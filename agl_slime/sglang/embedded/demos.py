@@ -1,0 +1,136 @@
+"""What the tiny policy is warmed up on: small tasks with demonstrations of how an answer looks.
+
+The warm-up teaches the *format* of answers, as post-training does, so that reinforcement starts from a reward above zero. An agent brings its own demonstrations by implementing
+``DemonstrationSource``; the two tasks here (a two-turn lookup and a one-turn reversal) are the ones that the shipped agents train on. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Message = dict[str, Any]
+"""One chat message with ``role`` (system, user, assistant, tool) and ``content``."""
+
+Demonstration = list[Message]
+"""A whole conversation. Every assistant message in it is learned; everything else is context."""
+
+Quality = Literal["clean", "imperfect"]
+"""``clean``: every answer is right. ``imperfect``: most answers are evasive or wrong, which sets the reward that training starts from."""
+
+UNSURE = "I do not know."
+"""The evasive answer of imperfect demonstrations."""
+
+_LETTERS = "bcdfghjkmnpqrstvwxz"  # no vowels: keys do not spell words; no l, which reads as 1
+_SYMBOLS = _LETTERS + "23456789"
+
+
+class DemonstrationSource(Protocol):
+    """Where the warm-up's conversations come from. The same ``rng`` state must give the same conversations."""
+
+    def demonstrations(self, rng: random.Random, n: int, *, quality: Quality) -> list[Demonstration]:
+        """``n`` conversations of the given quality."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupDemonstrations:
+    """A two-turn tool task: call ``lookup`` with the key of the question, read the observation, answer with it.
+
+    A task is ``{"key": "kqz", "answer": "7b2"}``. ``unsure`` is the share of imperfect turns that evade, ``wrong`` the share of the remaining ones with a wrong key or answer.
+    """
+
+    unsure: float = 0.6
+    wrong: float = 0.4
+    length: int = 3
+
+    tool_name = "lookup"
+    system = "Call lookup in a <tool_call> block, then answer with what it returns."
+
+    def make_task(self, rng: random.Random) -> dict[str, Any]:
+        return {"key": _word(rng, _LETTERS, self.length), "answer": _word(rng, _SYMBOLS, self.length)}
+
+    def prompt(self, task: Mapping[str, Any]) -> list[Message]:
+        """The conversation that a rollout of this task starts from."""
+        return [{"role": "system", "content": self.system}, {"role": "user", "content": f'What is stored under "{task["key"]}"?'}]
+
+    def tool_call(self, key: str) -> str:
+        """The text of a turn that calls the tool with ``key``."""
+        return f"<tool_call>{json.dumps({'name': self.tool_name, 'arguments': {'key': key}})}</tool_call>"
+
+    def observation(self, task: Mapping[str, Any], key: str) -> str:
+        """What the tool returns for ``key``."""
+        return str(task["answer"]) if key == task["key"] else "not found"
+
+    def is_correct(self, task: Mapping[str, Any], answer: str) -> bool:
+        """Whether the last turn's text is the stored value."""
+        return answer.strip() == task["answer"]
+
+    def demonstrations(self, rng: random.Random, n: int, *, quality: Quality) -> list[Demonstration]:
+        make = self._clean if quality == "clean" else self._imperfect
+        return [make(rng) for _ in range(n)]
+
+    def _clean(self, rng: random.Random) -> Demonstration:
+        task = self.make_task(rng)
+        return [
+            *self.prompt(task),
+            {"role": "assistant", "content": self.tool_call(task["key"])},
+            {"role": "tool", "content": self.observation(task, task["key"])},
+            {"role": "assistant", "content": task["answer"]},
+        ]
+
+    def _imperfect(self, rng: random.Random) -> Demonstration:
+        # each turn is blurred independently; a conversation whose first turn does not call the tool rightly ends there, as a rollout's would
+        demonstration = self._clean(rng)
+        task = self.make_task(rng)
+        call, answer = demonstration[2], demonstration[4]
+        right = call["content"]
+        call["content"] = self._blur(rng, right, self.tool_call(task["key"]))
+        answer["content"] = self._blur(rng, answer["content"], task["answer"])
+        return demonstration if call["content"] == right else demonstration[:3]
+
+    def _blur(self, rng: random.Random, right: str, wrong: str) -> str:
+        if rng.random() < self.unsure:
+            return UNSURE
+        return wrong if rng.random() < self.wrong else right
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReverseDemonstrations:
+    """A one-turn task: write three letters backwards. A task is ``{"letters": "b k t", "answer": "t k b"}``."""
+
+    unsure: float = 0.6
+    wrong: float = 0.4
+    length: int = 3
+
+    def make_task(self, rng: random.Random) -> dict[str, Any]:
+        letters = _word(rng, _LETTERS, self.length)
+        return {"letters": " ".join(letters), "answer": " ".join(reversed(letters))}
+
+    def prompt(self, task: Mapping[str, Any]) -> list[Message]:
+        """The conversation that a rollout of this task starts from."""
+        return [{"role": "user", "content": f"Reverse: {task['letters']}"}]
+
+    def is_correct(self, task: Mapping[str, Any], answer: str) -> bool:
+        return answer.strip() == task["answer"]
+
+    def demonstrations(self, rng: random.Random, n: int, *, quality: Quality) -> list[Demonstration]:
+        conversations = []
+        for _ in range(n):
+            task, other = self.make_task(rng), self.make_task(rng)
+            content = task["answer"]
+            if quality == "imperfect":
+                content = UNSURE if rng.random() < self.unsure else other["answer"] if rng.random() < self.wrong else content
+            conversations.append([*self.prompt(task), {"role": "assistant", "content": content}])
+        return conversations
+
+
+DEFAULT_SOURCES: tuple[DemonstrationSource, ...] = (LookupDemonstrations(), ReverseDemonstrations())
+"""The tokenizer always learns from these as well, so that policies of different agents share their prompts' words."""
+
+
+def _word(rng: random.Random, alphabet: str, length: int) -> str:
+    return "".join(rng.choice(alphabet) for _ in range(length))
