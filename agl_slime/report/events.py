@@ -105,6 +105,6 @@ class Reporter(Protocol):
         """Take note of the event; an exception drops this reporter from the run, and nothing else."""
         ...
 
-    def close(self) -> None:
-        """Release files and threads; called once, also without a ``RunFinished`` before it."""
+    def close(self) -> object:
+        """Release files and threads; called once, also without a ``RunFinished`` before it. What it returns is not used."""
         ...

@@ -34,6 +34,7 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
         raise MissingDependencyError(NOT_INSTALLED)
     rows = m.read_metrics(metrics_path)
     reward, val = _column(rows, m.REWARD_MEAN), _column(rows, m.VAL_REWARD_MEAN)
+    val += [(iteration + 1, value) for iteration, value in _column(rows, m.VAL_FINAL_REWARD_MEAN)]  # after the step, as the next would start
     if not (reward or val):
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -41,7 +41,7 @@ class ProgressState:
         self.best: float | None = None
         self.val: float | None = None
         self.version = ""
-        self.reasons: Counter[str] = Counter()  # of the iteration at hand
+        self.reasons: Counter[str] = Counter()  # of the iteration at hand, training rollouts only
         self._clear_phase(0.0)
         self._clear_iteration()
 
@@ -92,10 +92,12 @@ class ProgressState:
         self._window.append((event.at, event.tokens))
         self._window_tokens += event.tokens
         self.done += 1
+        if event.mode != "train":
+            return
         if event.outcome == "failed":
             self.failed += 1
             count_reason(self.reasons, event.reason or "unknown")
-        elif event.reward is not None and event.mode == "train":
+        elif event.reward is not None:
             self.reward_sum += event.reward
             self.reward_count += 1
 
@@ -105,10 +107,16 @@ class ProgressState:
         if reward is not None:
             self.rewards.add(reward)
             self.best = reward if self.best is None else max(self.best, reward)
-        val = m.number(event.metrics, m.VAL_REWARD_MEAN)
+        val = latest_validation(event.metrics)
         self.val = val if val is not None else self.val
         self.version = spell_version(event.metrics.get(m.WEIGHTS_VERSION)) or self.version
         self._clear_iteration()
+
+
+def latest_validation(metrics: Mapping[str, Any]) -> float | None:
+    """The validation reward of the iteration: the one after the last step where there is one."""
+    final = m.number(metrics, m.VAL_FINAL_REWARD_MEAN)
+    return final if final is not None else m.number(metrics, m.VAL_REWARD_MEAN)
 
 
 def spell_version(version: Any) -> str:
@@ -148,7 +156,7 @@ def iteration_line(event: IterationFinished, num_iterations: int | None, reasons
 
     of = f"/{num_iterations}" if num_iterations else ""
     parts = [f"iter {event.iteration}{of}"]
-    reward, val = value(m.REWARD_MEAN), value(m.VAL_REWARD_MEAN)
+    reward, val = value(m.REWARD_MEAN), latest_validation(event.metrics)
     parts.append(f"reward {'-' if reward is None else f'{reward:.2f}'}" + ("" if val is None else f" (val {val:.2f})"))
     if (count := value(m.COUNT)) is not None:
         why = f": {spell_reasons(reasons)}" if reasons else ""

@@ -98,9 +98,7 @@ def open_run_dir(
     elif not overwrite and (foreign := [path.name for path in run.reports if path.exists()]):
         fix = "choose another directory or overwrite it"
         raise ConfigError(f"output directory {run.path} holds {foreign[0]} but no {CONFIG}, so it may not be a run's; {fix}")
-    if not resume:
-        _clear(run)
-    return _write(RunDir(path=run.path, changed=changed if resume else ()), wanted)
+    return _write(RunDir(path=run.path, changed=changed if resume else ()), wanted, clear=not resume)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
@@ -157,9 +155,11 @@ def _clear(run: RunDir) -> None:
             path.unlink(missing_ok=True)
 
 
-def _write(run: RunDir, settings: dict[str, Any]) -> RunDir:
+def _write(run: RunDir, settings: dict[str, Any], *, clear: bool = False) -> RunDir:
     try:
         run.path.mkdir(parents=True, exist_ok=True)
+        if clear:
+            _clear(run)
         write_json(run.config, settings)
     except OSError as error:
         raise ConfigError(f"output directory {run.path} cannot be written: {error.strerror}; choose another with --output-dir") from error

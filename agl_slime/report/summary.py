@@ -2,7 +2,7 @@
 
 What concerns iterations is taken from ``metrics.jsonl``, so that a resumed run is summed up as a whole; rollouts by outcome and the wall time by
 phase are those of this session. Entries of ``RunFinished.summary`` with the names below stand before what is counted here; any others are added to
-``summary.json``.
+``summary.json``. Its ``ledger`` (``opened`` and how many ended how) is shown where the run gives one.
 """
 
 from __future__ import annotations
@@ -74,17 +74,18 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _reward(total: dict[str, Any], row: Mapping[str, Any]) -> None:
-    reward, val = m.number(row, m.REWARD_MEAN), m.number(row, m.VAL_REWARD_MEAN)
+    reward = m.number(row, m.REWARD_MEAN)
     if reward is not None:
         total["reward_last"] = reward
         if total["reward_first"] is None:
             total["reward_first"] = reward
         if total["reward_best"] is None or reward > total["reward_best"]:
             total["reward_best"], total["reward_best_iteration"] = reward, row["iteration"]
-    if val is not None:
-        total["val_last"] = val
-        if total["val_first"] is None:
-            total["val_first"] = val
+    for key in (m.VAL_REWARD_MEAN, m.VAL_FINAL_REWARD_MEAN):
+        if (val := m.number(row, key)) is not None:
+            total["val_last"] = val
+            if total["val_first"] is None:
+                total["val_first"] = val
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -99,7 +100,10 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("reward", f"{get('reward_first'):.3f} -> {get('reward_last'):.3f}{best}"))
     if get("val_first") is not None:
         rows.append(("validation", f"{get('val_first'):.3f} -> {get('val_last'):.3f}"))
-    if get("outcomes"):
+    if ledger := get("ledger"):  # how each enqueued rollout ended; the outcomes of events know only how it ran
+        ends = {name: count for name, count in ledger.items() if name != "opened" and count}
+        rows.append(("rollouts", f"{ledger.get('opened', 0):,} enqueued: {spell_reasons(ends, most=10)}"))
+    elif get("outcomes"):
         rows.append(("rollouts", spell_reasons(get("outcomes"), most=10)))
     if get("reasons"):
         rows.append(("failures", spell_reasons(get("reasons"), most=5)))

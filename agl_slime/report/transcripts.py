@@ -158,7 +158,7 @@ class TranscriptWriter:
         items = [replace(item, messages=item.messages[:MOST_MESSAGES], samples=item.samples[:MOST_SAMPLES]) for item in event.items]
         page = to_markdown(event.iteration, items).encode("utf-8", "backslashreplace")
         records = [_shortened(jsonable(item)) for item in items]
-        size = len(page) + sum(len(dump_line(record)) for record in records)
+        size = len(page) + sum(len(dump_line({"iteration": event.iteration, **record})) for record in records)
         if size > self._room:
             return
         self._directory.mkdir(parents=True, exist_ok=True)

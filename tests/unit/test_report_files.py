@@ -1,0 +1,288 @@
+"""reward.png, TensorBoard files and the closing summary, written by the standard reporters of a run directory."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agl_slime.errors import MissingDependencyError
+from agl_slime.report import (
+    IterationFinished,
+    PhaseStarted,
+    RewardPlot,
+    RolloutFinished,
+    RunDir,
+    RunFinished,
+    RunStarted,
+    StandardReporters,
+    TensorBoardWriter,
+    Warning,
+    open_run_dir,
+    plot_metrics,
+    read_metrics,
+)
+from agl_slime.report.events import MetricValue
+from agl_slime.report.jsonl import IterationFile
+from agl_slime.report.summary import sum_up, summary_rows
+from tests.unit.report_cases import METRICS
+
+
+def row(iteration: int, **metrics: MetricValue) -> dict[str, MetricValue]:
+    reward = 1 / (1 + math.exp(5 - iteration / 4))
+    spread = math.sqrt(reward * (1 - reward))
+    values: dict[str, MetricValue] = {
+        **METRICS,
+        "rollout/reward_mean": reward,
+        "rollout/reward_std": spread,
+        "rollout/reward_min": 0.0,
+        "rollout/reward_max": 1.0,
+        "rollout/tokens_under_mask": 100,
+        "train/tokens_trained": 100,
+        "trace/forks": 1,
+        "trace/retokenized": 0,
+        "weights/version": iteration,
+    }
+    return {**values, **metrics}
+
+
+def write_rows(path: Path, count: int = 40, **metrics: MetricValue) -> None:
+    file = IterationFile(path)
+    for iteration in range(1, count + 1):
+        file.append(iteration, [row(iteration, **metrics)])
+    file.close()
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Make optional packages look as if they were not installed."""
+    real = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
+        return None if name in names else real(name, package)
+
+    for room in ("plot", "tensorboard"):
+        monkeypatch.setattr(f"agl_slime.report.{room}.find_spec", find_spec)
+
+
+def colours(image: Path) -> dict[tuple[int, ...], int]:
+    pillow = pytest.importorskip("PIL.Image")
+    with pillow.open(image) as opened:
+        picture = opened.convert("RGB")
+        assert picture.size[0] == 1200
+        assert picture.size[1] in (585, 780)
+        return {colour: count for count, colour in picture.getcolors(maxcolors=1 << 24)}
+
+
+# -- the plot ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_image_shows_reward_validation_and_health(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_rows(tmp_path / "metrics.jsonl")
+    assert plot_metrics(tmp_path / "metrics.jsonl", tmp_path / "reward.png")
+    found = colours(tmp_path / "reward.png")
+    assert found[(0x21, 0x66, 0xAC)] > 2000  # the reward line
+    assert found[(0x7B, 0x6C, 0xA8)] > 300  # the panel below
+    assert (0xD6, 0x60, 0x4D) not in found  # no validation was run
+    write_rows(tmp_path / "metrics.jsonl", **{"val/reward_mean": 0.5})
+    assert plot_metrics(tmp_path / "metrics.jsonl", tmp_path / "reward.png")
+    assert colours(tmp_path / "reward.png")[(0xD6, 0x60, 0x4D)] > 300
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "reward.png"]
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"rollout/reward_std": None},
+        {"train/logprob_diff_max": 0.0, "rollout/response_tokens_mean": 20},
+        {"train/logprob_diff_max": None},
+        {"rollout/reward_std": None, "rollout/reward_min": None},
+        {"rollout/reward_mean": None, "val/reward_mean": 0.3},
+        {"val_final/reward_mean": 0.3, "train/logprob_diff_max": 1.0},
+    ],
+)
+@pytest.mark.parametrize("count", [1, 3])
+def test_whatever_metrics_there_are_can_be_drawn(tmp_path: Path, metrics: dict[str, MetricValue], count: int) -> None:
+    pytest.importorskip("matplotlib")
+    write_rows(tmp_path / "metrics.jsonl", count, **metrics)
+    assert plot_metrics(tmp_path / "metrics.jsonl", tmp_path / "reward.png")
+    assert len(colours(tmp_path / "reward.png")) > 50
+
+
+def test_without_a_reward_nothing_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_rows(tmp_path / "metrics.jsonl", 2, **{"rollout/reward_mean": None})
+    assert not plot_metrics(tmp_path / "metrics.jsonl", tmp_path / "reward.png")
+    assert not (tmp_path / "reward.png").exists()
+
+
+def test_the_run_draws_at_most_every_few_iterations_and_for_a_small_share_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[int] = []
+    monkeypatch.setattr("agl_slime.report.plot.plot_metrics", lambda *args, **kwargs: drawn.append(1))
+    clock = [1000.0]
+    monkeypatch.setattr("agl_slime.report.plot.time.monotonic", lambda: clock[0])
+    (tmp_path / "metrics.jsonl").touch()
+    plot = RewardPlot(metrics_path=tmp_path / "metrics.jsonl", image_path=tmp_path / "reward.png", every=10)
+
+    def after(iteration: int, cost: float = 0.0) -> int:
+        monkeypatch.setattr("agl_slime.report.plot.plot_metrics", lambda *args, **kwargs: (drawn.append(1), clock.__setitem__(0, clock[0] + cost)))
+        plot.handle(IterationFinished(iteration=iteration, metrics={}))
+        if plot._thread is not None:
+            plot._thread.join(10)
+        return len(drawn)
+
+    assert [after(9), after(10, cost=2.0), after(11), after(20)] == [0, 1, 1, 1]  # two seconds of drawing: no other within forty
+    clock[0] += 39.0
+    assert after(30) == 1
+    clock[0] += 2.0
+    assert after(40) == 2
+    plot.handle(RunFinished())
+    assert len(drawn) == 3
+
+
+def test_a_missing_matplotlib_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "matplotlib")
+    write_rows(tmp_path / "metrics.jsonl", 2)
+    with pytest.raises(MissingDependencyError, match=r'pip install "agl-slime\[local\]"'):
+        plot_metrics(tmp_path / "metrics.jsonl", tmp_path / "reward.png")
+    plot = RewardPlot(metrics_path=tmp_path / "metrics.jsonl", image_path=tmp_path / "reward.png")
+    plot.handle(RunFinished())
+    assert plot.artifact().note == 'matplotlib is not installed; pip install "agl-slime[local]" draws reward.png as well.'
+
+
+# -- TensorBoard -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_reads_what_was_written_and_a_resumed_run_replaces_points(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for iterations, loss in (((1, 2, 3), 1.0), ((2, 3, 4), 2.0)):
+        writer = TensorBoardWriter(tmp_path / "tb")
+        for iteration in iterations:
+            metrics: dict[str, MetricValue] = {"train/loss": loss, "train/bad": math.nan, "weights/version": "x"}
+            writer.handle(IterationFinished(iteration=iteration, metrics=metrics))
+        writer.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["train/loss"]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0)]
+
+
+# -- the summary -------------------------------------------------------------------------------------------------------------------------
+
+
+def run(directory: RunDir, *, iterations: int = 3, reason: str = "finished", ledger: bool = False) -> str:
+    out = io.StringIO()
+    with StandardReporters(directory, console=Console(file=out), view="lines") as reporters:
+        reporters.handle(RunStarted(settings={}, output_dir=directory.path, num_iterations=iterations, at=100.0))
+        for iteration in range(1, iterations + 1):
+            began = 100.0 + 10 * iteration
+            reporters.handle(PhaseStarted(iteration=iteration, phase="collect", at=began))
+            for number in range(4):
+                failed = number == 3
+                reporters.handle(
+                    RolloutFinished(
+                        iteration=iteration, rollout_id=str(number), outcome="failed" if failed else "succeeded", reason="timeout" if failed else ""
+                    )
+                )
+            reporters.handle(PhaseStarted(iteration=iteration, phase="train", at=began + 6))
+            metrics = row(iteration * 10, **{"rollout/count": 4, "rollout/failed": 1, "train/logprob_diff_max": iteration * 1e-6})
+            reporters.handle(IterationFinished(iteration=iteration, metrics=metrics))
+        reporters.handle(Warning(text="odd", key="odd"))
+        reporters.handle(Warning(text="odd", key="odd"))
+        summary = {"ledger": {"opened": 12, "open": 0, "trained": 9, "failed": 3}} if ledger else {}
+        reporters.handle(RunFinished(reason=reason, at=140.0, summary=summary))
+    return out.getvalue()
+
+
+def test_the_closing_summary_says_what_happened_and_where_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tensorboard")
+    directory = open_run_dir(tmp_path / "run", agent="a", settings={})
+    lines = run(directory).splitlines()
+    shown = [tuple(line.split("  ", 1)) for line in lines[lines.index("") + 1 :]]
+    assert [(label, text.strip()) for label, text in shown] == [
+        ("run", "finished"),
+        ("iterations", "3"),
+        ("reward", "0.076 -> 0.924  (best 0.924 in iteration 3)"),
+        ("rollouts", "succeeded 9, failed 3"),
+        ("failures", "timeout 3"),
+        ("tokens", "300 sampled under mask, 300 trained: equal"),
+        ("log-prob difference", "1.0e-06 at most between trainer and engine, first batch"),
+        ("first ratio", "within 3.0e-06 of 1"),
+        ("samples", "3 forks, 0 retokenized"),
+        ("wall time", "40.0 s  collect 18.0 s  train 12.0 s  start-up 10.0 s"),
+        ("warning", "odd (x2)"),
+        ("metrics", str(directory.metrics)),
+        ("reward plot", str(directory.plot)),
+        ("tensorboard", str(directory.tensorboard)),
+        ("summary", str(directory.summary)),
+        ("note", "no rollout was sampled"),
+    ]
+    summary = json.loads(directory.summary.read_text())
+    assert summary["tokens_under_mask"] == summary["tokens_trained"] == 300
+    assert summary["outcomes"] == {"succeeded": 9, "failed": 3}
+    assert summary["phase_s"] == {"start-up": 10.0, "collect": 18.0, "train": 12.0}
+    assert len(read_metrics(directory.metrics)) == 3
+
+
+def test_the_ledger_stands_before_the_events(tmp_path: Path) -> None:
+    text = run(open_run_dir(tmp_path / "run", agent="a", settings={}), ledger=True)
+    assert "12 enqueued: trained 9, failed 3" in text
+    assert "succeeded" not in text
+
+
+def test_a_resumed_run_is_summed_up_as_a_whole(tmp_path: Path) -> None:
+    run(open_run_dir(tmp_path / "run", agent="a", settings={}), iterations=2, reason="interrupted")
+    directory = open_run_dir(tmp_path / "run", agent="a", settings={}, resume=True)
+    run(directory, iterations=4)
+    summary = json.loads(directory.summary.read_text())
+    assert (summary["iterations"], summary["rollouts"], summary["tokens_trained"]) == (4, 16, 400)
+
+
+def test_unequal_token_counts_and_the_reason_of_a_stop_are_shouted() -> None:
+    rows = dict(summary_rows({"reason": "every rollout failed", "iterations": 1, "tokens_under_mask": 10, "tokens_trained": 9}))
+    assert rows["tokens"] == "10 sampled under mask, 9 trained: NOT EQUAL"
+    assert rows["run"] == "stopped: every rollout failed"
+    only = dict(summary_rows({"reason": "finished", "iterations": 1, "tokens_under_mask": 10, "tokens_trained": None}))
+    assert only["tokens"] == "10 sampled under mask, ? trained: NOT EQUAL"
+
+
+def test_validation_first_and_last_and_nothing_invented() -> None:
+    total = sum_up(
+        [{"iteration": 1, "val/reward_mean": 0.1}, {"iteration": 2}, {"iteration": 3, "val/reward_mean": 0.5, "val_final/reward_mean": 0.6}]
+    )
+    assert (total["val_first"], total["val_last"]) == (0.1, 0.6)
+    assert total["reward_first"] is total["tokens_trained"] is total["logprob_diff_first"] is total["first_ratio_dev_max"] is None
+
+
+def test_what_is_not_installed_is_said_in_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, "matplotlib", "tensorboard")
+    directory = open_run_dir(tmp_path / "run", agent="a", settings={})
+    text = run(directory)
+    assert 'matplotlib is not installed; pip install "agl-slime[local]"' in text
+    assert 'TensorBoard is not installed; pip install "agl-slime[report]"' in text
+    assert not directory.tensorboard.exists()
+    assert not directory.plot.exists()
+
+
+def test_a_run_that_failed_at_once_still_gets_its_summary(tmp_path: Path) -> None:
+    directory = open_run_dir(tmp_path / "run", agent="a", settings={})
+    text = run(directory, iterations=0, reason="SGLang is not reachable at http://127.0.0.1:1; start it")
+    assert "stopped: SGLang is not reachable" in text
+    assert json.loads(directory.summary.read_text())["iterations"] == 0
+
+
+def test_when_metrics_cannot_be_written_the_run_goes_on_and_says_so(tmp_path: Path) -> None:
+    directory = open_run_dir(tmp_path / "run", agent="a", settings={})
+    directory.metrics.symlink_to(tmp_path / "gone" / "metrics.jsonl")  # so that the file cannot be opened
+    text = run(directory)
+    assert "iter 3/3" in text
+    assert "MetricsWriter stopped with FileNotFoundError" in text
+    assert json.loads(directory.summary.read_text())["outcomes"] == {"succeeded": 9, "failed": 3}

@@ -1,0 +1,140 @@
+"""metrics.jsonl: what a kill, a NaN and a resumed run leave in it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agl_slime.errors import ConfigError
+from agl_slime.report import IterationFinished, MetricsWriter, read_metrics
+from agl_slime.report.metrics import REQUIRED_KEYS
+from tests.unit.report_cases import METRICS
+
+
+def write(path: Path, *iterations: int, warnings: list[tuple[str, str]] | None = None, **metrics: float) -> None:
+    told = [] if warnings is None else warnings
+    writer = MetricsWriter(path, warn=lambda text, key: told.append((text, key)))
+    for iteration in iterations:
+        writer.handle(IterationFinished(iteration=iteration, metrics={**METRICS, **metrics}))
+    writer.close()
+
+
+def reject_constant(name: str) -> None:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def test_one_valid_object_per_iteration(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "metrics.jsonl"
+    write(path, 1, 2, 3)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3]
+    assert json.loads(lines[0]) == {"iteration": 1, **METRICS}
+
+
+def test_required_keys_are_there_even_when_the_run_does_not_know_them(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path, warn=lambda text, key: None)
+    writer.handle(IterationFinished(iteration=0, metrics={"val/reward_mean": 0.25}))
+    (row,) = read_metrics(path)
+    assert row == {"iteration": 0, "val/reward_mean": 0.25, **dict.fromkeys(REQUIRED_KEYS)}
+    writer.close()
+
+
+@pytest.mark.parametrize(("value", "word"), [(math.nan, "NaN"), (math.inf, "infinite"), (-math.inf, "infinite")])
+def test_values_that_are_not_finite_become_null_and_are_reported(tmp_path: Path, value: float, word: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    warnings: list[tuple[str, str]] = []
+    write(path, 7, warnings=warnings, **{"train/loss": value})
+    row = json.loads(path.read_text(), parse_constant=reject_constant)
+    assert row["train/loss"] is None
+    assert warnings == [(f"train/loss is {word} in iteration 7; metrics.jsonl has null there.", "not_finite:train/loss")]
+
+
+def test_numpy_scalars_are_written_as_numbers(tmp_path: Path) -> None:
+    np = pytest.importorskip("numpy")
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, **{"train/loss": np.float32(0.5), "rollout/count": np.int64(3), "train/grad_norm": np.array(2.0)})
+    (row,) = read_metrics(path)
+    assert (row["train/loss"], row["rollout/count"], row["train/grad_norm"]) == (0.5, 3, 2.0)
+
+
+def test_a_torn_last_line_is_read_over_at_every_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 2)
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for cut in range(first, len(whole) - 1):  # the last cut but one leaves the object whole and only the newline missing
+        path.write_bytes(whole[:cut])
+        assert [row["iteration"] for row in read_metrics(path)] == [1]
+    path.write_bytes(whole[:-1])
+    assert [row["iteration"] for row in read_metrics(path)] == [1, 2]
+
+
+def test_a_broken_line_before_the_end_is_an_error_that_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\n{"iterat\n{"iteration": 3}\n')
+    with pytest.raises(ConfigError, match=r"line 2 of .*metrics\.jsonl is not a JSON object"):
+        read_metrics(path)
+
+
+def test_resume_after_a_torn_line_leaves_no_duplicate_and_no_rest(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 2, 3, 4)
+    path.write_bytes(path.read_bytes()[:-20])
+    write(path, 3, 4, 5, **{"train/loss": 9.0})
+    rows = read_metrics(path)
+    assert [(row["iteration"], row["train/loss"]) for row in rows] == [(1, -0.012), (2, -0.012), (3, 9.0), (4, 9.0), (5, 9.0)]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_opening_without_writing_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1)
+    before = path.read_bytes()
+    MetricsWriter(path, warn=lambda text, key: None).close()
+    assert path.read_bytes() == before
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=12))
+def test_the_file_always_holds_each_iteration_once_in_order(tmp_path_factory: pytest.TempPathFactory, iterations: list[int]) -> None:
+    path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
+    expected: list[int] = []
+    for iteration in iterations:
+        write(path, iteration)
+        expected = [known for known in expected if known < iteration] + [iteration]
+    assert [row["iteration"] for row in read_metrics(path)] == expected
+    write(path, *iterations)  # and within one run
+    assert [row["iteration"] for row in read_metrics(path)] == sorted(set(read_back(iterations)))
+
+
+def read_back(iterations: list[int]) -> list[int]:
+    kept: list[int] = []
+    for iteration in iterations:
+        kept = [known for known in kept if known < iteration] + [iteration]
+    return kept
+
+
+def test_what_was_handled_survives_sigkill(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    program = (
+        "import sys, time\n"
+        "from agl_slime.report import IterationFinished, Reporters, MetricsWriter\n"
+        "reporters = Reporters()\n"
+        "reporters.add(MetricsWriter(sys.argv[1], warn=reporters.warn))\n"
+        "for i in range(1, 51): reporters.handle(IterationFinished(iteration=i, metrics={'train/loss': i}))\n"
+        "assert reporters.flush(); print('written', flush=True); time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "written\n"
+        process.send_signal(signal.SIGKILL)
+    assert [row["iteration"] for row in read_metrics(path)] == list(range(1, 51))

@@ -1,0 +1,240 @@
+"""Progress: the exact plain lines, the live view under a pseudo-terminal, and constant memory."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from agl_slime.report import IterationFinished, PhaseStarted, ProgressReporter, RolloutFinished, RunFinished, RunStarted, Warning
+from agl_slime.report.counts import MOST_REASONS, OTHER, Series, count_reason, sparkline
+from agl_slime.report.events import Event, MetricValue
+from agl_slime.report.progress import ProgressState, iteration_line, spell_seconds, spell_version
+from tests.unit.report_cases import METRICS
+
+STARTED = RunStarted(settings={}, num_iterations=40, rollouts_per_iteration=64, at=100.0)
+
+
+def finished(number: int, **metrics: MetricValue) -> IterationFinished:
+    return IterationFinished(iteration=number, metrics={**METRICS, **metrics})
+
+
+def rollout(
+    number: int = 1, *, at: float = 0.0, reward: float | None = 1.0, reason: str = "", tokens: int = 10, mode: str = "train"
+) -> RolloutFinished:
+    return RolloutFinished(
+        iteration=number,
+        rollout_id="r",
+        outcome="failed" if reason else "succeeded",
+        reason=reason,
+        reward=reward,
+        tokens=tokens,
+        mode=mode,
+        at=at,
+    )
+
+
+def plain(*events: Event) -> str:
+    out = io.StringIO()
+    reporter = ProgressReporter(console=Console(file=out))
+    for event in events:
+        reporter.handle(event)
+    reporter.close()
+    return out.getvalue()
+
+
+def test_plain_output_is_one_exact_line_per_iteration() -> None:
+    text = plain(
+        STARTED,
+        PhaseStarted(iteration=3, phase="collect"),
+        rollout(3),
+        PhaseStarted(iteration=3, phase="train"),
+        finished(3, **{"val/reward_mean": 0.44}),
+        rollout(4, reason="timeout", reward=None),
+        rollout(4, reason="bad_reward", reward=None),
+        rollout(4, reason="timeout", reward=None),
+        rollout(4, reason="elsewhere", reward=None, mode="val"),
+        finished(4, **{"rollout/failed": 3}),
+        finished(5),
+        RunFinished(),
+    )
+    assert text == (
+        "iter 3/40  reward 0.41 (val 0.44)  rollouts 64 (0 failed)  loss -0.012  1234 tok/s  0.31 s  v4\n"
+        "iter 4/40  reward 0.41  rollouts 64 (3 failed: timeout 2, bad_reward 1)  loss -0.012  1234 tok/s  0.31 s  v4\n"
+        "iter 5/40  reward 0.41  rollouts 64 (0 failed)  loss -0.012  1234 tok/s  0.31 s  v4\n"
+    )
+
+
+def test_parts_without_a_metric_are_left_out() -> None:
+    event = IterationFinished(iteration=0, metrics={"val/reward_mean": 0.12, "train/loss": float("nan"), "weights/version": None})
+    assert iteration_line(event, None, {}) == "iter 0  reward - (val 0.12)"
+
+
+@pytest.mark.parametrize(("version", "text"), [(4, "v4"), (4.0, "v4"), ("4", "v4"), ("default", "default"), (None, ""), ("", "")])
+def test_spell_version(version: object, text: str) -> None:
+    assert spell_version(version) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.312, "0.31 s"), (9.994, "9.99 s"), (9.996, "10.0 s"), (99.96, "1m40s"), (185, "3m05s"), (3599.6, "1h00m"), (7450, "2h04m")],
+)
+def test_spell_seconds(seconds: float, text: str) -> None:
+    assert spell_seconds(seconds) == text
+
+
+def test_plain_warnings_go_to_stderr_once_per_key(capsys: pytest.CaptureFixture[str]) -> None:
+    text = plain(STARTED, Warning(text="[careful]", key="a"), Warning(text="again", key="a"), Warning(text="other", key="b"))
+    assert text == ""
+    assert capsys.readouterr().err == "warning: [careful]\nwarning: other\n"
+
+
+def test_a_piped_program_prints_lines_and_no_escapes() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, check=True, timeout=60, env={**os.environ, "LC_ALL": "C"})
+    assert done.stdout.decode("ascii").splitlines() == [
+        f"iter {i}/3  reward 0.41  rollouts 2 (1 failed: [red]timeout 1)  loss -0.012  1234 tok/s  0.31 s  v4" for i in (1, 2, 3)
+    ]
+
+
+PROGRAM = """
+from agl_slime.report import *
+from tests.unit.report_cases import METRICS
+with Reporters([ProgressReporter()]) as reporters:
+    reporters.handle(RunStarted(settings={}, num_iterations=3, rollouts_per_iteration=2))
+    for i in (1, 2, 3):
+        reporters.handle(PhaseStarted(iteration=i, phase="collect"))
+        reporters.handle(RolloutFinished(iteration=i, rollout_id="r", outcome="succeeded", reward=0.5, tokens=7))
+        reporters.handle(RolloutFinished(iteration=i, rollout_id="s", outcome="failed", reason="[red]timeout", tokens=7))
+        reporters.handle(IterationFinished(iteration=i, metrics={**METRICS, "rollout/count": 2, "rollout/failed": 1}))
+    reporters.handle(RunFinished())
+"""
+
+
+def on_a_terminal(program: str, **environment: str) -> tuple[int, str]:
+    """Run the program with a pseudo-terminal as stdout; its exit status and everything it wrote."""
+    leader, follower = pty.openpty()
+    env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TTY_COMPATIBLE", "FORCE_COLOR")}
+    env |= {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30", "PYTHONUTF8": "1", **environment}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=follower, stderr=follower, stdin=subprocess.DEVNULL, env=env) as process:
+        os.close(follower)
+        parts: list[bytes] = []
+        while True:
+            try:
+                part = os.read(leader, 65536)
+            except OSError:  # how Linux says that the other side is closed
+                break
+            if not part:
+                break
+            parts.append(part)
+        process.wait(timeout=60)
+    os.close(leader)
+    return process.returncode, b"".join(parts).decode("utf-8")
+
+
+def test_a_terminal_gets_the_live_view_and_its_cursor_back() -> None:
+    status, text = on_a_terminal(PROGRAM)
+    assert status == 0, text
+    assert "iter 2/3  reward 0.41" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert "\x1b[?25l" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_a_run_that_dies_gives_the_cursor_back() -> None:
+    program = "from agl_slime.report import *\nProgressReporter().handle(RunStarted(settings={}))\nraise SystemExit(3)\n"
+    status, text = on_a_terminal(program)
+    assert status == 3
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_a_terminal_that_asks_for_plain_output_gets_it(environment: dict[str, str]) -> None:
+    status, text = on_a_terminal(PROGRAM, **environment)
+    assert status == 0
+    assert "\x1b" not in text
+    assert len(text.splitlines()) == 3
+
+
+def test_the_live_view_shows_the_iteration_at_hand() -> None:
+    out = io.StringIO()
+    reporter = ProgressReporter(console=Console(file=out, force_terminal=True, width=120, color_system=None), view="live")
+    assert reporter._live is not None
+    for event in (
+        STARTED,
+        finished(1, **{"rollout/reward_mean": 0.1}),
+        finished(2, **{"rollout/reward_mean": 0.9, "val/reward_mean": 0.8}),
+        PhaseStarted(iteration=3, phase="collect"),
+        rollout(3, reward=1.0),
+        rollout(3, reward=0.0),
+        rollout(3, reward=None, reason="timeout"),
+    ):
+        reporter.handle(event)
+    view = Console(width=120, color_system=None, file=io.StringIO())
+    with view.capture() as captured:
+        view.print(reporter._live.render())
+    reporter.close()
+    head, rewards, figures = captured.get().splitlines()
+    assert "iteration 3/40" in head
+    assert "collecting 3/64 rollouts" in head
+    assert rewards.split() == ["reward", "0.90", "this", "iteration", "so", "far", "0.50", "best", "0.90", "val", "0.80", "▁█"]
+    assert "weights v4" in figures
+    assert "1 failed (timeout 1)" in figures
+
+
+def test_token_rate_is_that_of_the_last_seconds() -> None:
+    state = ProgressState()
+    state.update(STARTED)
+    state.update(PhaseStarted(iteration=1, phase="collect", at=100.0))
+    for second in range(1, 5):
+        state.update(rollout(at=100.0 + second, tokens=100))
+    assert state.tokens_per_s(104.0) == pytest.approx(100.0)
+    assert state.tokens_per_s(112.5) == pytest.approx(200 / 10)  # those of seconds 3 and 4 are within ten seconds
+    assert state.tokens_per_s(200.0) == 0.0
+
+
+def test_state_stays_small_and_right_in_a_long_run() -> None:
+    state = ProgressState()
+    state.update(PhaseStarted(iteration=1, phase="collect", at=0.0))
+    for number in range(25_000):
+        state.update(rollout(at=number / 25_000, tokens=1, reward=None, reason=f"error {number}"))
+    assert len(state._window) == 10_000
+    assert state.tokens_per_s(1.0) == pytest.approx(25_000, rel=1e-3)
+    assert sum(state.reasons.values()) == 25_000
+    assert len(state.reasons) == MOST_REASONS + 1
+
+
+@given(st.lists(st.sampled_from([f"reason {number}" for number in range(MOST_REASONS * 2)])))
+def test_reasons_are_all_counted(reasons: list[str]) -> None:
+    counter: Counter[str] = Counter()
+    for reason in reasons:
+        count_reason(counter, reason)
+    assert sum(counter.values()) == len(reasons)
+    assert len(counter) <= MOST_REASONS + 1
+    assert (OTHER in counter) == (len(set(reasons)) > MOST_REASONS)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 20))
+def test_a_series_stays_bounded_and_within_its_values(values: list[float], width: int) -> None:
+    series = Series(width)
+    for value in values:
+        series.add(value)
+    assert len(series.points) <= 2 * width
+    assert series.last == values[-1]
+    assert min(values) - 1e-6 <= min(series.points) <= max(series.points) <= max(values) + 1e-6
+    if len(values) < 2 * width:
+        assert series.points == values
+    assert len(sparkline(series.points, width)) == min(width, len(series.points))
+
+
+def test_sparkline_goes_from_lowest_to_highest() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1.0, 1.0]) == "▄▄"
+    assert sparkline([]) == ""

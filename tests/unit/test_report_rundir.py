@@ -1,0 +1,109 @@
+"""The run directory: what is refused, what is kept, what is written."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from agl_slime.errors import ConfigError
+from agl_slime.report import RunDir, open_run_dir
+
+SETTINGS = {"agent": "a:A", "seed": 0, "trainer": {"lr": 5e-4, "clip": 0.2}}
+
+
+def fill(run: RunDir) -> None:
+    run.metrics.write_text('{"iteration": 1}\n')
+    run.transcripts.mkdir()
+    (run.transcripts / "00001.md").write_text("x")
+    (run.path / "notes.txt").write_text("mine")
+
+
+def test_default_name_is_time_and_agent_and_never_taken_twice(tmp_path: Path) -> None:
+    runs = [open_run_dir(None, agent="agents.lookup:Look up/Agent", settings=SETTINGS, root=tmp_path / "runs") for _ in range(3)]
+    assert len({run.path for run in runs}) == 3
+    for run in runs:
+        assert run.path.parent == tmp_path / "runs"
+        assert run.path.name[:15].replace("-", "").isdigit()
+        assert "-Look-up-Agent" in run.path.name
+        assert json.loads(run.config.read_text()) == SETTINGS
+
+
+def test_settings_may_be_a_dataclass_and_secrets_are_not_written(tmp_path: Path) -> None:
+    @dataclass
+    class Settings:
+        path: Path
+        api_key: str = "sk-1"
+        max_new_tokens: int = 5
+        nested: dict[str, str | None] | None = None
+
+    run = open_run_dir(tmp_path, agent="a", settings=Settings(Path("x"), nested={"password": "p", "auth_token": None}))
+    assert json.loads(run.config.read_text()) == {
+        "path": "x",
+        "api_key": "(not written)",
+        "max_new_tokens": 5,
+        "nested": {"password": "(not written)", "auth_token": None},
+    }
+
+
+def test_a_run_with_other_settings_is_refused_and_untouched(tmp_path: Path) -> None:
+    fill(open_run_dir(tmp_path, agent="a", settings=SETTINGS))
+    other = {**SETTINGS, "seed": 1, "trainer": {"lr": 1e-3, "clip": 0.2}}
+    with pytest.raises(ConfigError, match=r"holds a run with other settings \(seed, trainer\.lr\); choose another directory, or resume or overwrite"):
+        open_run_dir(tmp_path, agent="a", settings=other)
+    assert json.loads((tmp_path / "config.json").read_text()) == SETTINGS
+    assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_overwrite_and_equal_settings_replace_the_reports_only(tmp_path: Path) -> None:
+    for settings, overwrite in ((SETTINGS, False), ({**SETTINGS, "seed": 1}, True)):
+        run = open_run_dir(tmp_path, agent="a", settings=SETTINGS, overwrite=True)
+        fill(run)
+        run = open_run_dir(tmp_path, agent="a", settings=settings, overwrite=overwrite)
+        assert sorted(os.listdir(tmp_path)) == ["config.json", "notes.txt"]
+        assert json.loads(run.config.read_text()) == settings
+
+
+def test_resume_keeps_the_reports_and_names_what_changed(tmp_path: Path) -> None:
+    fill(open_run_dir(tmp_path, agent="a", settings=SETTINGS))
+    longer = {**SETTINGS, "num_iterations": 80, "resume": True}
+    run = open_run_dir(tmp_path, agent="a", settings=longer, resume=True)
+    assert run.changed == ("num_iterations",)
+    assert run.metrics.exists()
+    assert json.loads(run.config.read_text()) == longer
+
+
+def test_resume_needs_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run to resume"):
+        open_run_dir(tmp_path / "none", agent="a", settings=SETTINGS, resume=True)
+    with pytest.raises(ConfigError, match="resume needs the output directory"):
+        open_run_dir(None, agent="a", settings=SETTINGS, resume=True, root=tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_that_may_not_be_ours_are_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "transcripts").mkdir()
+    (tmp_path / "transcripts" / "interview.txt").write_text("precious")
+    with pytest.raises(ConfigError, match=r"holds transcripts but no config\.json"):
+        open_run_dir(tmp_path, agent="a", settings=SETTINGS)
+    assert (tmp_path / "transcripts" / "interview.txt").exists()
+
+
+def test_paths_that_cannot_be_used_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file; choose another path"):
+        open_run_dir(tmp_path / "file", agent="a", settings=SETTINGS)
+    with pytest.raises(ConfigError, match=r"cannot be (written|made): Not a directory; choose another with --output-dir"):
+        open_run_dir(tmp_path / "file" / "run", agent="a", settings=SETTINGS)
+    with pytest.raises(ConfigError, match=r"cannot be made: .*; choose another with --output-dir"):
+        open_run_dir(None, agent="a", settings=SETTINGS, root=tmp_path / "file")
+
+
+def test_a_broken_config_is_refused_unless_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"seed"')
+    with pytest.raises(ConfigError, match=r"config\.json is not a JSON object"):
+        open_run_dir(tmp_path, agent="a", settings=SETTINGS)
+    assert open_run_dir(tmp_path, agent="a", settings=SETTINGS, overwrite=True).config.exists()
