@@ -1,0 +1,1 @@
+"""Agents that are ready to train, each one short file."""

@@ -1,7 +1,7 @@
 """One exception tree.
 
-Every error that this package raises on purpose is an ``AglSlimeError`` whose text is one sentence: what was wrong, the value, and what to do. Each class also derives from the
-standard type that fits, so ``except ValueError`` and the like work as people expect.
+Every error that this package raises on purpose is an ``AglSlimeError`` whose text is one sentence: what was wrong, the value, and what to do. Each
+class also derives from the standard type that fits, so ``except ValueError`` and the like work as people expect.
 """
 
 from __future__ import annotations

@@ -1,0 +1,78 @@
+"""agl-slime: any Agent Lightning agent, trained online: token-exact slime Samples out, new weights back into SGLang.
+
+The names here are loaded when they are first used, so that ``import agl_slime`` is instant.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AGLDataSource": "agl_slime.datasource",
+    "Answer": "agl_slime.rollout.session",
+    "BridgeStore": "agl_slime.store",
+    "ConcurrentRunner": "agl_slime.runner.concurrent",
+    "DiskWeightSync": "agl_slime.sglang.weights",
+    "Generation": "agl_slime.sglang.payloads",
+    "LoopSettings": "agl_slime.loop",
+    "OnlineRLLoop": "agl_slime.loop",
+    "RolloutSession": "agl_slime.rollout.session",
+    "RunnerThread": "agl_slime.runner.thread",
+    "SGLangClient": "agl_slime.sglang.client",
+    "SGLangLitAgent": "agl_slime.rollout.agent",
+    "Sample": "agl_slime.types",
+    "SamplingParams": "agl_slime.sglang.payloads",
+    "Trajectory": "agl_slime.trace.trajectory",
+    "rollout_to_sample": "agl_slime.trace.converter",
+    "rollout_to_samples": "agl_slime.trace.converter",
+}
+
+if TYPE_CHECKING:
+    from agl_slime.datasource import AGLDataSource
+    from agl_slime.loop import LoopSettings, OnlineRLLoop
+    from agl_slime.rollout.agent import SGLangLitAgent
+    from agl_slime.rollout.session import Answer, RolloutSession
+    from agl_slime.runner.concurrent import ConcurrentRunner
+    from agl_slime.runner.thread import RunnerThread
+    from agl_slime.sglang.client import SGLangClient
+    from agl_slime.sglang.payloads import Generation, SamplingParams
+    from agl_slime.sglang.weights import DiskWeightSync
+    from agl_slime.store import BridgeStore
+    from agl_slime.trace.converter import rollout_to_sample, rollout_to_samples
+    from agl_slime.trace.trajectory import Trajectory
+    from agl_slime.types import Sample
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'agl_slime' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])
+
+
+__all__ = [
+    "AGLDataSource",
+    "Answer",
+    "BridgeStore",
+    "ConcurrentRunner",
+    "DiskWeightSync",
+    "Generation",
+    "LoopSettings",
+    "OnlineRLLoop",
+    "RolloutSession",
+    "RunnerThread",
+    "SGLangClient",
+    "SGLangLitAgent",
+    "Sample",
+    "SamplingParams",
+    "Trajectory",
+    "rollout_to_sample",
+    "rollout_to_samples",
+]

@@ -1,0 +1,102 @@
+"""From a finished rollout in the store to what its group needs to know: samples and a reward, or why there are none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from agl_slime._agl import LightningStore, Rollout, Span
+from agl_slime.errors import RolloutError
+from agl_slime.groups.outcome import MemberResult, Outcome
+from agl_slime.threads import run_in_thread
+from agl_slime.trace.attributes import USAGE_OUTPUT_TOKENS
+from agl_slime.trace.converter import rollout_to_samples
+from agl_slime.trace.reward import read_reward
+
+logger = logging.getLogger(__name__)
+
+# Written by the runner's guard on the exception span of a failed attempt.
+_FAILURE_REASON = "agl_slime.failure.reason"
+_EXCEPTION_MESSAGE = "exception.message"
+_EXCEPTION_TYPE = "exception.type"
+
+# Above this many attribute characters a conversion takes longer than a loop should wait (about 2 ms).
+_HEAVY_TRACE_CHARS = 200_000
+
+_FINISHED = frozenset({"succeeded", "failed", "cancelled"})
+
+
+async def collect(store: LightningStore, rollout_id: str, *, tokenizer: Any = None, reward_key: str | None = None) -> MemberResult | None:
+    """The result of a rollout; ``None`` when it has not ended yet (a failed attempt that is tried again) or does not exist."""
+    rollout = await store.get_rollout_by_id(rollout_id)
+    if rollout is None or rollout.status not in _FINISHED:
+        return None
+    metadata = rollout.metadata or {}
+    group_id = str(metadata.get("group_id") or rollout.rollout_id)
+    mode = rollout.mode or "train"
+    if rollout.status == "cancelled":
+        return _failed(rollout, group_id, mode, reason="cancelled", message="cancelled in the store", outcome=Outcome.CANCELLED)
+    # Only the attempt that counts: spans of failed attempts stay in the store, and a dead worker may still write to its own.
+    attempt = await store.get_latest_attempt(rollout_id)
+    attempt_id = attempt.attempt_id if attempt is not None else "latest"
+    try:
+        spans = [*await store.query_spans(rollout_id, attempt_id)]
+    except RuntimeError as error:  # Agent Lightning's in-memory store raises it for spans that it dropped to save memory
+        return _failed(rollout, group_id, mode, reason="spans_evicted", message=str(error))
+    if rollout.status == "failed":
+        reason, message = failure_of(spans, attempt_status=attempt.status if attempt is not None else "failed")
+        outcome = Outcome.CANCELLED if reason == "cancelled" else Outcome.FAILED
+        return _failed(rollout, group_id, mode, reason=reason, message=message, outcome=outcome)
+    try:
+        reward = read_reward(spans, reward_key=reward_key)
+        if mode != "train":
+            samples: tuple[Any, ...] = ()
+        elif sum(len(value) for span in spans for value in span.attributes.values() if isinstance(value, str)) > _HEAVY_TRACE_CHARS:
+            samples = tuple(await run_in_thread(rollout_to_samples, rollout, spans, tokenizer, attempt_id=attempt_id))
+        else:
+            samples = tuple(rollout_to_samples(rollout, spans, tokenizer, attempt_id=attempt_id))
+    except RolloutError as error:
+        return _failed(rollout, group_id, mode, reason=error.reason, message=str(error))
+    except Exception as error:
+        # One rollout that breaks the conversion must not end the run; it is counted, and the log has the details.
+        logger.exception("Rollout %s could not be converted.", rollout_id)
+        return _failed(rollout, group_id, mode, reason="conversion_error", message=f"{type(error).__name__}: {error}")
+    return MemberResult(
+        rollout_id=rollout.rollout_id,
+        group_id=group_id,
+        mode=mode,
+        samples=samples,
+        reward=reward.primary,
+        rewards=dict(reward.named),
+        sampled_tokens=_sampled_tokens(spans),
+        turns=sum(USAGE_OUTPUT_TOKENS in span.attributes for span in spans),
+        task=rollout.input,
+    )
+
+
+def failure_of(spans: Sequence[Span], *, attempt_status: str) -> tuple[str, str]:
+    """Why an attempt failed, as (reason, message): from its exception span, else from the status that the store gave it (``timeout``,
+    ``unresponsive``)."""
+    for span in reversed(spans):
+        reason = span.attributes.get(_FAILURE_REASON) or span.attributes.get(_EXCEPTION_TYPE)
+        if reason:
+            return str(reason), str(span.attributes.get(_EXCEPTION_MESSAGE, ""))
+    return attempt_status, f"the store marked the attempt as {attempt_status}"
+
+
+def _sampled_tokens(spans: Sequence[Span]) -> int:
+    # the engine's own count, not the length of our ids: the two are compared in every report
+    return sum(int(count) for span in spans if isinstance(count := span.attributes.get(USAGE_OUTPUT_TOKENS), (int, float)))
+
+
+def _failed(rollout: Rollout, group_id: str, mode: str, *, reason: str, message: str, outcome: Outcome = Outcome.FAILED) -> MemberResult:
+    return MemberResult(
+        rollout_id=rollout.rollout_id,
+        group_id=group_id,
+        mode=mode,
+        failure=reason,
+        failure_message=message,
+        outcome_if_failed=outcome,
+        task=rollout.input,
+    )

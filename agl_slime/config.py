@@ -1,0 +1,93 @@
+"""The settings of a training run. The command line is derived from this class: a field is a flag, its docstring the help text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from agl_slime.errors import ConfigError
+from agl_slime.trainers.settings import LocalTrainerSettings
+
+DEFAULT_AGENT = "agents.lookup:LookupAgent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train an agent online: rollouts through Agent Lightning, a policy on SGLang, weights updated after every iteration."""
+
+    agent: str = DEFAULT_AGENT
+    """The agent to train, as module:Class."""
+    tasks: Path | None = None
+    """Tasks as JSON lines, one object each. Without it the agent's own make_task(rng) is used."""
+    model_path: Path | None = None
+    """Hugging Face checkpoint to start from. Without it a tiny policy is made for the agent."""
+    sglang_url: str | None = None
+    """URL of a running SGLang server or router. Without it an embedded engine is started on this machine."""
+    trainer: Literal["local", "slime"] = "local"
+    """Who trains: the local GRPO trainer, or slime."""
+
+    num_iterations: int = 40
+    """Collect, train, sync: so many times."""
+    rollout_batch_size: int = 16
+    """Prompts per iteration."""
+    n_samples_per_prompt: int = 4
+    """Rollouts per prompt: the group that a reward is compared with."""
+    max_new_tokens: int = 48
+    """Most tokens that one answer may have."""
+    temperature: float = 1.0
+    """Sampling temperature, in the engine and in the trainer."""
+    rollout_timeout: float = 600.0
+    """Seconds after which a rollout is cancelled and counts as failed."""
+    max_attempts: int = 1
+    """How often a failed rollout is tried, the first time included."""
+    max_concurrent: int = 1024
+    """Rollouts in flight in this process."""
+
+    eval_interval: int = 10
+    """Validate before the first iteration, after every so many and at the end; 0 is never."""
+    eval_rollouts: int = 32
+    """Rollouts of a validation."""
+    eval_tasks: Path | None = None
+    """Tasks of validations as JSON lines. Without it the agent's own make_task(rng) is used with another seed."""
+
+    output_dir: Path | None = None
+    """Where metrics, plot, transcripts and weights go; a new directory under runs/ by default."""
+    overwrite: bool = False
+    """Replace an earlier run with other settings in the output directory."""
+    seed: int = 0
+    """Seed of tasks, policy and trainer."""
+    view: Literal["auto", "live", "plain"] = "auto"
+    """Live progress or one line per iteration; auto is live on a terminal."""
+
+    actor_num_nodes: int = 1
+    """slime: nodes for the actor."""
+    actor_num_gpus_per_node: int = 1
+    """slime: GPUs per actor node."""
+    rollout_num_gpus: int = 0
+    """slime: GPUs for rollout engines that slime launches; 0 uses the ones at --sglang-url."""
+
+    local: LocalTrainerSettings = field(default_factory=LocalTrainerSettings)
+    """Settings of the local trainer; its temperature and seed are those above."""
+
+    def __post_init__(self) -> None:
+        module, _, name = self.agent.partition(":")
+        if not module or not name:
+            raise ConfigError(f"--agent {self.agent!r}: expected module:Class, for example {DEFAULT_AGENT}")
+        for flag in (
+            "num_iterations",
+            "rollout_batch_size",
+            "n_samples_per_prompt",
+            "max_new_tokens",
+            "max_attempts",
+            "max_concurrent",
+            "eval_rollouts",
+        ):
+            if getattr(self, flag) < 1:
+                raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(self, flag)}")
+        if self.temperature <= 0:
+            raise ConfigError(f"--temperature must be above 0 (training needs samples that differ), got {self.temperature}")
+        if self.rollout_timeout <= 0:
+            raise ConfigError(f"--rollout-timeout must be above 0 seconds, got {self.rollout_timeout}")
+        if self.eval_interval < 0:
+            raise ConfigError(f"--eval-interval must be 0 (never) or more, got {self.eval_interval}")

@@ -1,0 +1,50 @@
+"""What a data source writes beside a checkpoint, and reads back."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from agl_slime.errors import DataSourceError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSourceState:
+    """Groups that wait to be trained on (``Sample.to_dict`` forms) and the next free numbers."""
+
+    groups: list[list[dict[str, Any]]]
+    index: int
+    group_index: int
+    rollout_number: int
+
+
+def state_path(directory: Path, rollout_id: Any) -> Path:
+    """slime keeps a data source's state under ``rollout/`` of the checkpoint directory, one file per step."""
+    return directory / "rollout" / f"agl_datasource_{rollout_id}.json"
+
+
+def save_state(directory: Path, rollout_id: Any, state: DataSourceState) -> Path:
+    """Write atomically: a crash leaves the old file or the new one."""
+    path = state_path(directory, rollout_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        temporary.write_text(json.dumps(asdict(state), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        temporary.unlink(missing_ok=True)
+        raise DataSourceError(f"a sample's metadata cannot be saved as JSON: {error}; keep plain values in it") from error
+    temporary.replace(path)
+    return path
+
+
+def load_state(directory: Path, rollout_id: Any) -> DataSourceState | None:
+    path = state_path(directory, rollout_id)
+    if not path.exists():
+        return None
+    try:
+        return DataSourceState(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise DataSourceError(f"{path} is not a saved state of this data source: {error}") from error

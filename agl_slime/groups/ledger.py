@@ -1,0 +1,88 @@
+"""The ledger: where each rollout stands, and counts that add up at any moment.
+
+A rollout is *open* (in flight), *ready* (its group waits to be trained on) or *closed* with one outcome. Closed rollouts are kept as counts, not as
+entries, so memory does not grow with the run; the ids of the most recent ones are remembered to recognise a second report of the same rollout.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+from agl_slime.groups.outcome import Outcome
+
+# Late or repeated reports arrive within moments of the first; this many closed ids are remembered to recognise them.
+_REMEMBERED_CLOSED = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerCounts:
+    """``opened == open + ready + sum(closed.values())`` always. ``reasons`` counts closed rollouts by (outcome, reason)."""
+
+    opened: int
+    open: int
+    ready: int
+    closed: dict[Outcome, int]
+    reasons: dict[tuple[Outcome, str], int]
+
+
+class Ledger:
+    """Thread-safe; every call costs the same however long the run."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._opened = 0
+        self._open: set[str] = set()
+        self._ready: set[str] = set()
+        self._closed: Counter[Outcome] = Counter()
+        self._reasons: Counter[tuple[Outcome, str]] = Counter()
+        self._recent: OrderedDict[str, Outcome] = OrderedDict()
+
+    def open(self, rollout_id: str) -> bool:
+        """A rollout is in flight. ``False`` when it is known already."""
+        with self._lock:
+            if rollout_id in self._open or rollout_id in self._ready or rollout_id in self._recent:
+                return False
+            self._open.add(rollout_id)
+            self._opened += 1
+            return True
+
+    def ready(self, rollout_id: str) -> bool:
+        """An open rollout waits to be trained on. ``False`` when it was not open."""
+        with self._lock:
+            if rollout_id not in self._open:
+                return False
+            self._open.remove(rollout_id)
+            self._ready.add(rollout_id)
+            return True
+
+    def close(self, rollout_id: str, outcome: Outcome, reason: str = "") -> bool:
+        """An open or ready rollout has reached its one end. ``False`` when it had ended before or was never opened."""
+        with self._lock:
+            if rollout_id in self._open:
+                self._open.remove(rollout_id)
+            elif rollout_id in self._ready:
+                self._ready.remove(rollout_id)
+            else:
+                return False
+            self._closed[outcome] += 1
+            self._reasons[outcome, reason] += 1
+            self._recent[rollout_id] = outcome
+            if len(self._recent) > _REMEMBERED_CLOSED:
+                self._recent.popitem(last=False)
+            return True
+
+    def is_open(self, rollout_id: str) -> bool:
+        """Whether the rollout is in flight."""
+        with self._lock:
+            return rollout_id in self._open
+
+    def open_ids(self) -> list[str]:
+        """The rollouts in flight."""
+        with self._lock:
+            return list(self._open)
+
+    def counts(self) -> LedgerCounts:
+        with self._lock:
+            return LedgerCounts(self._opened, len(self._open), len(self._ready), dict(self._closed), dict(self._reasons))

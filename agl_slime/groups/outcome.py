@@ -1,0 +1,71 @@
+"""What became of a rollout and of its group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from agl_slime.types import Sample
+
+
+class Outcome(str, Enum):
+    """The one end of a rollout. Each has a reason beside it.
+
+    ``TRAINED``: its samples were handed to the trainer. ``FILTERED``: it worked, but its group was not fit to train on. ``STALE``: sampled by weights
+    that are too old. ``FAILED``: no reward, no trace, an exception, a time limit. ``CANCELLED``: stopped on purpose. ``VALIDATED``: a validation
+    rollout, never trained on.
+    """
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    STALE = "stale"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    VALIDATED = "validated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberResult:
+    """One finished rollout as its group sees it: samples and a reward, or a failure with its reason.
+
+    ``reward`` is the primary reward, ``rewards`` all named ones. ``sampled_tokens`` counts the tokens that the engine reported to have sampled in it.
+    """
+
+    rollout_id: str
+    group_id: str
+    mode: str = "train"
+    samples: tuple[Sample, ...] = ()
+    reward: float | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
+    sampled_tokens: int = 0
+    turns: int = 0
+    failure: str | None = None
+    failure_message: str = ""
+    outcome_if_failed: Outcome = Outcome.FAILED
+    task: Any = None
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    """A settled group: ``ready`` with the members to train on, or dropped for ``reason``."""
+
+    group_id: str
+    mode: str
+    size: int
+    members: tuple[MemberResult, ...]
+    ready: bool
+    reason: str = ""
+
+    @property
+    def succeeded(self) -> tuple[MemberResult, ...]:
+        return tuple(member for member in self.members if member.ok)
+
+    @property
+    def rewards(self) -> list[float]:
+        """The primary rewards of the members that have one."""
+        return [member.reward for member in self.members if member.reward is not None]

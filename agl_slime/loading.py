@@ -1,0 +1,37 @@
+"""Loading what a person named on the command line."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from agl_slime.errors import ConfigError
+
+
+def load_agent(path: str) -> Any:
+    """An instance of the agent class named ``module:Class``; the working directory is searched too, as with ``python -m``."""
+    module_name, _, class_name = path.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise ConfigError(f"--agent {path}: there is no module {error.name!r} here; run from the directory that holds it") from error
+        raise ConfigError(f"--agent {path}: {module_name} needs the module {error.name!r}, which is not installed") from error
+    try:
+        agent_class = getattr(module, class_name)
+    except AttributeError as error:
+        classes = sorted(name for name, value in vars(module).items() if isinstance(value, type) and value.__module__ == module.__name__)
+        raise ConfigError(f"--agent {path}: {module_name} has no class {class_name!r}; it has {', '.join(classes) or 'none'}") from error
+    from agl_slime._agl import LitAgent
+
+    if not (isinstance(agent_class, type) and issubclass(agent_class, LitAgent)):
+        raise ConfigError(f"--agent {path}: {class_name} is not an Agent Lightning LitAgent; derive it from agl_slime.SGLangLitAgent")
+    try:
+        return agent_class()
+    except TypeError as error:
+        raise ConfigError(f"--agent {path}: {class_name}() cannot be made without arguments ({error}); give its parameters defaults") from error

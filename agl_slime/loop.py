@@ -1,0 +1,344 @@
+"""``OnlineRLLoop``: collect, train, sync, and again.
+
+Each iteration enqueues ``rollout_batch_size`` tasks, ``n_samples_per_prompt`` rollouts each, waits until every one of them has ended, lets
+``slime_train_fn`` train on the groups that are ready, lets ``weight_sync_fn`` bring the new weights to SGLang, and publishes the new version as a
+resources snapshot in the store.
+
+Three threads share the work: the agents run on the runner's event loop, conversion on the data source's, and this loop on the caller's, where nothing
+blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import random
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agl_slime._agl import LLM, EnqueueRolloutRequest, LightningStore, LitAgent, NamedResources, RolloutConfig
+from agl_slime.datasource import AGLDataSource
+from agl_slime.errors import ConfigError, LoopError
+from agl_slime.groups.outcome import GroupResult, MemberResult
+from agl_slime.loop_metrics import collect_metrics, eval_metrics
+from agl_slime.report import IterationFinished, PhaseStarted, Reporter, RolloutFinished, RunFinished, RunStarted
+from agl_slime.report.events import Event
+from agl_slime.report.metrics import ITERATION_S, REWARD_MEAN, VAL_REWARD_MEAN, WEIGHTS_VERSION
+from agl_slime.rollout.agent import LLM_RESOURCE
+from agl_slime.runner.concurrent import RunnerSettings
+from agl_slime.runner.thread import RunnerThread
+from agl_slime.store import BridgeStore
+from agl_slime.tasks import Task, TaskSource, as_task_source
+from agl_slime.threads import run_in_thread
+
+logger = logging.getLogger(__name__)
+
+# The validation before the first step stands in the first iteration's line; val/reward_mean is always with the weights after the iteration.
+VAL_START_REWARD_MEAN = "val/start_reward_mean"
+
+Tasks = TaskSource | Iterable[Task] | Callable[[random.Random], Task]
+StepFn = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """``rollout_batch_size`` prompts of ``n_samples_per_prompt`` rollouts make an iteration. ``rollout_timeout_s`` and ``max_attempts`` go into each
+    rollout's configuration.
+
+    ``eval_interval``: a validation of ``eval_tasks`` rollouts before the first iteration, after every so many, and at the end; 0 is never.
+    ``max_empty_iterations``: iterations in a row that give nothing to train on before the run stops.
+    """
+
+    num_iterations: int = 40
+    rollout_batch_size: int = 16
+    n_samples_per_prompt: int = 4
+    rollout_timeout_s: float = 600.0
+    max_attempts: int = 1
+    eval_interval: int = 0
+    eval_tasks: int = 32
+    max_empty_iterations: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_iterations", "rollout_batch_size", "n_samples_per_prompt", "max_attempts", "eval_tasks", "max_empty_iterations"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.eval_interval < 0:
+            raise ConfigError(f"eval_interval must be 0 (never) or more, got {self.eval_interval}")
+        if not self.rollout_timeout_s > 0:
+            raise ConfigError(f"rollout_timeout_s must be positive, got {self.rollout_timeout_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a finished run returns. ``reward_means`` has one entry per iteration."""
+
+    iterations: int
+    reward_means: tuple[float, ...]
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+class OnlineRLLoop:
+    """The closed loop over a store, an agent, tasks, a training function and a weight sync.
+
+    Args:
+        store: Where rollouts are enqueued and recorded. A ``BridgeStore`` is told of each end; any other thread-safe ``LightningStore`` works.
+        agent: Any ``LitAgent``; ``None`` when the runners live elsewhere.
+        tasks: A sequence of dicts, a function ``(rng) -> dict``, or a ``TaskSource``.
+        llm: The engine, model and sampling parameters that agents find as ``main_llm``.
+        data_source: Where finished groups come out; the training function takes them from there.
+        slime_train_fn: ``(iteration) -> metrics or None``: takes samples from the data source and trains. Sync (run in a thread) or async.
+        weight_sync_fn: ``(iteration) -> version or None``: brings the new weights to SGLang; ``None`` as a version means the iteration's number. Sync
+        or async.
+        val_tasks: Tasks of validation rollouts; ``None`` draws them from ``tasks`` with another seed when those are generated.
+        reporter: Takes the run's events.
+        on_groups: Called with the iteration and its settled training groups before they are trained on; for transcripts and the like.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: LightningStore,
+        agent: LitAgent[Any] | None,
+        tasks: Tasks,
+        llm: LLM,
+        data_source: AGLDataSource,
+        slime_train_fn: StepFn,
+        weight_sync_fn: StepFn | None = None,
+        val_tasks: Tasks | None = None,
+        settings: LoopSettings | None = None,
+        runner_settings: RunnerSettings | None = None,
+        reporter: Reporter | None = None,
+        run_settings: Mapping[str, Any] | None = None,
+        on_groups: Callable[[int, Sequence[GroupResult]], None] | None = None,
+    ) -> None:
+        self.settings = settings or LoopSettings()
+        self.store = store
+        self.data_source = data_source
+        self._agent = agent
+        self._tasks = as_task_source(tasks, seed=self.settings.seed)
+        self._val_tasks = self._validation_source(tasks, val_tasks)
+        self._llm = llm
+        self._train_fn = slime_train_fn
+        self._sync_fn = weight_sync_fn
+        self._runner_settings = runner_settings
+        self._reporter = reporter
+        self._run_settings = dict(run_settings or {})
+        self._on_groups = on_groups
+        self._version = "0"
+        self._resources_id: str | None = None
+        self._iteration = 0
+        self._settled: asyncio.Queue[GroupResult] = asyncio.Queue()
+        self._runner: RunnerThread | None = None
+        self._empty_in_a_row = 0
+        self._reward_means: list[float] = []
+        self._last_metrics: dict[str, Any] = {}
+
+    def run(self) -> RunResult:
+        """``run_async`` from a program without an event loop."""
+        return asyncio.run(self.run_async())
+
+    async def run_async(self) -> RunResult:
+        """All iterations. Raises ``LoopError`` when the run cannot go on; whatever happens, the runner has stopped when this returns."""
+        loop = asyncio.get_running_loop()
+        settings = self.settings
+        self.data_source.listen(
+            on_member=lambda member: _post(loop, self._on_member, member), on_group=lambda group: _post(loop, self._settled.put_nowait, group)
+        )
+        self._emit(
+            RunStarted(
+                settings=self._run_settings,
+                num_iterations=settings.num_iterations,
+                rollouts_per_iteration=settings.rollout_batch_size * settings.n_samples_per_prompt,
+            )
+        )
+        reason = "interrupted"
+        try:
+            await self._publish_weights(self._version)
+            if self._agent is not None:
+                self._runner = RunnerThread(
+                    agent=self._agent, store=self.store, settings=self._runner_settings, on_finished=self._completion_hook()
+                ).start()
+            for iteration in range(1, settings.num_iterations + 1):
+                self._iteration = iteration
+                await self._iterate(iteration)
+            reason = "finished"
+        except Exception as error:
+            reason = str(error)
+            raise
+        finally:
+            if self._runner is not None:
+                # joins a thread for at most some seconds, while nothing else has to happen on this loop
+                self._runner.stop(timeout_s=3.0)
+            self._emit(RunFinished(reason=reason, summary={"ledger": _spell_ledger(self.data_source)}))
+        return RunResult(iterations=settings.num_iterations, reward_means=tuple(self._reward_means), metrics=self._last_metrics)
+
+    # -- one iteration -----------------------------------------------------------------------------------------------------------------------
+
+    async def _iterate(self, iteration: int) -> None:
+        settings = self.settings
+        metrics: dict[str, Any] = {}
+        began = time.monotonic()
+        if iteration == 1 and settings.eval_interval:
+            metrics[VAL_START_REWARD_MEAN] = (await self._evaluate(iteration))[VAL_REWARD_MEAN]
+        self._emit(PhaseStarted(iteration=iteration, phase="collect"))
+        collecting = time.monotonic()
+        groups = await self._collect(self._tasks.next_batch(settings.rollout_batch_size), size=settings.n_samples_per_prompt, mode="train")
+        collect_s = time.monotonic() - collecting
+        metrics.update(collect_metrics(groups, collect_s=collect_s))
+        if self._on_groups is not None:
+            self._on_groups(iteration, groups)
+        self._stop_if_hopeless(iteration, groups)
+        training = time.monotonic()
+        if any(group.ready for group in groups):
+            self._emit(PhaseStarted(iteration=iteration, phase="train"))
+            metrics.update(await _call(self._train_fn, iteration) or {})
+            train_s = time.monotonic() - training
+            self._emit(PhaseStarted(iteration=iteration, phase="sync"))
+            syncing = time.monotonic()
+            version = await _call(self._sync_fn, iteration) if self._sync_fn is not None else None
+            await self._publish_weights(str(iteration if version is None else version))
+            metrics.update({"perf/train_s": train_s, "perf/sync_s": time.monotonic() - syncing})
+        if settings.eval_interval and (iteration % settings.eval_interval == 0 or iteration == settings.num_iterations):
+            metrics.update(await self._evaluate(iteration))
+        metrics["perf/collect_s"] = collect_s
+        metrics.update({"iteration": iteration, ITERATION_S: time.monotonic() - began, WEIGHTS_VERSION: self._version})
+        self._reward_means.append(metrics[REWARD_MEAN])
+        self._last_metrics = metrics
+        self._emit(IterationFinished(iteration=iteration, metrics=metrics))
+
+    async def _evaluate(self, iteration: int) -> dict[str, Any]:
+        """Validation rollouts with the current weights: scored, reported, never trained on."""
+        self._emit(PhaseStarted(iteration=iteration, phase="eval", rollouts=self.settings.eval_tasks))
+        groups = await self._collect(self._val_tasks.next_batch(self.settings.eval_tasks), size=1, mode="val")
+        return eval_metrics(groups)
+
+    async def _collect(self, tasks: Sequence[Task], *, size: int, mode: str) -> list[GroupResult]:
+        """Enqueue a group per task and wait until each has settled."""
+        waiting: set[str] = set()
+        requests: list[EnqueueRolloutRequest] = []
+        config = RolloutConfig(
+            timeout_seconds=self.settings.rollout_timeout_s,
+            max_attempts=self.settings.max_attempts,
+            retry_condition=["failed", "timeout", "unresponsive"] if self.settings.max_attempts > 1 else [],
+        )
+        for task in tasks:
+            group_id = uuid.uuid4().hex
+            waiting.add(group_id)
+            # announced before it is enqueued: a rollout may end before the call below returns
+            self.data_source.expect(group_id, size=size, mode=mode)
+            metadata = {"group_id": group_id, "group_size": size, "iteration": self._iteration, "weight_version": self._version}
+            requests.extend(
+                EnqueueRolloutRequest(input=task, mode=mode, resources_id=self._resources_id, config=config, metadata=metadata)  # type: ignore[arg-type]
+                for _ in range(size)
+            )
+        rollouts = await self.store.enqueue_many_rollouts(requests)
+        self.data_source.opened([rollout.rollout_id for rollout in rollouts])
+        if self._runner is not None:
+            self._runner.wake()
+        settled: list[GroupResult] = []
+        while waiting:
+            group = await self._next_settled()
+            if group.group_id in waiting:
+                waiting.remove(group.group_id)
+                settled.append(group)
+        return settled
+
+    async def _next_settled(self) -> GroupResult:
+        while True:
+            try:
+                return await asyncio.wait_for(self._settled.get(), timeout=1.0)
+            except asyncio.TimeoutError:
+                if self._runner is not None and self._runner.failure is not None:
+                    raise LoopError(f"the runner ended: {self._runner.failure}") from self._runner.failure
+                self.data_source.raise_if_dead()
+
+    def _stop_if_hopeless(self, iteration: int, groups: Sequence[GroupResult]) -> None:
+        members = [member for group in groups for member in group.members]
+        if not any(member.ok for member in members):
+            raise LoopError(f"iteration {iteration}: all {len(members)} rollouts failed: {spell_failures(members)}")
+        if any(group.ready for group in groups):
+            self._empty_in_a_row = 0
+            return
+        self._empty_in_a_row += 1
+        reasons = "; ".join(sorted({group.reason for group in groups}))
+        if self._empty_in_a_row >= self.settings.max_empty_iterations:
+            raise LoopError(
+                f"iteration {iteration}: no group was fit to train on in {self._empty_in_a_row} iterations in a row ({reasons}); "
+                f"failures: {spell_failures(members)}"
+            )
+        logger.warning("Iteration %d: no group was fit to train on (%s).", iteration, reasons)
+
+    # -- weights and reports -------------------------------------------------------------------------------------------------------------------
+
+    async def _publish_weights(self, version: str) -> None:
+        """A resources snapshot per weight version: a rollout names the one that it was enqueued under."""
+        resources: NamedResources = {LLM_RESOURCE: self._llm}
+        self._version = version
+        self._resources_id = (await self.store.add_resources(resources)).resources_id
+
+    def _completion_hook(self) -> Callable[[str], None] | None:
+        # a BridgeStore tells the data source itself
+        return None if isinstance(self.store, BridgeStore) else self.data_source.notify
+
+    def _on_member(self, member: MemberResult) -> None:
+        self._emit(
+            RolloutFinished(
+                iteration=self._iteration,
+                rollout_id=member.rollout_id,
+                outcome="succeeded" if member.ok else member.outcome_if_failed.value,
+                reason=member.failure or "",
+                reward=member.reward,
+                tokens=member.sampled_tokens,
+                turns=member.turns,
+                mode="train" if member.mode == "train" else "val",
+            )
+        )
+
+    def _emit(self, event: Event) -> None:
+        if self._reporter is not None:
+            self._reporter.handle(event)
+
+    def _validation_source(self, tasks: Tasks, val_tasks: Tasks | None) -> TaskSource:
+        if val_tasks is not None:
+            return as_task_source(val_tasks, seed=self.settings.seed + 1)
+        if callable(tasks) and not hasattr(tasks, "next_batch"):
+            return as_task_source(tasks, seed=self.settings.seed + 1)
+        if self.settings.eval_interval:
+            raise ConfigError("eval_interval is set but there are no val_tasks; pass val_tasks, or set eval_interval to 0")
+        return self._tasks
+
+
+def spell_failures(members: Sequence[MemberResult]) -> str:
+    """The reasons of failed rollouts, most frequent first, each with one example of its message."""
+    counts = Counter(member.failure for member in members if not member.ok)
+    examples = {member.failure: member.failure_message for member in members if not member.ok}
+    spelled = [f"{count} x {reason}" + (f" ({examples[reason]})" if examples[reason] else "") for reason, count in counts.most_common(5)]
+    return "; ".join(spelled)
+
+
+async def _call(function: StepFn, iteration: int) -> Any:
+    """Call a training or sync function with the iteration if it takes an argument; a sync one runs in a thread."""
+    takes_argument = bool(inspect.signature(function).parameters)
+    args = (iteration,) if takes_argument else ()
+    if inspect.iscoroutinefunction(function):
+        return await function(*args)
+    result = await run_in_thread(function, *args)
+    return await result if inspect.isawaitable(result) else result
+
+
+def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *args: Any) -> None:
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:  # the run is over and its loop closed; nobody waits for late results
+        logger.debug("A result arrived after the run had ended.")
+
+
+def _spell_ledger(source: AGLDataSource) -> dict[str, int]:
+    counts = source.ledger.counts()
+    return {"opened": counts.opened, "open": counts.open, "ready": counts.ready, **{outcome.value: n for outcome, n in counts.closed.items()}}

@@ -1,0 +1,162 @@
+"""``SGLangLitAgent``: the base class of agents that talk to SGLang.
+
+A user writes ``compute_reward``, perhaps ``build_prompt``, and for more than one turn ``run``. Everything else (prompt ids, log-probs, weight
+versions, spans, the reward span) is done here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from agl_slime._agl import LLM, LitAgent, NamedResources, Rollout, emit_reward
+from agl_slime.errors import ConfigError
+from agl_slime.rollout.reward import check_reward
+from agl_slime.rollout.session import GenerateClient, RolloutSession
+from agl_slime.sglang.client import SGLangClient
+from agl_slime.sglang.payloads import SamplingParams
+from agl_slime.sglang.transport import ClientSettings
+from agl_slime.threads import run_in_thread
+from agl_slime.tokenizer import ChatTokenizer, load_tokenizer
+from agl_slime.trace.trajectory import Trajectory
+
+# Agent Lightning's convention for the name of the model under training.
+LLM_RESOURCE = "main_llm"
+
+_SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__) - {"extra"}
+
+
+class SGLangLitAgent(LitAgent[dict[str, Any]]):
+    """Runs one task as a conversation with SGLang and scores it.
+
+    Subclass and implement ``compute_reward``::
+
+        class MyAgent(SGLangLitAgent):
+            def compute_reward(self, task, response):
+                return 1.0 if response.strip() == task["label"] else 0.0
+
+    The engine, the model (whose tokenizer is loaded from ``LLM.model``) and the sampling parameters come from the resource ``main_llm``.
+    ``tokenizer``, ``sampling``, ``client`` and ``client_settings`` override what the resource says.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: ChatTokenizer | None = None,
+        sampling: SamplingParams | None = None,
+        client: GenerateClient | None = None,
+        client_settings: ClientSettings | None = None,
+        trained_agents: str | None = None,
+    ) -> None:
+        super().__init__(trained_agents=trained_agents)
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._client = client
+        self._client_settings = client_settings
+        self._clients: dict[str, SGLangClient] = {}
+
+    # -- what a user writes -----------------------------------------------------------------------------------------------------------------
+
+    def compute_reward(self, task: dict[str, Any], response: str) -> Any:
+        """The reward of the last answer: a number, or a dict of named numbers whose first is the primary one. May be async; a sync one runs in a
+        thread."""
+        raise NotImplementedError(f"{type(self).__name__} must implement compute_reward(task, response)")
+
+    def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]]:
+        """Chat messages for a task. The default takes ``task["messages"]``, or ``task["prompt"]`` (a string, or chat messages)."""
+        prompt = task.get("messages", task.get("prompt"))
+        if isinstance(prompt, str):
+            return [{"role": "user", "content": prompt}]
+        if isinstance(prompt, list) and prompt:
+            return prompt
+        raise ConfigError(f"the task has no usable prompt (keys: {sorted(map(str, task))}); give it `prompt` or `messages`, or override build_prompt")
+
+    async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
+        """The conversation. The default asks once; override it to call tools and ask again."""
+        await session.ask()
+
+    async def score(self, task: dict[str, Any], trajectory: Trajectory) -> Any:
+        """The reward of the whole rollout. The default calls ``compute_reward`` on the last answer."""
+        return await _call(self.compute_reward, task, trajectory.response)
+
+    # -- what Agent Lightning calls -----------------------------------------------------------------------------------------------------------
+
+    async def rollout_async(self, task: dict[str, Any], resources: NamedResources, rollout: Rollout) -> None:
+        """One rollout: the conversation, then the reward, each as spans. Raises what went wrong; the runner records it as the attempt's failure."""
+        session = await self._open_session(task, resources, rollout)
+        await self.run(task, session)
+        trajectory = Trajectory.of_turns(rollout=rollout, turns=session.turns, messages=session.messages)
+        rewards = check_reward(await self.score(task, trajectory), source=f"{type(self).__name__}.compute_reward")
+        if len(rewards) == 1:
+            emit_reward(next(iter(rewards.values())))
+        else:
+            emit_reward(rewards, primary_key=next(iter(rewards)))
+
+    async def aclose(self) -> None:
+        """Close the connections; the runner calls it on its own event loop when it ends."""
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
+            await client.aclose()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # connections belong to a process; a copy in another one opens its own
+        return {**self.__dict__, "_clients": {}}
+
+    # -- internals --------------------------------------------------------------------------------------------------------------------------------
+
+    async def _open_session(self, task: dict[str, Any], resources: NamedResources, rollout: Rollout) -> RolloutSession:
+        llm = _llm_of(resources)
+        tokenizer = self._tokenizer or await _tokenizer_of(llm.model)
+        return RolloutSession(
+            client=self._client or self._client_for(llm.endpoint, tokenizer),
+            tokenizer=tokenizer,
+            sampling=self._sampling or sampling_of(llm),
+            messages=self.build_prompt(task),
+            rollout_id=rollout.rollout_id,
+            model=llm.model,
+        )
+
+    def _client_for(self, endpoint: str, tokenizer: ChatTokenizer) -> SGLangClient:
+        client = self._clients.get(endpoint)
+        if client is None:
+            eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+            client = self._clients[endpoint] = SGLangClient(base_url=endpoint, settings=self._client_settings, eos_token_ids=eos)
+        return client
+
+
+def sampling_of(llm: LLM) -> SamplingParams:
+    """``LLM.sampling_parameters`` as ``SamplingParams``; OpenAI's ``max_tokens`` is taken for ``max_new_tokens``, names that are not ours are passed
+    to SGLang as they are."""
+    given: Mapping[str, Any] = llm.sampling_parameters
+    values = {name: value for name, value in given.items() if name in _SAMPLING_FIELDS}
+    if "max_tokens" in given:
+        values.setdefault("max_new_tokens", given["max_tokens"])
+    for name in ("stop", "stop_token_ids"):
+        if name in values:
+            value = values[name]
+            values[name] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
+    extra = {name: value for name, value in given.items() if name not in _SAMPLING_FIELDS and name != "max_tokens"}
+    return SamplingParams(**values, extra=extra)
+
+
+def _llm_of(resources: NamedResources) -> LLM:
+    llm = resources.get(LLM_RESOURCE)
+    if not isinstance(llm, LLM):
+        raise ConfigError(f"the store's resources hold no LLM named {LLM_RESOURCE!r} (they hold {sorted(resources)}); add one before enqueueing")
+    return llm
+
+
+async def _tokenizer_of(model: str) -> ChatTokenizer:
+    if not model:
+        raise ConfigError(f"the resource {LLM_RESOURCE!r} names no model; set LLM.model to the path of the checkpoint, or give the agent a tokenizer")
+    return await run_in_thread(load_tokenizer, model)
+
+
+async def _call(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a user's function: on the loop when it is async, else in a thread, where a slow judge stops nobody."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args)
+    result = await run_in_thread(function, *args)
+    return await result if asyncio.iscoroutine(result) else result

@@ -1,0 +1,209 @@
+"""Wires a ``TrainConfig`` into a running loop: engine, policy, store, data source, trainer, reports. The command line is the only caller of note."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from agl_slime._agl import LLM, LitAgent
+from agl_slime.config import TrainConfig
+from agl_slime.datasource import AGLDataSource
+from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.groups.outcome import GroupResult
+from agl_slime.loading import load_agent
+from agl_slime.loop import LoopSettings, OnlineRLLoop, RunResult, Tasks
+from agl_slime.report import StandardReporters, TranscriptItem, TranscriptsSampled, choose_rollouts, open_run_dir, transcript_sample
+from agl_slime.runner.concurrent import RunnerSettings
+from agl_slime.sglang.client import EngineDescription, SGLangClient
+from agl_slime.sglang.weights import DiskWeightSync
+from agl_slime.store import BridgeStore
+from agl_slime.tasks import read_tasks
+from agl_slime.threads import run_in_thread
+from agl_slime.tokenizer import load_tokenizer
+from agl_slime.trainers.base import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+async def run_training(config: TrainConfig, *, console: Console | None = None) -> RunResult:
+    """A whole run. Raises ``AglSlimeError`` with one sentence when it cannot start or go on; leaves no process and no thread behind."""
+    console = console or Console()
+    agent = await run_in_thread(load_agent, config.agent)
+    tasks = _tasks_of(config, agent)
+    val_tasks: Tasks | None = read_tasks(config.eval_tasks) if config.eval_tasks is not None else None
+    if val_tasks is None and config.eval_interval and config.tasks is not None:
+        val_tasks = read_tasks(config.tasks)
+    if config.model_path is not None and not (config.model_path / "config.json").is_file():
+        raise ConfigError(
+            f"--model-path {config.model_path}: there is no Hugging Face checkpoint (no config.json); leave the flag out to make a tiny policy"
+        )
+    described = await _probe(config.sglang_url) if config.sglang_url is not None else None
+    run = open_run_dir(config.output_dir, agent=config.agent, settings=asdict(config), overwrite=config.overwrite)
+    reporters = StandardReporters(run, console=console, view=config.view, title=config.agent)
+    try:
+        model_path = await _model_path(config, agent, described, run.path, console)
+        async with _engine_url(config, model_path, console) as url:
+            trainer = await run_in_thread(_make_trainer, config, model_path)
+            weights = WeightPublisher(trainer=trainer, base_url=url, directory=run.path / "weights")
+            await weights.push(0)  # the engine and the trainer start from the same weights, whatever the server had loaded
+            tokenizer = await run_in_thread(load_tokenizer, model_path)
+            with AGLDataSource(store=(store := BridgeStore()), tokenizer=tokenizer) as source:
+                loop = OnlineRLLoop(
+                    store=store,
+                    agent=agent,
+                    tasks=tasks,
+                    val_tasks=val_tasks,
+                    llm=LLM(endpoint=url, model=str(model_path), sampling_parameters=_sampling(config)),
+                    data_source=source,
+                    slime_train_fn=lambda iteration: trainer.train(source.get_samples(config.rollout_batch_size), iteration=iteration),
+                    weight_sync_fn=weights.push,
+                    settings=_loop_settings(config),
+                    runner_settings=RunnerSettings(max_concurrent=config.max_concurrent),
+                    reporter=reporters,
+                    run_settings=asdict(config),
+                    on_groups=_Transcripts(reporters, tokenizer, seed=config.seed).take,
+                )
+                return await loop.run_async()
+    finally:
+        reporters.close()
+
+
+class WeightPublisher:
+    """Writes the trainer's weights as a checkpoint and has every worker load it; the last two checkpoints are kept."""
+
+    def __init__(self, *, trainer: Trainer, base_url: str, directory: Path, keep: int = 2) -> None:
+        self._trainer = trainer
+        self._sync = DiskWeightSync(base_url=base_url)
+        self._directory = directory.resolve()  # the engine has a working directory of its own
+        self._written: list[Path] = []
+        self._keep = keep
+
+    async def push(self, iteration: int) -> str:
+        """Bring the weights to the engine under the iteration's number; returns that version."""
+        version = str(iteration)
+        target = self._directory / f"v{iteration:06d}"
+        await run_in_thread(self._trainer.save_weights, target)
+        await self._sync.push(str(target), version)
+        self._written.append(target)
+        while len(self._written) > self._keep:
+            await run_in_thread(shutil.rmtree, self._written.pop(0), ignore_errors=True)
+        return version
+
+
+class _Transcripts:
+    """Picks a few rollouts of an iteration and has them written out."""
+
+    def __init__(self, reporters: StandardReporters, tokenizer: Any, *, seed: int) -> None:
+        self._reporters = reporters
+        self._tokenizer = tokenizer
+        self._seed = seed
+
+    def take(self, iteration: int, groups: Sequence[GroupResult]) -> None:
+        if not self._reporters.transcripts.wanted(iteration):
+            return
+        members = {member.rollout_id: member for group in groups for member in group.members}
+        chosen = choose_rollouts({name: member.reward for name, member in members.items()}, iteration=iteration, seed=self._seed)
+        items = []
+        for rollout_id, label in chosen.items():
+            member = members[rollout_id]
+            items.append(
+                TranscriptItem(
+                    rollout_id=rollout_id,
+                    label=label,
+                    task=member.task,
+                    samples=[transcript_sample(sample, self._tokenizer.decode) for sample in member.samples],
+                    reward=member.reward,
+                    rewards=member.rewards,
+                    outcome="succeeded" if member.ok else member.outcome_if_failed.value,
+                    reason=member.failure_message or member.failure or "",
+                )
+            )
+        self._reporters.handle(TranscriptsSampled(iteration=iteration, items=items))
+
+
+# -- the parts of a run ------------------------------------------------------------------------------------------------------------------------
+
+
+def _tasks_of(config: TrainConfig, agent: LitAgent[Any]) -> Tasks:
+    if config.tasks is not None:
+        return read_tasks(config.tasks)
+    make_task = getattr(agent, "make_task", None)
+    if make_task is None:
+        raise ConfigError(f"there are no tasks: give --tasks FILE.jsonl, or define make_task(rng) on {config.agent}")
+    return make_task
+
+
+async def _probe(url: str) -> EngineDescription:
+    async with SGLangClient(base_url=url) as client:
+        return await client.probe()
+
+
+async def _model_path(config: TrainConfig, agent: Any, described: EngineDescription | None, run_dir: Path, console: Console) -> Path:
+    """The checkpoint that trainer and engine start from."""
+    if config.model_path is not None:
+        return config.model_path.resolve()
+    if described is not None:
+        served = Path(described.model_path)
+        if (served / "config.json").is_file():
+            return served.resolve()
+        raise ConfigError(
+            f"--model-path is needed: the server at {described.base_url} serves {described.model_path!r}, which is not a directory on this machine"
+        )
+    demonstrations = getattr(agent, "demonstrations", None)
+    if demonstrations is None:
+        raise ConfigError(f"--model-path is needed: {config.agent} has no `demonstrations` that a tiny policy could learn its format from")
+    from agl_slime.sglang.embedded.policy import make_policy
+
+    with console.status("Making a tiny policy …"):
+        return await run_in_thread(make_policy, run_dir / "policy", seed=config.seed, demonstrations=demonstrations)
+
+
+@asynccontextmanager
+async def _engine_url(config: TrainConfig, model_path: Path, console: Console) -> AsyncIterator[str]:
+    """The URL of the engine: the given one, or an embedded engine's that lives as long as the scope."""
+    if config.sglang_url is not None:
+        yield config.sglang_url
+        return
+    from agl_slime.sglang.embedded.process import EmbeddedEngine
+
+    engine = EmbeddedEngine(model_path=model_path)
+    try:
+        with console.status("Starting the embedded engine …"):
+            await run_in_thread(engine.start)
+        yield engine.url
+    finally:
+        # also when start was cut short: the process may be there already
+        await asyncio.shield(run_in_thread(engine.stop))
+
+
+def _make_trainer(config: TrainConfig, model_path: Path) -> Trainer:
+    try:
+        from agl_slime.trainers.local import LocalTrainer
+    except ImportError as error:
+        raise MissingDependencyError('--trainer local needs torch: pip install "agl-slime[local]"') from error
+    return LocalTrainer(model_path=model_path, settings=replace(config.local, temperature=config.temperature, seed=config.seed))
+
+
+def _sampling(config: TrainConfig) -> dict[str, Any]:
+    return {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
+
+
+def _loop_settings(config: TrainConfig) -> LoopSettings:
+    return LoopSettings(
+        num_iterations=config.num_iterations,
+        rollout_batch_size=config.rollout_batch_size,
+        n_samples_per_prompt=config.n_samples_per_prompt,
+        rollout_timeout_s=config.rollout_timeout,
+        max_attempts=config.max_attempts,
+        eval_interval=config.eval_interval,
+        eval_tasks=config.eval_rollouts,
+        seed=config.seed,
+    )
