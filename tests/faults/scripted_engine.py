@@ -1,0 +1,560 @@
+"""A look-alike of SGLang's HTTP server that fails on command. A real server on 127.0.0.1 and a free port, no model, no GPU.
+
+Use it where a test needs an engine whose answers are known beforehand, or one that misbehaves in a known way:
+
+    async with ScriptedEngine() as engine:
+        engine.script("/generate", Status(500), Status(500))          # the next two calls fail, the third is answered
+        async with SGLangClient(base_url=engine.url) as client:
+            generation = await client.generate([1, 2, 3], SamplingParams(max_new_tokens=8))
+        assert list(generation.output_ids) == engine.continuation([1, 2, 3], 8)
+        assert engine.calls["/generate"] == 3
+
+From code without an event loop of its own (a runner in a thread, a subprocess): ``with in_thread(ScriptedEngine()) as engine: ...``.
+
+What it samples: the next id is a function of all ids before it (``next_id``), and so is its log-prob (``log_prob``): a generation that is aborted and
+resumed from its partial ids must give exactly what one uninterrupted request gives. Both can be replaced, as can ``decode``, to make it say something
+(``answering`` does: a fixed answer, then the end token).
+
+What it keeps of SGLang: stop strings are searched in what this request sampled, after each token; order of the checks is abort, length, stop string,
+stop token; an aborted request answers 200 with its partial ids, or, when it was still waiting, without ids and counts; a pause aborts running
+requests and holds new ones; ``/flush_cache`` is refused while requests run; an update with ``flush_cache`` while requests run loads the weights and
+still answers 400; a rid in use is refused; ``/abort_request`` matches by prefix.
+
+Faults are consumed one per request in the order of arrival; ``always`` sets one for every request. ``calls`` counts requests by path, ``received``
+keeps what they were, and ``await engine.arrived("/generate", n)`` waits for the n-th request instead of sleeping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+import zlib
+from array import array
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+# one piece of text per id, some of several letters, so that stop strings begin and end inside tokens
+PIECES = ("a", "b", "c", "ab", "bc", "ca", "aa", "cb", "é", " ", "\n", "abc", "</", "x>", "1", "2")
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------------------------
+
+
+class Fault:
+    """One misbehaviour. ``answer()`` gives the response that the engine would have sent."""
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Status(Fault):
+    """An error status, in SGLang's form; ``retry_after`` sets the header of that name."""
+
+    status: int
+    message: str = "scripted failure"
+    retry_after: str | None = None
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+        headers = {"Retry-After": self.retry_after} if self.retry_after is not None else None
+        return web.json_response({"error": {"message": self.message}}, status=self.status, headers=headers)
+
+
+@dataclass(frozen=True)
+class Body(Fault):
+    """Status 200 with a body that is not SGLang's."""
+
+    text: str
+    content_type: str = "application/json"
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+        return web.Response(text=self.text, content_type=self.content_type)
+
+
+GARBAGE_JSON = Body('{"text": "half an answ')
+HTML_PAGE = Body("<html><body><h1>It works!</h1></body></html>", content_type="text/html")
+
+
+@dataclass(frozen=True)
+class Reset(Fault):
+    """A TCP reset: at once, or with ``in_body`` after half of the answer."""
+
+    in_body: bool = False
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+        assert request.transport is not None
+        if not self.in_body:
+            request.transport.abort()
+            return web.Response()
+        body = _body(await answer())
+        half = web.StreamResponse(headers={"Content-Length": str(len(body)), "Content-Type": "application/json"})
+        await half.prepare(request)
+        await half.write(body[: len(body) // 2])
+        request.transport.abort()
+        return half
+
+
+@dataclass(frozen=True)
+class Stall(Fault):
+    """No answer as long as the engine lives."""
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+        await engine.closing.wait()
+        return web.Response(status=503)
+
+
+@dataclass(frozen=True)
+class Drip(Fault):
+    """The right answer, one byte each ``every_s`` seconds: the idle timeout never strikes, the total one must."""
+
+    every_s: float = 0.02
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+        body = _body(await answer())
+        slow = web.StreamResponse(headers={"Content-Length": str(len(body)), "Content-Type": "application/json"})
+        await slow.prepare(request)
+        for i in range(len(body)):
+            try:
+                await slow.write(body[i : i + 1])
+            except ConnectionError:
+                break  # the client has given up
+            try:
+                await asyncio.wait_for(engine.closing.wait(), self.every_s)
+                break
+            except asyncio.TimeoutError:
+                continue
+        return slow
+
+
+@dataclass(frozen=True)
+class Abort(Fault):
+    """The engine aborts the generation after ``after`` tokens; 0 is "aborted in the queue". Only for ``/generate``."""
+
+    after: int
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+        raise AssertionError("handled by the generation itself")
+
+
+@dataclass(frozen=True)
+class NewVersion(Fault):
+    """From token ``after`` on, and for every later request, the weights have ``version``. Only for ``/generate``."""
+
+    after: int
+    version: str
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+        raise AssertionError("handled by the generation itself")
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Received:
+    path: str
+    payload: dict[str, Any]
+    headers: dict[str, str]
+
+
+@dataclass
+class _Running:
+    """A request between its arrival and its answer."""
+
+    aborted: bool = False
+
+
+class ScriptedEngine:
+    """See the module's docstring.
+
+    Args:
+        vocab_size, context_length: Told by ``/server_info`` and ``/v1/models``; longer prompts and larger ids are refused as SGLang does.
+        token_s: Seconds per sampled token (0: a generation is done within one step of the event loop).
+        latency_s: Seconds before each ``/generate`` answer.
+        eos_id: An id that ends a generation when it is sampled; None: there is none.
+        lists_versions: Answer ``weight_versions`` as newer servers do, else only ``weight_version``.
+        tells_sizes: Whether ``/v1/models`` tells the context length and ``/server_info`` the vocabulary.
+        workers: URLs; given, it answers as a router does: ``/workers`` lists them, and what a router does not pass on is 404.
+        next_id, log_prob, decode: Replace what it samples and says; ``next_id`` and ``log_prob`` get all ids so far.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = len(PIECES),
+        context_length: int = 4096,
+        model_path: str = "/models/scripted",
+        weight_version: str = "default",
+        token_s: float = 0.0,
+        latency_s: float = 0.0,
+        eos_id: int | None = None,
+        lists_versions: bool = True,
+        tells_sizes: bool = True,
+        workers: Sequence[str] | None = None,
+        next_id: Callable[[Sequence[int]], int] | None = None,
+        log_prob: Callable[[Sequence[int]], float] | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.model_path = model_path
+        self.weight_version = weight_version
+        self.token_s = token_s
+        self.latency_s = latency_s
+        self.eos_id = eos_id
+        self.lists_versions = lists_versions
+        self.tells_sizes = tells_sizes
+        self.workers = workers
+        self.next_id = next_id or self._next_id
+        self.log_prob = log_prob or _log_prob
+        self.decode = decode or _decode
+        self.calls: Counter[str] = Counter()
+        self.received: list[Received] = []
+        self.log: list[str] = []
+        """Paths of the control calls (everything but /generate) in order of arrival."""
+        self._scripts: dict[str, deque[Fault]] = {}
+        self._always: dict[str, Fault] = {}
+        self._requests: dict[str, _Running] = {}
+        self._waiting: set[str] = set()
+        self._last_ids: tuple[int, ...] = ()
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+
+    # -- what a test uses ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def running(self) -> int:
+        """Requests between arrival and answer, those held by a pause left out."""
+        return len(self._requests) - len(self._waiting)
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    @property
+    def rids(self) -> list[str]:
+        """The rids of all /generate requests in order of arrival."""
+        return [received.payload["rid"] for received in self.received if received.path == "/generate"]
+
+    def script(self, path: str, *faults: Fault) -> None:
+        """The next ``len(faults)`` requests to ``path`` meet these faults, one each."""
+        self._scripts.setdefault(path, deque()).extend(faults)
+
+    def always(self, path: str, fault: Fault | None) -> None:
+        """Every request to ``path`` meets ``fault`` once its script is used up; None: back to normal."""
+        if fault is None:
+            self._always.pop(path, None)
+        else:
+            self._always[path] = fault
+
+    async def arrived(self, path: str, n: int = 1) -> None:
+        """Wait until ``n`` requests to ``path`` have come in since the start."""
+        async with self._arrival:
+            await self._arrival.wait_for(lambda: self.calls[path] >= n)
+
+    def continuation(self, prompt_ids: Sequence[int], n: int) -> list[int]:
+        """The ids that an undisturbed generation of ``n`` tokens gives (stops left aside)."""
+        ids = list(prompt_ids)
+        for _ in range(n):
+            ids.append(self.next_id(ids))
+        return ids[len(prompt_ids) :]
+
+    def continuation_log_probs(self, prompt_ids: Sequence[int], n: int) -> list[float]:
+        ids = list(prompt_ids) + self.continuation(prompt_ids, n)
+        return [self.log_prob(ids[:end]) for end in range(len(prompt_ids) + 1, len(ids) + 1)]
+
+    async def __aenter__(self) -> ScriptedEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self, port: int = 0) -> None:
+        """Listen on 127.0.0.1; ``port`` 0 takes a free one. After ``stop`` it may be started again, on the same port to play a server that comes
+        back."""
+        self.closing = asyncio.Event()
+        self._arrival = asyncio.Condition()
+        self._unpaused = asyncio.Condition()
+        self._paused = False
+        self._requests.clear()
+        self._waiting.clear()
+        app = web.Application(client_max_size=64 * 2**20)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port, backlog=4096)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            self.closing.set()
+            for request in self._requests.values():
+                request.aborted = True
+            async with self._unpaused:
+                self._paused = False
+                self._unpaused.notify_all()
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def sample(self, payload: dict[str, Any], fault: Abort | NewVersion | None = None) -> dict[str, Any]:
+        """What ``/generate`` answers to ``payload``, without HTTP."""
+        return await self._sample(payload, _Running(), fault)
+
+    # -- inside --------------------------------------------------------------------------------------------------------------------------
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        raw = await request.read()
+        payload = json.loads(raw) if raw else {}
+        self.received.append(Received(path, payload, dict(request.headers)))
+        if path != "/generate":
+            self.log.append(path)
+        self.calls[path] += 1
+        async with self._arrival:
+            self._arrival.notify_all()
+        script = self._scripts.get(path)
+        fault = script.popleft() if script else self._always.get(path)
+        if path == "/generate" and (fault is None or isinstance(fault, (Abort, NewVersion))):
+            return await self._generate(payload, fault)
+
+        async def answer() -> web.StreamResponse:
+            return await self._generate(payload, None) if path == "/generate" else await self._control(path, payload)
+
+        return await answer() if fault is None else await fault.apply(self, request, answer)
+
+    async def _generate(self, payload: dict[str, Any], fault: Fault | None) -> web.StreamResponse:
+        if self.workers is not None:
+            return web.json_response({"error": "this scripted router passes nothing on"}, status=503)
+        rid: str = payload["rid"]
+        refusal = self._refusal(payload)
+        if refusal is not None:
+            return web.json_response({"error": {"message": refusal}}, status=400)
+        running = self._requests[rid] = _Running()
+        try:
+            if self._paused:
+                self._waiting.add(rid)
+                async with self._unpaused:
+                    await self._unpaused.wait_for(lambda: not self._paused)
+                self._waiting.discard(rid)
+            if self.latency_s:
+                await asyncio.sleep(self.latency_s)
+            return web.json_response(await self._sample(payload, running, fault))
+        finally:
+            self._waiting.discard(rid)
+            del self._requests[rid]
+
+    def _refusal(self, payload: dict[str, Any]) -> str | None:
+        prompt, params, rid = payload["input_ids"], payload["sampling_params"], payload["rid"]
+        wanted = len(prompt) + params["max_new_tokens"]
+        if rid in self._requests:
+            return f"Duplicate request ID detected: {rid}"
+        if not prompt:
+            return "input_ids cannot be empty."
+        if max(prompt) >= self.vocab_size:
+            return f"The input_ids {prompt} contains values greater than the vocab size ({self.vocab_size})."
+        if len(prompt) >= self.context_length:
+            return f"The input ({len(prompt)} tokens) is longer than the model's context length ({self.context_length} tokens)."
+        if wanted > self.context_length:
+            return (
+                f"Requested token count exceeds the model's maximum context length of {self.context_length} tokens. "
+                f"You requested a total of {wanted} tokens: {len(prompt)} tokens from the input messages "
+                f"and {params['max_new_tokens']} tokens for the completion."
+            )
+        return None
+
+    async def _sample(self, payload: dict[str, Any], running: _Running, fault: Fault | None) -> dict[str, Any]:
+        prompt, params, rid = payload["input_ids"], payload["sampling_params"], payload["rid"]
+        limit: int = params["max_new_tokens"]
+        stops: list[str] = params.get("stop", [])
+        stop_ids = {*params.get("stop_token_ids", []), *([] if self.eos_id is None else [self.eos_id])}
+        abort_after = fault.after if isinstance(fault, Abort) else math.inf
+        ids, log_probs, spans = list(prompt), [], [[self.weight_version, 0, 0]]
+        finish: dict[str, Any] | None = None
+        if abort_after == 0 or running.aborted:
+            return _answer(rid, "", [], [], {"type": "abort", "message": "Aborted"}, {})
+        while finish is None:
+            if self.token_s:
+                await asyncio.sleep(self.token_s)
+            token = self.next_id(ids)
+            ids.append(token)
+            log_probs.append(self.log_prob(ids))
+            n = len(log_probs)
+            if isinstance(fault, NewVersion) and n - 1 == fault.after:
+                self.weight_version = fault.version
+            if spans[-1][0] != self.weight_version:
+                spans.append([self.weight_version, n - 1, n - 1])
+            spans[-1][2] = n
+            said = self.decode(ids[len(prompt) :]) if stops else ""
+            stop = next((stop for stop in stops if stop in said), None)
+            if running.aborted or n >= abort_after:
+                finish = {"type": "abort", "message": "Aborted"}
+            elif n >= limit:
+                finish = {"type": "length", "length": limit}
+            elif stop is not None or token in stop_ids:
+                finish = {"type": "stop", "matched": token if stop is None else stop}
+        matched = None if params.get("no_stop_trim") else finish.get("matched")
+        text = self.decode(ids[len(prompt) : -1] if isinstance(matched, int) else ids[len(prompt) :])
+        if isinstance(matched, str):
+            text = text[: text.index(matched)]
+        counts: dict[str, Any] = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(log_probs),
+            "cached_tokens": _common_prefix(prompt, self._last_ids),
+            "weight_version": spans[-1][0],
+        }
+        if self.lists_versions:
+            counts["weight_versions"] = [{"version": version, "start": start, "end": end} for version, start, end in spans]
+        self._last_ids = tuple(ids)
+        return _answer(rid, text, ids[len(prompt) :], log_probs, finish, counts)
+
+    async def _control(self, path: str, payload: dict[str, Any]) -> web.StreamResponse:
+        handlers: dict[str, Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]]
+        handlers = {"/health": self._health, "/get_model_info": self._model_info}
+        if self.workers is not None:
+            handlers["/workers"] = self._workers
+        else:
+            handlers |= {
+                "/model_info": self._model_info,
+                "/server_info": self._server_info,
+                "/v1/models": self._models,
+                "/v1/loads": self._loads,
+                "/flush_cache": self._flush,
+                "/pause_generation": self._pause,
+                "/continue_generation": self._continue,
+                "/abort_request": self._abort,
+                "/update_weights_from_disk": self._update,
+            }
+        handler = handlers.get(path)
+        return web.json_response({"detail": "Not Found"}, status=404) if handler is None else await handler(payload)
+
+    async def _health(self, _: dict[str, Any]) -> web.StreamResponse:
+        return web.Response()
+
+    async def _model_info(self, _: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"model_path": self.model_path, "is_generation": True, "weight_version": self.weight_version})
+
+    async def _server_info(self, _: dict[str, Any]) -> web.StreamResponse:
+        sizes = {"vocab_size": self.vocab_size} if self.tells_sizes else {}
+        return web.json_response({"model_path": self.model_path, "version": "0.0.scripted", **sizes})
+
+    async def _models(self, _: dict[str, Any]) -> web.StreamResponse:
+        sizes = {"max_model_len": self.context_length} if self.tells_sizes else {}
+        return web.json_response({"object": "list", "data": [{"id": self.model_path, "object": "model", **sizes}]})
+
+    async def _loads(self, _: dict[str, Any]) -> web.StreamResponse:
+        rank = {"dp_rank": 0, "num_running_reqs": self.running, "num_waiting_reqs": len(self._waiting)}
+        return web.json_response({"loads": [rank]})
+
+    async def _workers(self, _: dict[str, Any]) -> web.StreamResponse:
+        listed = [{"id": str(i), "url": url, "worker_type": "regular", "is_healthy": True} for i, url in enumerate(self.workers or [])]
+        return web.json_response({"workers": listed, "total": len(listed)})
+
+    async def _flush(self, _: dict[str, Any]) -> web.StreamResponse:
+        if self.running:
+            return web.Response(text=f"Flush cache failed: {self.running} running requests.\n", status=400)
+        self._last_ids = ()
+        return web.Response(text="Cache flushed.\n")
+
+    async def _pause(self, payload: dict[str, Any]) -> web.StreamResponse:
+        self._paused = True
+        if payload.get("mode", "abort") == "abort":
+            for rid, request in self._requests.items():
+                if rid not in self._waiting:
+                    request.aborted = True
+        return web.json_response({"status": "ok"})
+
+    async def _continue(self, _: dict[str, Any]) -> web.StreamResponse:
+        async with self._unpaused:
+            self._paused = False
+            self._unpaused.notify_all()
+        return web.json_response({"status": "ok"})
+
+    async def _abort(self, payload: dict[str, Any]) -> web.StreamResponse:
+        for rid, request in self._requests.items():
+            if payload.get("abort_all") or rid.startswith(payload["rid"]):
+                request.aborted = True
+        return web.Response()
+
+    async def _update(self, payload: dict[str, Any]) -> web.StreamResponse:
+        self.model_path = payload["model_path"]
+        if payload.get("flush_cache", True) and self.running:
+            message = "Weights were updated, but the cache was not flushed because requests are still running or queued."
+            return web.json_response({"success": False, "message": message}, status=400)
+        self.weight_version = payload.get("weight_version") or self.weight_version
+        return web.json_response({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+
+    def _next_id(self, ids: Sequence[int]) -> int:
+        return _digest(ids) % self.vocab_size
+
+
+@contextmanager
+def in_thread(engine: ScriptedEngine) -> Iterator[ScriptedEngine]:
+    """Run ``engine`` on an event loop of its own in another thread, for tests whose code under test has its own loops."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="scripted-engine", daemon=True)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(engine.start(), loop).result(timeout=10)
+        try:
+            yield engine
+        finally:
+            asyncio.run_coroutine_threadsafe(engine.stop(), loop).result(timeout=10)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout=10)
+        loop.close()
+
+
+def answering(answer_ids: Sequence[int], *, end_id: int) -> Callable[[Sequence[int]], int]:
+    """A ``next_id`` that says ``answer_ids`` and then ``end_id`` after any prompt; taken up in the middle it goes on where it was.
+
+    The longest beginning of the answer that the ids so far end with is taken as said already, so the answer must not begin as the prompt ends.
+    """
+    answer = (*answer_ids, end_id)
+
+    def next_id(ids: Sequence[int]) -> int:
+        said = next((n for n in range(min(len(answer) - 1, len(ids)), 0, -1) if tuple(ids[-n:]) == answer[:n]), 0)
+        return answer[said]
+
+    return next_id
+
+
+def _digest(ids: Sequence[int]) -> int:
+    # the last 64 ids are enough to tell prompts apart, and keep a step's cost flat
+    return zlib.crc32(array("q", ids[-64:]).tobytes()) >> 7
+
+
+def _log_prob(ids: Sequence[int]) -> float:
+    return -((_digest(ids) % 1000) + 1) / 256.0  # exact in float32 and in JSON
+
+
+def _decode(ids: Sequence[int]) -> str:
+    return "".join(PIECES[token % len(PIECES)] for token in ids)
+
+
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _answer(rid: str, text: str, ids: list[int], log_probs: list[float], finish: dict[str, Any], counts: dict[str, Any]) -> dict[str, Any]:
+    pairs = [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=True)]
+    return {"text": text, "output_ids": ids, "meta_info": {"id": rid, "finish_reason": finish, "output_token_logprobs": pairs, **counts}}
+
+
+def _body(response: web.StreamResponse) -> bytes:
+    assert isinstance(response, web.Response)
+    assert isinstance(response.body, bytes)
+    return response.body

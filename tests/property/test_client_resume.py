@@ -1,0 +1,107 @@
+"""However often and wherever the engine aborts, the joined generation is the one that was never aborted."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from agl_slime.sglang.payloads import Generation, SamplingParams, WeightSpan, parse_generation
+from agl_slime.sglang.resume import ResumableGeneration
+from tests.faults.scripted_engine import PIECES, Abort, NewVersion, ScriptedEngine
+
+prompts = st.lists(st.integers(0, len(PIECES) - 1), min_size=1, max_size=6)
+# few letters, so that they begin in one token and end in another, are contained in each other, and repeat themselves
+stop_strings = st.lists(st.text(alphabet="abc</x>é", min_size=1, max_size=5), max_size=3, unique=True)
+stop_tokens = st.lists(st.integers(0, len(PIECES) - 1), max_size=1)
+aborts = st.lists(st.integers(0, 6), max_size=8)
+
+
+async def run(
+    prompt: list[int], sampling: SamplingParams, faults: list[Abort | NewVersion], *, engine: ScriptedEngine, context_length: int | None = None
+) -> tuple[Generation, list[int]]:
+    """The client's loop without HTTP; also the size of each request's budget."""
+    wanted = ResumableGeneration(
+        prompt_ids=prompt, sampling=sampling, eos_token_ids=[] if engine.eos_id is None else [engine.eos_id], context_length=context_length
+    )
+    budgets = []
+    script = list(faults)
+    while not wanted.done:
+        request = wanted.next_request()
+        budgets.append(request.sampling.max_new_tokens)
+        payload = {"rid": str(len(budgets)), "input_ids": list(request.input_ids), "sampling_params": request.sampling.to_payload()}
+        wanted.add(parse_generation(await engine.sample(payload, script.pop(0) if script else None)))
+    return wanted.result(latency_s=0.0), budgets
+
+
+@given(
+    prompt=prompts,
+    stop=stop_strings,
+    stop_ids=stop_tokens,
+    eos=st.none() | st.integers(0, 15),
+    limit=st.integers(1, 24),
+    at=aborts,
+    trim=st.booleans(),
+)
+@example(prompt=[0], stop=["ab"], stop_ids=[], eos=None, limit=24, at=[1] * 8, trim=True)
+def test_the_joined_generation_is_the_unaborted_one(
+    prompt: list[int], stop: list[str], stop_ids: list[int], eos: int | None, limit: int, at: list[int], trim: bool
+) -> None:
+    sampling = SamplingParams(max_new_tokens=limit, stop=tuple(stop), stop_token_ids=tuple(stop_ids), extra={} if trim else {"no_stop_trim": True})
+    engine = ScriptedEngine(eos_id=eos)
+    whole, _ = asyncio.run(run(prompt, sampling, [], engine=engine))
+    joined, budgets = asyncio.run(run(prompt, sampling, [Abort(after=n) for n in at], engine=engine))
+
+    assert joined.output_ids == whole.output_ids
+    assert joined.log_probs == whole.log_probs
+    assert joined.finish_reason == whole.finish_reason
+    assert joined.matched_stop == whole.matched_stop
+    assert joined.prompt_tokens == len(prompt)
+    assert joined.resumed <= len(at)
+    assert all(1 <= budget <= limit for budget in budgets)
+    if not isinstance(whole.matched_stop, int):  # text of a stop token that an abort left in place cannot be cut without a tokenizer
+        assert joined.text == whole.text
+
+
+@given(
+    prompt=prompts,
+    limit=st.integers(1, 24),
+    faults=st.lists(
+        st.builds(Abort, after=st.integers(0, 6)) | st.builds(NewVersion, after=st.integers(0, 6), version=st.sampled_from("123")), max_size=8
+    ),
+    lists_versions=st.booleans(),
+)
+def test_weight_spans_tile_the_output(prompt: list[int], limit: int, faults: list[Abort | NewVersion], lists_versions: bool) -> None:
+    engine = ScriptedEngine(weight_version="0", lists_versions=lists_versions)
+    joined, _ = asyncio.run(run(prompt, SamplingParams(max_new_tokens=limit), faults, engine=engine))
+    assert len(joined.output_ids) == len(joined.log_probs) == limit
+    end = 0
+    for span, following in zip(joined.weight_versions, (*joined.weight_versions[1:], None), strict=True):
+        assert span.start == end < span.end
+        assert following is None or following.version != span.version  # neighbours of one version are one span
+        end = span.end
+    assert end == limit
+
+
+@given(prompt=prompts, at=aborts, context_length=st.integers(7, 20))
+def test_the_context_length_bounds_prompt_and_answer(prompt: list[int], at: list[int], context_length: int) -> None:
+    sampling = SamplingParams(max_new_tokens=30)
+    joined, _ = asyncio.run(run(prompt, sampling, [Abort(after=n) for n in at], engine=ScriptedEngine(), context_length=context_length))
+    assert len(prompt) + len(joined.output_ids) == context_length
+    assert joined.finish_reason == "length"
+
+
+def test_versions_of_both_parts_are_kept_at_their_places() -> None:
+    class Synced(ScriptedEngine):
+        """New weights between the two parts, as a sync does it."""
+
+        async def sample(self, payload: dict, fault: Abort | NewVersion | None = None) -> dict:
+            answer = await super().sample(payload, fault)
+            self.weight_version = "2"
+            return answer
+
+    joined, _ = asyncio.run(run([1, 2], SamplingParams(max_new_tokens=9), [Abort(after=4)], engine=Synced(weight_version="1")))
+    assert joined.weight_versions == (WeightSpan("1", 0, 4), WeightSpan("2", 4, 9))
+    assert joined.weight_version == "2"
+    assert joined.resumed == 1

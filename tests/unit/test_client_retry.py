@@ -1,0 +1,243 @@
+"""Every failure of the engine has one verdict, and the retry loop keeps to it."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import errno
+import random
+import time
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agl_slime.errors import (
+    ContextOverflowError,
+    EngineError,
+    EngineProtocolError,
+    EngineRequestError,
+    EngineServerError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+    OutOfVocabularyError,
+)
+from agl_slime.sglang.retry import (
+    PROTOCOL_ERROR_RETRIES,
+    HttpStatusError,
+    Retrier,
+    RetryBudget,
+    backoff_s,
+    classify,
+    classify_exception,
+    context_limit,
+    retry_after_s,
+)
+
+# the bodies are SGLang's own, 0.5.15.post1
+PROMPT_TOO_LONG = '{"error": {"message": "The input (5000 tokens) is longer than the model\'s context length (4096 tokens)."}}'
+TOTAL_TOO_LONG = (
+    '{"error": {"message": "Requested token count exceeds the model\'s maximum context length of 4096 tokens. You requested a total of 4100 tokens: '
+    '4000 tokens from the input messages and 100 tokens for the completion. Please reduce the number of tokens."}}'
+)
+POOL_TOO_SMALL = '{"error": {"message": "Input length (70000 tokens) exceeds the maximum allowed length (65530 tokens). Use a shorter input."}}'
+BAD_ID = '{"error": {"message": "The input_ids [999] contains values greater than the vocab size (460)."}}'
+DUPLICATE = '{"error": {"message": "Duplicate request ID detected: 12ab"}}'
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "retry"),
+    [
+        (400, PROMPT_TOO_LONG, ContextOverflowError, False),
+        (400, TOTAL_TOO_LONG, ContextOverflowError, False),
+        (400, POOL_TOO_SMALL, ContextOverflowError, False),
+        (400, BAD_ID, OutOfVocabularyError, False),
+        (400, DUPLICATE, EngineRequestError, False),
+        (400, "", EngineRequestError, False),
+        (401, '{"error": "Unauthorized"}', EngineRequestError, False),
+        (403, "", EngineRequestError, False),
+        (404, '{"detail": "Not Found"}', EngineRequestError, False),
+        (413, "", EngineRequestError, False),
+        (422, "", EngineRequestError, False),
+        (301, "", EngineProtocolError, True),
+        (204, "", EngineProtocolError, True),
+        (408, "", EngineServerError, True),
+        (429, "", EngineServerError, True),
+        (500, "boom", EngineServerError, True),
+        (502, "<html>bad gateway</html>", EngineServerError, True),
+        (503, '{"detail": "The request queue is full."}', EngineServerError, True),
+        (504, "", EngineServerError, True),
+    ],
+)
+def test_each_status_has_its_verdict(status: int, body: str, error: type[EngineError], retry: bool) -> None:
+    verdict = classify(status, body, where="http://h:1/generate")
+    assert type(verdict.error) is error
+    assert verdict.retry is retry
+    assert f"HTTP {status}" in str(verdict.error)
+    assert "http://h:1/generate" in str(verdict.error)
+
+
+@pytest.mark.parametrize("body", ['{"error": {"message": "why"}}', '{"message": "why"}', '{"detail": "why"}', '{"error": "why"}', '"why"', "why"])
+def test_the_reason_is_found_in_every_form(body: str) -> None:
+    assert str(classify(500, body).error).endswith("HTTP 500: why")
+
+
+def test_the_key_is_named_when_the_server_refuses_it() -> None:
+    assert "api_key" in str(classify(401, "").error)
+
+
+def test_a_long_body_is_cut() -> None:
+    assert len(str(classify(500, "x" * 100_000).error)) < 700
+
+
+def test_context_limit_only_from_the_total_refusal() -> None:
+    total, prompt = classify(400, TOTAL_TOO_LONG).error, classify(400, PROMPT_TOO_LONG).error
+    assert isinstance(total, ContextOverflowError)
+    assert isinstance(prompt, ContextOverflowError)
+    assert context_limit(total) == 4096
+    assert context_limit(prompt) is None
+
+
+@pytest.mark.parametrize(
+    ("exc", "error", "retry"),
+    [
+        (asyncio.TimeoutError(), EngineTimeoutError, True),
+        (TimeoutError(), EngineTimeoutError, True),
+        (aiohttp.SocketTimeoutError("Timeout on reading data from socket"), EngineTimeoutError, True),
+        (aiohttp.ConnectionTimeoutError("Connection timeout"), EngineUnreachableError, True),
+        (aiohttp.ServerDisconnectedError(), EngineUnreachableError, True),
+        (aiohttp.ClientOSError(errno.ECONNRESET, "reset"), EngineUnreachableError, True),
+        (aiohttp.ClientPayloadError("not enough data"), EngineUnreachableError, True),
+        (ConnectionResetError(), EngineUnreachableError, True),
+        (EngineProtocolError("no meta_info"), EngineProtocolError, True),
+        (EngineError("NaN"), EngineError, False),
+        (HttpStatusError(503, "", where="w", headers={}), EngineServerError, True),
+        (HttpStatusError(400, BAD_ID, where="w", headers={}), OutOfVocabularyError, False),
+    ],
+)
+def test_each_exception_has_its_verdict(exc: Exception, error: type[EngineError], retry: bool) -> None:
+    verdict = classify_exception(exc)
+    assert type(verdict.error) is error
+    assert verdict.retry is retry
+
+
+def test_a_programming_error_is_not_the_engines() -> None:
+    with pytest.raises(ZeroDivisionError):
+        classify_exception(ZeroDivisionError())
+
+
+@pytest.mark.parametrize(("value", "seconds"), [("7", 7.0), ("0.25", 0.25), ("-3", 0.0), ("", 0.0), ("soon", 0.0), ("nan", 0.0), ("inf", 0.0)])
+def test_retry_after_in_seconds(value: str, seconds: float) -> None:
+    assert retry_after_s({"Retry-After": value}) == seconds
+
+
+def test_retry_after_as_a_date() -> None:
+    value = email.utils.formatdate(time.time() + 30, usegmt=True)
+    assert 27 < retry_after_s({"Retry-After": value}) <= 30
+    assert retry_after_s({"Retry-After": email.utils.formatdate(time.time() - 30, usegmt=True)}) == 0.0
+
+
+@given(retry=st.integers(0, 10_000), seed=st.integers(), base_s=st.floats(0.001, 10), cap_s=st.floats(0.001, 100))
+def test_backoff_stays_below_its_bound(retry: int, seed: int, base_s: float, cap_s: float) -> None:
+    pause = backoff_s(retry, base_s=base_s, cap_s=cap_s, rng=random.Random(seed))
+    assert 0 <= pause <= cap_s
+    assert pause <= base_s * 2.0 ** min(retry, 60)
+
+
+def test_backoff_is_spread_over_the_whole_range() -> None:
+    rng = random.Random(0)
+    pauses = [backoff_s(3, base_s=1.0, cap_s=100.0, rng=rng) for _ in range(1000)]
+    assert min(pauses) < 0.5
+    assert max(pauses) > 7.5
+    assert 3.7 < sum(pauses) / len(pauses) < 4.3
+
+
+def make_retrier(*, max_attempts: int = 5, budget: int = 100) -> Retrier:
+    return Retrier(max_attempts=max_attempts, base_s=0.0001, cap_s=0.001, budget=RetryBudget(budget))
+
+
+class Failing:
+    """An attempt that raises the given exceptions in turn, then answers."""
+
+    def __init__(self, *failures: Exception) -> None:
+        self.failures = list(failures)
+        self.calls = 0
+
+    async def __call__(self, _n: int) -> str:
+        self.calls += 1
+        if self.failures:
+            raise self.failures.pop(0)
+        return "answer"
+
+
+def soon() -> float:
+    return time.monotonic() + 5.0
+
+
+async def test_it_tries_again_and_answers() -> None:
+    attempt = Failing(HttpStatusError(500, "", where="w", headers={}), aiohttp.ServerDisconnectedError())
+    assert await make_retrier().run(attempt, where="w", deadline=soon()) == "answer"
+    assert attempt.calls == 3
+
+
+async def test_attempts_are_bounded_and_told() -> None:
+    attempt = Failing(*[HttpStatusError(500, "boom", where="w", headers={}) for _ in range(20)])
+    with pytest.raises(EngineServerError, match=r"boom \(gave up after 5 attempts in"):
+        await make_retrier(max_attempts=5).run(attempt, where="w", deadline=soon())
+    assert attempt.calls == 5
+
+
+async def test_a_final_verdict_is_raised_at_once() -> None:
+    attempt = Failing(HttpStatusError(400, PROMPT_TOO_LONG, where="w", headers={}))
+    with pytest.raises(ContextOverflowError, match="longer than"):
+        await make_retrier().run(attempt, where="w", deadline=soon())
+    assert attempt.calls == 1
+
+
+async def test_protocol_errors_have_a_tighter_limit() -> None:
+    attempt = Failing(*[EngineProtocolError("garbage") for _ in range(20)])
+    with pytest.raises(EngineProtocolError):
+        await make_retrier(max_attempts=10).run(attempt, where="w", deadline=soon())
+    assert attempt.calls == 1 + PROTOCOL_ERROR_RETRIES
+
+
+async def test_other_failures_do_not_use_up_the_protocol_errors_limit() -> None:
+    attempt = Failing(*[TimeoutError()] * 4, EngineProtocolError("garbage"))
+    assert await make_retrier(max_attempts=10).run(attempt, where="w", deadline=soon()) == "answer"
+
+
+async def test_no_retry_that_would_miss_the_deadline() -> None:
+    attempt = Failing(HttpStatusError(429, "", where="w", headers={"Retry-After": "3600"}))
+    started = time.monotonic()
+    with pytest.raises(EngineServerError, match="leaves no room"):
+        await make_retrier().run(attempt, where="w", deadline=soon())
+    assert attempt.calls == 1
+    assert time.monotonic() - started < 1.0
+
+
+async def test_a_failure_after_the_deadline_is_a_timeout() -> None:
+    with pytest.raises(EngineTimeoutError, match="did not answer within the time limit"):
+        await make_retrier().run(Failing(TimeoutError()), where="w", deadline=time.monotonic())
+
+
+async def test_a_shared_budget_ends_a_retry_storm() -> None:
+    budget = RetryBudget(10)
+    retrier = Retrier(max_attempts=5, base_s=0.0001, cap_s=0.001, budget=budget)
+    attempts = [Failing(*[HttpStatusError(500, "", where="w", headers={}) for _ in range(5)]) for _ in range(50)]
+    results = await asyncio.gather(*(retrier.run(attempt, where="w", deadline=soon()) for attempt in attempts), return_exceptions=True)
+    assert all(isinstance(result, EngineServerError) for result in results)
+    assert sum(attempt.calls for attempt in attempts) == 50 + 10
+    assert budget.left == 0
+    # answers give back
+    for _ in range(3):
+        await retrier.run(Failing(), where="w", deadline=soon())
+    assert budget.left == 3
+
+
+async def test_cancellation_passes_through() -> None:
+    async def attempt(_n: int) -> str:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await make_retrier().run(attempt, where="w", deadline=soon())
