@@ -77,13 +77,12 @@ class Reporters:
         return marker.done.wait(timeout_s)
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Handle what is left, close the reporters; False when that takes longer than ``timeout_s``. A second call does nothing."""
+        """Handle what is left, close the reporters; False when that takes longer than ``timeout_s``. A second call only waits again."""
         with self._lock:
-            if self._closed:
-                return True
-            self._closed = True
-            self._start()
-            self._queue.put(None)
+            if not self._closed:
+                self._closed = True
+                self._start()
+                self._queue.put(None)
         assert self._thread is not None
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -159,7 +159,8 @@ class TranscriptWriter:
         page = to_markdown(event.iteration, items).encode("utf-8", "backslashreplace")
         records = [_shortened(jsonable(item)) for item in items]
         size = len(page) + sum(len(dump_line({"iteration": event.iteration, **record})) for record in records)
-        if size > self._room:
+        if size > self._room:  # ask ever more rarely: a smaller one may still fit
+            self._stride *= 2
             return
         self._directory.mkdir(parents=True, exist_ok=True)
         self._jsonl.append(event.iteration, records)

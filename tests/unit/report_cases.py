@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
 from agl_slime.report.events import Event, MetricValue
+from agl_slime.report.jsonl import IterationFile
 
 METRICS: dict[str, MetricValue] = {
     "rollout/reward_mean": 0.41,
@@ -29,3 +38,39 @@ class Recorder:
 
     def close(self) -> None:
         self.closed += 1
+
+
+def row(iteration: int, **metrics: MetricValue) -> dict[str, MetricValue]:
+    reward = 1 / (1 + math.exp(5 - iteration / 4))
+    spread = math.sqrt(reward * (1 - reward))
+    values: dict[str, MetricValue] = {
+        **METRICS,
+        "rollout/reward_mean": reward,
+        "rollout/reward_std": spread,
+        "rollout/reward_min": 0.0,
+        "rollout/reward_max": 1.0,
+        "rollout/tokens_under_mask": 100,
+        "train/tokens_trained": 100,
+        "trace/forks": 1,
+        "trace/retokenized": 0,
+        "weights/version": iteration,
+    }
+    return {**values, **metrics}
+
+
+def write_rows(path: Path, count: int = 40, metrics: Mapping[str, MetricValue] | None = None) -> None:
+    file = IterationFile(path)
+    for iteration in range(1, count + 1):
+        file.append(iteration, [row(iteration, **(metrics or {}))])
+    file.close()
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Make optional packages look as if they were not installed."""
+    real = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
+        return None if name in names else real(name, package)
+
+    for room in ("plot", "tensorboard"):
+        monkeypatch.setattr(f"agl_slime.report.{room}.find_spec", find_spec)

@@ -136,9 +136,6 @@ def test_close_gives_up_on_a_reporter_that_hangs_and_later_events_are_ignored() 
     reporters.handle(iteration(2))
     gated.gate.set()
     assert reporters.close()
-    reporters_thread = next((thread for thread in threading.enumerate() if thread is reporters._thread), None)
-    if reporters_thread is not None:
-        reporters_thread.join(10)
     assert gated.events == [iteration(1)]
 
 

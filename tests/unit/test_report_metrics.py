@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,16 @@ from hypothesis import strategies as st
 
 from agl_slime.errors import ConfigError
 from agl_slime.report import IterationFinished, MetricsWriter, read_metrics
+from agl_slime.report.events import MetricValue
 from agl_slime.report.metrics import REQUIRED_KEYS
 from tests.unit.report_cases import METRICS
 
 
-def write(path: Path, *iterations: int, warnings: list[tuple[str, str]] | None = None, **metrics: float) -> None:
+def write(path: Path, *iterations: int, warnings: list[tuple[str, str]] | None = None, metrics: Mapping[str, MetricValue] | None = None) -> None:
     told = [] if warnings is None else warnings
     writer = MetricsWriter(path, warn=lambda text, key: told.append((text, key)))
     for iteration in iterations:
-        writer.handle(IterationFinished(iteration=iteration, metrics={**METRICS, **metrics}))
+        writer.handle(IterationFinished(iteration=iteration, metrics={**METRICS, **(metrics or {})}))
     writer.close()
 
 
@@ -53,7 +55,7 @@ def test_required_keys_are_there_even_when_the_run_does_not_know_them(tmp_path: 
 def test_values_that_are_not_finite_become_null_and_are_reported(tmp_path: Path, value: float, word: str) -> None:
     path = tmp_path / "metrics.jsonl"
     warnings: list[tuple[str, str]] = []
-    write(path, 7, warnings=warnings, **{"train/loss": value})
+    write(path, 7, warnings=warnings, metrics={"train/loss": value})
     row = json.loads(path.read_text(), parse_constant=reject_constant)
     assert row["train/loss"] is None
     assert warnings == [(f"train/loss is {word} in iteration 7; metrics.jsonl has null there.", "not_finite:train/loss")]
@@ -62,7 +64,7 @@ def test_values_that_are_not_finite_become_null_and_are_reported(tmp_path: Path,
 def test_numpy_scalars_are_written_as_numbers(tmp_path: Path) -> None:
     np = pytest.importorskip("numpy")
     path = tmp_path / "metrics.jsonl"
-    write(path, 1, **{"train/loss": np.float32(0.5), "rollout/count": np.int64(3), "train/grad_norm": np.array(2.0)})
+    write(path, 1, metrics={"train/loss": np.float32(0.5), "rollout/count": np.int64(3), "train/grad_norm": np.array(2.0)})
     (row,) = read_metrics(path)
     assert (row["train/loss"], row["rollout/count"], row["train/grad_norm"]) == (0.5, 3, 2.0)
 
@@ -90,7 +92,7 @@ def test_resume_after_a_torn_line_leaves_no_duplicate_and_no_rest(tmp_path: Path
     path = tmp_path / "metrics.jsonl"
     write(path, 1, 2, 3, 4)
     path.write_bytes(path.read_bytes()[:-20])
-    write(path, 3, 4, 5, **{"train/loss": 9.0})
+    write(path, 3, 4, 5, metrics={"train/loss": 9.0})
     rows = read_metrics(path)
     assert [(row["iteration"], row["train/loss"]) for row in rows] == [(1, -0.012), (2, -0.012), (3, 9.0), (4, 9.0), (5, 9.0)]
     assert os.listdir(tmp_path) == ["metrics.jsonl"]

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from agl_slime.report import IterationFinished, PhaseStarted, ProgressReporter, RolloutFinished, RunFinished, RunStarted, Warning
 from agl_slime.report.counts import MOST_REASONS, OTHER, Series, count_reason, sparkline
-from agl_slime.report.events import Event, MetricValue
+from agl_slime.report.events import Event, MetricValue, Mode
 from agl_slime.report.progress import ProgressState, iteration_line, spell_seconds, spell_version
 from tests.unit.report_cases import METRICS
 
@@ -29,7 +29,7 @@ def finished(number: int, **metrics: MetricValue) -> IterationFinished:
 
 
 def rollout(
-    number: int = 1, *, at: float = 0.0, reward: float | None = 1.0, reason: str = "", tokens: int = 10, mode: str = "train"
+    number: int = 1, *, at: float = 0.0, reward: float | None = 1.0, reason: str = "", tokens: int = 10, mode: Mode = "train"
 ) -> RolloutFinished:
     return RolloutFinished(
         iteration=number,

@@ -129,17 +129,17 @@ def test_files_for_people_and_for_programs(tmp_path: Path) -> None:
 def test_a_long_run_is_covered_to_its_end_within_the_limit(tmp_path: Path) -> None:
     limit = 200_000
     writer = TranscriptWriter(tmp_path, most_bytes=limit)
-    last = 0
+    asked = 0
     for iteration in range(1, 5001):
         if writer.wanted(iteration):
             writer.handle(TranscriptsSampled(iteration=iteration, items=[item(task="x" * 500)]))
-            last = iteration
+            asked += 1
     writer.close()
     pages = sorted(int(path.stem) for path in tmp_path.glob("*.md"))
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
     assert pages[:20] == list(range(1, 21))
-    assert pages[-1] == last > 700
-    assert len(pages) > 80
+    assert pages[-1] > 400  # about 150 pages fit
+    assert 100 < len(pages) <= asked < len(pages) + 10
 
 
 def test_one_huge_message_does_not_fill_the_limit(tmp_path: Path) -> None:
