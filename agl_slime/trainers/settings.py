@@ -46,7 +46,7 @@ class LocalTrainerSettings:
     """Also divide by the standard deviation of the prompt group."""
     reward_key: str | None = None
     """Which reward to train on where samples carry a dict of them."""
-    max_tokens_per_microbatch: int = 8192
+    max_tokens_per_microbatch: int = 4096
     """Padded tokens per forward pass; bounds memory, does not change the result."""
     torch_threads: int | None = 1
     """torch's CPU threads, set for the whole process; ``None`` leaves them alone. More than 1 slows small models down."""

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agl_slime.errors import RewardError, TrainerError
+from agl_slime.trainers import TrainBatch, samples_to_train_data
+from agl_slime.types import Sample, sample_from_fields
+
+
+def sample(**fields: Any) -> Sample:
+    """Two prompt tokens, a response of three, of which the second is an observation."""
+    values = {
+        "group_index": 0,
+        "index": 0,
+        "rollout_id": 0,
+        "tokens": [10, 11, 12, 13, 14],
+        "response_length": 3,
+        "loss_mask": [1, 0, 1],
+        "rollout_log_probs": [-0.5, 0.0, -1.5],
+        "reward": 1.0,
+        "status": Sample.Status.COMPLETED,
+    }
+    return sample_from_fields(**{**values, **fields})
+
+
+def pair() -> list[Sample]:
+    return [sample(), sample(index=1, rollout_id=1, reward=0.0, status=Sample.Status.TRUNCATED, metadata={"source_name": "letters"})]
+
+
+def test_the_dict_has_one_entry_per_sample_under_the_names_of_slime():
+    data = samples_to_train_data(pair(), std_normalization=False)
+    assert data == {
+        "tokens": [[10, 11, 12, 13, 14]] * 2,
+        "response_lengths": [3, 3],
+        "rewards": [0.5, -0.5],
+        "raw_reward": [1.0, 0.0],
+        "truncated": [0, 1],
+        "sample_indices": [0, 1],
+        "rollout_ids": [0, 1],
+        "loss_masks": [[1, 0, 1]] * 2,
+        "rollout_mask_sums": [2, 2],
+        "rollout_log_probs": [[-0.5, 0.0, -1.5]] * 2,
+        "source_names": ["unknown", "letters"],
+    }
+
+
+def test_nested_groups_are_flattened():
+    a, b = pair()
+    assert samples_to_train_data([[a], [b]]) == samples_to_train_data([[[a, b]]]) == samples_to_train_data([a, b])
+
+
+def test_rewards_are_normalised_with_the_standard_deviation_by_default():
+    expected = 0.5 / (math.sqrt(0.5) + 1e-6)
+    assert samples_to_train_data(pair())["rewards"] == pytest.approx([expected, -expected], abs=1e-12)
+
+
+def test_rewards_stay_raw_on_request():
+    assert samples_to_train_data(pair(), rewards_normalization=False)["rewards"] == [1.0, 0.0]
+
+
+def test_siblings_share_their_mask_sum_and_their_advantage():
+    samples = [sample(rollout_id=5), sample(rollout_id=5, loss_mask=[1, 1, 1], rollout_log_probs=[-1.0] * 3), sample(rollout_id=6, reward=0.0)]
+    data = samples_to_train_data(samples, std_normalization=False)
+    assert data["rollout_mask_sums"] == [5, 5, 2]
+    assert data["rewards"] == [0.5, 0.5, -0.5]
+
+
+def test_samples_without_rollout_id_get_unused_ids():
+    data = samples_to_train_data([sample(rollout_id=None), sample(rollout_id=0), sample(rollout_id=None), sample(rollout_id=2)])
+    assert data["rollout_ids"] == [1, 0, 3, 2]
+
+
+def test_a_missing_mask_is_all_ones_and_a_removed_sample_all_zeros():
+    data = samples_to_train_data([sample(loss_mask=None), sample(rollout_id=1, remove_sample=True)])
+    assert data["loss_masks"] == [[1, 1, 1], [0, 0, 0]]
+    assert data["rollout_mask_sums"] == [3, 0]
+
+
+def test_the_samples_are_left_alone():
+    samples = [sample(loss_mask=None), sample(rollout_id=1, remove_sample=True)]
+    before = copy.deepcopy(samples)
+    samples_to_train_data(samples)
+    assert samples == before
+
+
+def test_the_reward_key_picks_from_a_dict():
+    samples = [sample(reward={"score": 1.0, "format": 0.0}), sample(rollout_id=1, reward={"score": 0.0, "format": 1.0})]
+    assert samples_to_train_data(samples, reward_key="format", rewards_normalization=False)["rewards"] == [0.0, 1.0]
+    with pytest.raises(TrainerError, match=r"dict with keys \['score', 'format'\]; set reward_key"):
+        samples_to_train_data(samples)
+
+
+def test_optional_fields_are_passed_through():
+    samples = [
+        sample(metadata={"round_number": i, "raw_reward": i + 7.0}, train_metadata={"loss": i}, teacher_log_probs=[-0.1] * 3) for i in range(2)
+    ]
+    data = samples_to_train_data(samples)
+    assert data["round_number"] == [0, 1]
+    assert data["raw_reward"] == [7.0, 8.0]
+    assert data["metadata"] == [{"loss": 0}, {"loss": 1}]
+    assert data["teacher_log_probs"] == [[-0.1] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"reward": None}, "reward of sample 1 is None"),
+        ({"reward": "good"}, "reward of sample 1 is 'good'"),
+        ({"loss_mask": [1, 1]}, "loss_mask of sample 1 has 2 entries for a response_length of 3"),
+        ({"loss_mask": [1, 2, 1]}, "loss_mask of sample 1 must hold only 0 and 1"),
+        ({"rollout_log_probs": None}, "sample 1 has no rollout_log_probs while others do"),
+        ({"rollout_log_probs": [-1.0]}, "rollout_log_probs of sample 1 has 1 entries for a response_length of 3"),
+        ({"rollout_log_probs": [-1.0, math.nan, -1.0]}, "rollout_log_probs of sample 1 holds nan at position 1"),
+        ({"rollout_log_probs": [-1.0, None, -1.0]}, "rollout_log_probs of sample 1 (must be numbers|holds nan)"),
+        ({"tokens": [12, 13, 14]}, "response_length of sample 1 is 3 with 3 tokens"),
+        ({"tokens": []}, "response_length of sample 1 is 3 with 0 tokens"),
+        ({"tokens": [1.5, 2, 3, 4, 5]}, "tokens of sample 1 must be a flat sequence of integers"),
+        ({"tokens": [-1, 2, 3, 4, 5]}, "tokens of sample 1 hold the id -1"),
+        ({"response_length": -1, "loss_mask": [], "rollout_log_probs": []}, "response_length of sample 1 is -1"),
+        ({"metadata": {"round_number": 3}}, "sample 0 has no metadata"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(fields: dict[str, Any], message: str):
+    with pytest.raises(TrainerError, match=message):
+        samples_to_train_data([sample(), sample(rollout_id=1, **fields)])
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_reward_that_is_not_finite_is_refused(normalize: bool):
+    with pytest.raises((TrainerError, RewardError), match="nan"):
+        samples_to_train_data([sample(), sample(rollout_id=1, reward=math.nan)], rewards_normalization=normalize)
+
+
+def test_siblings_with_different_rewards_are_refused():
+    with pytest.raises(RewardError, match="siblings share the one reward"):
+        samples_to_train_data([sample(), sample(reward=0.0)])
+
+
+def test_samples_without_any_group_are_refused():
+    with pytest.raises(TrainerError, match="no sample has a group_index"):
+        samples_to_train_data([sample(group_index=None), sample(group_index=None, rollout_id=1)])
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(TrainerError, match="no samples"):
+        samples_to_train_data([])
+    with pytest.raises(TrainerError, match="no samples"):
+        TrainBatch.from_train_data({"tokens": [], "response_lengths": [], "rewards": [], "loss_masks": [], "rollout_ids": []})
+
+
+def test_missing_keys_are_named():
+    with pytest.raises(TrainerError, match="lacks rewards, loss_masks"):
+        TrainBatch.from_train_data({"tokens": [[1, 2]], "response_lengths": [1], "rollout_ids": [0]})
+
+
+def test_keys_of_unequal_length_are_refused():
+    data = {**samples_to_train_data(pair()), "rewards": [1.0]}
+    with pytest.raises(TrainerError, match="rewards has 1 entries for 2 samples"):
+        TrainBatch.from_train_data(data)
+
+
+def test_a_mask_sum_smaller_than_the_masks_is_refused():
+    data = {**samples_to_train_data(pair()), "rollout_mask_sums": [2, 1]}
+    with pytest.raises(TrainerError, match="rollout_mask_sums of sample 1 is 1, but its rollout has 2"):
+        TrainBatch.from_train_data(data)
+
+
+def test_a_mask_sum_may_count_siblings_that_are_elsewhere():
+    data = {**samples_to_train_data(pair()), "rollout_mask_sums": [2, 9]}
+    assert TrainBatch.from_train_data(data).rollout_mask_sums.tolist() == [2, 9]
+
+
+def test_the_flat_view_lists_the_tokens_under_the_mask():
+    batch = TrainBatch.from_train_data(samples_to_train_data(pair(), std_normalization=False))
+    assert batch.n_samples == 2
+    assert batch.n_rollouts == 2
+    assert batch.n_tokens == 4
+    assert [positions.tolist() for positions in batch.target_positions] == [[2, 4], [2, 4]]
+    assert batch.token_offsets.tolist() == [0, 2, 4]
+    assert batch.token_rewards.tolist() == [0.5, 0.5, -0.5, -0.5]
+    assert batch.token_rollout_mask_sums.tolist() == [2, 2, 2, 2]
+    assert batch.token_log_probs is not None
+    assert batch.token_log_probs.tolist() == [-0.5, -1.5, -0.5, -1.5]
+
+
+def test_the_view_takes_arrays_as_well_as_lists():
+    data = samples_to_train_data(pair())
+    arrays = {key: [np.asarray(value) for value in data[key]] for key in ("tokens", "loss_masks", "rollout_log_probs")}
+    batch = TrainBatch.from_train_data({**data, **arrays, "rewards": np.asarray(data["rewards"])})
+    assert batch.token_rewards.tolist() == TrainBatch.from_train_data(data).token_rewards.tolist()

@@ -1,0 +1,117 @@
+"""Our batch dict against the one that slime's own code makes of the same samples."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib.util
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agl_slime.trainers import TrainBatch, samples_to_train_data
+from agl_slime.types import Sample, sample_from_fields
+
+pytestmark = pytest.mark.slime
+
+
+def slime_package() -> Path:
+    """The ``slime`` package directory, from SLIME_DIR or the installed one; importing it would need Ray and SGLang."""
+    if root := os.environ.get("SLIME_DIR"):
+        return Path(root) / "slime"
+    spec = importlib.util.find_spec("slime")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("set SLIME_DIR to a checkout of slime")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def functions(path: Path, *names: str, **scope: Any) -> dict[str, Any]:
+    """The functions or methods of these names in a source file, compiled on their own in ``scope``."""
+    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef) and node.name in names]
+    assert sorted(node.name for node in found) == sorted(names)
+    namespace = dict(scope)
+    exec(compile(ast.Module(body=list(found), type_ignores=[]), str(path), "exec"), namespace)
+    return namespace
+
+
+def slime_convert(samples: list[Sample], **arguments: Any) -> dict[str, Any]:
+    torch = pytest.importorskip("torch")
+    package = slime_package()
+    get_source = functions(package / "utils" / "data.py", "get_source", Sample=Sample)["get_source"]
+    code = functions(
+        package / "ray" / "rollout.py", "_post_process_rewards", "_convert_samples_to_train_data", torch=torch, Sample=Sample, get_source=get_source
+    )
+    args = SimpleNamespace(
+        advantage_estimator="grpo",
+        rewards_normalization=True,
+        grpo_std_normalization=True,
+        reward_key=None,
+        n_samples_per_prompt=4,
+        rollout_batch_size=len(samples) // 4,
+    )
+    vars(args).update(arguments)
+    manager = SimpleNamespace(args=args, custom_reward_post_process_func=None, custom_convert_samples_to_train_data_func=None)
+    manager._post_process_rewards = lambda samples: code["_post_process_rewards"](manager, samples)
+    return code["_convert_samples_to_train_data"](manager, copy.deepcopy(samples))
+
+
+def full_groups(**fields: Any) -> list[Sample]:
+    """Three full groups of four in order: the one case in which slime's grouping by position is right."""
+    rewards = [1.0, 0.0, 0.0, 1.0, 0.25, 0.5, 0.75, 0.0, 1.0, 1.0, 1.0, 0.0]
+    return [
+        sample_from_fields(
+            group_index=i // 4,
+            index=i,
+            rollout_id=i if i % 3 else None,
+            tokens=list(range(5 + i)),
+            response_length=2 + i % 3,
+            loss_mask=[1, 0, 1, 1][: 2 + i % 3] if i % 2 else None,
+            rollout_log_probs=[-0.5] * (2 + i % 3),
+            reward=reward,
+            remove_sample=i == 7,
+            status=Sample.Status.TRUNCATED if i == 3 else Sample.Status.COMPLETED,
+            metadata={"source_name": "letters"} if i == 2 else {},
+            **fields,
+        )
+        for i, reward in enumerate(rewards)
+    ]
+
+
+@pytest.mark.parametrize("std", [True, False])
+def test_the_dict_equals_slimes(std: bool):
+    samples = full_groups()
+    theirs = slime_convert(samples, grpo_std_normalization=std)
+    ours = samples_to_train_data(samples, std_normalization=std)
+    assert ours.pop("rewards") == pytest.approx(theirs.pop("rewards"), abs=2e-6)  # theirs are float32
+    assert ours == theirs
+
+
+def test_the_dict_equals_slimes_with_every_optional_field():
+    samples = full_groups(train_metadata={"loss": "policy"}, teacher_log_probs=[-0.1], multimodal_train_inputs={"pixels": 1})
+    for i, sample in enumerate(samples):
+        sample.metadata = {"round_number": i, "raw_reward": i / 2}
+        sample.reward = {"score": sample.reward, "format": 0.0}
+    theirs = slime_convert(samples, reward_key="score", rewards_normalization=False)
+    ours = samples_to_train_data(samples, reward_key="score", rewards_normalization=False)
+    assert ours == theirs
+
+
+def test_the_view_takes_slimes_own_dict():
+    batch = TrainBatch.from_train_data(slime_convert(full_groups()))
+    assert batch.n_samples == 12
+    assert batch.n_tokens == sum(batch.token_counts)
+
+
+def test_slimes_own_grouping_goes_wrong_where_ours_does_not():
+    # A rollout split into two samples: slime takes the whole batch for one group.
+    samples = full_groups()
+    samples[1].rollout_id = 101
+    samples.insert(2, copy.deepcopy(samples[1]))
+    theirs = slime_convert(samples, grpo_std_normalization=False, rollout_batch_size=3)["rewards"]
+    ours = samples_to_train_data(samples, std_normalization=False)["rewards"]
+    assert ours[-4:] == [0.25, 0.25, 0.25, -0.75]  # the last group: rewards 1, 1, 1, 0
+    mean = 6.5 / 13  # of all samples, the sibling counted twice
+    assert theirs[-4:] == pytest.approx([1 - mean, 1 - mean, 1 - mean, -mean])

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from agl_slime.trainers.loss import kl_k3, policy_terms, token_entropy, token_log_probs, token_weights  # noqa: E402
+
+
+def doubles(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_log_probs_are_those_of_the_tempered_softmax():
+    logits = torch.tensor([[math.log(1.0), math.log(2.0), math.log(5.0)]] * 2, dtype=torch.float64)
+    assert token_log_probs(logits, torch.tensor([0, 2])).tolist() == pytest.approx([math.log(1 / 8), math.log(5 / 8)])
+    # At temperature 0.5 the probabilities are proportional to 1, 4, 25.
+    assert token_log_probs(logits, torch.tensor([0, 2]), temperature=0.5).tolist() == pytest.approx([math.log(1 / 30), math.log(25 / 30)])
+
+
+def test_half_precision_logits_are_summed_in_float32():
+    logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    targets = torch.arange(4)
+    assert token_log_probs(logits, targets).dtype == torch.float32
+    assert torch.equal(token_log_probs(logits, targets), token_log_probs(logits.float(), targets))
+
+
+def test_entropy_is_in_nats():
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(3.0), 0.0, -math.inf, -1e9]], dtype=torch.float64)[:, [0, 1, 3]]
+    uniform, skewed = token_entropy(logits).tolist()
+    assert uniform == pytest.approx(math.log(3))
+    assert skewed == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope", "clipped"),
+    [
+        # Inside the range the loss is -r A and its slope in the log-prob is the same.
+        (1.0, 2.0, -2.0, -2.0, 0.0),
+        (1.1, 2.0, -2.2, -2.2, 0.0),
+        # Too likely already, and good: clipped at 1 + 0.3. Too likely, and bad: not clipped.
+        (1.5, 2.0, -2.6, 0.0, 1.0),
+        (1.5, -2.0, 3.0, 3.0, 0.0),
+        # Too unlikely already, and bad: clipped at 1 - 0.2. Too unlikely, and good: not clipped.
+        (0.5, -2.0, 1.6, 0.0, 1.0),
+        (0.5, 2.0, -1.0, -1.0, 0.0),
+        (1.5, 0.0, 0.0, 0.0, 0.0),
+    ],
+)
+def test_the_clipped_surrogate(ratio: float, advantage: float, loss: float, slope: float, clipped: float):
+    log_probs = doubles(math.log(ratio) - 1.0).requires_grad_()
+    terms = policy_terms(log_probs, doubles(-1.0), doubles(advantage), clip_low=0.2, clip_high=0.3)
+    terms.loss.sum().backward()
+    assert terms.loss.item() == pytest.approx(loss)
+    assert terms.ratio.item() == pytest.approx(ratio)
+    assert terms.clipped.item() == clipped
+    assert log_probs.grad is not None
+    assert log_probs.grad.item() == pytest.approx(slope)
+
+
+def test_the_slope_of_the_surrogate_agrees_with_finite_differences():
+    generator = torch.Generator().manual_seed(1)
+    log_probs = (torch.randn(200, generator=generator, dtype=torch.float64) * 0.3 - 2).requires_grad_()
+    old = torch.full((200,), -2.0, dtype=torch.float64)
+    advantages = torch.randn(200, generator=generator, dtype=torch.float64)
+
+    def loss(values: torch.Tensor) -> torch.Tensor:
+        return policy_terms(values, old, advantages, clip_low=0.2, clip_high=0.2).loss + 0.1 * kl_k3(values, old)
+
+    loss(log_probs).sum().backward()
+    step = 1e-6
+    with torch.no_grad():
+        slopes = (loss(log_probs + step) - loss(log_probs - step)) / (2 * step)
+    assert log_probs.grad is not None
+    assert torch.allclose(log_probs.grad, slopes, atol=1e-6)
+
+
+def test_k3_is_zero_for_equal_policies_and_averages_to_the_divergence():
+    p, q = doubles(0.5, 0.3, 0.2), doubles(0.2, 0.3, 0.5)
+    k3 = kl_k3(p.log(), q.log())
+    assert (k3 >= 0).all()
+    assert k3[1].item() == 0.0
+    assert (p * k3).sum().item() == pytest.approx((p * (p / q).log()).sum().item())
+
+
+def weights(aggregation: Literal["token", "sequence"], **counts: int) -> list[float]:
+    # Rollout 0 has tokens 0 and 1, rollout 1 has token 2.
+    return token_weights(aggregation, rollout_mask_sums=torch.tensor([2, 2, 1]), n_tokens=3, n_rollouts=2, **counts).tolist()
+
+
+def test_token_weights_are_all_alike():
+    assert weights("token", n_minibatches=1) == pytest.approx([1 / 3] * 3)
+    assert weights("token", n_minibatches=2) == pytest.approx([2 / 3] * 3)
+
+
+def test_sequence_weights_give_every_rollout_the_same_say():
+    assert weights("sequence", n_minibatches=1) == pytest.approx([1 / 4, 1 / 4, 1 / 2])
+    assert weights("sequence", n_minibatches=2) == pytest.approx([1 / 2, 1 / 2, 1])

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from agl_slime.errors import ConfigError
+from agl_slime.trainers import LocalTrainerSettings
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", 0.0),
+        ("lr", math.nan),
+        ("warmup_steps", -1),
+        ("betas", (0.9, 1.0)),
+        ("weight_decay", -0.1),
+        ("grad_clip", 0.0),
+        ("grad_clip", math.nan),
+        ("clip", 0.0),
+        ("clip", 1.5),
+        ("clip_high", 0.0),
+        ("n_minibatches", 0),
+        ("epochs", 0),
+        ("kl_coef", -1.0),
+        ("aggregation", "mean"),
+        ("temperature", 0.0),
+        ("old_log_probs", "trainer"),
+        ("max_tokens_per_microbatch", 0),
+        ("torch_threads", 0),
+        ("seed", -1),
+    ],
+)
+def test_a_setting_out_of_range_is_named_with_its_value(name: str, value: Any):
+    with pytest.raises(ConfigError, match=f"^{name} is .*; it must be "):
+        LocalTrainerSettings(**{name: value})
+
+
+def test_settings_do_not_change_after_the_fact():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LocalTrainerSettings().lr = 1.0  # type: ignore[misc]
+
+
+def run_without_torch(code: str) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a Python where torch cannot be imported."""
+    return subprocess.run([sys.executable, "-c", f"import sys; sys.modules['torch'] = None\n{code}"], capture_output=True, text=True, timeout=60)
+
+
+def test_batches_and_settings_need_no_torch():
+    result = run_without_torch(
+        "from agl_slime.trainers import LocalTrainerSettings, samples_to_train_data, Trainer; print(LocalTrainerSettings().lr)"
+    )
+    assert (result.returncode, result.stdout.strip()) == (0, "0.0005"), result.stderr
+
+
+def test_the_trainer_without_torch_says_what_to_install():
+    code = (
+        "from agl_slime.errors import MissingDependencyError\n"
+        "try:\n    from agl_slime.trainers import LocalTrainer\n"
+        "except MissingDependencyError as error:\n    print(error)"
+    )
+    result = run_without_torch(code)
+    assert (result.returncode, result.stdout.strip()) == (0, 'the local trainer needs torch; install it with: pip install "agl-slime[local]"'), (
+        result.stderr
+    )
