@@ -70,7 +70,9 @@ class PolicySettings:
     warmup: WarmupSettings = field(default_factory=WarmupSettings)
 
 
-def make_policy(directory: str | os.PathLike[str], *, seed: int = 0, demonstrations: DemonstrationSource | None = None, settings: PolicySettings | None = None) -> Path:
+def make_policy(
+    directory: str | os.PathLike[str], *, seed: int = 0, demonstrations: DemonstrationSource | None = None, settings: PolicySettings | None = None
+) -> Path:
     """Make the tiny policy in ``directory`` (created when missing) and return its path; a directory that already holds the same policy is returned as it is.
 
     ``demonstrations`` is what the warm-up trains on, by default the lookup task. The directory appears complete or not at all. Raises ``ConfigError`` when it exists and holds
@@ -133,11 +135,15 @@ def _make(directory: Path, spec: str, seed: int, source: DemonstrationSource, se
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).float()
         report = warm_up(model, tokenizer, source, seed=seed, settings=settings.warmup)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
+    )
     with _no_progress_bar():
         model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    (directory / SPEC_FILE).write_text(json.dumps({"spec": spec, "seed": seed, "warmup": dataclasses.asdict(report)}, indent=2) + "\n", encoding="utf-8")
+    (directory / SPEC_FILE).write_text(
+        json.dumps({"spec": spec, "seed": seed, "warmup": dataclasses.asdict(report)}, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 def _spec(seed: int, source: DemonstrationSource, settings: PolicySettings) -> str:

@@ -82,7 +82,9 @@ class SlotModel:
         config: Any = model.config
         kinds = set(getattr(config, "layer_types", None) or ())
         if kinds - {"full_attention"}:
-            raise ConfigError(f"the embedded engine serves models with full attention only, this one has layers of {sorted(kinds)}: use a real SGLang")
+            raise ConfigError(
+                f"the embedded engine serves models with full attention only, this one has layers of {sorted(kinds)}: use a real SGLang"
+            )
         self.model = model.eval()
         self.slots, self.context = slots, context
         self.active = 0
@@ -90,7 +92,8 @@ class SlotModel:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._plan = _Plan()
         self._layers = [
-            SlotLayer(self._plan, slots=slots, heads=config.num_key_value_heads, context=context, head_dim=head_dim) for _ in range(config.num_hidden_layers)
+            SlotLayer(self._plan, slots=slots, heads=config.num_key_value_heads, context=context, head_dim=head_dim)
+            for _ in range(config.num_hidden_layers)
         ]
         self._cache = Cache(layers=self._layers)
         self._base: Any = model.base_model
@@ -110,7 +113,9 @@ class SlotModel:
             ids[row, : lengths[row]] = torch.tensor(prompt)
         first = self.active
         self._plan.prefill = slice(first, first + len(prompts))
-        hidden = self._base(input_ids=ids, position_ids=self._all[:longest].unsqueeze(0), past_key_values=self._cache, use_cache=True).last_hidden_state
+        hidden = self._base(
+            input_ids=ids, position_ids=self._all[:longest].unsqueeze(0), past_key_values=self._cache, use_cache=True
+        ).last_hidden_state
         self.lengths[first : first + len(prompts)] = lengths
         self.active += len(prompts)
         last = self._head(hidden[self._all[: len(prompts)], torch.tensor(lengths) - 1]).float()

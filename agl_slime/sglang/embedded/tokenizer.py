@@ -54,9 +54,13 @@ def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 460, max_length: 
     added = (PAD, START, END, *_TOOL_MARKERS)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(_SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size - len(added), initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(added), initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
     # A marker is one token of its own, so no merge may be spent on its letters.
     split = re.compile("|".join(re.escape(token) for token in added))
     tokenizer.train_from_iterator([piece for text in texts for piece in split.split(text)], trainer)

@@ -83,7 +83,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> 
     return ids, turns
 
 
-def warm_up(model: Any, tokenizer: PreTrainedTokenizerBase, source: DemonstrationSource, *, seed: int, settings: WarmupSettings | None = None) -> WarmupReport:
+def warm_up(
+    model: Any, tokenizer: PreTrainedTokenizerBase, source: DemonstrationSource, *, seed: int, settings: WarmupSettings | None = None
+) -> WarmupReport:
     """Train ``model`` in place; deterministic for a seed on one machine. Raises ``TrainerError`` when the probe is not passed within ``max_steps``."""
     settings = settings or WarmupSettings()
     rng = random.Random(seed)
@@ -93,7 +95,9 @@ def warm_up(model: Any, tokenizer: PreTrainedTokenizerBase, source: Demonstratio
     score, steps = 0.0, 0
     while score < settings.target:
         if steps >= settings.max_steps:
-            raise TrainerError(f"the warm-up's probe is at {score:.2f} after {steps} steps and the target is {settings.target}: try another seed or simpler demonstrations")
+            raise TrainerError(
+                f"the warm-up's probe is at {score:.2f} after {steps} steps and the target is {settings.target}: try another seed or simpler demonstrations"
+            )
         _set_learning_rate(optimizer, settings.learning_rate * min(1.0, (steps + 1) / settings.lr_warmup_steps))
         _train_step(model, optimizer, _batch(tokenizer, source.demonstrations(rng, settings.batch_size, quality="clean")), settings.grad_clip)
         steps += 1
