@@ -1,7 +1,7 @@
 """One rollout through the whole bridge, in seconds: no GPU, no server, no torch.
 
-A real Agent Lightning store, a real runner and tracer, a real tokenizer (trained here, in memory); only the model is played by two lines of Python. What comes out is the Sample that
-slime would train on. Run it with ``python examples/smoke_test.py``.
+A real Agent Lightning store, a real runner and tracer, a real tokenizer (trained here, in memory); only the model is played by two lines of Python.
+What comes out is the Sample that slime would train on. Run it with ``python examples/smoke_test.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from agl_slime import AGLDataSource, Generation, RunnerThread, SamplingParams, SGLangLitAgent
 from agl_slime._agl import LLM, EnqueueRolloutRequest, InMemoryLightningStore
 
-CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 from opentelemetry import trace as trace_api
 from opentelemetry.context import Context
@@ -36,8 +37,6 @@ from agl_slime._agl import (
 from agl_slime.runner.recording import Recording, SpanBuilder, current_recording
 
 logger = logging.getLogger(__name__)
-
-_RECORDING_ATTRIBUTE = "_agl_slime_recording"
 
 
 class ContextTracer(Tracer):
@@ -135,20 +134,30 @@ class _AttemptScope(AbstractAsyncContextManager[Recording]):
 
 
 class _RecordingSpanProcessor(SpanProcessor):
-    """Hands finished OpenTelemetry spans to the recording that was current where they *started*: they may end in a callback thread that has no
-    context."""
+    """Hands finished OpenTelemetry spans to the recording that was current where they *started*: they may end in a callback thread without context.
+
+    What ends is a copy of what started, so the two are matched by trace and span id; a span that never ends is forgotten with its recording.
+    """
+
+    def __init__(self) -> None:
+        self._started: WeakValueDictionary[tuple[int, int], Recording] = WeakValueDictionary()
 
     def on_start(self, span: SdkSpan, parent_context: Context | None = None) -> None:
         recording = current_recording.get()
         if recording is not None:
-            setattr(span, _RECORDING_ATTRIBUTE, recording)
+            self._started[_key_of(span)] = recording
 
     def on_end(self, span: ReadableSpan) -> None:
-        recording: Recording | None = getattr(span, _RECORDING_ATTRIBUTE, None)
+        recording = self._started.pop(_key_of(span), None)
         if recording is None:
             return
         if not recording.add(lambda rollout_id, attempt_id, sequence_id: _from_otel(span, rollout_id, attempt_id, sequence_id)):
             logger.warning("Span %r ended after its rollout %s and is not recorded.", span.name, recording.rollout_id)
+
+
+def _key_of(span: ReadableSpan) -> tuple[int, int]:
+    context = span.get_span_context()
+    return (context.trace_id, context.span_id) if context is not None else (0, 0)
 
 
 def _from_core(core: SpanCoreFields, rollout_id: str, attempt_id: str, sequence_id: int) -> Span:
@@ -156,14 +165,7 @@ def _from_core(core: SpanCoreFields, rollout_id: str, attempt_id: str, sequence_
 
 
 def _from_otel(span: ReadableSpan, rollout_id: str, attempt_id: str, sequence_id: int) -> Span:
-    return Span.from_opentelemetry(_without_recording(span), rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=sequence_id)
-
-
-def _without_recording(span: ReadableSpan) -> ReadableSpan:
-    # Span.from_opentelemetry keeps every unknown attribute of the object as extra data; our mark is not data.
-    if hasattr(span, _RECORDING_ATTRIBUTE):
-        delattr(span, _RECORDING_ATTRIBUTE)
-    return span
+    return Span.from_opentelemetry(span, rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=sequence_id)
 
 
 def _record(builder: SpanBuilder, name: str) -> None:

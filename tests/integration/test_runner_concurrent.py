@@ -1,0 +1,231 @@
+"""The runner against a real store: many rollouts at once, each span on its own rollout, every failure with its reason."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from opentelemetry import trace as otel
+
+from agl_slime._agl import LLM, EnqueueRolloutRequest, LightningStore, LitAgent, RolloutConfig, emit_reward, find_final_reward
+from agl_slime.collector import failure_of
+from agl_slime.runner.concurrent import RunnerSettings
+from agl_slime.runner.thread import RunnerThread
+from agl_slime.store import BridgeStore
+from agl_slime.threads import run_in_thread
+
+RESOURCES = {"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")}
+
+
+class FnAgent(LitAgent[Any]):
+    def __init__(self, fn: Any) -> None:
+        super().__init__()
+        self._fn = fn
+
+    async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> Any:
+        return await self._fn(task)
+
+
+class SyncAgent(LitAgent[Any]):
+    """Written for stock Agent Lightning: blocks, and returns its reward."""
+
+    def rollout(self, task: Any, resources: Any, rollout: Any) -> float:
+        time.sleep(0.02)  # the agent's own work, which must not hold up the others
+        emit_reward(float(task))
+        return float(task)
+
+
+@asynccontextmanager
+async def running(agent: LitAgent[Any], store: LightningStore | None = None, **settings: Any) -> AsyncIterator[BridgeStore]:
+    store = store or BridgeStore()
+    await store.add_resources(RESOURCES)
+    with RunnerThread(agent=agent, store=store, settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0, **settings)):
+        yield store  # type: ignore[misc]
+
+
+async def finished(store: LightningStore, inputs: Sequence[Any], **config: Any) -> list[Any]:
+    requests = [EnqueueRolloutRequest(input=item, mode="train", config=RolloutConfig(**config)) for item in inputs]
+    ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+    return [await asyncio.wait_for(store.wait_for_rollout(rollout_id, timeout=20), 25) for rollout_id in ids]  # type: ignore[attr-defined]
+
+
+async def reason_of(store: LightningStore, rollout: Any) -> tuple[str, str]:
+    attempt = await store.get_latest_attempt(rollout.rollout_id)
+    assert attempt is not None
+    spans = [*await store.query_spans(rollout.rollout_id, attempt.attempt_id)]
+    return failure_of(spans, attempt_status=attempt.status)
+
+
+async def test_each_reward_lands_on_its_own_rollout_across_tasks_and_threads() -> None:
+    together = 0
+    most_together = 0
+
+    async def work(task: int) -> None:
+        nonlocal together, most_together
+        together += 1
+        most_together = max(most_together, together)
+        rng = random.Random(task)
+        await asyncio.sleep(rng.random() * 0.05)
+
+        async def nested() -> None:
+            await asyncio.sleep(rng.random() * 0.01)
+            with otel.get_tracer("third-party").start_as_current_span(f"nested-{task}"):
+                await run_in_thread(lambda: otel.get_tracer("third-party").start_span(f"thread-{task}").end())
+
+        await asyncio.gather(nested(), asyncio.to_thread(lambda: otel.get_tracer("x").start_span(f"to-thread-{task}").end()))
+        emit_reward(float(task))
+        together -= 1
+
+    async with running(FnAgent(work)) as store:
+        rollouts = await finished(store, range(400))
+        for task, rollout in enumerate(rollouts):
+            assert rollout.status == "succeeded"
+            spans = [*await store.query_spans(rollout.rollout_id, "latest")]
+            assert find_final_reward(spans) == task
+            names = {span.name for span in spans} - {"agentlightning.annotation"}
+            assert names == {f"nested-{task}", f"thread-{task}", f"to-thread-{task}"}
+            assert [span.sequence_id for span in spans] == sorted(span.sequence_id for span in spans)
+    assert most_together > 50
+
+
+async def test_sync_agents_of_stock_agent_lightning_run_unchanged_and_at_once() -> None:
+    async with running(SyncAgent()) as store:
+        started = time.monotonic()
+        rollouts = await finished(store, range(100))
+        took = time.monotonic() - started
+        assert took < 100 * 0.02  # one after the other would take longer than this by themselves
+        for task, rollout in enumerate(rollouts):
+            assert find_final_reward([*await store.query_spans(rollout.rollout_id, "latest")]) == task
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason", "message"),
+    [
+        (lambda: (_ for _ in ()).throw(KeyError("missing")), "KeyError", "missing"),
+        (lambda: "great", "bad_reward", "great"),
+        (lambda: float("nan"), "bad_reward", "nan"),
+        (lambda: float("inf"), "bad_reward", "inf"),
+        (lambda: {"reward": 1.0}, "bad_reward", "reward"),
+    ],
+)
+async def test_what_an_agent_gets_wrong_fails_its_rollout_with_the_reason(fn: Any, reason: str, message: str) -> None:
+    async def work(task: Any) -> Any:
+        return fn()
+
+    async with running(FnAgent(work)) as store:
+        [rollout] = await finished(store, [0])
+        assert rollout.status == "failed"
+        got_reason, got_message = await reason_of(store, rollout)
+        assert got_reason == reason
+        assert message in got_message
+
+
+async def test_an_agent_that_hangs_is_cancelled_at_its_time_limit_and_the_others_go_on() -> None:
+    cancelled = threading.Event()
+
+    async def work(task: int) -> float:
+        if task == 0:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+        return 1.0
+
+    async with running(FnAgent(work)) as store:
+        hanging, *others = await finished(store, range(5), timeout_seconds=0.3)
+        assert [rollout.status for rollout in others] == ["succeeded"] * 4
+        assert hanging.status == "failed"
+        assert (await reason_of(store, hanging))[0] == "timeout"
+        assert cancelled.wait(5)
+
+
+async def test_an_agent_that_ignores_its_cancellation_is_abandoned() -> None:
+    release = threading.Event()
+
+    async def work(task: Any) -> float:
+        while not release.is_set():
+            try:
+                await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                continue
+        return 1.0
+
+    # with its default debounce the store's own watchdog may mark the attempt first, with the same reason and less to say
+    async with running(FnAgent(work), BridgeStore(scan_debounce_seconds=60)) as store:
+        [rollout] = await finished(store, [0], timeout_seconds=0.2)
+        reason, message = await reason_of(store, rollout)
+        release.set()
+        assert (rollout.status, reason) == ("failed", "timeout")
+        assert "ignored its cancellation" in message
+
+
+async def test_stopping_cancels_what_is_in_flight_and_says_so() -> None:
+    started = threading.Event()
+
+    async def work(task: Any) -> float:
+        started.set()
+        await asyncio.sleep(3600)
+        return 1.0
+
+    store = BridgeStore()
+    async with running(FnAgent(work), store):
+        [rollout] = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=0, mode="train")])
+        assert await asyncio.to_thread(started.wait, 10)
+    ended = await store.get_rollout_by_id(rollout.rollout_id)
+    assert ended is not None
+    assert ended.status == "failed"  # cancelled is not succeeded, which is what the stock step would write
+    assert (await reason_of(store, ended))[0] == "cancelled"
+
+
+async def test_a_store_without_resources_fails_the_rollout_instead_of_leaving_it() -> None:
+    async def work(task: Any) -> float:
+        return 1.0
+
+    store = BridgeStore()
+    with RunnerThread(agent=FnAgent(work), store=store, settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0)):
+        [rollout] = await finished(store, [0])
+    assert rollout.status == "failed"
+
+
+async def test_no_more_rollouts_are_in_flight_than_allowed() -> None:
+    together = 0
+    most = 0
+
+    async def work(task: Any) -> float:
+        nonlocal together, most
+        together += 1
+        most = max(most, together)
+        await asyncio.sleep(0.01)
+        together -= 1
+        return 1.0
+
+    async with running(FnAgent(work), max_concurrent=7) as store:
+        rollouts = await finished(store, range(60))
+    assert all(rollout.status == "succeeded" for rollout in rollouts)
+    assert most == 7
+
+
+async def test_a_failed_attempt_is_tried_again_and_only_the_last_one_counts() -> None:
+    tries: dict[int, int] = {}
+
+    async def work(task: int) -> float:
+        tries[task] = tries.get(task, 0) + 1
+        emit_reward(-100.0)  # of an attempt that may fail after it
+        if tries[task] < 3:
+            raise ConnectionError("not yet")
+        return float(task)
+
+    async with running(FnAgent(work)) as store:
+        rollouts = await finished(store, [1, 2], max_attempts=3, retry_condition=["failed"])
+        assert tries == {1: 3, 2: 3}
+        for rollout in rollouts:
+            spans = [*await store.query_spans(rollout.rollout_id, "latest")]
+            assert find_final_reward(spans) == rollout.input
+            assert sum(span.name == "agentlightning.annotation" for span in spans) == 2
