@@ -1,5 +1,29 @@
 """Spans and tokens: how model calls are written to spans, and how the spans of a rollout become slime Samples."""
 
+from agl_slime.trace.converter import Conversion, ConversionOptions, ConversionReport, convert_rollout, rollout_to_sample, rollout_to_samples
+from agl_slime.trace.forks import ForkReason
+from agl_slime.trace.reward import Reward, read_reward
+from agl_slime.trace.segments import Segment, merge_turns
+from agl_slime.trace.spans import read_turns, spans_of_attempt
+from agl_slime.trace.trajectory import Trajectory
 from agl_slime.trace.turn import Turn, TurnEncoder, decode_turns
 
-__all__ = ["Turn", "TurnEncoder", "decode_turns"]
+__all__ = [
+    "Conversion",
+    "ConversionOptions",
+    "ConversionReport",
+    "ForkReason",
+    "Reward",
+    "Segment",
+    "Trajectory",
+    "Turn",
+    "TurnEncoder",
+    "convert_rollout",
+    "decode_turns",
+    "merge_turns",
+    "read_reward",
+    "read_turns",
+    "rollout_to_sample",
+    "rollout_to_samples",
+    "spans_of_attempt",
+]

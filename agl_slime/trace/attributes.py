@@ -1,6 +1,7 @@
 """Names of the span and of the attributes that a model call is stored under.
 
-``gen_ai.*`` are OpenTelemetry's names (its generative-AI semantic conventions), used for all they cover, so that any OpenTelemetry viewer shows a call as what it is; ``agl_slime.*`` are ours.
+``gen_ai.*`` are OpenTelemetry's names (its generative-AI semantic conventions), used for all they cover, so that any OpenTelemetry viewer shows a
+call as what it is; ``agl_slime.*`` are ours.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 GENERATE_SPAN: Final = "agl_slime.generate"
-"""Name of the span of one model call. Agent Lightning's ``TracerTraceToTriplet(llm_call_match=r"agl_slime\\.generate")`` finds it (with the encoder's list form)."""
+"""Name of the span of one model call. Agent Lightning's ``TracerTraceToTriplet(llm_call_match=r"agl_slime\\.generate")`` finds it (with the encoder's
+list form)."""
 
 FORMAT_VERSION: Final = 1
 """Written as ``agl_slime.format``; a reader refuses a version that it does not know."""

@@ -1,8 +1,8 @@
 """Token ids and log-probs as one string each: little-endian int32 or float32, base64.
 
-A list attribute costs the store a pydantic validation and a size estimate per element (1.75 ms for 1,000 ids with log-probs, on the event loop); one string costs neither. 4 bytes a
-number become 5⅓ characters. Ids come back exactly; log-probs are float32 in the engines, so their decimal form in JSON comes back exactly as well (a double that is no float32 is
-rounded to the nearest one).
+A list attribute costs the store a pydantic validation and a size estimate per element (1.75 ms for 1,000 ids with log-probs, on the event loop); one
+string costs neither. 4 bytes a number become 5⅓ characters. Ids come back exactly; log-probs are float32 in the engines, so their decimal form in
+JSON comes back exactly as well (a double that is no float32 is rounded to the nearest one).
 """
 
 from __future__ import annotations

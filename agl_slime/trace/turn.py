@@ -1,7 +1,8 @@
 """One model call with the exact tokens, and its form as span attributes.
 
-A rollout's prompts repeat its history, so a turn is stored as the difference to an earlier turn of the rollout: which turn, how many tokens of its prompt and response are kept, and the
-tokens after those. Twenty turns cost what their new tokens cost. A checksum over the whole prompt, the response and the log-probs makes sure that what is read is what was sampled.
+A rollout's prompts repeat its history, so a turn is stored as the difference to an earlier turn of the rollout: which turn, how many tokens of its
+prompt and response are kept, and the tokens after those. Twenty turns cost what their new tokens cost. A checksum over the whole prompt, the response
+and the log-probs makes sure that what is read is what was sampled.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 TokenSource = Literal["engine", "retokenized"]
 Messages = tuple[Mapping[str, Any], ...]
 
-# what the reader hands to slime is the engine's, or is marked as not being so
 _TOKEN_SOURCES = ("engine", "retokenized")
 
 
@@ -45,9 +45,10 @@ _TOKEN_SOURCES = ("engine", "retokenized")
 class Turn:
     """One model call: the prompt that was sent and what was sampled after it.
 
-    ``prompt_ids`` and ``response_ids`` are read-only int32 arrays and ``log_probs`` a read-only float32 array (natural log, one per response id) or ``None`` when the source has none; any
-    sequence of numbers may be given. ``response_ids`` holds the stop token. ``weight_versions`` says which version sampled which response tokens. ``messages`` are the
-    chat messages of the request and ``text`` the engine's answer: for reading, never for training. ``latency_s`` is the time the call took in seconds.
+    ``prompt_ids`` and ``response_ids`` are read-only int32 arrays and ``log_probs`` a read-only float32 array (natural log, one per response id) or
+    ``None`` when the source has none; any sequence of numbers may be given. ``response_ids`` holds the stop token. ``weight_versions`` says which
+    version sampled which response tokens. ``messages`` are the chat messages of the request and ``text`` the engine's answer: for reading, never for
+    training. ``latency_s`` is the time the call took in seconds.
 
     Raises ``TraceError`` when ids are not non-negative int32, log-probs are not finite, or the lengths do not fit.
     """
@@ -156,8 +157,9 @@ def _same(a: Any, b: Any) -> bool:
 class TurnEncoder:
     """Turns of one rollout to span attributes, each stored as the difference to what was sent before.
 
-    One encoder per rollout attempt. Thread-safe: concurrent branches of an agent may share it. Its memory is linear in the distinct tokens of the rollout. ``list_form`` adds the
-    lists that Agent Lightning's own adapters read (whole prompts: quadratic in the number of turns, so only where they are needed).
+    One encoder per rollout attempt. Thread-safe: concurrent branches of an agent may share it. Its memory is linear in the distinct tokens of the
+    rollout. ``list_form`` adds the lists that Agent Lightning's own adapters read (whole prompts: quadratic in the number of turns, so only where
+    they are needed).
     """
 
     def __init__(self, *, model: str | None = None, list_form: bool = False) -> None:
@@ -170,7 +172,8 @@ class TurnEncoder:
         self._shared_json: dict[str, str] = {}
 
     def encode(self, turn: Turn) -> dict[str, Any]:
-        """The attributes of the span of ``turn``: strings, numbers and (in the list form) lists. Every encoded turn must reach the store, or later ones cannot be read."""
+        """The attributes of the span of ``turn``: strings, numbers and (in the list form) lists. Every encoded turn must reach the store, or later
+        ones cannot be read."""
         tokens = turn.token_ids
         with self._lock:
             index = len(self._messages)
@@ -272,8 +275,8 @@ def is_packed(attributes: Mapping[str, Any]) -> bool:
 def decode_turns(spans: Iterable[HasAttributes]) -> list[Turn]:
     """The turns of spans whose attributes a ``TurnEncoder`` made, in their order; other spans are passed over.
 
-    Turns of one encoder come in the order of encoding, whatever the order of the spans; those of several encoders keep the places that their spans have. Raises ``TraceError`` when a
-    turn is missing, doubled, damaged or not in a known format.
+    Turns of one encoder come in the order of encoding, whatever the order of the spans; those of several encoders keep the places that their spans
+    have. Raises ``TraceError`` when a turn is missing, doubled, damaged or not in a known format.
     """
     packed = [span.attributes for span in spans if is_packed(span.attributes)]
     streams: dict[str, dict[int, Mapping[str, Any]]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -17,7 +19,7 @@ finish = st.sampled_from(["stop", "length", "abort", "tool_calls"])
 @st.composite
 def _weight_spans(draw: st.DrawFn, n: int) -> tuple[WeightSpan, ...]:
     cuts = sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) if draw(st.booleans()) else []
-    return tuple(WeightSpan(str(i), start, end) for i, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)))
+    return tuple(WeightSpan(str(i), start, end) for i, (start, end) in enumerate(itertools.pairwise(cuts)))
 
 
 @st.composite
@@ -31,7 +33,8 @@ def _messages(draw: st.DrawFn, earlier: list[Turn]) -> list[dict[str, str]] | No
 
 @st.composite
 def conversations(draw: st.DrawFn, *, max_turns: int = 7, min_response: int = 0, log_probs: bool = True) -> list[Turn]:
-    """Turns of one rollout: the prompt of each extends an earlier turn's end, samples an earlier prompt again, edits or cuts an earlier history, or is new."""
+    """Turns of one rollout: the prompt of each extends an earlier turn's end, samples an earlier prompt again, edits or cuts an earlier history, or
+    is new."""
     turns: list[Turn] = []
     for index in range(draw(st.integers(1, max_turns))):
         new = draw(st.lists(token, min_size=0, max_size=6))

@@ -1,0 +1,88 @@
+"""Why a prompt does not continue what is held: the classes of forks, told apart by tokens and, with a tokenizer, by text."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from agl_slime.trace.codec import TokenArray
+
+if TYPE_CHECKING:
+    from agl_slime.tokenizer import ChatTokenizer
+
+
+class ForkReason(str, Enum):
+    """Why a turn starts a segment of its own. The first two are drift, to be looked into; the others are what the agent did.
+
+    Without a tokenizer the first two cannot be told from an edit and are counted as ``EDITED_HISTORY``.
+    """
+
+    TEMPLATE = "template"
+    """The chat template renders an earlier answer in another way than it was sampled: thinking dropped, white space, another end of turn."""
+    RETOKENIZATION = "retokenization"
+    """The text of an earlier answer is the same, its ids are not: somewhere text was tokenised again."""
+    EDITED_HISTORY = "edited_history"
+    """An earlier answer, or what stands before it, was changed by the agent."""
+    BRANCH = "branch"
+    """The prompt goes on from an earlier point of the conversation: several samples for one prompt, a search, a turn taken back."""
+    NEW_CONTEXT = "new_context"
+    """The prompt holds no sampled token: another agent's conversation, or a context that was started anew."""
+
+
+DRIFT = frozenset({ForkReason.TEMPLATE, ForkReason.RETOKENIZATION})
+"""Classes that mean tokens are lost on the way and not that the agent wanted a fork."""
+
+_EMPTY_BLOCK = re.compile(r"<(\w+)></\1>")
+_CLOSED = re.compile(r"</\w+>\W*\Z")
+
+
+def rendering_drift(held: TokenArray, prompt: TokenArray, tokenizer: ChatTokenizer) -> ForkReason | None:
+    """Whether ``prompt`` begins with the text of ``held`` (same text: re-tokenisation; text rendered in another way: template), although not with its
+    ids.
+
+    ``held`` ends with a sampled answer; both begin at the same place of the conversation. ``None`` when the text was changed beyond rendering.
+    """
+    held_text = tokenizer.decode(held.tolist(), skip_special_tokens=False)
+    prompt_text = tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
+    if prompt_text.startswith(held_text):
+        return ForkReason.RETOKENIZATION
+    if _same_but_for_rendering(_squash(held_text), _squash(prompt_text), _special_tokens(tokenizer)):
+        return ForkReason.TEMPLATE
+    return None
+
+
+def _same_but_for_rendering(held: str, prompt: str, special_tokens: tuple[str, ...]) -> bool:
+    """``prompt`` begins with ``held`` but for its end-of-turn token, or but for one block within a message."""
+    content = held
+    while special_tokens and content.endswith(special_tokens):
+        content = next(content.removesuffix(token) for token in special_tokens if content.endswith(token))
+    if prompt.startswith(content):
+        return True
+    at = next((i for i, (a, b) in enumerate(zip(held, prompt, strict=False)) if a != b), min(len(held), len(prompt)))
+    if at == len(prompt):
+        return False
+    # the block ends before the next special token does: a template leaves out parts of messages, not what lies across them
+    block_ends = min((found + len(token) - 1 for token in special_tokens if (found := held.find(token, at)) != -1), default=len(held) - 1)
+    for resume in range(at + 1, block_ends + 1):  # the first hit keeps the most of what was held
+        if held[resume] == prompt[at] and prompt.startswith(held[resume:], at):
+            # what follows the block must be more than an end of turn, or the block must be a closed one: else any replaced answer would do
+            return resume < len(content) or bool(_CLOSED.search(held[at:resume]))
+    return False
+
+
+def _squash(text: str) -> str:
+    return _EMPTY_BLOCK.sub("", "".join(text.split()))
+
+
+def _special_tokens(tokenizer: ChatTokenizer) -> tuple[str, ...]:
+    return tuple(token for token in getattr(tokenizer, "all_special_tokens", ()) if token)
+
+
+def contains(haystack: TokenArray, needle: TokenArray) -> bool:
+    """Whether ``needle`` occurs in ``haystack`` as a run of tokens."""
+    hay, wanted = haystack.tobytes(), needle.tobytes()
+    at = hay.find(wanted)
+    while at != -1 and at % haystack.itemsize:
+        at = hay.find(wanted, at + 1)
+    return at != -1

@@ -1,0 +1,57 @@
+"""The reward of a rollout, as Agent Lightning's reward spans carry it. A reward that is missing or no finite number is an error, never a 0.0."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agl_slime.errors import RewardError
+
+if TYPE_CHECKING:
+    from agl_slime._agl import Span
+
+
+@dataclass(frozen=True)
+class Reward:
+    """``primary`` is what is trained on; ``named`` are all dimensions, the primary one among them."""
+
+    primary: float
+    named: Mapping[str, float]
+
+
+def read_reward(spans: Sequence[Span], *, reward_key: str | None = None) -> Reward:
+    """The final reward in ``spans``, which are those of one attempt in the order of their sequence ids.
+
+    ``primary`` is what ``agentlightning.find_final_reward`` finds: the first dimension of the last reward span; with ``reward_key``, the last
+    dimension of that name. ``named`` holds the last value of every dimension. Raises ``RewardError`` with reason ``no_reward`` when there is none (or
+    none of that name), ``bad_reward`` when one is not a finite number.
+    """
+    from agl_slime._agl import find_final_reward, get_rewards_from_span  # seconds of import, which packing and merging tokens do without
+
+    named: dict[str, float] = {}
+    try:
+        primary = find_final_reward(spans)
+        for span in spans:
+            named.update({dimension.name: dimension.value for dimension in get_rewards_from_span(span)})
+    except ValueError as error:  # pydantic's: a value that is no number
+        raise RewardError(f"a reward span does not hold named numbers: {error}") from error
+    if primary is None:
+        raise RewardError("the rollout has no reward: emit one with emit_reward, or return a number from the agent", reason="no_reward")
+    if not named:  # the forms of Agent Lightning before 0.3, which have no names
+        named["primary"] = primary
+    rewards = {name: _finite(value, name) for name, value in named.items()}
+    if reward_key is None:
+        return Reward(_finite(primary, "primary"), rewards)
+    if reward_key not in rewards:
+        raise RewardError(f"the rollout has no reward named {reward_key!r}, only {', '.join(sorted(rewards))}", reason="no_reward")
+    return Reward(rewards[reward_key], rewards)
+
+
+def _finite(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RewardError(f"reward {name!r} must be a number, got {value!r}")
+    if not math.isfinite(value):
+        raise RewardError(f"reward {name!r} must be finite, got {value!r}")
+    return float(value)

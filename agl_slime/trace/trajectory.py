@@ -1,0 +1,62 @@
+"""One rollout as its agent, its reward function and the transcripts see it: the task and the turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agl_slime.trace.turn import Messages, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """What happened in one attempt of a rollout.
+
+    ``task`` is the rollout's input. ``reward`` and ``rewards`` (by name) are ``None`` and empty until there is a reward. ``stop_reason`` says why the
+    rollout stopped; where the agent named none it is the finish reason of the last call. ``mode`` is ``"train"``, ``"val"``, ``"test"`` or not set.
+    """
+
+    rollout_id: str
+    attempt_id: str
+    task: Any
+    mode: str | None = "train"
+    turns: tuple[Turn, ...] = ()
+    reward: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    stop_reason: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def response(self) -> str:
+        """The text of the last answer; empty when there is none."""
+        return self.turns[-1].text if self.turns else ""
+
+    @property
+    def messages(self) -> Messages:
+        """The last call's messages with its answer, where calls recorded theirs; else the answers alone."""
+        if not self.turns:
+            return ()
+        answer = {"role": "assistant", "content": self.response}
+        if self.turns[-1].messages is not None:
+            return (*self.turns[-1].messages, answer)
+        return tuple({"role": "assistant", "content": turn.text} for turn in self.turns)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens that the engine sampled in all turns."""
+        return sum(len(turn.response_ids) for turn in self.turns)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the rollout was cut off and did not end by itself."""
+        return is_truncated(self.stop_reason or (self.turns[-1].finish_reason if self.turns else ""))
+
+
+TRUNCATING_REASONS = frozenset({"length", "abort", "aborted", "max_turns", "max_tokens", "max_trajectory_tokens", "context_overflow"})
+"""Stop reasons after which more would have come."""
+
+
+def is_truncated(stop_reason: str) -> bool:
+    """Whether a rollout (or a call) that stopped for ``stop_reason`` was cut off."""
+    return stop_reason in TRUNCATING_REASONS

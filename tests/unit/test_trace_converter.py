@@ -1,0 +1,178 @@
+"""Rollout and spans to Samples, with Agent Lightning's own Span, Rollout and reward emitter."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from agl_slime._agl import Rollout, Span, emit_reward
+from agl_slime.errors import RewardError, TraceError
+from agl_slime.sglang.payloads import WeightSpan
+from agl_slime.trace import attributes as names
+from agl_slime.trace.converter import convert_rollout, rollout_to_sample, rollout_to_samples
+from agl_slime.trace.turn import Turn, TurnEncoder
+from agl_slime.types import Sample, get_rollout_id
+
+
+def spans_of(turns: list[Turn], reward: Any = 1.0, *, attempt: str = "at-1", began: float = 100.0, **emit: Any) -> list[Span]:
+    encoder = TurnEncoder()
+    written = [(names.GENERATE_SPAN, encoder.encode(turn)) for turn in turns]
+    if reward is not None:
+        core = emit_reward(reward, propagate=False, **emit)
+        written.append((core.name, dict(core.attributes)))
+    return [
+        Span.from_attributes(
+            name=name, attributes=attributes, rollout_id="ro-1", attempt_id=attempt, sequence_id=i + 1, start_time=began + i, end_time=began + i + 0.5
+        )
+        for i, (name, attributes) in enumerate(written)
+    ]
+
+
+def rollout(**fields: Any) -> Rollout:
+    return Rollout(**{"rollout_id": "ro-1", "input": {"prompt": "hi", "label": "42"}, "start_time": 0.0, "mode": "train", **fields})
+
+
+FIRST = Turn(
+    prompt_ids=[1, 2, 3],
+    response_ids=[4, 5],
+    log_probs=[-0.5, -0.25],
+    weight_versions=[WeightSpan("7", 0, 2)],
+    cached_tokens=1,
+    text="call",
+    messages=[{"role": "user", "content": "hi"}],
+)
+SECOND = Turn(
+    prompt_ids=[1, 2, 3, 4, 5, 90, 91],
+    response_ids=[6, 7, 8],
+    log_probs=[-1.0, -2.0, -3.0],
+    weight_versions=[WeightSpan("7", 0, 1), WeightSpan("8", 1, 3)],
+    cached_tokens=5,
+    text="done",
+)
+
+
+def test_a_two_turn_rollout_is_one_sample_with_the_observation_masked():
+    sample = rollout_to_sample(rollout(metadata={"group_id": "g"}), spans_of([FIRST, SECOND], 0.5), index=3, group_index=2, rollout_id=11)
+    assert sample.tokens == [1, 2, 3, 4, 5, 90, 91, 6, 7, 8]
+    assert sample.response_length == 7
+    assert sample.loss_mask == [1, 1, 0, 0, 1, 1, 1]
+    assert sample.rollout_log_probs == [-0.5, -0.25, 0.0, 0.0, -1.0, -2.0, -3.0]
+    assert (sample.index, sample.group_index, get_rollout_id(sample)) == (3, 2, 11)
+    assert sample.reward == 0.5
+    assert sample.label == "42"
+    assert sample.status == Sample.Status.COMPLETED
+    assert sample.prompt == [{"role": "user", "content": "hi"}]
+    assert sample.response == "calldone"
+    assert sample.weight_versions == ["7", "8"]
+    assert sample.metadata["weight_spans"] == [["7", 0, 2], ["7", 4, 5], ["8", 5, 7]]
+    assert sample.metadata["token_source"] == "engine"
+    assert (sample.metadata["agl_rollout_id"], sample.metadata["agl_attempt_id"], sample.metadata["group_id"]) == ("ro-1", "at-1", "g")
+    assert sample.metadata["turns"] == 2
+    assert (sample.prefix_cache_info.cached_tokens, sample.prefix_cache_info.total_prompt_tokens) == (6, 10)
+
+
+def test_samples_hold_plain_python_values():
+    sample = rollout_to_sample(rollout(), spans_of([FIRST, SECOND]))
+    assert Sample.from_dict(json.loads(json.dumps(sample.to_dict()))).to_dict() == sample.to_dict()
+
+
+@pytest.mark.parametrize(("finish", "status"), [("stop", "completed"), ("length", "truncated"), ("abort", "truncated"), ("tool_calls", "completed")])
+def test_the_status_is_that_of_the_last_call(finish: str, status: str):
+    turn = Turn(prompt_ids=[1], response_ids=[2], log_probs=[-1.0], finish_reason=finish)
+    assert rollout_to_sample(rollout(), spans_of([turn])).status.value == status
+
+
+def test_a_stop_reason_that_the_agent_wrote_counts():
+    spans = spans_of([FIRST])
+    spans[-1].attributes[names.STOP_REASON] = "max_turns"
+    sample = rollout_to_sample(rollout(), spans)
+    assert sample.metadata["stop_reason"] == "max_turns"
+    assert sample.status == Sample.Status.TRUNCATED
+
+
+def test_a_branching_rollout_gives_siblings_under_one_rollout_id_and_one_reward():
+    other = Turn(prompt_ids=[1, 2, 3, 4, 5, 70], response_ids=[9], log_probs=[-0.1])
+    conversion = convert_rollout(rollout(), spans_of([FIRST, SECOND, other], 0.25), rollout_id=5)
+    first, second = conversion.samples
+    assert first.tokens == [1, 2, 3, 4, 5, 90, 91, 6, 7, 8]
+    assert second.tokens == [1, 2, 3, 4, 5, 70, 9]
+    assert second.loss_mask == [1]
+    assert {get_rollout_id(sample) for sample in conversion.samples} == {5}
+    assert [sample.reward for sample in conversion.samples] == [0.25, 0.25]
+    assert [sample.metadata["fork_reason"] for sample in conversion.samples] == [None, "branch"]
+    assert conversion.report.forks == {"branch": 1}
+    assert conversion.report.sampled_tokens == 6 == sum(sum(sample.loss_mask) for sample in conversion.samples)
+
+
+def test_a_fork_is_refused_where_one_sample_is_wanted():
+    other = Turn(prompt_ids=[1, 2, 3, 4, 5, 70], response_ids=[9], log_probs=[-0.1])
+    with pytest.raises(TraceError, match=r"forks into 2 Samples \(branch 1\); use rollout_to_samples") as error:
+        rollout_to_sample(rollout(), spans_of([FIRST, SECOND, other]))
+    assert error.value.reason == "forked"
+
+
+def test_a_rollout_that_sampled_nothing_has_no_turns():
+    aborted_in_queue = Turn(prompt_ids=[1, 2], response_ids=[], log_probs=[], finish_reason="abort")
+    for spans in (spans_of([]), spans_of([aborted_in_queue]), []):
+        with pytest.raises(TraceError) as error:
+            rollout_to_samples(rollout(), spans)
+        assert error.value.reason == "no_turns"
+
+
+def test_an_aborted_call_that_sampled_nothing_contributes_nothing():
+    aborted = Turn(prompt_ids=[1, 2, 3], response_ids=[], log_probs=[], finish_reason="abort")
+    sample = rollout_to_sample(rollout(), spans_of([aborted, FIRST]))
+    assert sample.tokens == [1, 2, 3, 4, 5]
+    assert sample.status == Sample.Status.COMPLETED
+
+
+def test_log_probs_are_on_all_samples_of_a_rollout_or_on_none():
+    without = Turn(prompt_ids=[9], response_ids=[8])
+    samples = rollout_to_samples(rollout(), spans_of([FIRST, without]))
+    assert [sample.rollout_log_probs for sample in samples] == [None, None]
+
+
+def test_only_the_latest_attempt_is_read():
+    dead = Turn(prompt_ids=[1, 2, 3], response_ids=[66], log_probs=[-9.0])
+    late = spans_of([dead], 0.0, attempt="at-dead", began=50.0)
+    late[-1].start_time = 500.0  # the dead worker's reward came after everything else
+    alive = spans_of([FIRST, SECOND], 1.0, attempt="at-alive", began=100.0)
+    for spans in (late + alive, alive + late):
+        sample = rollout_to_sample(rollout(), spans)
+        assert sample.metadata["agl_attempt_id"] == "at-alive"
+        assert 66 not in sample.tokens
+        assert sample.reward == 1.0
+    assert rollout_to_sample(rollout(), late + alive, attempt_id="at-dead").tokens == [1, 2, 3, 66]
+
+
+def test_spans_that_an_exporter_delivered_twice_count_once():
+    spans = spans_of([FIRST, SECOND])
+    assert rollout_to_sample(rollout(), spans + spans).tokens == rollout_to_sample(rollout(), spans).tokens
+
+
+def test_several_reward_dimensions():
+    spans = spans_of([FIRST], {"correct": 1.0, "format": 0.5}, primary_key="correct")
+    assert rollout_to_sample(rollout(), spans).reward == 1.0
+    assert rollout_to_sample(rollout(), spans, reward_key="format").reward == {"correct": 1.0, "format": 0.5}
+    with pytest.raises(RewardError, match="no reward named 'style'"):
+        rollout_to_sample(rollout(), spans, reward_key="style")
+
+
+def test_a_missing_reward_is_never_zero():
+    with pytest.raises(RewardError) as error:
+        rollout_to_sample(rollout(), spans_of([FIRST], None))
+    assert error.value.reason == "no_reward"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_refused(bad: float):
+    with pytest.raises(RewardError) as error:
+        rollout_to_sample(rollout(), spans_of([FIRST], bad))
+    assert error.value.reason == "bad_reward"
+
+
+@pytest.mark.parametrize(("task", "label"), [({"label": {"a": 1}}, '{"a": 1}'), ({"label": None}, None), ({"question": "x"}, None), ("text", None)])
+def test_the_label_is_the_tasks(task: Any, label: str | None):
+    assert rollout_to_sample(rollout(input=task), spans_of([FIRST])).label == label
