@@ -166,7 +166,7 @@ class SGLangClient:
                 part = await self._send_part(request, rids, routing_key=routing_key, deadline=deadline)
             except ContextOverflowError as error:
                 limit = context_limit(error)
-                if self.context_length is None and limit is not None and limit > len(request.input_ids):
+                if limit is not None and len(request.input_ids) < limit < len(request.input_ids) + request.sampling.max_new_tokens:
                     # the prompt fits and prompt + max_new_tokens does not; the server has told the limit, so ask for what fits
                     self.context_length = limit
                     wanted.limit_context(limit)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import json
 import socket
 import threading
@@ -228,11 +230,16 @@ def checked_url(url: str) -> str:
 
 
 def _drop(session: aiohttp.ClientSession) -> None:
-    """Close what belongs to a loop that no longer runs: nothing can be awaited there."""
+    """Let go of what belongs to a loop that no longer runs: nothing can be awaited there, and the sockets close when they are collected."""
     connector = session.connector
     session.detach()
-    if connector is not None:
-        connector.close()
+    if connector is None:
+        return
+    closing = connector.close()  # a coroutine in newer versions of aiohttp; without a loop it has nothing to wait for
+    if inspect.iscoroutine(closing):
+        with contextlib.suppress(StopIteration):
+            closing.send(None)
+        closing.close()
 
 
 def _socket_with_keepalive(addr_info: tuple[Any, ...]) -> socket.socket:

@@ -35,7 +35,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
@@ -125,11 +125,8 @@ class Drip(Fault):
                 await slow.write(body[i : i + 1])
             except ConnectionError:
                 break  # the client has given up
-            try:
-                await asyncio.wait_for(engine.closing.wait(), self.every_s)
+            if await _wait(engine.closing, self.every_s):
                 break
-            except asyncio.TimeoutError:
-                continue
         return slow
 
 
@@ -168,7 +165,7 @@ class Received:
 class _Running:
     """A request between its arrival and its answer."""
 
-    aborted: bool = False
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ScriptedEngine:
@@ -219,6 +216,8 @@ class ScriptedEngine:
         self.received: list[Received] = []
         self.log: list[str] = []
         """Paths of the control calls (everything but /generate) in order of arrival."""
+        self.most_running = 0
+        """The most requests that were being sampled at one time."""
         self._scripts: dict[str, deque[Fault]] = {}
         self._always: dict[str, Fault] = {}
         self._requests: dict[str, _Running] = {}
@@ -237,6 +236,13 @@ class ScriptedEngine:
     def running(self) -> int:
         """Requests between arrival and answer, those held by a pause left out."""
         return len(self._requests) - len(self._waiting)
+
+    @property
+    def connections(self) -> int:
+        """Open TCP connections."""
+        assert self._runner is not None
+        assert self._runner.server is not None
+        return len(self._runner.server.connections)
 
     @property
     def paused(self) -> bool:
@@ -262,6 +268,16 @@ class ScriptedEngine:
         """Wait until ``n`` requests to ``path`` have come in since the start."""
         async with self._arrival:
             await self._arrival.wait_for(lambda: self.calls[path] >= n)
+
+    async def idle(self) -> None:
+        """Wait until no request is left, running or held."""
+        async with self._arrival:
+            await self._arrival.wait_for(lambda: not self._requests)
+
+    async def disconnected(self) -> None:
+        """Wait until no client is connected."""
+        while self.connections:  # noqa: ASYNC110 - aiohttp's server tells nobody when a connection ends
+            await asyncio.sleep(0.005)
 
     def continuation(self, prompt_ids: Sequence[int], n: int) -> list[int]:
         """The ids that an undisturbed generation of ``n`` tokens gives (stops left aside)."""
@@ -302,7 +318,7 @@ class ScriptedEngine:
         if self._runner is not None:
             self.closing.set()
             for request in self._requests.values():
-                request.aborted = True
+                request.aborted.set()
             async with self._unpaused:
                 self._paused = False
                 self._unpaused.notify_all()
@@ -349,12 +365,15 @@ class ScriptedEngine:
                 async with self._unpaused:
                     await self._unpaused.wait_for(lambda: not self._paused)
                 self._waiting.discard(rid)
+            self.most_running = max(self.most_running, self.running)
             if self.latency_s:
-                await asyncio.sleep(self.latency_s)
+                await _wait(running.aborted, self.latency_s)
             return web.json_response(await self._sample(payload, running, fault))
         finally:
             self._waiting.discard(rid)
             del self._requests[rid]
+            async with self._arrival:
+                self._arrival.notify_all()
 
     def _refusal(self, payload: dict[str, Any]) -> str | None:
         prompt, params, rid = payload["input_ids"], payload["sampling_params"], payload["rid"]
@@ -383,7 +402,7 @@ class ScriptedEngine:
         abort_after = fault.after if isinstance(fault, Abort) else math.inf
         ids, log_probs, spans = list(prompt), [], [[self.weight_version, 0, 0]]
         finish: dict[str, Any] | None = None
-        if abort_after == 0 or running.aborted:
+        if abort_after == 0 or running.aborted.is_set():
             return _answer(rid, "", [], [], {"type": "abort", "message": "Aborted"}, {})
         while finish is None:
             if self.token_s:
@@ -399,7 +418,7 @@ class ScriptedEngine:
             spans[-1][2] = n
             said = self.decode(ids[len(prompt) :]) if stops else ""
             stop = next((stop for stop in stops if stop in said), None)
-            if running.aborted or n >= abort_after:
+            if running.aborted.is_set() or n >= abort_after:
                 finish = {"type": "abort", "message": "Aborted"}
             elif n >= limit:
                 finish = {"type": "length", "length": limit}
@@ -473,7 +492,7 @@ class ScriptedEngine:
         if payload.get("mode", "abort") == "abort":
             for rid, request in self._requests.items():
                 if rid not in self._waiting:
-                    request.aborted = True
+                    request.aborted.set()
         return web.json_response({"status": "ok"})
 
     async def _continue(self, _: dict[str, Any]) -> web.StreamResponse:
@@ -485,7 +504,7 @@ class ScriptedEngine:
     async def _abort(self, payload: dict[str, Any]) -> web.StreamResponse:
         for rid, request in self._requests.items():
             if payload.get("abort_all") or rid.startswith(payload["rid"]):
-                request.aborted = True
+                request.aborted.set()
         return web.Response()
 
     async def _update(self, payload: dict[str, Any]) -> web.StreamResponse:
@@ -498,6 +517,15 @@ class ScriptedEngine:
 
     def _next_id(self, ids: Sequence[int]) -> int:
         return _digest(ids) % self.vocab_size
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> bool:
+    """Sleep, but no longer than until ``event``; whether it has come."""
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except asyncio.TimeoutError:
+        return False
+    return True
 
 
 @contextmanager

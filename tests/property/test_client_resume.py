@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agl_slime.sglang.payloads import Generation, SamplingParams, WeightSpan, parse_generation
@@ -44,6 +44,7 @@ async def run(
     at=aborts,
     trim=st.booleans(),
 )
+@settings(max_examples=400)
 @example(prompt=[0], stop=["ab"], stop_ids=[], eos=None, limit=24, at=[1] * 8, trim=True)
 def test_the_joined_generation_is_the_unaborted_one(
     prompt: list[int], stop: list[str], stop_ids: list[int], eos: int | None, limit: int, at: list[int], trim: bool
