@@ -199,7 +199,7 @@ class SGLangClient:
                 # it may still run there, for nobody, and hold its place in the batch
                 self._abort_soon(rid)
                 raise
-            return parse_generation(answer.json(), latency_s=time.monotonic() - sent)
+            return parse_generation(answer.json(), latency_s=time.monotonic() - sent, where=answer.where)
 
         return await self._http.retrying(attempt, path="/generate", deadline=deadline)
 

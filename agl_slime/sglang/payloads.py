@@ -99,33 +99,33 @@ class Generation:
         return self.weight_versions[-1].version if self.weight_versions else None
 
 
-def parse_generation(body: Any, *, latency_s: float = 0.0) -> Generation:
-    """A ``/generate`` answer (asked with ``return_logprob``) as a ``Generation``.
+def parse_generation(body: Any, *, latency_s: float = 0.0, where: str = "/generate") -> Generation:
+    """A ``/generate`` answer (asked with ``return_logprob``) as a ``Generation``; ``where`` names the URL in errors.
 
     Raises ``EngineProtocolError`` when the answer does not have SGLang's shape, or a log-prob is not finite; ``EngineError`` when the engine says
     that its logits were NaN.
     """
     if not isinstance(body, Mapping) or not isinstance(body.get("meta_info"), Mapping):
-        raise EngineProtocolError(f"/generate answered {_short(body)}, which is not SGLang's form (no meta_info)")
+        raise EngineProtocolError(f"{where} answered {_short(body)}, which is not SGLang's form (no meta_info)")
     meta: Mapping[str, Any] = body["meta_info"]
     finish = meta.get("finish_reason")
     kind = finish.get("type") if isinstance(finish, Mapping) else None
     if kind not in ("stop", "length", "abort"):
-        raise EngineProtocolError(f"/generate answered finish_reason {_short(finish)}; expected a type of stop, length or abort")
+        raise EngineProtocolError(f"{where} answered finish_reason {_short(finish)}; expected a type of stop, length or abort")
     if kind == "stop" and finish is not None and finish.get("matched") == _NAN_MARK:
-        raise EngineError("the engine computed NaN logits and replaced the sampled token: its weights are broken")
+        raise EngineError(f"{where} computed NaN logits and replaced the sampled token: its weights are broken")
     pairs = meta.get("output_token_logprobs")
     if pairs is None:
         if kind != "abort" and body.get("output_ids"):
-            raise EngineProtocolError("/generate answered without output_token_logprobs although return_logprob was set")
+            raise EngineProtocolError(f"{where} answered without output_token_logprobs although return_logprob was set")
         pairs = []
     try:
         ids = tuple(int(entry[1]) for entry in pairs)
         log_probs = tuple(float(entry[0]) for entry in pairs)
     except (TypeError, ValueError, IndexError) as error:
-        raise EngineProtocolError(f"/generate answered output_token_logprobs of another form: {_short(pairs)}") from error
+        raise EngineProtocolError(f"{where} answered output_token_logprobs of another form: {_short(pairs)}") from error
     if not all(map(math.isfinite, log_probs)):
-        raise EngineProtocolError("/generate answered a log-prob that is NaN or infinite")
+        raise EngineProtocolError(f"{where} answered a log-prob that is NaN or infinite")
     return Generation(
         output_ids=ids,
         log_probs=log_probs,
@@ -134,7 +134,7 @@ def parse_generation(body: Any, *, latency_s: float = 0.0) -> Generation:
         matched_stop=finish.get("matched") if isinstance(finish, Mapping) else None,
         prompt_tokens=int(meta.get("prompt_tokens") or 0),
         cached_tokens=int(meta.get("cached_tokens") or 0),
-        weight_versions=_weight_spans(meta, len(ids)),
+        weight_versions=_weight_spans(meta, len(ids), where),
         request_id=str(meta.get("id") or ""),
         latency_s=latency_s,
     )
@@ -159,14 +159,14 @@ def parse_workers(body: Any, *, where: str = "/workers") -> tuple[str, ...]:
     return tuple(urls)
 
 
-def _weight_spans(meta: Mapping[str, Any], n_tokens: int) -> tuple[WeightSpan, ...]:
+def _weight_spans(meta: Mapping[str, Any], n_tokens: int, where: str) -> tuple[WeightSpan, ...]:
     # newer servers list which tokens each version sampled; older ones name only the version at the end
     listed = meta.get("weight_versions")
     if listed:
         try:
             spans = [WeightSpan(str(item["version"]), int(item["start"]), min(int(item["end"]), n_tokens)) for item in listed]
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineProtocolError(f"/generate answered weight_versions of another form: {_short(listed)}") from error
+            raise EngineProtocolError(f"{where} answered weight_versions of another form: {_short(listed)}") from error
         return tuple(span for span in spans if span.start < span.end)
     version = meta.get("weight_version")
     return () if version is None or n_tokens == 0 else (WeightSpan(str(version), 0, n_tokens),)

@@ -44,13 +44,17 @@ from aiohttp import web
 PIECES = ("a", "b", "c", "ab", "bc", "ca", "aa", "cb", "é", " ", "\n", "abc", "</", "x>", "1", "2")
 
 
+# gives the response that the engine would have sent
+Answer = Callable[[], Awaitable[web.StreamResponse]]
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------------------------
 
 
 class Fault:
-    """One misbehaviour. ``answer()`` gives the response that the engine would have sent."""
+    """One misbehaviour: override ``apply`` for one of your own."""
 
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
         raise NotImplementedError
 
 
@@ -62,7 +66,7 @@ class Status(Fault):
     message: str = "scripted failure"
     retry_after: str | None = None
 
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
         headers = {"Retry-After": self.retry_after} if self.retry_after is not None else None
         return web.json_response({"error": {"message": self.message}}, status=self.status, headers=headers)
 
@@ -74,7 +78,7 @@ class Body(Fault):
     text: str
     content_type: str = "application/json"
 
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
         return web.Response(text=self.text, content_type=self.content_type)
 
 
@@ -88,7 +92,7 @@ class Reset(Fault):
 
     in_body: bool = False
 
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
         assert request.transport is not None
         if not self.in_body:
             request.transport.abort()
@@ -105,7 +109,7 @@ class Reset(Fault):
 class Stall(Fault):
     """No answer as long as the engine lives."""
 
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
         await engine.closing.wait()
         return web.Response(status=503)
 
@@ -116,7 +120,7 @@ class Drip(Fault):
 
     every_s: float = 0.02
 
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
         body = _body(await answer())
         slow = web.StreamResponse(headers={"Content-Length": str(len(body)), "Content-Type": "application/json"})
         await slow.prepare(request)
@@ -136,7 +140,7 @@ class Abort(Fault):
 
     after: int
 
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
         raise AssertionError("handled by the generation itself")
 
 
@@ -147,7 +151,7 @@ class NewVersion(Fault):
     after: int
     version: str
 
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
         raise AssertionError("handled by the generation itself")
 
 
