@@ -91,35 +91,8 @@ class LocalTrainer:
         if iteration < 0:
             raise TrainerError(f"iteration is {iteration}; it must be at least 0.")
         checked = self._check(batch)
-        everything = self._microbatches(checked, range(checked.n_samples))
-        start, entropy = self._score(self.model, everything, checked.n_tokens)
-        metrics = {
-            "train/samples": float(checked.n_samples),
-            "train/rollouts": float(checked.n_rollouts),
-            "train/entropy": float(entropy.mean()),
-        }
-        old = start
-        if checked.token_log_probs is not None:
-            engine = self._tensor(checked.token_log_probs)
-            difference = (start - engine).abs()
-            metrics["train/logprob_diff_max"] = float(difference.max())
-            metrics["train/logprob_diff_mean"] = float(difference.mean())
-            old = engine if self.settings.old_log_probs == "engine" else start
         n_minibatches = min(self.settings.n_minibatches, checked.n_rollouts)
-        objective = Objective(
-            settings=self.settings,
-            old_log_probs=old,
-            advantages=self._tensor(checked.token_rewards.astype(np.float32)),
-            weights=token_weights(
-                self.settings.aggregation,
-                rollout_mask_sums=self._tensor(checked.token_rollout_mask_sums),
-                n_tokens=checked.n_tokens,
-                n_rollouts=checked.n_rollouts,
-                n_minibatches=n_minibatches,
-            ),
-            start_log_probs=None if self._start_model is None else self._score(self._start_model, everything, checked.n_tokens)[0],
-        )
-
+        objective, metrics = self._objective(checked, n_minibatches=n_minibatches)
         losses: list[float] = []
         norms: list[float] = []
         lr = self.settings.lr
@@ -141,6 +114,38 @@ class LocalTrainer:
         metrics |= {"train/loss": math.fsum(losses) / len(losses), "train/grad_norm": math.fsum(norms) / len(norms)}
         metrics |= {"train/steps": float(len(losses)), "train/lr": lr, "train/seconds": time.perf_counter() - started}
         return metrics
+
+    def _objective(self, batch: TrainBatch, *, n_minibatches: int) -> tuple[Objective, dict[str, float]]:
+        """The loss of ``batch``, and the metrics of the policy on it as it is before any step."""
+        everything = self._microbatches(batch, range(batch.n_samples))
+        log_probs, entropy = self._score(self.model, everything, batch.n_tokens)
+        metrics = {
+            "train/samples": float(batch.n_samples),
+            "train/rollouts": float(batch.n_rollouts),
+            "train/entropy": float(entropy.mean()),
+        }
+        old = log_probs
+        if batch.token_log_probs is not None:
+            engine = self._tensor(batch.token_log_probs)
+            difference = (log_probs - engine).abs()
+            metrics["train/logprob_diff_max"] = float(difference.max())
+            metrics["train/logprob_diff_mean"] = float(difference.mean())
+            old = engine if self.settings.old_log_probs == "engine" else log_probs
+        weights = token_weights(
+            self.settings.aggregation,
+            rollout_mask_sums=self._tensor(batch.token_rollout_mask_sums),
+            n_tokens=batch.n_tokens,
+            n_rollouts=batch.n_rollouts,
+            n_minibatches=n_minibatches,
+        )
+        objective = Objective(
+            settings=self.settings,
+            old_log_probs=old,
+            advantages=self._tensor(batch.token_rewards.astype(np.float32)),
+            weights=weights,
+            start_log_probs=None if self._start_model is None else self._score(self._start_model, everything, batch.n_tokens)[0],
+        )
+        return objective, metrics
 
     def _step(self, microbatches: list[MicroBatch], objective: Objective, *, place: str) -> tuple[float, float, float]:
         """One optimizer step; returns the loss, the norm of the gradient and the learning rate."""
@@ -210,13 +215,25 @@ class LocalTrainer:
     # -- checkpoints ---------------------------------------------------------------------------------------------------------------------
 
     def save_weights(self, directory: str | os.PathLike[str]) -> None:
-        """Write the weights as a Hugging Face checkpoint, with the config and tokenizer files of ``model_path``; it appears as a whole or not at
-        all."""
-        with whole_directory(directory) as fresh:
-            save_model(self.model, fresh, source=self._source)
+        """Write the weights (float32) as a Hugging Face checkpoint, with the config and tokenizer files of ``model_path``.
+
+        The directory appears as a whole or not at all; one that is there already is replaced.
+
+        Raises:
+            TrainerError: it cannot be written.
+        """
+        try:
+            with whole_directory(directory) as fresh:
+                save_model(self.model, fresh, source=self._source)
+        except OSError as error:
+            raise TrainerError(f"the weights cannot be written to {directory}: {error}") from error
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write the weights as :meth:`save_weights` does, and the state of the optimizer and the counters with them."""
+        """Write the weights as :meth:`save_weights` does, and the state of the optimizer and the counters with them, through to the disk.
+
+        Raises:
+            TrainerError: it cannot be written.
+        """
         state = {
             "format": _STATE_FORMAT,
             "optimizer": self._optimizer.state_dict()["state"],
@@ -224,9 +241,12 @@ class LocalTrainer:
             "steps": self.steps,
             "seed": self._seed,
         }
-        with whole_directory(directory, durable=True) as fresh:
-            save_model(self.model, fresh, source=self._source)
-            torch.save(state, fresh / _STATE_FILE)
+        try:
+            with whole_directory(directory, durable=True) as fresh:
+                save_model(self.model, fresh, source=self._source)
+                torch.save(state, fresh / _STATE_FILE)
+        except OSError as error:
+            raise TrainerError(f"the trainer state cannot be written to {directory}: {error}") from error
 
     def load(self, directory: str | os.PathLike[str]) -> None:
         """Go on exactly where :meth:`save` was called: weights, optimizer, counters and seed.

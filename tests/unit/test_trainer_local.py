@@ -462,6 +462,15 @@ def test_saving_prints_nothing(policy: Path, tmp_path: Path, capfd: pytest.Captu
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_place_that_cannot_be_written_is_named(policy: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    ours = trainer(policy)
+    with pytest.raises(TrainerError, match=r"the weights cannot be written to .*file/weights"):
+        ours.save_weights(tmp_path / "file" / "weights")
+    with pytest.raises(TrainerError, match=r"the trainer state cannot be written to .*file/state"):
+        ours.save(tmp_path / "file" / "state")
+
+
 def untimed(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name != "train/seconds"}
 
