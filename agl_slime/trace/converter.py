@@ -212,7 +212,7 @@ def _check(sample: Sample) -> None:
 def _metadata(
     segment: Segment, number: int, turns: Sequence[Turn], trajectory: Trajectory, report: ConversionReport, stop_reason: str
 ) -> dict[str, Any]:
-    """JSON values only: slime logs and saves metadata."""
+    """JSON values only: slime logs and saves metadata. Spans are over the response's tokens, end exclusive."""
     metadata: dict[str, Any] = {
         "token_source": "retokenized" if any(turn.token_source == "retokenized" for turn in turns) else "engine",
         "agl_rollout_id": trajectory.rollout_id,
@@ -227,6 +227,7 @@ def _metadata(
         "forks": dict(report.forks),
         "reward": trajectory.reward,
         "rewards": dict(trajectory.rewards),
+        "turn_spans": [[at.start - segment.prompt_length, at.end - segment.prompt_length] for at in segment.placements],
         "weight_spans": _weight_spans(segment, trajectory.turns),
     }
     for key in ("group_id", "source_name"):
@@ -236,7 +237,6 @@ def _metadata(
 
 
 def _weight_spans(segment: Segment, turns: Sequence[Turn]) -> list[list[Any]]:
-    """``[version, start, end]`` over the response's tokens (``start`` inclusive, ``end`` exclusive)."""
     return [
         [span.version, at.start - segment.prompt_length + span.start, at.start - segment.prompt_length + span.end]
         for at in segment.placements

@@ -19,7 +19,7 @@ class ForkReason(str, Enum):
     """
 
     TEMPLATE = "template"
-    """The chat template renders an earlier answer in another way than it was sampled: thinking dropped, white space, another end of turn."""
+    """An earlier answer is rendered in another way than it was sampled: a tagged block (thinking) left out, white space, another end of turn."""
     RETOKENIZATION = "retokenization"
     """The text of an earlier answer is the same, its ids are not: somewhere text was tokenised again."""
     EDITED_HISTORY = "edited_history"
@@ -34,7 +34,7 @@ DRIFT = frozenset({ForkReason.TEMPLATE, ForkReason.RETOKENIZATION})
 """Classes that mean tokens are lost on the way and not that the agent wanted a fork."""
 
 _EMPTY_BLOCK = re.compile(r"<(\w+)></\1>")
-_CLOSED = re.compile(r"</\w+>\W*\Z")
+_CLOSED = re.compile(r"</\w+>\Z")
 
 
 def rendering_drift(held: TokenArray, prompt: TokenArray, tokenizer: ChatTokenizer) -> ForkReason | None:
@@ -53,22 +53,31 @@ def rendering_drift(held: TokenArray, prompt: TokenArray, tokenizer: ChatTokeniz
 
 
 def _same_but_for_rendering(held: str, prompt: str, special_tokens: tuple[str, ...]) -> bool:
-    """``prompt`` begins with ``held`` but for its end-of-turn token, or but for one block within a message."""
+    """``prompt`` begins with ``held`` but for its end-of-turn token, or but for one tagged block within a message."""
     content = held
     while special_tokens and content.endswith(special_tokens):
         content = next(content.removesuffix(token) for token in special_tokens if content.endswith(token))
-    if prompt.startswith(content):
+    if prompt.startswith(content) and (content == held or prompt.startswith(special_tokens, len(content))):
         return True
     at = next((i for i, (a, b) in enumerate(zip(held, prompt, strict=False)) if a != b), min(len(held), len(prompt)))
     if at == len(prompt):
         return False
     # the block ends before the next special token does: a template leaves out parts of messages, not what lies across them
     block_ends = min((found + len(token) - 1 for token in special_tokens if (found := held.find(token, at)) != -1), default=len(held) - 1)
-    for resume in range(at + 1, block_ends + 1):  # the first hit keeps the most of what was held
+    for resume in range(at + 1, block_ends + 1):
         if held[resume] == prompt[at] and prompt.startswith(held[resume:], at):
-            # what follows the block must be more than an end of turn, or the block must be a closed one: else any replaced answer would do
-            return resume < len(content) or bool(_CLOSED.search(held[at:resume]))
+            return _is_closed_block(held, at, resume)  # the first hit keeps the most of what was held
     return False
+
+
+def _is_closed_block(text: str, start: int, end: int) -> bool:
+    """Whether ``text[start:end]`` ends with a closing tag, as reasoning does. Where the block begins as its surroundings do (``<t`` of two tags), it
+    can be taken some characters earlier."""
+    while not _CLOSED.search(text, max(start, end - 64), end):  # tags are short
+        if start == 0 or text[start - 1] != text[end - 1]:
+            return False
+        start, end = start - 1, end - 1
+    return True
 
 
 def _squash(text: str) -> str:

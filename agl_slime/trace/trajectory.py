@@ -50,7 +50,7 @@ class Trajectory:
     @property
     def truncated(self) -> bool:
         """Whether the rollout was cut off and did not end by itself."""
-        return is_truncated(self.stop_reason or (self.turns[-1].finish_reason if self.turns else ""))
+        return is_truncated(self.stop_reason) or (bool(self.turns) and is_truncated(self.turns[-1].finish_reason))
 
 
 TRUNCATING_REASONS = frozenset({"length", "abort", "aborted", "max_turns", "max_tokens", "max_trajectory_tokens", "context_overflow"})

@@ -67,6 +67,7 @@ def test_a_two_turn_rollout_is_one_sample_with_the_observation_masked():
     assert sample.response == "calldone"
     assert sample.weight_versions == ["7", "8"]
     assert sample.metadata["weight_spans"] == [["7", 0, 2], ["7", 4, 5], ["8", 5, 7]]
+    assert sample.metadata["turn_spans"] == [[0, 2], [4, 7]]
     assert sample.metadata["token_source"] == "engine"
     assert (sample.metadata["agl_rollout_id"], sample.metadata["agl_attempt_id"], sample.metadata["group_id"]) == ("ro-1", "at-1", "g")
     assert sample.metadata["turns"] == 2

@@ -1,0 +1,77 @@
+"""Text conversations as tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agl_slime.errors import TraceError
+from agl_slime.trace.retokenize import Retokenizer
+from agl_slime.trace.segments import merge_turns
+from agl_slime.trace.turn import Turn
+from tests.trace_tokenizers import DROPS_THINKING, PLAIN, chat_tokenizer
+
+
+def conversation(n_turns: int) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    history: list[dict[str, Any]] = []
+    calls = []
+    for index in range(n_turns):
+        history.append({"role": "user", "content": f"Question {index}?"})
+        answer = {"role": "assistant", "content": f"Answer {index}!\n"}
+        calls.append((list(history), answer))
+        history.append(answer)
+    return calls
+
+
+@pytest.mark.parametrize("vocabulary", ["anthropic", "deepseek"])
+def test_a_conversation_that_only_grows_is_one_sequence(vocabulary: str):
+    tokenizer = chat_tokenizer(vocabulary, PLAIN)
+    retokenizer = Retokenizer(tokenizer)
+    turns = [
+        Turn(prompt_ids=prompt, response_ids=response, token_source="retokenized")
+        for prompt, response in (retokenizer.turn(messages, answer) for messages, answer in conversation(5))
+    ]
+    [segment] = merge_turns(turns, tokenizer)
+    messages, answer = conversation(5)[-1]
+    text = tokenizer.apply_chat_template([*messages, answer], tokenize=False)
+    assert tokenizer.decode(segment.token_ids.tolist()) == text.removesuffix("\n")
+    sampled = "".join(tokenizer.decode(segment.token_ids[at.start : at.end].tolist()) for at in segment.placements)
+    assert sampled == "".join(f"Answer {i}!\n<|im_end|>" for i in range(5))
+
+
+def test_a_template_that_opens_the_answer_itself_leaves_the_answers_own_text():
+    """The prompt ends with an empty thinking block that the finished answer does not have."""
+
+    class NoThinking:
+        def __init__(self) -> None:
+            self._tokenizer = chat_tokenizer("anthropic", DROPS_THINKING)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._tokenizer, name)
+
+        def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+            return self._tokenizer.apply_chat_template(conversation, enable_thinking=False, **options)
+
+    tokenizer: Any = NoThinking()
+    prompt, response = Retokenizer(tokenizer).turn([{"role": "user", "content": "Hi"}], {"role": "assistant", "content": "Hello"})
+    assert tokenizer.decode(prompt).endswith("<think>\n\n</think>\n\n")
+    assert tokenizer.decode(response) == "Hello"
+
+
+def test_without_a_template_one_text_is_taken_as_it_is():
+    tokenizer = chat_tokenizer("anthropic", None)
+    prompt, response = Retokenizer(tokenizer).turn([{"role": "user", "content": "Once upon"}], {"role": "assistant", "content": " a time"})
+    assert (tokenizer.decode(prompt), tokenizer.decode(response)) == ("Once upon", " a time")
+
+
+def test_without_a_template_a_conversation_is_refused():
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(TraceError, match="no chat template, so a text trace of 2 messages"):
+        Retokenizer(chat_tokenizer("anthropic", None)).turn(messages, {"role": "assistant", "content": "c"})
+
+
+def test_messages_that_the_template_refuses_are_a_clear_error():
+    tokenizer = chat_tokenizer("anthropic", "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(TraceError, match=r"cannot render the messages of the trace: .*roles must alternate"):
+        Retokenizer(tokenizer).turn([{"role": "user", "content": "b"}], {"role": "assistant", "content": "c"})

@@ -1,0 +1,213 @@
+"""A turn and its span attributes: what is refused, what others can read, and how large it is."""
+
+from __future__ import annotations
+
+import json
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+
+from agl_slime.errors import TraceError
+from agl_slime.sglang.payloads import Generation, WeightSpan
+from agl_slime.trace import attributes as names
+from agl_slime.trace.turn import Turn, TurnEncoder, decode_turns
+
+
+def turn(prompt_ids: Any, response_ids: Any = (7,), **fields: Any) -> Turn:
+    return Turn(prompt_ids=prompt_ids, response_ids=response_ids, log_probs=[-0.5] * len(response_ids), **fields)
+
+
+def conversation(n_turns: int, new_tokens: int, sampled: int) -> list[Turn]:
+    """A tool conversation: each prompt is all that came before and ``new_tokens`` more."""
+    turns: list[Turn] = []
+    held: list[int] = []
+    for index in range(n_turns):
+        prompt = held + [(index * 7919 + i) % 150_000 for i in range(new_tokens)]
+        turns.append(turn(prompt, [(index * 104_729 + i) % 150_000 for i in range(sampled)]))
+        held = turns[-1].token_ids.tolist()
+    return turns
+
+
+def spans(turns: list[Turn], **options: Any) -> list[SimpleNamespace]:
+    encoder = TurnEncoder(**options)
+    return [SimpleNamespace(attributes=encoder.encode(each)) for each in turns]
+
+
+def size(attributes: dict[str, Any]) -> int:
+    return len(json.dumps(attributes))
+
+
+# -- Turn --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"prompt_ids": [1, -1]}, "prompt_ids must not be negative, got -1"),
+        ({"response_ids": [2**31]}, "response_ids must fit into 32 bits, got 2147483648"),
+        ({"log_probs": [-0.5]}, "one log-prob per response id, got 1 log-probs for 2 ids"),
+        ({"log_probs": [-0.5, float("nan")]}, "log_probs must be finite"),
+        ({"weight_versions": [WeightSpan("3", 0, 5)]}, "weight version '3' covers tokens 0 to 5 of a response of 2"),
+        ({"token_source": "guessed"}, "token_source must be one of engine, retokenized, got 'guessed'"),
+    ],
+)
+def test_a_turn_that_does_not_fit_together_is_refused(fields: dict[str, Any], sentence: str):
+    with pytest.raises(TraceError, match=sentence):
+        Turn(**{"prompt_ids": [1], "response_ids": [2, 3], "log_probs": [-1.0, -1.0], **fields})
+
+
+def test_a_generation_becomes_a_turn():
+    generation = Generation(
+        output_ids=(5, 6),
+        log_probs=(-0.5, -0.25),
+        text="hi",
+        finish_reason="length",
+        cached_tokens=3,
+        weight_versions=(WeightSpan("2", 0, 2),),
+        resumed=1,
+    )
+    made = Turn.from_generation([1, 2, 3], generation, messages=[{"role": "user", "content": "x"}])
+    assert made.token_ids.tolist() == [1, 2, 3, 5, 6]
+    assert made.log_probs is not None
+    assert made.log_probs.tolist() == [-0.5, -0.25]
+    assert (made.finish_reason, made.cached_tokens, made.resumed, made.text) == ("length", 3, 1, "hi")
+    assert made.weight_versions == generation.weight_versions
+
+
+# -- what others read --------------------------------------------------------------------------------------------------------------------
+
+
+def test_attributes_carry_opentelemetrys_names():
+    attributes = TurnEncoder(model="tiny").encode(turn([1, 2], [3], finish_reason="length", text="ü", request_id="r1", cached_tokens=1))
+    assert attributes["gen_ai.request.model"] == "tiny"
+    assert attributes["gen_ai.response.id"] == "r1"
+    assert attributes["gen_ai.response.finish_reasons"] == ["length"]
+    assert (attributes["gen_ai.usage.input_tokens"], attributes["gen_ai.usage.output_tokens"]) == (2, 1)
+    assert attributes["gen_ai.usage.cache_read.input_tokens"] == 1
+    assert json.loads(attributes["gen_ai.output.messages"]) == [
+        {"role": "assistant", "parts": [{"type": "text", "content": "ü"}], "finish_reason": "length"}
+    ]
+
+
+def test_opentelemetry_accepts_every_attribute(caplog: pytest.LogCaptureFixture):
+    attributes = TurnEncoder(model="m", list_form=True).encode(turn([1, 2], [3, 4], messages=[{"role": "user", "content": "\ud800"}], text="\ud800"))
+    span = TracerProvider().get_tracer("t").start_span(names.GENERATE_SPAN, attributes=attributes)
+    span.end()
+    assert not caplog.records  # it warns about a value that it drops
+    kept = dict(span.attributes)  # type: ignore[attr-defined]
+    assert kept.keys() == attributes.keys()
+    assert decode_turns([SimpleNamespace(attributes=kept)])[0].text == "\ud800"
+
+
+def test_the_list_form_is_read_by_agent_lightnings_triplet_adapter():
+    from agentlightning.adapter import TracerTraceToTriplet
+
+    from agl_slime._agl import Span
+
+    turns = conversation(3, new_tokens=4, sampled=2)
+    agl = [
+        Span.from_attributes(name=names.GENERATE_SPAN, attributes=span.attributes, sequence_id=i, start_time=float(i), end_time=i + 0.5)
+        for i, span in enumerate(spans(turns, list_form=True))
+    ]
+    triplets = TracerTraceToTriplet(llm_call_match=r"agl_slime\.generate").adapt(agl)
+    assert [t.prompt["token_ids"] for t in triplets] == [each.prompt_ids.tolist() for each in turns]
+    assert [t.response["token_ids"] for t in triplets] == [each.response_ids.tolist() for each in turns]
+    assert [entry["logprob"] for entry in triplets[0].response["logprobs"]] == [-0.5, -0.5]
+
+
+# -- size --------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_costs_what_its_new_tokens_cost_however_many_turns_it_has():
+    twenty = [size(span.attributes) for span in spans(conversation(20, new_tokens=1_400, sampled=200))]
+    assert max(twenty[1:]) < 1.05 * min(twenty[1:])  # no turn costs more for coming later
+    numbers = 20 * (1_400 + 2 * 200)
+    assert sum(twenty) < 16 / 3 * numbers + 20 * 1_000  # 5⅓ characters a number, and under 1,000 for all the rest of a span
+
+
+def test_messages_are_stored_once_too():
+    history = [{"role": "user", "content": "x" * 1_000}]
+    turns = []
+    for index in range(20):
+        turns.append(turn(list(range(10 * (index + 1))), messages=list(history)))
+        history.append({"role": "tool", "content": chr(97 + index) * 1_000})
+    written = spans(turns)
+    assert decode_turns(written) == turns
+    assert sum(size(span.attributes) for span in written) < 20 * 1_000 * 2.2  # quadratic would be ten times that
+
+
+def test_a_message_that_is_changed_after_it_was_sent_does_not_change_what_was_recorded():
+    message = {"role": "user", "content": "first"}
+    encoder = TurnEncoder()
+    first = encoder.encode(turn([1, 2], messages=[message]))
+    message["content"] = "second"
+    second = encoder.encode(turn([1, 2, 7, 3], messages=[message]))
+    read = decode_turns([SimpleNamespace(attributes=a) for a in (first, second)])
+    assert [each.messages for each in read] == [({"role": "user", "content": "first"},), ({"role": "user", "content": "second"},)]
+
+
+# -- concurrency and damage --------------------------------------------------------------------------------------------------------------
+
+
+def test_branches_may_share_an_encoder_from_several_threads():
+    encoder = TurnEncoder()
+    root = turn([1, 2, 3])
+    written = [SimpleNamespace(attributes=encoder.encode(root))]
+    branches = [[turn([1, 2, 3, 7, branch, *range(step)], [branch, step]) for step in range(25)] for branch in range(8)]
+    lock, start = threading.Lock(), threading.Barrier(len(branches))
+
+    def run(branch: list[Turn]) -> None:
+        start.wait(timeout=10)
+        for each in branch:
+            attributes = encoder.encode(each)
+            with lock:
+                written.append(SimpleNamespace(attributes=attributes))
+
+    threads = [threading.Thread(target=run, args=(branch,)) for branch in branches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=10)
+    read = decode_turns(written)
+    assert len(read) == 201
+    for branch in branches:
+        assert [each for each in read if each.response_ids[0] == branch[0].response_ids[0] and len(each.response_ids) == 2] == branch
+
+
+def test_a_turn_that_is_there_twice_is_noticed():
+    written = spans([turn([1]), turn([1, 7, 2])])
+    with pytest.raises(TraceError, match=r"turn 1 of encoder .* is there twice"):
+        decode_turns([*written, written[1]])
+
+
+def test_an_unknown_format_is_refused():
+    [span] = spans([turn([1])])
+    span.attributes[names.FORMAT] = 2
+    with pytest.raises(TraceError, match="span format 2 is unknown; this version of agl-slime reads format 1"):
+        decode_turns([span])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        (names.PROMPT_BASE, 5, "builds on turn 5"),
+        (names.PROMPT_KEPT, 99, "keeps 99 tokens of turn 0, which has 2"),
+        (names.PROMPT_KEPT, 1, "input_tokens says 3"),
+        (names.RESPONSE_IDS, None, "must be a string, got None"),
+        (names.USAGE_OUTPUT_TOKENS, 9, "output_tokens says 9"),
+        (names.CHECKSUM, 0, "checksum"),
+        (names.MESSAGES_KEPT, 7, "keeps 7 chat messages of its base turn, which has 1"),
+        (names.MESSAGES_NEW, "[", "not valid JSON"),
+        (names.WEIGHT_VERSIONS, "[[1]]", "list of .version, start, end."),
+        (names.OUTPUT_MESSAGES, "{}x", "not valid JSON"),
+    ],
+)
+def test_damage_is_named(name: str, value: Any, sentence: str):
+    message = {"role": "user", "content": "x"}
+    written = spans([turn([1], messages=[message]), turn([1, 7, 2], messages=[message, message])])
+    written[1].attributes[name] = value
+    with pytest.raises(TraceError, match=f"turn 1 of encoder .* cannot be read: .*{sentence}"):
+        decode_turns(written)
