@@ -48,6 +48,10 @@ class GroupAssembler:
         reason = self._policy.refuse(size=group.size, members=members)
         return GroupResult(group_id=member.group_id, mode=group.mode, size=group.size, members=members, ready=reason is None, reason=reason or "")
 
+    def clear(self) -> None:
+        """Forget every group that has not settled."""
+        self._open.clear()
+
     def members_waiting(self) -> list[MemberResult]:
         """The finished rollouts whose groups wait for others."""
         return [member for group in self._open.values() for member in group.members.values()]

@@ -2,6 +2,8 @@
 
 A rollout is *open* (in flight), *ready* (its group waits to be trained on) or *closed* with one outcome. Closed rollouts are kept as counts, not as
 entries, so memory does not grow with the run; the ids of the most recent ones are remembered to recognise a second report of the same rollout.
+
+``Ledger`` lives in memory; ``agl_slime.groups.ledger_disk.PersistentLedger`` keeps the same account on disk.
 """
 
 from __future__ import annotations
@@ -28,23 +30,27 @@ class LedgerCounts:
 
 
 class Ledger:
-    """Thread-safe; every call costs the same however long the run."""
+    """Thread-safe; every call costs the same however long the run.
+
+    A rollout may name the *instance* (task) that it belongs to. An instance is finished when its owner says so, as often as it says so (epochs).
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._opened = 0
-        self._open: set[str] = set()
-        self._ready: set[str] = set()
+        self._open: dict[str, str | None] = {}
+        self._finished: list[str] = []
+        self._ready: dict[str, str | None] = {}
         self._closed: Counter[Outcome] = Counter()
         self._reasons: Counter[tuple[Outcome, str]] = Counter()
         self._recent: OrderedDict[str, Outcome] = OrderedDict()
 
-    def open(self, rollout_id: str) -> bool:
+    def open(self, rollout_id: str, *, instance_id: str | None = None) -> bool:
         """A rollout is in flight. ``False`` when it is known already."""
         with self._lock:
             if rollout_id in self._open or rollout_id in self._ready or rollout_id in self._recent:
                 return False
-            self._open.add(rollout_id)
+            self._open[rollout_id] = instance_id
             self._opened += 1
             return True
 
@@ -53,17 +59,16 @@ class Ledger:
         with self._lock:
             if rollout_id not in self._open:
                 return False
-            self._open.remove(rollout_id)
-            self._ready.add(rollout_id)
+            self._ready[rollout_id] = self._open.pop(rollout_id)
             return True
 
     def close(self, rollout_id: str, outcome: Outcome, reason: str = "") -> bool:
         """An open or ready rollout has reached its one end. ``False`` when it had ended before or was never opened."""
         with self._lock:
             if rollout_id in self._open:
-                self._open.remove(rollout_id)
+                del self._open[rollout_id]
             elif rollout_id in self._ready:
-                self._ready.remove(rollout_id)
+                del self._ready[rollout_id]
             else:
                 return False
             self._closed[outcome] += 1
@@ -72,6 +77,22 @@ class Ledger:
             if len(self._recent) > _REMEMBERED_CLOSED:
                 self._recent.popitem(last=False)
             return True
+
+    def finish_instance(self, instance_id: str) -> None:
+        """A group of this instance has been dealt with: a resumed run skips it, once per time said."""
+        with self._lock:
+            self._finished.append(instance_id)
+
+    def finished_instances(self) -> list[str]:
+        """The finished instances, oldest first, each as often as it was finished: what slime calls ``skip_instance_ids``."""
+        with self._lock:
+            return list(self._finished)
+
+    def instances_in_flight(self) -> list[str]:
+        """The instances that have open or ready rollouts, each once: what a resumed run must enqueue again."""
+        with self._lock:
+            instances = [*self._open.values(), *self._ready.values()]
+            return list(dict.fromkeys(instance for instance in instances if instance is not None))
 
     def is_open(self, rollout_id: str) -> bool:
         """Whether the rollout is in flight."""

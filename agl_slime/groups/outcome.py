@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from agl_slime.trace.trajectory import Trajectory
 from agl_slime.types import Sample
 
 
@@ -27,7 +28,7 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberResult:
-    """One finished rollout as its group sees it: samples and a reward, or a failure with its reason.
+    """One finished rollout as its group sees it: samples and a reward, or a failure with its reason. ``group_size`` is what its metadata says.
 
     ``reward`` is the primary reward, ``rewards`` all named ones. ``sampled_tokens`` counts the tokens that the engine reported to have sampled in it.
     """
@@ -35,6 +36,7 @@ class MemberResult:
     rollout_id: str
     group_id: str
     mode: str = "train"
+    group_size: int | None = None
     samples: tuple[Sample, ...] = ()
     reward: float | None = None
     rewards: dict[str, float] = field(default_factory=dict)
@@ -44,6 +46,8 @@ class MemberResult:
     failure_message: str = ""
     outcome_if_failed: Outcome = Outcome.FAILED
     task: Any = None
+    trajectory: Trajectory | None = None
+    forks: dict[str, int] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:

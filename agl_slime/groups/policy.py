@@ -1,7 +1,7 @@
 """What to do with a group: wait, retry, train on it, drop it.
 
-Policies are small frozen objects without state. ``refuse`` judges a group whose members have all ended. ``judge`` may be asked at any time before, and
-says what to do about members that failed or are late. They see results, not samples.
+Policies are small frozen objects without state. ``refuse`` judges a group whose members have all ended. ``judge`` may be asked at any time before,
+and says what to do about members that failed or are late. They see results, not samples.
 """
 
 from __future__ import annotations

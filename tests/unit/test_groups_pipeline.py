@@ -210,7 +210,7 @@ def test_a_group_that_claims_to_be_valid_is_finished():
         ({"filter_item": lambda item: 1 / 0}, "ZeroDivisionError: division by zero"),
         ({"pad_group_data": lambda group, group_size: (group[0], group[1][:1])}, "ValueError: the stages returned 1 items"),
         ({"pad_group_data": lambda group, group_size: (group[0], [])}, "ValueError: the stages returned 0 items"),
-        ({"normalize_group_data": lambda group: (group[0], [{**i, "reward": math.nan} for i in group[1]])}, "ValueError: the stages returned reward nan"),
+        ({"normalize_group_data": lambda g: (g[0], [{**i, "reward": math.nan} for i in g[1]])}, "ValueError: the stages returned reward nan"),
     ],
 )
 def test_a_broken_stage_costs_its_group_and_is_told(functions, detail):

@@ -1,0 +1,224 @@
+"""The ledger on disk: the same account as ``Ledger``, in SQLite, right after any crash.
+
+Every call is one transaction, so what is on disk always adds up. ``checkpoint`` ties the account to a checkpoint of the trainer, and ``rewind`` takes
+back what was trained after it: a resumed trainer has forgotten those steps, so their rollouts are in flight again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from agl_slime.errors import ConfigError
+from agl_slime.groups.database import Database
+from agl_slime.groups.ledger import LedgerCounts
+from agl_slime.groups.outcome import Outcome
+
+# Closed rollouts that are remembered by id, to recognise late and repeated reports; those since the oldest kept checkpoint are always remembered.
+_REMEMBERED_CLOSED = 100_000
+_KEPT_CHECKPOINTS = 16
+
+_OPEN, _READY, _CLOSED = 0, 1, 2
+_STATES = ("open", "ready")
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS ledger_rollouts (
+    rollout_id TEXT PRIMARY KEY, instance_id TEXT, state INTEGER NOT NULL, outcome TEXT, reason TEXT, closed_no INTEGER
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS ledger_unfinished ON ledger_rollouts (state) WHERE state < 2;
+CREATE INDEX IF NOT EXISTS ledger_closed ON ledger_rollouts (closed_no) WHERE state = 2;
+CREATE TABLE IF NOT EXISTS ledger_counts (kind TEXT, reason TEXT, n INTEGER NOT NULL, PRIMARY KEY (kind, reason)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS ledger_finished (no INTEGER PRIMARY KEY, instance_id TEXT NOT NULL, closed_no INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS ledger_checkpoints (step INTEGER PRIMARY KEY, closed_no INTEGER NOT NULL);
+"""
+
+
+class PersistentLedger:
+    """A drop-in for ``Ledger``. Give it a file of its own (``path``), or a ``Database`` whose transactions it joins.
+
+    Opening an existing file continues its account: rollouts that were open or ready when the process died still are. The owner asks
+    ``instances_in_flight`` what to enqueue again and closes the old rollouts, or hands them out if it kept them.
+    """
+
+    def __init__(self, *, path: Path | str | None = None, database: Database | None = None, remembered: int = _REMEMBERED_CLOSED) -> None:
+        if path is not None and database is not None:
+            raise ConfigError("PersistentLedger takes a path or a database, not both")
+        self._database = database or Database(path=path)
+        self._owns_database = database is None
+        self._remembered = remembered
+        with self._database.transaction() as connection:
+            for statement in _SCHEMA.split(";"):
+                connection.execute(statement)
+            row = connection.execute("SELECT n FROM ledger_counts WHERE kind = 'closed_no'").fetchone()
+            self._closed_no: int = row[0] if row else 0
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Calls inside share one transaction: cheaper, and kept or lost together."""
+        closed_no = self._closed_no
+        try:
+            with self._database.transaction():
+                yield
+        except BaseException:
+            self._closed_no = closed_no
+            raise
+
+    # -- a rollout's way ---------------------------------------------------------------------------------------------------------------------------
+
+    def open(self, rollout_id: str, *, instance_id: str | None = None) -> bool:
+        """A rollout is in flight. ``False`` when it is known already."""
+        with self._database.transaction() as connection:
+            cursor = connection.execute(
+                "INSERT OR IGNORE INTO ledger_rollouts (rollout_id, instance_id, state) VALUES (?, ?, 0)", (rollout_id, instance_id)
+            )
+            if cursor.rowcount == 0:
+                return False
+            self._add("opened", "", 1)
+            self._add("open", "", 1)
+            return True
+
+    def open_many(self, rollouts: Iterable[tuple[str, str | None]]) -> list[bool]:
+        """``open`` for pairs of rollout and instance, in one transaction."""
+        with self.batch():
+            return [self.open(rollout_id, instance_id=instance_id) for rollout_id, instance_id in rollouts]
+
+    def ready(self, rollout_id: str) -> bool:
+        """An open rollout waits to be trained on. ``False`` when it was not open."""
+        return self._move(rollout_id, _OPEN, _READY)
+
+    def reopen(self, rollout_id: str) -> bool:
+        """A ready rollout is in flight again (its hand-out was lost). ``False`` when it was not ready."""
+        return self._move(rollout_id, _READY, _OPEN)
+
+    def close(self, rollout_id: str, outcome: Outcome, reason: str = "") -> bool:
+        """An open or ready rollout has reached its one end. ``False`` when it had ended before or was never opened."""
+        with self.batch():
+            with self._database.reading() as connection:
+                row = connection.execute("SELECT state FROM ledger_rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone()
+                if row is None or row[0] == _CLOSED:
+                    return False
+                self._closed_no += 1
+                connection.execute(
+                    "UPDATE ledger_rollouts SET state = 2, outcome = ?, reason = ?, closed_no = ? WHERE rollout_id = ?",
+                    (outcome.value, reason, self._closed_no, rollout_id),
+                )
+            self._add(_STATES[row[0]], "", -1)
+            self._add(f"closed:{outcome.value}", reason, 1)
+            self._add("closed_no", "", 1)
+            if self._closed_no % 1000 == 0:
+                self._forget()
+            return True
+
+    # -- questions ---------------------------------------------------------------------------------------------------------------------------------
+
+    def is_open(self, rollout_id: str) -> bool:
+        """Whether the rollout is in flight."""
+        with self._database.reading() as connection:
+            return connection.execute("SELECT 1 FROM ledger_rollouts WHERE rollout_id = ? AND state = 0", (rollout_id,)).fetchone() is not None
+
+    def is_known(self, rollout_id: str) -> bool:
+        """Whether the rollout was ever opened, as far as is remembered."""
+        with self._database.reading() as connection:
+            return connection.execute("SELECT 1 FROM ledger_rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone() is not None
+
+    def open_ids(self) -> list[str]:
+        """The rollouts in flight."""
+        with self._database.reading() as connection:
+            return [row[0] for row in connection.execute("SELECT rollout_id FROM ledger_rollouts WHERE state = 0 AND state < 2")]
+
+    def outcome_of(self, rollout_id: str) -> tuple[Outcome, str] | None:
+        """How the rollout ended, with its reason; ``None`` while it has not, or when it is no longer remembered."""
+        with self._database.reading() as connection:
+            query = "SELECT outcome, reason FROM ledger_rollouts WHERE rollout_id = ? AND state = 2"
+            row = connection.execute(query, (rollout_id,)).fetchone()
+        return (Outcome(row[0]), row[1]) if row else None
+
+    def counts(self) -> LedgerCounts:
+        with self._database.reading() as connection:
+            rows = connection.execute("SELECT kind, reason, n FROM ledger_counts WHERE n <> 0").fetchall()
+        plain = {kind: n for kind, _, n in rows if kind in ("opened", *_STATES)}
+        closed: dict[Outcome, int] = {}
+        reasons: dict[tuple[Outcome, str], int] = {}
+        for kind, reason, n in rows:
+            if kind.startswith("closed:"):
+                outcome = Outcome(kind.removeprefix("closed:"))
+                closed[outcome] = closed.get(outcome, 0) + n
+                reasons[outcome, reason] = n
+        return LedgerCounts(plain.get("opened", 0), plain.get("open", 0), plain.get("ready", 0), closed, reasons)
+
+    # -- instances -----------------------------------------------------------------------------------------------------------------------------------
+
+    def finish_instance(self, instance_id: str) -> None:
+        """A group of this instance has been dealt with: a resumed run skips it, once per time said."""
+        with self._database.transaction() as connection:
+            connection.execute("INSERT INTO ledger_finished (instance_id, closed_no) VALUES (?, ?)", (instance_id, self._closed_no))
+
+    def finished_instances(self) -> list[str]:
+        """The finished instances, oldest first, each as often as it was finished: what slime calls ``skip_instance_ids``."""
+        with self._database.reading() as connection:
+            return [row[0] for row in connection.execute("SELECT instance_id FROM ledger_finished ORDER BY no")]
+
+    def instances_in_flight(self) -> list[str]:
+        """The instances that have open or ready rollouts, each once: what a resumed run must enqueue again."""
+        query = "SELECT DISTINCT instance_id FROM ledger_rollouts WHERE state < 2 AND instance_id IS NOT NULL"
+        with self._database.reading() as connection:
+            return [row[0] for row in connection.execute(query)]
+
+    # -- checkpoints of the trainer ----------------------------------------------------------------------------------------------------------------
+
+    def checkpoint(self, step: int) -> None:
+        """The trainer's checkpoint of ``step`` holds all that is closed now."""
+        with self._database.transaction() as connection:
+            connection.execute("INSERT OR REPLACE INTO ledger_checkpoints VALUES (?, ?)", (step, self._closed_no))
+            connection.execute(
+                "DELETE FROM ledger_checkpoints WHERE step NOT IN (SELECT step FROM ledger_checkpoints ORDER BY closed_no DESC, step DESC LIMIT ?)",
+                (_KEPT_CHECKPOINTS,),
+            )
+
+    def rewind(self, step: int) -> list[str]:
+        """The trainer resumed from its checkpoint of ``step``: what was trained after it is in flight again, and its instances are not finished any
+        more. Returns the rollouts. Raises ``ConfigError`` when that checkpoint is not among the last ones."""
+        with self._database.transaction() as connection:
+            row = connection.execute("SELECT closed_no FROM ledger_checkpoints WHERE step = ?", (step,)).fetchone()
+            if row is None:
+                known = [str(known_step) for (known_step,) in connection.execute("SELECT step FROM ledger_checkpoints ORDER BY step")]
+                raise ConfigError(f"the ledger knows no checkpoint of step {step}; it has {', '.join(known) or 'none'}")
+            where = "state = 2 AND outcome = 'trained' AND closed_no > ?"
+            undone = connection.execute(f"SELECT rollout_id, instance_id, reason FROM ledger_rollouts WHERE {where}", row).fetchall()
+            connection.execute(f"UPDATE ledger_rollouts SET state = 0, outcome = NULL, reason = NULL, closed_no = NULL WHERE {where}", row)
+            for _, _, reason in undone:
+                self._add(f"closed:{Outcome.TRAINED.value}", reason, -1)
+                self._add("open", "", 1)
+            for instance_id in {instance_id for _, instance_id, _ in undone if instance_id is not None}:
+                connection.execute("DELETE FROM ledger_finished WHERE instance_id = ? AND closed_no > ?", (instance_id, row[0]))
+            connection.execute("DELETE FROM ledger_checkpoints WHERE closed_no > ?", row)
+            return [rollout_id for rollout_id, _, _ in undone]
+
+    def shut(self) -> None:
+        """Close the file, if it is this ledger's own."""
+        if self._owns_database:
+            self._database.close()
+
+    # -- internals ---------------------------------------------------------------------------------------------------------------------------------
+
+    def _move(self, rollout_id: str, origin: int, target: int) -> bool:
+        with self._database.transaction() as connection:
+            cursor = connection.execute("UPDATE ledger_rollouts SET state = ? WHERE rollout_id = ? AND state = ?", (target, rollout_id, origin))
+            if cursor.rowcount == 0:
+                return False
+            self._add(_STATES[origin], "", -1)
+            self._add(_STATES[target], "", 1)
+            return True
+
+    def _add(self, kind: str, reason: str, n: int) -> None:
+        self._database.connection.execute(
+            "INSERT INTO ledger_counts VALUES (?, ?, ?) ON CONFLICT (kind, reason) DO UPDATE SET n = n + excluded.n", (kind, reason, n)
+        )
+
+    def _forget(self) -> None:
+        connection = self._database.connection
+        (oldest,) = connection.execute("SELECT min(closed_no) FROM ledger_checkpoints").fetchone()
+        limit = self._closed_no - self._remembered
+        limit = limit if oldest is None else min(limit, oldest)
+        connection.execute("DELETE FROM ledger_rollouts WHERE state = 2 AND closed_no <= ?", (limit,))
