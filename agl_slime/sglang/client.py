@@ -14,11 +14,10 @@ import random
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, Literal
 
 import aiohttp
 
@@ -28,20 +27,17 @@ from agl_slime.errors import (
     EngineProtocolError,
     EngineRequestError,
     EngineServerError,
-    EngineTimeoutError,
-    EngineUnreachableError,
     OutOfVocabularyError,
 )
+from agl_slime.sglang.describe import PROBE_TIMEOUT_S, EngineDescription, describe, model_info, server_info, weight_version
 from agl_slime.sglang.payloads import Generation, SamplingParams, parse_generation, parse_workers
 from agl_slime.sglang.resume import PartRequest, ResumableGeneration
-from agl_slime.sglang.retry import HttpStatusError, backoff_s, classify_exception, context_limit
+from agl_slime.sglang.retry import backoff_s, classify_exception, context_limit
 from agl_slime.sglang.transport import ClientSettings, HttpTransport, Response
 
 __all__ = ["PROBE_TIMEOUT_S", "ROUTING_KEY_HEADER", "ClientSettings", "EngineDescription", "EngineLoad", "PauseMode", "SGLangClient"]
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -52,21 +48,6 @@ ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 # aborts of requests that nobody waits for any more: best effort, so few at a time and not for long
 _ABORTERS = 32
 _ABORT_TIMEOUT_S = 2.0
-
-PROBE_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineDescription:
-    """What a server says of itself. ``vocab_size`` and ``context_length`` are None when it does not tell (SGLang does not tell its vocabulary)."""
-
-    base_url: str
-    model_path: str
-    weight_version: str
-    vocab_size: int | None
-    context_length: int | None
-    is_router: bool
-    workers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +103,12 @@ class SGLangClient:
 
     async def aclose(self) -> None:
         """Close all connections; aborts still under way get a moment to be sent."""
-        here = asyncio.get_running_loop()
-        mine = [task for task in self._aborters if task.get_loop() is here]
-        if mine:
-            _, late = await asyncio.wait(mine, timeout=_ABORT_TIMEOUT_S)
+        aborters = self._aborters_here()
+        if aborters:
+            _, late = await asyncio.wait(aborters, timeout=_ABORT_TIMEOUT_S)
             for task in late:
                 task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         await self._http.aclose()
 
     # -- generation ----------------------------------------------------------------------------------------------------------------------
@@ -232,15 +213,15 @@ class SGLangClient:
 
     async def model_info(self) -> dict[str, Any]:
         """``/model_info``: model_path, weight_version, ...; a router passes the older ``/get_model_info`` on to one of its workers."""
-        return await self._get_either("/model_info", "/get_model_info")
+        return await model_info(self._http)
 
     async def server_info(self) -> dict[str, Any]:
         """``/server_info``: the server's start arguments and limits (its weight_version is the one of the start)."""
-        return await self._get_either("/server_info", "/get_server_info")
+        return await server_info(self._http)
 
     async def weight_version(self) -> str:
         """The version that the weights have now."""
-        return _weight_version(await self.model_info(), self.base_url)
+        return weight_version(await self.model_info(), self.base_url)
 
     async def health(self, *, timeout_s: float = 30.0) -> bool:
         """Whether the server can generate; False when it says no, does not answer in time or is not there. SGLang's ``/health`` takes 1 s, or 20 s
@@ -294,77 +275,27 @@ class SGLangClient:
 
         Sizes that the server tells and this client was not given are kept for checking prompts.
 
-        Raises:
-            EngineUnreachableError: Nothing listens there, or it does not answer within ``timeout_s``.
-            EngineProtocolError: Something answers that is not SGLang.
-            EngineRequestError: SGLang refuses us (its API key).
+        Raises: see ``agl_slime.sglang.describe.describe``.
         """
-        try:
-            description = await asyncio.wait_for(self._describe(timeout_s), timeout_s)
-        except (EngineUnreachableError, EngineTimeoutError, asyncio.TimeoutError, TimeoutError) as error:
-            why = str(error) or f"no answer within {timeout_s:g} s"
-            raise EngineUnreachableError(
-                f"no SGLang at {self.base_url}: {why}; check the URL, that the server is up and that no firewall stands between"
-            ) from error
-        except EngineRequestError as error:
-            if _status(error) in (401, 403):
-                raise
-            raise EngineProtocolError(f"{self.base_url} answers but is not SGLang: {error}; check the port") from error
-        except (EngineProtocolError, EngineServerError) as error:
-            raise type(error)(
-                f"{self.base_url} answers but not as SGLang does: {error}; check the port, or wait until the server has started"
-            ) from error
+        description = await describe(self._http, timeout_s=timeout_s)
         self.vocab_size = self.vocab_size or description.vocab_size
         self.context_length = self.context_length or description.context_length
         return description
 
-    async def _describe(self, timeout_s: float) -> EngineDescription:
-        once = {"timeout_s": timeout_s, "max_attempts": 2}
-        info = await self._get_either("/model_info", "/get_model_info", **once)
-        model_path = info.get("model_path")
-        if not isinstance(model_path, str):
-            raise EngineProtocolError("its /model_info names no model_path")
-        workers = await self._optional("/workers", lambda answer: parse_workers(answer.json(), where=answer.where), **once) or (self.base_url,)
-        is_router = any(not _same_server(worker, self.base_url) for worker in workers)
-        server = await self._optional("/server_info", Response.json_object, **once) or {}
-        models = await self._optional("/v1/models", Response.json_object, **once) or {}
-        return EngineDescription(
-            base_url=self.base_url,
-            model_path=model_path,
-            weight_version=_weight_version(info, self.base_url),
-            vocab_size=_positive(info.get("vocab_size"), server.get("vocab_size")),
-            context_length=_positive(
-                info.get("context_length"), server.get("context_length"), *(card.get("max_model_len") for card in _cards(models))
-            ),
-            is_router=is_router,
-            workers=workers,
-        )
-
     # -- inside --------------------------------------------------------------------------------------------------------------------------
-
-    async def _get_either(self, path: str, older: str, *, timeout_s: float | None = None, max_attempts: int | None = None) -> dict[str, Any]:
-        try:
-            return await self._http.call("GET", path, timeout_s=timeout_s, max_attempts=max_attempts, read=Response.json_object)
-        except EngineRequestError as error:
-            if _status(error) not in (404, 405):
-                raise
-            return await self._http.call("GET", older, timeout_s=timeout_s, max_attempts=max_attempts, read=Response.json_object)
-
-    async def _optional(self, path: str, read: Callable[[Response], T], *, timeout_s: float, max_attempts: int) -> T | None:
-        """None when the server does not have the endpoint."""
-        try:
-            return await self._http.call("GET", path, timeout_s=timeout_s, max_attempts=max_attempts, read=read)
-        except EngineRequestError:
-            return None
 
     def _abort_soon(self, rid: str) -> None:
         """Ask the engine to abort ``rid`` without waiting for it. Best effort: SGLang also notices by itself, some seconds later, that the connection
         is gone."""
         self._unwanted.append(rid)
-        if len(self._aborters) < _ABORTERS:
+        if len(self._aborters_here()) < _ABORTERS:
             task = asyncio.get_running_loop().create_task(self._send_aborts())
             self._aborters.add(task)
             task.add_done_callback(self._aborters.discard)
+
+    def _aborters_here(self) -> list[asyncio.Task[None]]:
+        here = asyncio.get_running_loop()
+        return [task for task in self._aborters if task.get_loop() is here]
 
     async def _send_aborts(self) -> None:
         while self._unwanted:
@@ -385,30 +316,8 @@ def _request_ids(first: str) -> Iterator[str]:
         yield f"{n}.{first}"
 
 
-def _same_server(one: str, other: str) -> bool:
-    """Whether two URLs mean one server; the names of the loopback address are the same name."""
-    places = []
-    for url in (one, other):
-        parts = urlsplit(url)
-        host = "127.0.0.1" if parts.hostname in ("localhost", "::1", "0.0.0.0") else parts.hostname
-        places.append((parts.scheme, host, parts.port, parts.path.rstrip("/")))
-    return places[0] == places[1]
-
-
-def _status(error: BaseException) -> int | None:
-    """The HTTP status behind a typed error."""
-    return error.__cause__.status if isinstance(error.__cause__, HttpStatusError) else None
-
-
 def _ignore(_answer: Response) -> None:
     return None
-
-
-def _weight_version(info: Mapping[str, Any], base_url: str) -> str:
-    version = info.get("weight_version")
-    if version is None:
-        raise EngineProtocolError(f"{base_url}/model_info names no weight_version; update SGLang")
-    return str(version)
 
 
 def _read_update(answer: Response) -> None:
@@ -426,12 +335,3 @@ def _read_loads(answer: Response) -> EngineLoad:
         )
     except (TypeError, KeyError, ValueError) as error:
         raise EngineProtocolError(f"{answer.where} answered loads of another form: {str(ranks)[:200]}") from error
-
-
-def _positive(*values: Any) -> int | None:
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
-
-
-def _cards(models: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    data = models.get("data")
-    return [card for card in data if isinstance(card, Mapping)] if isinstance(data, list) else []

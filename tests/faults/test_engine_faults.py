@@ -217,6 +217,16 @@ async def test_probe_sees_a_router() -> None:
         assert (found.is_router, found.workers) == (True, ("http://127.0.0.1:1", "http://127.0.0.1:2"))
 
 
+async def test_probe_of_a_router_asks_a_worker_for_the_sizes() -> None:
+    async with (
+        ScriptedEngine(context_length=64) as worker,
+        ScriptedEngine(workers=[worker.url]) as router,
+        SGLangClient(base_url=router.url) as client,
+    ):
+        found = await client.probe()
+        assert (found.is_router, found.vocab_size, found.context_length) == (True, 16, 64)
+
+
 async def test_probe_of_nothing() -> None:
     async with ScriptedEngine() as engine:
         url = engine.url
