@@ -223,7 +223,7 @@ class Retrier:
                 answer = await attempt(n)
             except Exception as exc:
                 verdict = classify_exception(exc, where=where)
-                cause = exc
+                cause = exc.__cause__ if exc is verdict.error else exc
             else:
                 self._budget.give_back()
                 return answer
@@ -249,7 +249,9 @@ class Retrier:
 
 
 def _final(error: EngineError, attempts: int, seconds: float, why: str = "") -> EngineError:
-    return type(error)(f"{error} (gave up after {attempts} attempts in {seconds:.1f} s{why})") if attempts > 1 or why else error
+    if attempts == 1 and not why:
+        return error
+    return type(error)(f"{error} (gave up after {attempts} attempt{'s' if attempts > 1 else ''} in {seconds:.1f} s{why})")
 
 
 def _out_of_files(exc: BaseException) -> bool:

@@ -195,6 +195,16 @@ async def test_a_final_verdict_is_raised_at_once() -> None:
     assert attempt.calls == 1
 
 
+async def test_the_cause_is_kept_and_no_error_is_its_own() -> None:
+    reset = aiohttp.ServerDisconnectedError()
+    with pytest.raises(EngineUnreachableError) as caught:
+        await make_retrier(max_attempts=1).run(Failing(reset), where="w", deadline=soon())
+    assert caught.value.__cause__ is reset
+    with pytest.raises(EngineError) as caught_again:
+        await make_retrier().run(Failing(EngineError("NaN")), where="w", deadline=soon())
+    assert caught_again.value.__cause__ is None
+
+
 async def test_protocol_errors_have_a_tighter_limit() -> None:
     attempt = Failing(*[EngineProtocolError("garbage") for _ in range(20)])
     with pytest.raises(EngineProtocolError):
