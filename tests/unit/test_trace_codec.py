@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,11 +38,21 @@ def test_a_float32_that_came_as_json_comes_back_exactly():
 
 @pytest.mark.parametrize("bad", [2**31, -(2**31) - 1, 2**70])
 def test_ids_outside_32_bits_are_refused_by_value(bad: int):
-    with pytest.raises(TraceError, match=str(bad)):
+    with pytest.raises(TraceError, match=f"must fit into 32 bits, got {bad}"):
         pack_token_ids([1, bad, 3])
 
 
-@pytest.mark.parametrize("bad", [[1.5], ["7"], [None], [[1], [2]], [True, False], 7])
+@pytest.mark.parametrize("ids", [np.array([1, 2], dtype=np.int64), np.array([1, 2], dtype=np.uint8), (1, 2), np.array([1, 2], dtype=">i4")])
+def test_any_sequence_of_integers_will_do(ids: Any):
+    assert unpack_token_ids(pack_token_ids(ids)).tolist() == [1, 2]
+
+
+def test_an_array_that_is_too_wide_is_refused_by_value():
+    with pytest.raises(TraceError, match="got 4294967296"):
+        pack_token_ids(np.array([1, 2**32]))
+
+
+@pytest.mark.parametrize("bad", [[1.5], ["7"], [None], [[1], [2]], 7, "17", b"1234", np.array([1.5]), np.array([[1]])])
 def test_what_is_not_a_list_of_integers_is_refused(bad: object):
     with pytest.raises(TraceError):
         pack_token_ids(bad)  # type: ignore[arg-type]
