@@ -13,7 +13,7 @@ from agl_slime.types import Sample, sample_from_fields
 VOCABULARY = 460
 
 
-def make_model(*, seed: int = 0) -> PreTrainedModel:
+def make_model(*, seed: int = 0, attention_dropout: float = 0.0) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -26,6 +26,7 @@ def make_model(*, seed: int = 0) -> PreTrainedModel:
         max_position_embeddings=512,
         tie_word_embeddings=True,
         initializer_range=0.08,
+        attention_dropout=attention_dropout,
     )
     return AutoModelForCausalLM.from_config(config).eval()
 

@@ -149,7 +149,6 @@ class LocalTrainer:
 
     def _step(self, microbatches: list[MicroBatch], objective: Objective, *, place: str) -> tuple[float, float, float]:
         """One optimizer step; returns the loss, the norm of the gradient and the learning rate."""
-        self._optimizer.zero_grad(set_to_none=True)
         total = 0.0
         try:
             for micro in microbatches:

@@ -120,8 +120,17 @@ def test_a_mask_that_is_off_by_one_shows_in_the_log_prob_difference(policy: Path
 
 def test_log_probs_are_taken_at_the_temperature_of_the_rollouts(policy: Path):
     samples = make_samples(make_model(), temperature=0.7)
-    assert trainer(policy, temperature=0.7).train(samples, iteration=0)["train/logprob_diff_max"] < 1e-5
+    metrics = trainer(policy, temperature=0.7).train(samples, iteration=0)
+    assert metrics["train/logprob_diff_max"] < 1e-5
+    assert metrics["train/first_ratio_dev_max"] < 1e-5
     assert trainer(policy, temperature=1.0).train(samples, iteration=0)["train/logprob_diff_max"] > 1e-2
+
+
+def test_dropout_is_off(samples: list[Sample], tmp_path: Path):
+    make_model(attention_dropout=0.5).save_pretrained(tmp_path)
+    metrics = trainer(tmp_path).train(samples, iteration=0)
+    assert metrics["train/logprob_diff_max"] < 1e-5
+    assert metrics["train/first_ratio_dev_max"] < 1e-5
 
 
 def test_recomputed_log_probs_make_the_first_ratio_one(policy: Path):
@@ -224,6 +233,16 @@ def test_the_gradient_is_that_of_the_loss_written_down_plainly(policy: Path, agg
     assert 0 < metrics["train/clip_fraction"] < 1
 
 
+def test_kl_is_measured_from_the_old_policy_to_the_new(policy: Path):
+    samples = make_samples(make_model(seed=1), groups=2)
+    k3 = []
+    for sample in samples:
+        new = response_log_probs(make_model(), sample.tokens, sample.response_length)
+        triples = zip(new, sample.rollout_log_probs or [], sample.loss_mask or [], strict=True)
+        k3 += [math.exp(now - old) - 1 - (now - old) for now, old, trained in triples if trained]
+    assert trainer(policy, ONE_STEP).train(samples, iteration=0)["train/kl"] == pytest.approx(sum(k3) / len(k3), rel=1e-4)
+
+
 def test_the_gradient_with_kl_is_that_of_the_loss_written_down_plainly(policy: Path):
     samples = make_samples(make_model(), groups=2)
     model, start = make_model().double(), make_model().double()
@@ -313,6 +332,42 @@ def test_a_group_without_advantage_keeps_its_place_in_the_denominator(policy: Pa
 
 
 # -- steps ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_steps_are_those_of_adamw(policy: Path, samples: list[Sample]):
+    settings = LocalTrainerSettings(lr=1e-2, warmup_steps=3, betas=(0.5, 0.8), weight_decay=0.1, grad_clip=0.2)
+    ours = trainer(policy, settings)
+    seen: list[list[torch.Tensor]] = []
+    ours._optimizer.register_step_pre_hook(lambda *_: seen.append([parameter.grad.clone() for parameter in ours.model.parameters()]))
+    ours.train(samples, iteration=0)
+
+    expected = []
+    for i, parameter in enumerate(make_model().parameters()):
+        value, mean, square = parameter.detach().double(), 0.0, 0.0
+        for step in range(1, 5):
+            lr, grad = 1e-2 * min(1.0, step / 3), seen[step - 1][i].double()
+            mean, square = 0.5 * mean + 0.5 * grad, 0.8 * square + 0.2 * grad**2
+            decay = 0.1 if value.ndim >= 2 else 0.0
+            value = value * (1 - lr * decay) - lr * (mean / (1 - 0.5**step)) / ((square / (1 - 0.8**step)).sqrt() + 1e-8)
+        expected.append(value)
+    assert len(seen) == 4
+    moved = flat([parameter.detach().double() for parameter in ours.model.parameters()])
+    assert (moved - flat(expected)).abs().max() < 1e-5
+
+
+def test_every_iteration_and_epoch_divides_the_rollouts_anew(policy: Path, samples: list[Sample]):
+    def first_minibatch(iteration: int) -> list[torch.Tensor]:
+        ours = trainer(policy, epochs=2, n_minibatches=2, lr=1e-30)
+        seen: list[torch.Tensor] = []
+        ours._optimizer.register_step_pre_hook(lambda *_: seen.append(flat([parameter.grad.clone() for parameter in ours.model.parameters()])))
+        ours.train(samples, iteration=iteration)
+        return [seen[0], seen[2]]  # of the first epoch and of the second
+
+    here, again, next_iteration = first_minibatch(0), first_minibatch(0), first_minibatch(1)
+    assert torch.equal(here[0], again[0])
+    assert torch.equal(here[1], again[1])
+    assert not torch.equal(here[0], here[1])
+    assert not torch.equal(here[0], next_iteration[0])
 
 
 def test_epochs_and_minibatches_make_the_steps(policy: Path, samples: list[Sample]):
