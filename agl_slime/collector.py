@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from agl_slime._agl import LightningStore, Rollout, Span
@@ -11,7 +12,7 @@ from agl_slime.errors import RolloutError
 from agl_slime.groups.outcome import MemberResult, Outcome
 from agl_slime.threads import run_in_thread
 from agl_slime.trace.attributes import USAGE_OUTPUT_TOKENS
-from agl_slime.trace.converter import rollout_to_samples
+from agl_slime.trace.converter import convert_rollout
 from agl_slime.trace.reward import read_reward
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,11 @@ _HEAVY_TRACE_CHARS = 200_000
 _FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 
 
-async def collect(store: LightningStore, rollout_id: str, *, tokenizer: Any = None, reward_key: str | None = None) -> MemberResult | None:
-    """The result of a rollout; ``None`` when it has not ended yet (a failed attempt that is tried again) or does not exist."""
+async def collect(
+    store: LightningStore, rollout_id: str, *, tokenizer: Any = None, reward_key: str | None = None, convert_validation: bool = False
+) -> MemberResult | None:
+    """The result of a rollout; ``None`` when it has not ended yet (a failed attempt that is tried again) or does not exist. Validation rollouts have
+    samples only with ``convert_validation``."""
     rollout = await store.get_rollout_by_id(rollout_id)
     if rollout is None or rollout.status not in _FINISHED:
         return None
@@ -50,12 +54,12 @@ async def collect(store: LightningStore, rollout_id: str, *, tokenizer: Any = No
         return _failed(rollout, group_id, mode, reason=reason, message=message, outcome=outcome)
     try:
         reward = read_reward(spans, reward_key=reward_key)
-        if mode != "train":
-            samples: tuple[Any, ...] = ()
+        if mode != "train" and not convert_validation:
+            conversion = None
         elif sum(len(value) for span in spans for value in span.attributes.values() if isinstance(value, str)) > _HEAVY_TRACE_CHARS:
-            samples = tuple(await run_in_thread(rollout_to_samples, rollout, spans, tokenizer, attempt_id=attempt_id))
+            conversion = await run_in_thread(partial(convert_rollout, rollout, spans, tokenizer, reward_key=reward_key, attempt_id=attempt_id))
         else:
-            samples = tuple(rollout_to_samples(rollout, spans, tokenizer, attempt_id=attempt_id))
+            conversion = convert_rollout(rollout, spans, tokenizer, reward_key=reward_key, attempt_id=attempt_id)
     except RolloutError as error:
         return _failed(rollout, group_id, mode, reason=error.reason, message=str(error))
     except Exception as error:
@@ -66,7 +70,10 @@ async def collect(store: LightningStore, rollout_id: str, *, tokenizer: Any = No
         rollout_id=rollout.rollout_id,
         group_id=group_id,
         mode=mode,
-        samples=samples,
+        group_size=_group_size(metadata),
+        samples=tuple(conversion.samples) if conversion is not None else (),
+        trajectory=conversion.trajectory if conversion is not None else None,
+        forks=dict(conversion.report.forks) if conversion is not None else {},
         reward=reward.primary,
         rewards=dict(reward.named),
         sampled_tokens=_sampled_tokens(spans),
@@ -90,11 +97,17 @@ def _sampled_tokens(spans: Sequence[Span]) -> int:
     return sum(int(count) for span in spans if isinstance(count := span.attributes.get(USAGE_OUTPUT_TOKENS), (int, float)))
 
 
+def _group_size(metadata: Mapping[str, Any]) -> int | None:
+    size = metadata.get("group_size")
+    return int(size) if isinstance(size, (int, float)) and size >= 1 else None
+
+
 def _failed(rollout: Rollout, group_id: str, mode: str, *, reason: str, message: str, outcome: Outcome = Outcome.FAILED) -> MemberResult:
     return MemberResult(
         rollout_id=rollout.rollout_id,
         group_id=group_id,
         mode=mode,
+        group_size=_group_size(rollout.metadata or {}),
         failure=reason,
         failure_message=message,
         outcome_if_failed=outcome,

@@ -1,8 +1,11 @@
 """``AGLDataSource``: finished rollouts of a ``LightningStore`` as groups of Samples, for slime's RolloutManager or any trainer.
 
 A background thread with its own event loop learns which rollouts have ended, reads and converts them, and puts settled groups into a queue that
-``get_samples`` takes from. A ``BridgeStore`` tells it the moment a rollout ends; other stores are asked about the rollouts that are known to be in
-flight and, where nobody announces them, looked through for new ones.
+``get_samples`` takes from. A ``BridgeStore`` tells it the moment a rollout ends, a ``RemoteStore`` follows the feed of the process that serves it;
+other stores are asked about the rollouts that are known to be in flight and, where nobody announces them, looked through for new ones.
+
+Built by slime from ``args`` alone, it connects to what ``agl_slime.slime.settings`` describes; where that gives it tasks, it also enqueues them, as
+many as are asked for.
 """
 
 from __future__ import annotations
@@ -11,22 +14,28 @@ import asyncio
 import logging
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agl_slime._agl import LightningStore
 from agl_slime.collector import collect
 from agl_slime.datasource_state import DataSourceState, load_state, save_state
 from agl_slime.errors import ConfigError, DataSourceError
+from agl_slime.follow import FollowProgress
 from agl_slime.groups.assembler import GroupAssembler
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.outcome import GroupResult, MemberResult, Outcome
-from agl_slime.groups.policy import GroupPolicy, MinimumViableGroup
+from agl_slime.groups.policy import CompleteGroup, GroupPolicy, MinimumViableGroup
 from agl_slime.types import DataSource, Sample, set_rollout_id
+
+if TYPE_CHECKING:  # loaded only when slime builds the data source
+    from agl_slime.slime.connection import Connection
+    from agl_slime.slime.demand import Demand
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +46,12 @@ GroupListener = Callable[[GroupResult], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSourceSettings:
     """``get_timeout_s``: longest wait of ``get_samples`` before it says that nothing came. ``poll_interval_s``: pause between looks at a store that
-    does not tell of finished rollouts; a look never takes more than a tenth of the time. ``policy``: when a group is fit to train on.
+    does not tell of finished rollouts; a look never takes more than a tenth of the time. ``policy``: when a group is fit to train on. ``blocking``:
+    without it ``get_samples`` returns at once with what is ready, perhaps nothing.
     """
 
     get_timeout_s: float = 600.0
+    blocking: bool = True
     poll_interval_s: float = 0.1
     policy: GroupPolicy = field(default_factory=MinimumViableGroup)
 
@@ -72,13 +83,19 @@ class AGLDataSource(DataSource):
         on_member: MemberListener | None = None,
         on_group: GroupListener | None = None,
     ) -> None:
-        if store is None:
+        if store is None and args is None:
             raise ConfigError("AGLDataSource needs a store: pass store=… (an Agent Lightning LightningStore)")
         self.args = args
-        self.settings = settings or DataSourceSettings()
         self.n_samples_per_prompt = n_samples_per_prompt or getattr(args, "n_samples_per_prompt", None) or 1
+        self._connection = _connect(args) if store is None else None
+        if self._connection is not None:
+            store, tokenizer = self._connection.store, tokenizer or self._connection.tokenizer()
+            # slime wants exactly n_samples_per_prompt rollouts per group; one that is not complete is replaced
+            slime = self._connection.settings
+            settings = settings or DataSourceSettings(get_timeout_s=slime.get_timeout_s, blocking=slime.blocking, policy=CompleteGroup())
+        self.settings = settings or DataSourceSettings()
         self.ledger = Ledger()
-        self._store = store
+        self._store: LightningStore | None = store
         self._tokenizer = tokenizer
         self._reward_key: str | None = getattr(args, "reward_key", None)
         self._on_member = on_member
@@ -94,8 +111,14 @@ class AGLDataSource(DataSource):
         self._stopped = False
         self._announced = False
         self._collecting: set[str] = set()
+        self._progress = FollowProgress()
+        self._evaluations: dict[str, GroupResult | None] = {}  # validation groups that `evaluate` waits for
+        self._demand = self._make_demand()
         self._feed = _CompletionFeed(self)
-        self._feed.start()
+        if store is not None:
+            self._feed.start()
+        if self._connection is not None:
+            self._connection.start()
 
     # -- what slime calls --------------------------------------------------------------------------------------------------------------------
 
@@ -105,9 +128,13 @@ class AGLDataSource(DataSource):
         Fewer groups come back when no rollout is in flight any more, or at the deadline. Raises ``DataSourceError`` when there is none at the
         deadline: an empty list would make slime's default rollout function spin.
         """
+        if self._store is None:
+            first, self._next_group_index = self._next_group_index, self._next_group_index + num_samples
+            return _placeholder_groups(first, num_samples, self.n_samples_per_prompt)
+        self.demand(num_samples if self.settings.blocking else getattr(self.args, "rollout_batch_size", None) or num_samples)
         deadline = time.monotonic() + self.settings.get_timeout_s
         with self._changed:
-            while len(self._ready) < num_samples:
+            while len(self._ready) < num_samples and self.settings.blocking:
                 self.raise_if_dead()
                 if self._ready and not self._in_flight():
                     break
@@ -115,7 +142,8 @@ class AGLDataSource(DataSource):
                 if remaining <= 0:
                     break
                 self._changed.wait(min(remaining, 1.0))
-            if not self._ready and num_samples > 0:
+            self.raise_if_dead()
+            if not self._ready and num_samples > 0 and self.settings.blocking:
                 counts = self.ledger.counts()
                 raise DataSourceError(
                     f"no group of samples became ready within {self.settings.get_timeout_s:g} s "
@@ -125,7 +153,56 @@ class AGLDataSource(DataSource):
             for group in groups:
                 for rollout_id in self._ready_members.pop(_group_index(group), []):
                     self.ledger.close(rollout_id, Outcome.TRAINED)
+            if self._demand is not None:
+                self._demand.taken(len(groups))
         return groups
+
+    def demand(self, groups: int) -> None:
+        """Have ``groups`` groups ready or under way, where this data source enqueues tasks itself; returns at once. Also begins to follow a remote
+        store: until then a saved state may be loaded."""
+        self._feed.begin()
+        if self._demand is not None:
+            with self._changed:
+                self._demand.raise_wanted(groups)
+            self._feed.submit(self._demand.top_up())
+
+    def evaluate(self, rollout_id: int) -> dict[str, dict[str, Any]]:
+        """Run validation rollouts and wait for them: slime's evaluation data, one entry per rollout that succeeded.
+
+        Raises ``DataSourceError`` when there are no evaluation tasks, when all rollouts failed, or at the deadline.
+        """
+        connection = self._connection
+        if connection is None or connection.eval_tasks is None:
+            raise DataSourceError("there are no evaluation tasks: set agl_eval_tasks (AGL_SLIME_EVAL_TASKS) to a JSON-lines file")
+        self._feed.begin()
+        groups = [(uuid.uuid4().hex, task) for task in connection.eval_tasks.next_batch(connection.settings.eval_rollouts)]
+        names = [group_id for group_id, _ in groups]
+        with self._changed:
+            self._evaluations.update(dict.fromkeys(names))
+            for group_id in names:
+                self._assembler.announce(group_id, size=1, mode="val")
+        self._feed.submit(self._enqueue_evaluation(groups))
+        deadline = time.monotonic() + self.settings.get_timeout_s
+        with self._changed:
+            while any(self._evaluations[name] is None for name in names):
+                self.raise_if_dead()
+                if time.monotonic() > deadline:
+                    raise DataSourceError(f"evaluation {rollout_id} did not end within {self.settings.get_timeout_s:g} s")
+                self._changed.wait(1.0)
+            results = [self._evaluations.pop(name) for name in names]
+        members = [member for group in results if group is not None for member in group.succeeded]
+        if not members:
+            raise DataSourceError(f"all {len(names)} rollouts of evaluation {rollout_id} failed: {_spell(self.ledger.counts().reasons)}")
+        samples = [member.samples[-1] for member in members]
+        truncated = [sample.status == Sample.Status.TRUNCATED for sample in samples]
+        return {"agl": {"rewards": [member.reward for member in members], "truncated": truncated, "samples": samples}}
+
+    def metrics(self) -> dict[str, float]:
+        """``agl/…``: where rollouts stand, and how many ended how since the start."""
+        counts = self.ledger.counts()
+        metrics: dict[str, float] = {"agl/in_flight": counts.open, "agl/groups_ready": len(self._ready)}
+        metrics.update({f"agl/{outcome.value}_total": count for outcome, count in counts.closed.items()})
+        return metrics
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
         """Give groups back; they are handed out again before newer ones."""
@@ -141,7 +218,14 @@ class AGLDataSource(DataSource):
         with self._changed:
             groups = [[sample.to_dict() for sample in group] for group in self._ready]
             state = DataSourceState(
-                groups=groups, index=self._next_index, group_index=self._next_group_index, rollout_number=self._next_rollout_number
+                groups=groups,
+                index=self._next_index,
+                group_index=self._next_group_index,
+                rollout_number=self._next_rollout_number,
+                members=[self._ready_members.get(_group_index(group), []) for group in self._ready],
+                waiting=[member.rollout_id for member in self._assembler.members_waiting()],
+                follow=self._progress.state(),
+                demand=self._demand.state() if self._demand is not None else None,
             )
         save_state(Path(directory), rollout_id, state)
 
@@ -152,11 +236,25 @@ class AGLDataSource(DataSource):
         if state is None:
             return
         with self._changed:
-            self._ready.extend([Sample.from_dict(sample) for sample in group] for group in state.groups)
+            for group, members in zip(state.groups, state.members or [[]] * len(state.groups), strict=True):
+                samples = [Sample.from_dict(sample) for sample in group]
+                self._ready.append(samples)
+                self._ready_members[_group_index(samples)] = members
+                for rollout_id in members:
+                    self.ledger.open(rollout_id)
+                    self.ledger.ready(rollout_id)
             self._next_index = max(self._next_index, state.index)
             self._next_group_index = max(self._next_group_index, state.group_index)
             self._next_rollout_number = max(self._next_rollout_number, state.rollout_number)
+            if state.follow is not None:
+                self._progress.restore(state.follow)
+            if self._demand is not None and state.demand is not None:
+                self._demand.restore(state.demand)
+                if not hasattr(self._store, "follow_finished"):
+                    self._demand.restart()  # the store was in the process that saved
             self._changed.notify_all()
+        for rollout_id in state.waiting or []:
+            self.notify(rollout_id)
 
     def __len__(self) -> int:
         """Number of groups that are ready."""
@@ -192,7 +290,10 @@ class AGLDataSource(DataSource):
                 return
             self._stopped = True
             self._changed.notify_all()
-        self._feed.stop(timeout_s)
+        if self._connection is not None:
+            self._connection.stop()
+        if self._store is not None:
+            self._feed.stop(timeout_s)
 
     def __enter__(self) -> AGLDataSource:
         return self
@@ -207,8 +308,15 @@ class AGLDataSource(DataSource):
         if rollout_id in self._collecting:
             return
         self._collecting.add(rollout_id)
+        assert self._store is not None
         try:
-            member = await collect(self._store, rollout_id, tokenizer=self._tokenizer, reward_key=self._reward_key)
+            member = await collect(
+                self._store,
+                rollout_id,
+                tokenizer=self._tokenizer,
+                reward_key=self._reward_key,
+                convert_validation=self._connection is not None,
+            )
         finally:
             self._collecting.discard(rollout_id)
         if member is not None:
@@ -217,16 +325,24 @@ class AGLDataSource(DataSource):
     def _settle(self, member: MemberResult) -> None:
         self.ledger.open(member.rollout_id)  # a rollout that nobody announced is opened by its end
         with self._changed:
+            self._progress.settle(member.rollout_id)
             if not self.ledger.is_open(member.rollout_id):
                 return  # reported twice
-            group = self._assembler.add(member, default_size=self.n_samples_per_prompt if member.mode == "train" else 1)
+            default_size = member.group_size or (self.n_samples_per_prompt if member.mode == "train" else 1)
+            group = self._assembler.add(member, default_size=default_size)
             if not member.ok:
                 self.ledger.close(member.rollout_id, member.outcome_if_failed, member.failure or "")
             elif member.mode != "train":
                 self.ledger.close(member.rollout_id, Outcome.VALIDATED)
             if group is not None and group.mode == "train":
                 self._settle_group(group)
+            elif group is not None and group.group_id in self._evaluations:
+                self._evaluations[group.group_id] = group
             self._changed.notify_all()
+        if group is not None and group.mode == "train" and self._demand is not None:
+            self._demand.settled(group)
+            if not group.ready:
+                self._feed.submit(self._demand.top_up())
         if self._on_member is not None:
             self._on_member(member)
         if group is not None and self._on_group is not None:
@@ -251,11 +367,47 @@ class AGLDataSource(DataSource):
         self._next_group_index += 1
         self._ready.append(samples)
 
+    # -- where this data source enqueues tasks itself ----------------------------------------------------------------------------------------------
+
+    def _make_demand(self) -> Demand | None:
+        connection = self._connection
+        if connection is None or connection.tasks is None:
+            return None
+        from agl_slime.slime.demand import Demand
+
+        return Demand(
+            connection=connection,
+            tasks=connection.tasks,
+            size=self.n_samples_per_prompt,
+            announce=lambda group_id, size, mode: self.expect(group_id, size=size, mode=mode),
+            opened=self.opened,
+            ready=lambda: len(self._ready),
+        )
+
+    async def _enqueue_evaluation(self, groups: list[tuple[str, Any]]) -> None:
+        assert self._connection is not None
+        self.opened(await self._connection.enqueue(groups, size=1, mode="val"))
+
+    async def _store_restarted(self) -> None:
+        """What was in flight in the store's former life is lost: it is counted, and enqueued again where it came from here."""
+        logger.warning("The store was restarted; %d rollouts in flight are lost.", self.ledger.counts().open)
+        with self._changed:
+            lost = {member.rollout_id for member in self._assembler.members_waiting()} | set(self.ledger.open_ids())
+            for rollout_id in lost:
+                self.ledger.close(rollout_id, Outcome.CANCELLED, "store_restarted")
+            self._assembler.clear()
+            self._progress.reset()
+        if self._connection is not None:
+            await self._connection.forget()
+        if self._demand is not None:
+            self._demand.restart()
+            await self._demand.top_up()
+
     # -- state -----------------------------------------------------------------------------------------------------------------------------------
 
     def _in_flight(self) -> bool:
         # Without announcements nobody knows what is still to come: wait for the deadline.
-        return not self._announced or self.ledger.counts().open > 0 or len(self._assembler) > 0
+        return self._connection is not None or not self._announced or self.ledger.counts().open > 0 or len(self._assembler) > 0
 
     def raise_if_dead(self) -> None:
         """Raise ``DataSourceError`` when the thread has ended."""
@@ -263,6 +415,8 @@ class AGLDataSource(DataSource):
             raise DataSourceError("the data source was stopped")
         if self._failure is not None:
             raise DataSourceError(f"the data source's thread ended: {self._failure}") from self._failure
+        if self._connection is not None:
+            self._connection.raise_if_dead()
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -279,6 +433,7 @@ class _CompletionFeed:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queue: asyncio.Queue[str | None] | None = None
         self._ready = threading.Event()
+        self._begun = asyncio.Event()
         self._thread = threading.Thread(target=self._main, name="agl-slime-datasource", daemon=True)
 
     def start(self) -> None:
@@ -293,6 +448,25 @@ class _CompletionFeed:
             loop.call_soon_threadsafe(queue.put_nowait, rollout_id)
         except RuntimeError:
             logger.debug("The data source's loop closed before rollout %s could be handed to it.", rollout_id)
+
+    def begin(self) -> None:
+        """Follow a remote store from the position that is known now."""
+        if self._loop is not None and not self._begun.is_set():
+            self._loop.call_soon_threadsafe(self._begun.set)
+
+    def submit(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run this on the thread's loop; if it fails, the data source has failed."""
+        if self._loop is None or self._loop.is_closed():
+            work.close()
+            return
+        asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop)
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # nobody waits for it; whoever waits for samples must hear of it
+            logger.error("The data source could not enqueue rollouts: %s", error, exc_info=error)
+            self._source._fail(error)
 
     def stop(self, timeout_s: float) -> None:
         self.push(None)
@@ -313,7 +487,10 @@ class _CompletionFeed:
         self._queue = asyncio.Queue()
         subscribe = getattr(self._store, "subscribe_finished", None)
         unsubscribe = subscribe(lambda rollout: self.push(rollout.rollout_id)) if subscribe is not None else None
-        look: Coroutine[Any, Any, None] = self._look_at_open() if subscribe is not None else self._look_for_all()
+        follow = getattr(self._store, "follow_finished", None)
+        look: Coroutine[Any, Any, None] = (
+            self._look_at_open() if subscribe is not None else self._follow(follow) if follow is not None else self._look_for_all()
+        )
         looker = asyncio.create_task(look)
         looker.add_done_callback(self._looker_ended)
         takers: set[asyncio.Task[None]] = set()
@@ -330,6 +507,8 @@ class _CompletionFeed:
                 unsubscribe()
             if takers:
                 await asyncio.wait(takers, timeout=1.0)
+            if follow is not None:
+                await self._store.close()  # type: ignore[union-attr]
 
     def _taker_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -345,6 +524,21 @@ class _CompletionFeed:
         while True:
             await asyncio.sleep(max(5.0, self._source.settings.poll_interval_s))
             for rollout_id in self._source.ledger.open_ids():
+                self.push(rollout_id)
+
+    async def _follow(self, follow: Callable[[Any], Any]) -> None:
+        """A remote store's feed, from the loaded position on; what comes twice is recognised by the ledger."""
+        await self._begun.wait()
+        progress = self._source._progress
+        async for page in follow(progress.position):
+            if progress.position.epoch and page["epoch"] != progress.position.epoch:
+                await self._source._store_restarted()
+            with self._source._changed:
+                fresh = progress.take(page)
+            if page["missed"]:
+                logger.warning("This data source is too far behind the store's feed; looking through the whole store once.")
+                fresh = [rollout.rollout_id for rollout in await _query_finished(self._store)]
+            for rollout_id in fresh:
                 self.push(rollout_id)
 
     async def _look_for_all(self) -> None:
@@ -375,6 +569,17 @@ async def _query_finished(store: LightningStore) -> Sequence[Any]:
             if "changed size" not in str(error):
                 raise
     return []
+
+
+def _connect(args: Any) -> Connection | None:
+    from agl_slime.slime.connection import connect
+
+    return connect(args)
+
+
+def _placeholder_groups(first: int, n: int, size: int) -> list[list[Sample]]:
+    """Groups of unsampled (PENDING) samples: what slime's own data source gives without a data set."""
+    return [[Sample(group_index=group, index=group * size + member) for member in range(size)] for group in range(first, first + n)]
 
 
 def _group_index(group: Sequence[Sample]) -> int:

@@ -19,6 +19,14 @@ class DataSourceState:
     index: int
     group_index: int
     rollout_number: int
+    members: list[list[str]] | None = None
+    """Ids of the rollouts in each group of ``groups``."""
+    waiting: list[str] | None = None
+    """Ids of finished rollouts whose groups wait for others."""
+    follow: dict[str, Any] | None = None
+    """Position in a remote store's feed."""
+    demand: dict[str, Any] | None = None
+    """Tasks that were drawn, and those that are under way."""
 
 
 def state_path(directory: Path, rollout_id: Any) -> Path:

@@ -1,0 +1,123 @@
+"""What a data source that slime builds from ``args`` is connected to: a store, a tokenizer, and the tasks and the agent where it has them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agl_slime._agl import LLM, EnqueueRolloutRequest, LightningStore, RolloutConfig
+from agl_slime.errors import ConfigError, DataSourceError
+from agl_slime.loading import load_agent
+from agl_slime.runner.thread import RunnerThread
+from agl_slime.slime.settings import PluginSettings
+from agl_slime.store import BridgeStore
+from agl_slime.store_feed import RemoteStore
+from agl_slime.tasks import Task, TaskSource, as_task_source, read_tasks
+from agl_slime.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+LLM_RESOURCE = "main_llm"
+
+
+class Connection:
+    """A store over HTTP whose runners are elsewhere, or a store and a runner in this process.
+
+    ``tasks`` is ``None`` when someone else enqueues rollouts. ``start`` and ``stop`` concern the runner of this process only.
+    """
+
+    def __init__(self, settings: PluginSettings) -> None:
+        self.settings = settings
+        self.store: LightningStore
+        self._runner: RunnerThread | None = None
+        make_task: Any = None
+        if settings.store_url is not None:
+            self.store = RemoteStore(settings.store_url, token=settings.store_token)
+        elif settings.agent is not None:
+            agent = load_agent(settings.agent)
+            make_task = getattr(agent, "make_task", None)
+            self.store = BridgeStore()
+            self._runner = RunnerThread(agent=agent, store=self.store)
+        else:
+            raise ConfigError("there is neither agl_store_url nor agl_agent to connect to")
+        self.tasks = _source(settings.tasks, make_task, seed=settings.seed)
+        self.eval_tasks = _source(settings.eval_tasks, make_task, seed=settings.seed + 1)
+        if self._runner is not None and self.tasks is None:
+            raise ConfigError(f"{settings.agent} has no tasks: set agl_tasks or --prompt-data to a JSON-lines file, or give it make_task(rng)")
+        self._resources_id: str | None = None
+
+    def tokenizer(self) -> Any:
+        """The tokenizer of slime's ``--hf-checkpoint``; ``None`` when there is no such directory (samples are then decoded as the engine did)."""
+        model = self.settings.model
+        return load_tokenizer(model) if model and Path(model).is_dir() else None
+
+    def start(self) -> None:
+        if self._runner is not None:
+            self._runner.start()
+
+    def stop(self) -> None:
+        if self._runner is not None:
+            self._runner.stop(timeout_s=3.0)
+
+    async def forget(self) -> None:
+        """The store has begun another life: publish the resources again before the next rollout."""
+        self._resources_id = None
+
+    async def enqueue(self, groups: Sequence[tuple[str, Task]], *, size: int, mode: str) -> list[str]:
+        """Enqueue ``size`` rollouts per (group id, task); returns their ids."""
+        if self._resources_id is None:
+            self._resources_id = await self.publish(self.settings.sampling or {})
+        requests = [self.request(task, group_id=group_id, size=size, mode=mode) for group_id, task in groups for _ in range(size)]
+        rollouts = await self.store.enqueue_many_rollouts(requests)
+        if self._runner is not None:
+            self._runner.wake()
+        return [rollout.rollout_id for rollout in rollouts]
+
+    async def publish(self, sampling: dict[str, Any] | Any) -> str:
+        """A resources snapshot with the engine and these sampling parameters; returns its id."""
+        llm = LLM(endpoint=self.settings.llm_url or "", model=self.settings.model or "", sampling_parameters=dict(sampling))
+        return (await self.store.add_resources({LLM_RESOURCE: llm})).resources_id
+
+    def request(self, task: Task, *, group_id: str, size: int, mode: str, resources_id: str | None = None) -> EnqueueRolloutRequest:
+        attempts = self.settings.max_attempts
+        config = RolloutConfig(
+            timeout_seconds=self.settings.rollout_timeout_s,
+            max_attempts=attempts,
+            retry_condition=["failed", "timeout", "unresponsive"] if attempts > 1 else [],
+        )
+        return EnqueueRolloutRequest(
+            input=task,
+            mode="train" if mode == "train" else "val",
+            resources_id=resources_id or self._resources_id,
+            config=config,
+            metadata={"group_id": group_id, "group_size": size},
+        )
+
+    def wake_runner(self) -> None:
+        if self._runner is not None:
+            self._runner.wake()
+
+    def raise_if_dead(self) -> None:
+        """Raise ``DataSourceError`` when the runner of this process has ended."""
+        if self._runner is not None and self._runner.failure is not None:
+            raise DataSourceError(f"the runner ended: {self._runner.failure}") from self._runner.failure
+
+
+def connect(args: Any) -> Connection | None:
+    """The connection that ``args`` and the environment describe; ``None`` when they describe none."""
+    settings = PluginSettings.from_args(args)
+    if settings.connected:
+        return Connection(settings)
+    logger.warning(
+        "AGLDataSource is connected to nothing: set agl_store_url (AGL_SLIME_STORE_URL) or agl_agent (AGL_SLIME_AGENT). "
+        "Its groups are placeholders that nobody has sampled, as those of slime's own data source without a data set."
+    )
+    return None
+
+
+def _source(path: Path | None, make_task: Any, *, seed: int) -> TaskSource | None:
+    if path is not None:
+        return as_task_source(read_tasks(path), seed=seed)
+    return as_task_source(make_task, seed=seed) if make_task is not None else None
