@@ -1,0 +1,84 @@
+"""Items on the wire: strict JSON, checked where they enter."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from agl_slime.buffer.errors import BufferRequestError
+from agl_slime.groups.stages import Item
+
+_LONGEST_ID = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenItem:
+    """An item that may be stored. ``key`` names its group within the task type, ``body`` is its JSON."""
+
+    uid: str
+    instance_id: Any
+    key: str
+    reward: float | None
+    body: bytes
+    digest: bytes
+
+
+def parse_json(raw: bytes) -> Any:
+    """Strict JSON (no NaN, no infinities). Raises ``BufferRequestError``."""
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BufferRequestError(f"the body is not JSON: {error}") from error
+
+
+def parse_items(raw: bytes) -> tuple[list[WrittenItem], list[Item]]:
+    """The item or items of a body, ready to store and as they came."""
+    value = parse_json(raw)
+    items = value if isinstance(value, list) else [value]
+    if not items:
+        raise BufferRequestError("the list of items is empty; send at least one item")
+    return [check_item(item, position) for position, item in enumerate(items)], items
+
+
+def check_item(item: Any, position: int = 0) -> WrittenItem:
+    """Whatever a rollout ended with may be stored; it needs an ``instance_id`` to belong to a group. An item without ``uid`` gets one.
+
+    Items of one instance form groups in the order in which they come. ``group_id`` (optional) keeps groups of one instance apart, as those of several
+    epochs.
+    """
+    if not isinstance(item, dict):
+        raise BufferRequestError(
+            f"item {position} is of type {type(item).__name__}; expected an object with uid, instance_id, messages, reward, extra_info"
+        )
+    instance_id = _identifier(item, "instance_id", position)
+    if instance_id is None:
+        raise BufferRequestError(f"item {position} has no instance_id; it is the name of the prompt that the item answers")
+    group_id = _identifier(item, "group_id", position)
+    uid = _identifier(item, "uid", position)
+    if uid is None:
+        uid = item["uid"] = uuid.uuid4().hex
+    reward = item.get("reward")
+    body = orjson.dumps(item)
+    return WrittenItem(
+        uid=str(uid),
+        instance_id=instance_id,
+        key=orjson.dumps(instance_id if group_id is None else [instance_id, group_id]).decode(),
+        reward=float(reward) if isinstance(reward, (int, float)) else None,
+        body=body,
+        digest=hashlib.blake2b(body, digest_size=8).digest(),
+    )
+
+
+def _identifier(item: Item, name: str, position: int) -> str | int | None:
+    value = item.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise BufferRequestError(f"item {position}: {name} is of type {type(value).__name__}; expected a string or an integer")
+    if isinstance(value, str) and not 0 < len(value) <= _LONGEST_ID:
+        raise BufferRequestError(f"item {position}: {name} has {len(value)} characters; expected 1 to {_LONGEST_ID}")
+    return value

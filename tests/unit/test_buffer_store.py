@@ -1,0 +1,326 @@
+"""The buffer's store without HTTP: groups, hand-outs, duplicates, restarts."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from agl_slime.buffer.errors import BufferFullError, BufferRequestError
+from agl_slime.buffer.items import parse_items
+from agl_slime.buffer.store import Batch, ItemStore, WriteRequest, WriteResult
+from agl_slime.groups.database import Database
+from agl_slime.groups.outcome import Outcome
+from agl_slime.groups.pipeline import GroupPipeline, PipelineSettings
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def item(uid: str, instance_id: Any = "a", reward: float = 1.0, **fields: Any) -> dict[str, Any]:
+    return {"uid": uid, "instance_id": instance_id, "messages": [{"role": "assistant", "content": "4"}], "reward": reward, "extra_info": {}, **fields}
+
+
+def open_store(
+    path: Path | None = None, *, clock: Clock | None = None, group_size: int = 2, functions: dict[str, Any] | None = None, **kwargs: Any
+) -> ItemStore:
+    store = ItemStore(database=Database(path=path, exclusive=path is not None), clock=clock or Clock(), **kwargs)
+    store.set_task("math", GroupPipeline.from_functions(functions or {}, settings=PipelineSettings(group_size=group_size)))
+    return store
+
+
+def write(store: ItemStore, *items: dict[str, Any], task: str = "math") -> WriteResult:
+    written, _ = parse_items(orjson.dumps(list(items)))
+    (result,) = store.write([WriteRequest(task, written)])
+    if isinstance(result, BufferRequestError):
+        raise result
+    return result
+
+
+def uids(batch: Batch | None) -> list[str]:
+    return [entry["uid"] for entry in batch.data] if batch is not None else []
+
+
+def counts_add_up(store: ItemStore) -> bool:
+    counts = store.ledger.counts()
+    return counts.opened == counts.open + counts.ready + sum(counts.closed.values())
+
+
+def test_a_group_comes_out_when_it_is_complete_and_only_once():
+    store = open_store()
+    write(store, item("1"), item("2", "b"))
+    assert store.read("math") is None
+    write(store, item("3", reward=0.0))
+    batch = store.read("math")
+    assert batch is not None
+    assert uids(batch) == ["1", "3"]
+    assert batch.meta_info == {"total_samples": 3, "num_groups": 2, "avg_group_size": 1.5, "avg_reward": 2 / 3, "finished_groups": ["a"]}
+    assert store.read("math") is None
+    counts = store.ledger.counts()
+    assert (counts.opened, counts.open, counts.ready) == (3, 1, 2)
+
+
+def test_a_repeated_write_is_stored_once():
+    store = open_store()
+    assert write(store, item("1")) == WriteResult(1, 0)
+    assert write(store, item("1")) == WriteResult(0, 1)
+    assert write(store, item("2"), item("2")) == WriteResult(1, 1)
+    assert uids(store.read("math")) == ["1", "2"]
+
+
+def test_a_late_repetition_of_an_item_that_is_gone_is_a_duplicate_still():
+    store = open_store(keep_delivered=0)
+    write(store, item("1"), item("2"))
+    store.read("math")
+    assert write(store, item("1")) == WriteResult(0, 1)
+
+
+def test_a_uid_with_other_content_is_refused_and_nothing_of_the_request_is_stored():
+    store = open_store()
+    write(store, item("1"))
+    with pytest.raises(BufferRequestError, match="uid '1' is taken") as caught:
+        write(store, item("2"), item("1", reward=0.0))
+    assert caught.value.status == 409
+    assert store.held_items == 1
+
+
+def test_items_beyond_the_group_size_begin_the_next_group_of_their_instance():
+    store = open_store()
+    write(store, *(item(str(n)) for n in range(5)))
+    assert uids(store.read("math")) == ["0", "1", "2", "3"]
+    write(store, item("5"))
+    assert uids(store.read("math")) == ["4", "5"]
+
+
+def test_group_ids_keep_epochs_apart():
+    store = open_store()
+    write(store, item("1", group_id=0), item("2", group_id=1))
+    assert store.read("math") is None
+    write(store, item("3", group_id=1))
+    assert uids(store.read("math")) == ["2", "3"]
+
+
+def test_integer_and_text_instances_are_different():
+    store = open_store()
+    write(store, item("1", 7), item("2", "7"))
+    assert store.read("math") is None
+
+
+def test_max_groups_takes_the_oldest_and_leaves_the_rest():
+    store = open_store()
+    for n in range(5):
+        write(store, item(f"{n}.0", n), item(f"{n}.1", n))
+    assert uids(store.read("math", max_groups=2)) == ["0.0", "0.1", "1.0", "1.1"]
+    assert len(uids(store.read("math"))) == 6
+
+
+def test_a_group_that_times_out_is_dropped_and_told_with_the_next_batch():
+    clock = Clock()
+    store = open_store(clock=clock, group_size=4)
+    write(store, item("1"))
+    clock.now += 301
+    assert store.read("math") is None
+    assert store.ledger.outcome_of("math/1") == (Outcome.FILTERED, "timeout")
+    write(store, *(item(f"b{n}", "b") for n in range(4)))
+    batch = store.read("math")
+    assert batch is not None
+    assert batch.meta_info["finished_groups"] == ["a", "b"]
+    assert counts_add_up(store)
+
+
+def test_a_late_item_renews_the_wait():
+    clock = Clock()
+    store = open_store(clock=clock, group_size=4)
+    write(store, item("1"), item("2"))
+    clock.now += 200
+    write(store, item("3"))
+    clock.now += 200
+    assert store.read("math") is None
+    clock.now += 101
+    assert len(uids(store.read("math"))) == 4  # three of four, padded
+
+
+def test_the_same_request_gets_the_same_answer():
+    store = open_store()
+    write(store, item("1"), item("2", reward=0.0))
+    first = store.read("math", request_id="r1")
+    write(store, item("3", "b"), item("4", "b"))
+    assert store.read("math", request_id="r1") == first
+    assert uids(store.read("math", request_id="r2")) == ["3", "4"]
+
+
+def test_acknowledged_items_are_trained_and_gone():
+    store = open_store()
+    write(store, item("1"), item("2"))
+    store.read("math", request_id="r1")
+    assert store.acknowledge("math", ["r1", "unknown"]) == 1
+    assert store.ledger.counts().closed == {Outcome.TRAINED: 2}
+    assert uids(store.read("math", request_id="r1")) == []
+
+
+def test_hand_outs_beyond_the_window_count_as_trained():
+    store = open_store(keep_delivered=1)
+    for n in range(3):
+        write(store, item(f"{n}.0", n), item(f"{n}.1", n))
+        store.read("math")
+    counts = store.ledger.counts()
+    assert (counts.ready, counts.closed) == (2, {Outcome.TRAINED: 4})
+
+
+def test_a_full_buffer_refuses_until_something_is_read():
+    store = open_store(max_items=2)
+    write(store, item("1"), item("2"))
+    with pytest.raises(BufferFullError, match="holds 2 of at most 2"):
+        write(store, item("3"))
+    store.read("math")
+    assert write(store, item("3")).written == 1
+
+
+def test_everything_is_there_after_a_restart(tmp_path):
+    path = tmp_path / "buffer.sqlite"
+    store = open_store(path)
+    write(store, item("1"), item("2"), item("3", "b"))
+    handed_out = store.read("math", request_id="r1")
+    store.close()
+    store = open_store(path)
+    assert store.held_items == 1
+    assert store.read("math") is None
+    assert store.read("math", request_id="r1") == handed_out
+    write(store, item("4", "b"))
+    assert uids(store.read("math")) == ["3", "4"]
+    assert counts_add_up(store)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_resumed_trainer_gets_what_it_lost_and_nothing_else(tmp_path, by_name):
+    path = tmp_path / "buffer.sqlite"
+    store = open_store(path)
+    store.start_run("math", {"skip_instance_ids": ["a"]})  # "a" was trained in an earlier life
+    write(store, *(item(f"{i}{n}", i) for i in "abc" for n in range(2)))
+    first = store.read("math", max_groups=1)
+    rest = store.read("math")
+    assert first is not None
+    assert (uids(first), uids(rest)) == (["a0", "a1"], ["b0", "b1", "c0", "c1"])
+    store.close()
+    store = open_store(path)
+    names = {entry["buffer_group"] for entry in first.data}
+    lost = store.resume("math", ["a", "a"], trained_groups=names if by_name else None)
+    assert lost == 2
+    assert uids(store.read("math")) == ["b0", "b1", "c0", "c1"]
+    assert store.ledger.counts().closed == {Outcome.TRAINED: 2}
+    assert counts_add_up(store)
+
+
+def test_a_trainer_that_forgot_everything_gets_everything_again():
+    store = open_store()
+    write(store, item("1"), item("2"))
+    first = uids(store.read("math"))
+    assert store.resume("math", []) == 1
+    assert uids(store.read("math")) == first
+
+
+def test_custom_meta_information_sees_the_items_since_the_last_batch():
+    seen: list[Any] = []
+
+    def get_group_data_meta_info(temp_data):
+        seen.append({key: [entry["uid"] for entry in items] for key, items in temp_data.items()})
+        return {"n": len(temp_data)}
+
+    store = open_store(functions={"get_group_data_meta_info": get_group_data_meta_info})
+    write(store, item("1"), item("2"), item("3", "b"))
+    batch = store.read("math")
+    assert batch is not None
+    assert batch.meta_info == {"n": 2, "finished_groups": ["a"]}
+    write(store, item("4", "b"))
+    store.read("math")
+    assert seen == [{"a": ["1", "2"], "b": ["3"]}, {"b": ["4"]}]
+
+
+def test_a_validity_of_somebody_elses_may_wait_for_more_than_the_group_size():
+    functions = {"is_valid_group": lambda group, size: (len(group[1]) >= 3, len(group[1]) >= 3)}
+    store = open_store(functions=functions)
+    write(store, item("1"), item("2"))
+    assert store.read("math") is None
+    write(store, item("3"))
+    assert uids(store.read("math")) == ["1", "2"]
+    assert store.ledger.outcome_of("math/3") == (Outcome.FILTERED, "surplus_item")
+
+
+def test_items_that_arrive_while_a_group_is_decided_begin_another():
+    store: ItemStore
+
+    def is_valid_group(group, size):
+        if len(group[1]) == 2:
+            write(store, item("late"))
+        return len(group[1]) >= 2, len(group[1]) >= 2
+
+    store = open_store(functions={"is_valid_group": is_valid_group})
+    write(store, item("1"), item("2"))
+    assert uids(store.read("math")) == ["1", "2"]
+    assert store.held_items == 1
+    assert counts_add_up(store)
+
+
+def test_what_json_cannot_say_is_a_recorded_failure_not_a_lost_hand_out():
+    functions = {"normalize_group_data": lambda group: (group[0], [{**entry, "note": object()} for entry in group[1]])}
+    store = open_store(functions=functions)
+    write(store, item("1"), item("2"))
+    assert store.read("math") is None
+    assert store.ledger.outcome_of("math/1") == (Outcome.FAILED, "stage_error")
+    assert store.describe("math")["last_refusal"].startswith("stage_error: Type is not JSON serializable")
+
+
+def test_a_hand_out_that_cannot_be_stored_is_none(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "buffer.sqlite")
+    write(store, item("1"), item("2"))
+    monkeypatch.setattr(store, "_settle", lambda *args: (_ for _ in ()).throw(sqlite3.OperationalError("database or disk is full")))
+    with pytest.raises(sqlite3.OperationalError):
+        store.read("math")
+    monkeypatch.undo()
+    assert uids(store.read("math")) == ["1", "2"]
+
+
+def test_a_write_that_cannot_be_stored_leaves_no_trace(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "buffer.sqlite")
+    write(store, item("1"))
+    count_in = store._count_in
+
+    def full(*args: Any) -> None:
+        count_in(*args)
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(store, "_count_in", full)
+    with pytest.raises(sqlite3.OperationalError):
+        write(store, item("2"))
+    monkeypatch.undo()
+    assert store.held_items == 1
+    assert write(store, item("2")).written == 1
+    assert uids(store.read("math")) == ["1", "2"]
+
+
+def test_a_changed_group_size_applies_to_what_waits():
+    store = open_store(group_size=4)
+    write(store, item("1"), item("2"))
+    assert store.read("math") is None
+    store.set_task("math", GroupPipeline(settings=PipelineSettings(group_size=2)))
+    assert uids(store.read("math")) == ["1", "2"]
+
+
+def test_runs_remember_where_they_began():
+    store = open_store()
+    run = store.start_run("math", {"input_file": "x", "skip_instance_ids": []})
+    write(store, item("1"), item("2"))
+    store.read("math")
+    assert store.finished_after("math", store.last_runs()["math"]["finished_before"]) == ["a"]
+    store.end_run(run, "failed", "ValueError: no")
+    assert store.last_runs()["math"]["state"] == "failed"
+    store.end_run(run, "finished")
+    assert store.last_runs()["math"]["error"] == "ValueError: no"
