@@ -63,11 +63,14 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 
 def save_model(model: PreTrainedModel, directory: Path, *, source: Path) -> None:
-    """Write the weights as safetensors, and every other file of the checkpoint in ``source`` (config, tokenizer, chat template) as it is there."""
+    """Write the weights as safetensors, and every other file of the checkpoint in ``source`` (config, tokenizer, chat template) as it is there.
+
+    Files named ``agl_slime_...`` say how the weights in ``source`` were made, which is not true of these, and stay behind.
+    """
     with _no_progress_bars():
         model.save_pretrained(directory)
     for path in source.iterdir():
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_SUFFIXES):
+        if path.is_file() and not path.name.startswith((".", "agl_slime_")) and not path.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(path, directory / path.name)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from agl_slime.errors import ConfigError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LocalTrainerSettings:
     """GRPO/PPO-clip. The defaults are those with which a 128k-parameter policy learned its tasks on every one of 24 seeds; large models want a
     learning rate some hundred times smaller."""

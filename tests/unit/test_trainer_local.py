@@ -502,6 +502,21 @@ def test_the_weights_are_a_checkpoint_with_the_files_of_its_source(policy: Path,
     assert not torch.equal(flat(list(read.parameters())), flat(list(make_model().parameters())))
 
 
+def test_what_tells_how_the_source_was_made_stays_behind(tmp_path: Path):
+    source = save_policy(tmp_path / "source")
+    (source / "agl_slime_policy.json").write_text("{}")
+    (source / "model.safetensors.index.json").write_text("{}")
+    (source / "logs").mkdir()
+    ours = trainer(source)
+    ours.save_weights(tmp_path / "weights")
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer_config.json",
+    ]
+
+
 def test_weights_replace_former_ones(policy: Path, samples: list[Sample], tmp_path: Path):
     ours = trainer(policy)
     ours.save_weights(tmp_path / "weights")
