@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,12 +16,15 @@ from agl_slime._agl import LLM, LitAgent, NamedResources, Rollout, emit_reward
 from agl_slime.errors import ConfigError
 from agl_slime.rollout.reward import check_reward
 from agl_slime.rollout.session import GenerateClient, RolloutSession
+from agl_slime.rollout.stop import RolloutStopped
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.payloads import SamplingParams
 from agl_slime.sglang.transport import ClientSettings
 from agl_slime.threads import run_in_thread
 from agl_slime.tokenizer import ChatTokenizer, load_tokenizer
 from agl_slime.trace.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
 
 # Agent Lightning's convention for the name of the model under training.
 LLM_RESOURCE = "main_llm"
@@ -86,13 +90,24 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
     async def rollout_async(self, task: dict[str, Any], resources: NamedResources, rollout: Rollout) -> None:
         """One rollout: the conversation, then the reward, each as spans. Raises what went wrong; the runner records it as the attempt's failure."""
         session = await self._open_session(task, resources, rollout)
-        await self.run(task, session)
-        trajectory = Trajectory.of_turns(rollout=rollout, turns=session.turns, messages=session.messages)
+        try:
+            await self.run(task, session)
+        except RolloutStopped as stopped:  # a limit, not a failure: what was sampled is scored
+            logger.debug("rollout %s stopped: %s", rollout.rollout_id, stopped)
+        stop_reason = session.facts.stop_reason
+        trajectory = Trajectory(
+            rollout_id=rollout.rollout_id,
+            attempt_id=getattr(getattr(rollout, "attempt", None), "attempt_id", ""),
+            task=task,
+            mode=rollout.mode,
+            turns=tuple(session.turns),
+            stop_reason=stop_reason.value if stop_reason is not None else "",
+        )
         rewards = check_reward(await self.score(task, trajectory), source=f"{type(self).__name__}.compute_reward")
         if len(rewards) == 1:
-            emit_reward(next(iter(rewards.values())))
+            emit_reward(next(iter(rewards.values())), attributes=session.facts.attributes())
         else:
-            emit_reward(rewards, primary_key=next(iter(rewards)))
+            emit_reward(rewards, primary_key=next(iter(rewards)), attributes=session.facts.attributes())
 
     async def aclose(self) -> None:
         """Close the connections; the runner calls it on its own event loop when it ends."""

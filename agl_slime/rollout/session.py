@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from agl_slime._agl import TraceStatus, get_active_tracer
-from agl_slime.errors import RolloutError
+from agl_slime.errors import ContextOverflowError, RolloutError
 from agl_slime.rollout.context import ChatContext, Message
+from agl_slime.rollout.facts import RolloutFacts
+from agl_slime.rollout.stop import RolloutStopped, StopReason, of_finish_reason
+from agl_slime.rollout.template import ChatTemplate
 from agl_slime.sglang.payloads import FinishReason, Generation, SamplingParams
 from agl_slime.threads import run_in_thread
 from agl_slime.tokenizer import ChatTokenizer
 from agl_slime.trace.attributes import GENERATE_SPAN
 from agl_slime.trace.turn import Turn, TurnEncoder
 
-# Rendering and tokenizing a conversation takes about a millisecond per this many characters; beyond it the work leaves the event loop.
-_LONG_CONVERSATION_CHARS = 20_000
+# Tokenizing takes about a millisecond per this many characters; beyond some of those the work leaves the event loop.
+_LONG_TEXT_CHARS = 8_000
 
 
 class GenerateClient(Protocol):
@@ -45,7 +48,11 @@ class Answer:
 
 class RolloutSession:
     """The conversation of one rollout with one engine. Not for concurrent ``ask`` calls: a rollout that branches opens one session per branch with
-    ``branch``."""
+    ``branch``.
+
+    ``max_turns`` limits the answers of the rollout, all branches together; ``max_trajectory_tokens`` the tokens of one conversation, prompt and
+    answers: an answer gets no more tokens than are left. Where there is no room for another answer, ``ask`` raises ``RolloutStopped``.
+    """
 
     def __init__(
         self,
@@ -59,36 +66,64 @@ class RolloutSession:
         model: str = "",
         encoder: TurnEncoder | None = None,
         turns: list[Turn] | None = None,
+        max_turns: int | None = None,
+        max_trajectory_tokens: int | None = None,
+        template: ChatTemplate | None = None,
+        facts: RolloutFacts | None = None,
     ) -> None:
-        self.context = ChatContext(tokenizer=tokenizer, messages=messages, tools=tools)
+        self._template = template or ChatTemplate(tokenizer=tokenizer, tools=tools)
+        self.context = ChatContext(tokenizer=tokenizer, messages=messages, template=self._template)
         self.sampling = sampling
         self.rollout_id = rollout_id
         self.turns: list[Turn] = turns if turns is not None else []
+        self.facts = facts if facts is not None else RolloutFacts()
+        self.max_turns = max_turns
+        self.max_trajectory_tokens = max_trajectory_tokens
         self._client = client
         self._tokenizer = tokenizer
-        self._tools = tools
         self._model = model
         self._encoder = encoder or TurnEncoder(model=model or None)
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation so far."""
+        """The conversation so far. It may be edited; what was sampled before is still trained as it was sampled, and the next prompt forks."""
         return self.context.messages
+
+    @messages.setter
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        self.context.messages = [dict(message) for message in messages]
 
     def add(self, *messages: Mapping[str, Any]) -> None:
         """Append what the user, a tool or the environment said."""
         self.context.add(*messages)
 
     async def ask(self, *messages: Mapping[str, Any], sampling: SamplingParams | None = None) -> Answer:
-        """Append ``messages``, let the model answer, append the answer. Raises the client's typed errors."""
+        """Append ``messages``, let the model answer, append the answer.
+
+        When the conversation ends with an assistant message, the model goes on with that message. Raises ``RolloutStopped`` when a limit leaves no
+        room for an answer, and the client's typed errors.
+        """
         self.add(*messages)
-        long = sum(len(str(message.get("content") or "")) for message in self.messages) > _LONG_CONVERSATION_CHARS
-        prompt_ids = await run_in_thread(self.context.prompt_ids) if long else self.context.prompt_ids()
-        started = time.time()
-        # one key per rollout: behind a router its turns stay on the worker that has their prefix cached
-        generation = await self._client.generate(prompt_ids, sampling or self.sampling, routing_key=self.rollout_id or None)
-        self._record(prompt_ids, generation, started)
-        self.context.add_answer(prompt_ids, generation)
+        if self.max_turns is not None and len(self.turns) >= self.max_turns:
+            raise self._stopped(StopReason.MAX_TURNS, f"the rollout has had its {self.max_turns} turns")
+        context = self.context
+        long = context.unheld_chars > _LONG_TEXT_CHARS
+        prompt_ids = await run_in_thread(context.prompt_ids) if long else context.prompt_ids()
+        sampling = self._within_limits(sampling or self.sampling, len(prompt_ids))
+        asked, started = list(self.messages), time.time()
+        try:
+            # one key per rollout: behind a router its turns stay on the worker that has their prefix cached
+            generation = await self._client.generate(prompt_ids, sampling, routing_key=self.rollout_id or None)
+        except ContextOverflowError as error:
+            if not self.turns:
+                raise  # nothing was sampled: the task itself does not fit
+            raise self._stopped(StopReason.CONTEXT_OVERFLOW, str(error)) from error
+        before = (context.forks.copy(), context.open_seams)
+        context.add_answer(prompt_ids, generation)
+        self.facts.forks.update({reason.value: n for reason, n in (context.forks - before[0]).items()})
+        self.facts.open_seams += context.open_seams - before[1]
+        self._record(Turn.from_generation(context.prompt_view(len(prompt_ids)), generation, messages=asked), started)
+        self.facts.stop_reason = of_finish_reason(generation.finish_reason)
         return Answer(generation.text, generation.finish_reason, generation)
 
     def branch(self, messages: Sequence[Mapping[str, Any]]) -> RolloutSession:
@@ -98,15 +133,31 @@ class RolloutSession:
             tokenizer=self._tokenizer,
             sampling=self.sampling,
             messages=messages,
-            tools=self._tools,
             rollout_id=self.rollout_id,
             model=self._model,
             encoder=self._encoder,
             turns=self.turns,
+            max_turns=self.max_turns,
+            max_trajectory_tokens=self.max_trajectory_tokens,
+            template=self._template,
+            facts=self.facts,
         )
 
-    def _record(self, prompt_ids: Sequence[int], generation: Generation, started: float) -> None:
-        turn = Turn.from_generation(prompt_ids, generation, messages=list(self.messages))
+    def _within_limits(self, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
+        if self.max_trajectory_tokens is None:
+            return sampling
+        room = self.max_trajectory_tokens - prompt_tokens
+        if room < 1:
+            if not self.turns:
+                raise ContextOverflowError(f"the prompt has {prompt_tokens} tokens, max_trajectory_tokens is {self.max_trajectory_tokens}")
+            raise self._stopped(StopReason.LENGTH, f"the trajectory has its {self.max_trajectory_tokens} tokens")
+        return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+
+    def _stopped(self, reason: StopReason, message: str) -> RolloutStopped:
+        self.facts.stop_reason = reason
+        return RolloutStopped(reason, message)
+
+    def _record(self, turn: Turn, started: float) -> None:
         self.turns.append(turn)
         tracer = get_active_tracer()
         if tracer is None:

@@ -1,0 +1,127 @@
+"""Chat templates of the shapes that models in use have, for tests: each is one way in which a template can treat a growing conversation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_TOOLS = """\
+{%- if tools %}{{- '\\n\\n# Tools\\n<tools>' }}{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}{{- '\\n</tools>' }}{%- endif %}"""
+
+_SYSTEM = (
+    """\
+{%- set first = messages[0] %}
+{%- if first.role == 'system' or tools %}
+{{- '<|im_start|>system\\n' + (first.content if first.role == 'system' else 'You are a helpful assistant.') }}"""
+    + _TOOLS
+    + """\
+{{- '<|im_end|>\\n' }}
+{%- endif %}"""
+)
+
+_GROUPED_TOOL = """\
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}"""
+
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+# tool results of one step stand in one user message; answers are written as they are
+GROUPS_TOOLS = (
+    _SYSTEM
+    + """\
+{%- for message in messages %}
+{%- if message.role == 'tool' %}"""
+    + _GROUPED_TOOL
+    + """\
+{%- elif not (loop.first and message.role == 'system') %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+)
+
+# thinking is written in the answers after the last question and left out of those before it;
+# an answer at the end gets an empty block when it has none
+DROPS_THINKING = (
+    _SYSTEM
+    + """\
+{%- set turn = namespace(last=-1) %}
+{%- for message in messages %}{%- if message.role == 'user' %}{%- set turn.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}"""
+    + _GROUPED_TOOL
+    + """\
+{%- elif message.role == 'assistant' %}
+{%- set text = message.content %}{%- set thought = '' %}
+{%- if '</think>' in text %}
+{%- set thought = text.split('</think>')[0].split('<think>')[-1].strip('\\n') %}{%- set text = text.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > turn.last and (loop.last or thought) %}{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{%- endif %}
+{{- text + '<|im_end|>\\n' }}
+{%- elif not (loop.first and message.role == 'system') %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+)
+
+# opens each answer with a thinking block and leaves thinking out of every answer that is there, the last one too; no line ends between messages
+REASONER = """\
+{{- '<｜begin▁of▁sentence｜>' }}
+{%- for message in messages %}
+{%- if message.role == 'system' %}{{- message.content }}
+{%- elif message.role == 'user' %}{{- '<｜User｜>' + message.content }}
+{%- elif message.role == 'assistant' %}{{- '<｜Assistant｜>' + message.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}
+{%- else %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<｜tool▁outputs▁begin｜>' }}{%- endif %}
+{{- message.content + '\\n' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<｜tool▁outputs▁end｜>' }}{%- endif %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\\n' }}{%- endif %}"""
+
+# nothing ends an answer but the marker of the next role, which the model samples to stop
+ROLE_MARKERS = """\
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|observation|>' }}{%- endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- else %}{{- '<|' + message.role + '|>\\n' + message.content }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}"""
+
+# a blank and no marker on either side of an answer's end: the one shape with seams that merges can reach across
+BARE = """\
+{%- for message in messages %}{{- message.role + ': ' + message.content + '\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``stops`` are the tokens that end an answer, the usual one first. ``opens_thinking``: an answer begins inside a thinking block."""
+
+    source: str
+    stops: tuple[str, ...]
+    opens_thinking: bool = False
+
+    @property
+    def end(self) -> str:
+        return self.stops[0]
+
+
+TEMPLATES = {
+    "chatml": Shape(CHATML, ("<|im_end|>",)),
+    "groups_tools": Shape(GROUPS_TOOLS, ("<|im_end|>", "<|endoftext|>")),
+    "drops_thinking": Shape(DROPS_THINKING, ("<|im_end|>",)),
+    "reasoner": Shape(REASONER, ("<｜end▁of▁sentence｜>",), opens_thinking=True),
+    "role_markers": Shape(ROLE_MARKERS, ("<|user|>", "<|observation|>", "<|endoftext|>")),
+    "bare": Shape(BARE, ("<|endoftext|>",)),
+}

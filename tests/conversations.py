@@ -1,0 +1,61 @@
+"""Shorthand for tests that drive a conversation by hand: an answer as an engine gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agl_slime.rollout.context import ChatContext
+from agl_slime.sglang.payloads import FinishReason, Generation, SamplingParams
+
+
+def generation_of(tokenizer: Any, text: str, *, stop: str | None = None, finish: FinishReason = "stop", matched: str | None = None) -> Generation:
+    """``text`` as sampled: ended by the token ``stop`` (the tokenizer's end token by default), by the stop string ``matched``, or cut off."""
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    matched_stop: int | str | None = matched
+    if finish == "stop" and matched is None:
+        matched_stop = int(tokenizer.convert_tokens_to_ids(stop)) if stop else int(tokenizer.eos_token_id)
+        ids.append(matched_stop)
+    if matched is not None:
+        text = text.removesuffix(matched)
+    return Generation(
+        output_ids=tuple(ids),
+        log_probs=tuple(-((i % 9) + 1) / 16 for i in range(len(ids))),
+        text=text,
+        finish_reason=finish,
+        matched_stop=matched_stop,
+        prompt_tokens=1,
+    )
+
+
+def answer(context: ChatContext, tokenizer: Any, text: str, **how: Any) -> tuple[list[int], Generation]:
+    """One turn of ``context``; returns its prompt and what was sampled."""
+    generation = generation_of(tokenizer, text, **how)
+    prompt = context.prompt_ids()
+    context.add_answer(prompt, generation)
+    return prompt, generation
+
+
+class ScriptedClient:
+    """A ``GenerateClient`` that gives the answers it was made with, in order; texts are sampled token by token and cut at ``max_new_tokens``."""
+
+    def __init__(self, tokenizer: Any, answers: Sequence[str | Generation | Exception]) -> None:
+        self._tokenizer = tokenizer
+        self._answers = list(answers)
+        self.prompts: list[list[int]] = []
+        self.sampling: list[SamplingParams] = []
+        self.generations: list[Generation] = []
+
+    async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, *, routing_key: str | None = None) -> Generation:
+        self.prompts.append(list(input_ids))
+        self.sampling.append(sampling)
+        said = self._answers.pop(0)
+        if isinstance(said, Exception):
+            raise said
+        generation = generation_of(self._tokenizer, said) if isinstance(said, str) else said
+        if len(generation.output_ids) > sampling.max_new_tokens:
+            ids = generation.output_ids[: sampling.max_new_tokens]
+            text = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+            generation = Generation(output_ids=ids, log_probs=generation.log_probs[: len(ids)], text=text, finish_reason="length")
+        self.generations.append(generation)
+        return generation

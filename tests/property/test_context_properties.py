@@ -1,0 +1,128 @@
+"""What holds for every conversation, on real vocabularies and templates of each shape.
+
+Trained tokens are the engine's, forks are never silent, prompts say what the template says.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agl_slime.rollout.context import ChatContext
+from agl_slime.rollout.template import ChatTemplate
+from agl_slime.sglang.payloads import Generation
+from agl_slime.trace.segments import merge_turns
+from tests.chat_templates import TEMPLATES
+from tests.property.conversation_strategies import Conversation, Move, conversations, phrase
+from tests.vocabularies import VOCABULARIES, chat_tokenizer
+
+CASES = [(vocabulary, template) for vocabulary in VOCABULARIES for template in TEMPLATES]
+quick = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
+
+@pytest.mark.parametrize(("vocabulary", "template"), CASES)
+@quick
+@given(data=st.data())
+def test_any_conversation_is_exact_to_the_token(vocabulary: str, template: str, data: st.DataObject) -> None:
+    tokenizer = chat_tokenizer(vocabulary, template)
+    conversation = data.draw(conversations(tokenizer, template))
+    each_sampled_token_is_trained_once_where_it_was_sampled(conversation, tokenizer)
+    a_prompt_extends_what_is_held_or_a_fork_is_counted(conversation)
+    a_prompt_says_what_the_template_says(conversation, tokenizer, template)
+
+
+def each_sampled_token_is_trained_once_where_it_was_sampled(conversation: Conversation, tokenizer: Any) -> None:
+    turns = conversation.turns
+    trained: dict[int, tuple[bytes, bytes]] = {}
+    for segment in merge_turns(turns, tokenizer):
+        covered = np.zeros(len(segment.loss_mask), dtype=np.int8)
+        for at in segment.placements:
+            assert at.turn not in trained
+            assert segment.log_probs is not None
+            trained[at.turn] = (segment.token_ids[at.start : at.end].tobytes(), segment.log_probs[at.start : at.end].tobytes())
+            assert segment.token_ids[: at.start].tobytes() == turns[at.turn].prompt_ids.tobytes()
+            covered[at.start : at.end] = 1
+        assert (covered == segment.loss_mask).all()
+    sampled = {i: turn for i, turn in enumerate(turns) if len(turn.response_ids)}
+    assert trained == {i: (turn.response_ids.tobytes(), turn.log_probs.tobytes()) for i, turn in sampled.items() if turn.log_probs is not None}
+
+
+def a_prompt_extends_what_is_held_or_a_fork_is_counted(conversation: Conversation) -> None:
+    for before, turn, continued in zip(conversation.turns, conversation.turns[1:], conversation.continued[1:], strict=False):
+        extends = turn.prompt_ids[: len(before.token_ids)].tobytes() == before.token_ids.tobytes()
+        assert extends or not continued
+    assert conversation.context.token_ids.tobytes() == conversation.turns[-1].token_ids.tobytes()
+
+
+def a_prompt_says_what_the_template_says(conversation: Conversation, tokenizer: Any, template: str) -> None:
+    """Up to white space, empty blocks and the stop tokens that were sampled, which stay where the engine put them."""
+    for turn, messages in zip(conversation.turns, conversation.asked, strict=True):
+        sent = tokenizer.decode(turn.prompt_ids.tolist(), skip_special_tokens=False)
+        assert _said(sent, tokenizer, template) == _said(_rendering(conversation, messages), tokenizer, template)
+
+
+_UNEDITED: tuple[Move, ...] = ("tool", "tool", "tools", "user")
+
+
+@pytest.mark.parametrize("template", ["chatml", "groups_tools", "role_markers"])
+@quick
+@given(data=st.data())
+def test_templates_that_only_append_never_fork(template: str, data: st.DataObject) -> None:
+    tokenizer = chat_tokenizer("qwen", template)
+    conversation = data.draw(conversations(tokenizer, template, allowed=_UNEDITED))
+    assert not conversation.context.forks
+    assert len(merge_turns([turn for turn in conversation.turns if len(turn.response_ids)], tokenizer)) <= 1
+
+
+@pytest.mark.parametrize("template", [name for name in TEMPLATES if name not in ("bare", "role_markers")])
+@quick
+@given(data=st.data())
+def test_no_merge_can_reach_across_a_seam_where_markers_end_answers(template: str, data: st.DataObject) -> None:
+    conversation = data.draw(conversations(chat_tokenizer("anthropic", template), template, allowed=_UNEDITED))
+    assert conversation.context.open_seams == 0
+
+
+@pytest.mark.parametrize("template", list(TEMPLATES))
+@settings(max_examples=2, deadline=None)
+@given(data=st.data())
+def test_rendering_the_ends_gives_the_prompts_that_rendering_all_gives(template: str, data: st.DataObject) -> None:
+    tokenizer = chat_tokenizer("anthropic", template)
+    texts = data.draw(st.lists(phrase, min_size=1, max_size=3))
+    roles = data.draw(st.lists(st.sampled_from(["tool", "tool", "tool", "tools", "user"]), min_size=36, max_size=44))
+    ends, whole = (
+        ChatContext(tokenizer=tokenizer, messages=[{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]) for _ in range(2)
+    )
+    whole._windows = False
+    stop = int(tokenizer.convert_tokens_to_ids(TEMPLATES[template].end))
+    for n, role in enumerate(roles):
+        text = f"{texts[n % len(texts)]}{n}"
+        if n % 3:
+            text = f"thought {n}\n</think>\n\n{text}" if TEMPLATES[template].opens_thinking else f"<think>\nthought {n}\n</think>\n\n{text}"
+        ids = (*tokenizer.encode(text, add_special_tokens=False), stop)
+        generation = Generation(output_ids=ids, log_probs=(-0.5,) * len(ids), text=text, finish_reason="stop", matched_stop=stop)
+        for context in (ends, whole):
+            context.add_answer(context.prompt_ids(), generation)
+            context.add(*({"role": role.removesuffix("s"), "content": f"{role} {n}"} for _ in range(1 + (role == "tools"))))
+        assert ends.token_ids.tobytes() == whole.token_ids.tobytes()
+    assert ends.forks == whole.forks
+    assert ends._windows
+
+
+def _rendering(conversation: Conversation, messages: list[dict[str, Any]]) -> str:
+    template: ChatTemplate = conversation.context._template
+    if messages[-1]["role"] == "assistant":
+        return template.render(messages[:-1], opening=True) + messages[-1]["content"]
+    return template.render(messages, opening=True)
+
+
+def _said(text: str, tokenizer: Any, template: str) -> str:
+    # encoded and decoded once: vocabularies with a normalizer do not give every text back
+    text = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=False)
+    for token in TEMPLATES[template].stops:
+        text = text.replace(token, "")
+    return re.sub(r"<(\w+)></\1>", "", "".join(text.split()))

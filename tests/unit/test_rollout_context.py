@@ -1,0 +1,286 @@
+"""The conversation in tokens: what is kept, what is added, when it forks and why."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from agl_slime.errors import ConfigError
+from agl_slime.rollout import context as context_module
+from agl_slime.rollout.context import ChatContext, TokenBuffer
+from agl_slime.sglang.payloads import Generation
+from agl_slime.trace.forks import ForkReason
+from tests.conversations import answer, generation_of
+from tests.vocabularies import chat_tokenizer
+
+QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
+THINKING = "<think>\nLet me count.\n</think>\n\nThree."
+
+
+def conversation(template: str, vocabulary: str = "anthropic", **options: Any) -> tuple[ChatContext, Any]:
+    tokenizer = chat_tokenizer(vocabulary, template)
+    return ChatContext(tokenizer=tokenizer, messages=QUESTION, **options), tokenizer
+
+
+def text_of(tokenizer: Any, ids: Any) -> str:
+    return tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def test_the_next_prompt_is_what_is_held_and_what_the_template_adds() -> None:
+    context, tokenizer = conversation("chatml")
+    prompt, generation = answer(context, tokenizer, "Three.")
+    context.add({"role": "user", "content": "Sure?"})
+    expected = "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    assert context.prompt_ids() == [*prompt, *generation.output_ids, *tokenizer.encode(expected, add_special_tokens=False)]
+
+
+def test_ids_that_the_tokenizer_would_not_choose_are_kept() -> None:
+    context, tokenizer = conversation("chatml")
+    odd = tokenizer.encode("answ", add_special_tokens=False) + tokenizer.encode("er", add_special_tokens=False)
+    assert odd != tokenizer.encode("answer", add_special_tokens=False)
+    prompt = context.prompt_ids()
+    ids = (*odd, tokenizer.eos_token_id)
+    context.add_answer(prompt, Generation(output_ids=ids, log_probs=(-0.1,) * len(ids), text="answer", finish_reason="stop"))
+    context.add({"role": "user", "content": "Sure?"})
+    assert context.prompt_ids()[len(prompt) : len(prompt) + 2] == odd
+    assert not context.forks
+
+
+@pytest.mark.parametrize("template", ["chatml", "groups_tools", "drops_thinking"])
+def test_a_truncated_answer_is_closed_by_the_template(template: str) -> None:
+    context, tokenizer = conversation(template)
+    prompt, generation = answer(context, tokenizer, "Three or maybe", finish="length")
+    context.add({"role": "tool", "content": "3"})
+    added = text_of(tokenizer, context.prompt_ids()[len(prompt) + len(generation.output_ids) :])
+    assert added.startswith(tokenizer.eos_token)
+    assert context.open_seams == 0
+
+
+def test_a_stop_token_that_the_template_does_not_write_stays_and_the_closing_follows() -> None:
+    context, tokenizer = conversation("groups_tools")
+    prompt, _ = answer(context, tokenizer, "Three.", stop="<|endoftext|>")
+    context.add({"role": "user", "content": "Sure?"})
+    assert text_of(tokenizer, context.prompt_ids()[len(prompt) :]).startswith("Three.<|endoftext|><|im_end|>\n<|im_start|>user")
+
+
+def test_where_the_next_role_ends_an_answer_its_marker_is_not_doubled() -> None:
+    context, tokenizer = conversation("role_markers")
+    prompt, _ = answer(context, tokenizer, "Three.", stop="<|user|>")
+    context.add({"role": "user", "content": "Sure?"})
+    assert text_of(tokenizer, context.prompt_ids()[len(prompt) :]) == "Three.<|user|>\nSure?<|assistant|>\n"
+
+
+def test_a_stop_string_was_sampled_and_is_part_of_the_conversation() -> None:
+    context, tokenizer = conversation("chatml")
+    prompt, _ = answer(context, tokenizer, "<tool_call>{}</tool_call>", matched="</tool_call>")
+    assert context.messages[-1]["content"] == "<tool_call>{}</tool_call>"
+    context.add({"role": "tool", "content": "ok"})
+    assert text_of(tokenizer, context.prompt_ids()[len(prompt) :]).startswith("<tool_call>{}</tool_call><|im_end|>\n<|im_start|>tool\nok")
+
+
+def test_results_of_parallel_calls_are_grouped_as_the_template_groups_them() -> None:
+    context, tokenizer = conversation("groups_tools", tools=[{"type": "function", "function": {"name": "count"}}])
+    prompt, _ = answer(context, tokenizer, "<tool_call>a</tool_call><tool_call>b</tool_call>")
+    assert '{"type": "function", "function": {"name": "count"}}' in text_of(tokenizer, prompt)
+    context.add({"role": "tool", "content": "1"}, {"role": "tool", "content": "2"})
+    assert "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>" in text_of(
+        tokenizer, context.prompt_ids()
+    )
+    answer(context, tokenizer, "Three.")
+    assert not context.forks
+
+
+def test_an_observation_added_late_regroups_history_and_forks() -> None:
+    """[tool, answer, tool] is not [tool, tool]: taking the answer between two results out rewrites what was sent."""
+    context, tokenizer = conversation("groups_tools")
+    answer(context, tokenizer, "<tool_call>a</tool_call>")
+    context.add({"role": "tool", "content": "1"})
+    answer(context, tokenizer, "Wait.")
+    del context.messages[-1]
+    context.add({"role": "tool", "content": "2"})
+    answer(context, tokenizer, "Three.")
+    assert context.rewritten == 1
+
+
+# -- templates that rewrite ------------------------------------------------------------------------------------------------------------------
+
+
+def test_thinking_is_kept_while_tools_are_called_and_dropped_with_the_next_question() -> None:
+    context, tokenizer = conversation("drops_thinking")
+    answer(context, tokenizer, "<think>\nI will look.\n</think>\n\n<tool_call>a</tool_call>")
+    context.add({"role": "tool", "content": "1"})
+    answer(context, tokenizer, THINKING)
+    assert not context.forks
+    context.add({"role": "user", "content": "Sure?"})
+    third, _ = answer(context, tokenizer, "Yes.")
+    assert context.forks == {ForkReason.TEMPLATE: 1}
+    assert "Let me count" not in text_of(tokenizer, third)
+    assert "I will look" not in text_of(tokenizer, third)
+
+
+@pytest.mark.parametrize("said", ["Three.", "\nThree.\n", "<think>\n\n</think>\n\nThree.", "<think>Short.</think>Three."])
+def test_white_space_and_empty_blocks_that_a_template_adds_are_no_fork(said: str) -> None:
+    """Qwen3 writes an empty thinking block into the last answer and none into those before it: a difference in text only, not in what was sampled."""
+    context, tokenizer = conversation("drops_thinking")
+    for n in range(3):
+        answer(context, tokenizer, said)
+        context.add({"role": "tool", "content": str(n)})
+    assert context.prompt_ids()
+    assert not context.forks
+
+
+def test_a_template_opened_with_an_empty_block_continues() -> None:
+    context, tokenizer = conversation("drops_thinking", template_kwargs={"enable_thinking": False})
+    for n in range(3):
+        answer(context, tokenizer, "Three.")
+        context.add({"role": "tool", "content": str(n)})
+    assert text_of(tokenizer, context.prompt_ids()).count("<think>\n\n</think>") == 4
+    assert not context.forks
+
+
+def test_a_fork_keeps_what_still_stands() -> None:
+    """A template that drops thinking from each answer forks in each turn; the prompt before the dropped answer stays as it was."""
+    context, tokenizer = conversation("reasoner")
+    first, _ = answer(context, tokenizer, "count\n</think>\n\nThree.")
+    context.add({"role": "user", "content": "Sure?"})
+    second, _ = answer(context, tokenizer, "sure\n</think>\n\nYes.")
+    opening = tokenizer.encode("<｜Assistant｜><think>\n", add_special_tokens=False)
+    assert second[: len(first) - len(opening)] == first[: -len(opening)]
+    assert context.forks == {ForkReason.TEMPLATE: 1}
+
+
+def test_each_class_of_forks_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_module, "_explained", set())
+    with caplog.at_level(logging.INFO, logger="agl_slime.rollout.context"):
+        for _ in range(3):
+            context, tokenizer = conversation("reasoner")
+            answer(context, tokenizer, "count\n</think>\n\nThree.")
+            context.add({"role": "user", "content": "Sure?"})
+            answer(context, tokenizer, "Yes.")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "template" in caplog.text
+
+
+# -- agents that edit -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_edited_answer_forks_after_the_prompt_that_stands() -> None:
+    context, tokenizer = conversation("chatml")
+    prompt, _ = answer(context, tokenizer, "Three.")
+    context.messages[-1]["content"] = "Four."
+    context.add({"role": "user", "content": "Sure?"})
+    edited, _ = answer(context, tokenizer, "Yes.")
+    assert edited[: len(prompt)] == prompt
+    assert "Four." in text_of(tokenizer, edited)
+    assert context.forks == {ForkReason.EDITED_HISTORY: 1}
+
+
+def test_going_back_keeps_the_ids_of_the_answers_before() -> None:
+    context, tokenizer = conversation("chatml")
+    _, first = answer(context, tokenizer, "Three.")
+    context.add({"role": "user", "content": "Sure?"})
+    held, _ = answer(context, tokenizer, "Yes.")
+    del context.messages[3:]
+    context.add({"role": "user", "content": "Really?"})
+    again, _ = answer(context, tokenizer, "No.")
+    end = len(held) - len(tokenizer.encode("\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False))
+    assert again[:end] == held[:end]
+    assert tuple(again[end - len(first.output_ids) : end]) == first.output_ids
+    assert context.forks == {ForkReason.BRANCH: 1}
+
+
+def test_edits_inside_a_message_are_noticed() -> None:
+    context, tokenizer = conversation("chatml")
+    answer(context, tokenizer, "Three.")
+    context.messages[0]["content"] = "Be long."
+    context.add({"role": "user", "content": "Sure?"})
+    prompt, _ = answer(context, tokenizer, "Yes.")
+    assert "Be long." in text_of(tokenizer, prompt)
+    assert context.forks == {ForkReason.EDITED_HISTORY: 1}
+
+
+# -- answers that go on -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("finish", ["length", "abort"])
+def test_a_cut_off_answer_goes_on_with_its_own_tokens(finish: Any) -> None:
+    context, tokenizer = conversation("chatml")
+    prompt, generation = answer(context, tokenizer, "Three or", finish=finish)
+    assert context.prompt_ids() == prompt + list(generation.output_ids)
+    answer(context, tokenizer, " four.")
+    assert context.messages[-1] == {"role": "assistant", "content": "Three or four."}
+    assert not context.forks
+    context.add({"role": "user", "content": "Sure?"})
+    assert "assistant\nThree or four.<|im_end|>\n<|im_start|>user\nSure?" in text_of(tokenizer, context.prompt_ids())
+
+
+def test_an_answer_aborted_before_its_first_token_is_asked_for_again() -> None:
+    context, tokenizer = conversation("chatml")
+    prompt, _ = answer(context, tokenizer, "", finish="abort")
+    assert context.prompt_ids() == prompt
+    answer(context, tokenizer, "Three.")
+    assert [message["role"] for message in context.messages] == ["system", "user", "assistant"]
+
+
+def test_continuing_a_finished_answer_leaves_its_stop_token_and_is_a_branch() -> None:
+    context, tokenizer = conversation("chatml")
+    prompt, generation = answer(context, tokenizer, "Three.")
+    context.messages[-1]["content"] += " But wait,"
+    continued, _ = answer(context, tokenizer, " four.")
+    assert continued[: len(prompt) + len(generation.output_ids) - 1] == prompt + list(generation.output_ids[:-1])
+    assert text_of(tokenizer, continued).endswith("assistant\nThree. But wait,")
+    assert context.forks == {ForkReason.BRANCH: 1}
+
+
+def test_backtracking_keeps_the_sampled_ids_before_the_cut() -> None:
+    context, tokenizer = conversation("chatml")
+    prompt, generation = answer(context, tokenizer, "First I count. Then I say three.")
+    context.messages[-1]["content"] = "First I count. Wait,"
+    continued, _ = answer(context, tokenizer, " four.")
+    kept = tokenizer.encode("First I count.", add_special_tokens=False)
+    assert continued[len(prompt) : len(prompt) + len(kept)] == list(generation.output_ids[: len(kept)])
+    assert context.forks == {ForkReason.EDITED_HISTORY: 1}
+
+
+def test_the_agent_may_begin_the_answer() -> None:
+    context, tokenizer = conversation("chatml")
+    context.add({"role": "assistant", "content": "The answer is"})
+    prompt, _ = answer(context, tokenizer, " three.")
+    assert text_of(tokenizer, prompt).endswith("<|im_start|>assistant\nThe answer is")
+    assert context.messages[-1]["content"] == "The answer is three."
+
+
+# -- seams ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_seam_that_a_merge_might_cross_is_counted() -> None:
+    context, tokenizer = conversation("bare", "qwen")
+    answer(context, tokenizer, "Thre", finish="length")
+    context.messages[-1]["content"] += "e apples"
+    continued, _ = answer(context, tokenizer, " left.")
+    assert continued[-2:] == tokenizer.encode("e apples", add_special_tokens=False)
+    assert context.open_seams == 1
+
+
+def test_an_answer_to_another_prompt_is_refused() -> None:
+    context, tokenizer = conversation("chatml")
+    with pytest.raises(ConfigError, match="prompt_ids"):
+        context.add_answer([1, 2], generation_of(tokenizer, "x"))
+
+
+def test_views_of_a_token_buffer_do_not_change() -> None:
+    buffer = TokenBuffer()
+    views = []
+    for n in range(600):
+        buffer.extend([n])
+        views.append(buffer.view(n + 1))
+    shared = {view.base.ctypes.data for view in views[-80:] if view.base is not None}
+    assert len(shared) == 1  # one array for all of them
+    buffer.cut(300)
+    buffer.extend([-1] * 400)
+    assert [view[-1] for view in views] == list(range(600))
+    assert buffer.head(301)[-1] == -1
+    with pytest.raises(ValueError, match="read-only"):
+        views[0][0] = 5
