@@ -159,7 +159,7 @@ class SGLangClient:
             wanted.add(part)
             if part.finish_reason == "abort" and not wanted.done:
                 if resume_aborted:
-                    await self._before_resume(wanted, part)
+                    await self._before_resume(wanted)
                 else:
                     wanted.give_up("abort")
         return wanted.result(latency_s=time.monotonic() - started)
@@ -184,15 +184,15 @@ class SGLangClient:
 
         return await self._http.retrying(attempt, path="/generate", deadline=deadline)
 
-    async def _before_resume(self, wanted: ResumableGeneration, part: Generation) -> None:
+    async def _before_resume(self, wanted: ResumableGeneration) -> None:
         if wanted.resumed >= self.settings.resume_limit:
             raise EngineServerError(
                 f"{self.base_url}/generate aborted one generation {wanted.resumed + 1} times, after {wanted.sampled} tokens; "
                 f"find out who aborts there, or raise ClientSettings.resume_limit ({self.settings.resume_limit})"
             )
-        if not part.output_ids:
+        if wanted.empty_parts:
             # aborted in the queue: do not spin against an engine that keeps emptying it
-            pause = backoff_s(wanted.resumed, base_s=self.settings.backoff_base_s, cap_s=self.settings.backoff_cap_s, rng=self._rng)
+            pause = backoff_s(wanted.empty_parts - 1, base_s=self.settings.backoff_base_s, cap_s=self.settings.backoff_cap_s, rng=self._rng)
             await asyncio.sleep(pause)
 
     def _check_prompt(self, input_ids: Sequence[int]) -> None:

@@ -75,6 +75,8 @@ class ResumableGeneration:
         self._aborted = False
         self.resumed = 0
         """How often an aborted generation was taken up again."""
+        self.empty_parts = 0
+        """Parts in a row, up to now, that brought no token."""
 
     @property
     def done(self) -> bool:
@@ -116,6 +118,7 @@ class ResumableGeneration:
         if self._first is None or self._first.prompt_tokens == 0:
             self._first = part  # a part that was aborted in the queue has no counts
         self._request_id = part.request_id
+        self.empty_parts = 0 if part.output_ids else self.empty_parts + 1
         self._ids += part.output_ids
         self._log_probs += part.log_probs
         self._text += part.text
