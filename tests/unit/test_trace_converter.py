@@ -11,7 +11,7 @@ from agl_slime._agl import Rollout, Span, emit_reward
 from agl_slime.errors import RewardError, TraceError
 from agl_slime.sglang.payloads import WeightSpan
 from agl_slime.trace import attributes as names
-from agl_slime.trace.converter import convert_rollout, rollout_to_sample, rollout_to_samples
+from agl_slime.trace.converter import _check, convert_rollout, rollout_to_sample, rollout_to_samples
 from agl_slime.trace.turn import Turn, TurnEncoder
 from agl_slime.types import Sample, get_rollout_id
 
@@ -93,6 +93,15 @@ def test_a_stop_reason_that_the_agent_wrote_counts():
     assert sample.status == Sample.Status.TRUNCATED
 
 
+def test_the_rollouts_stop_reason_is_that_of_the_sample_with_its_last_turn():
+    other = Turn(prompt_ids=[9], response_ids=[8], log_probs=[-0.1])
+    spans = spans_of([FIRST, other])
+    spans[-1].attributes[names.STOP_REASON] = "max_turns"
+    samples = rollout_to_samples(rollout(), spans)
+    assert [sample.metadata["stop_reason"] for sample in samples] == ["stop", "max_turns"]
+    assert [sample.status.value for sample in samples] == ["completed", "truncated"]
+
+
 def test_a_branching_rollout_gives_siblings_under_one_rollout_id_and_one_reward():
     other = Turn(prompt_ids=[1, 2, 3, 4, 5, 70], response_ids=[9], log_probs=[-0.1])
     conversion = convert_rollout(rollout(), spans_of([FIRST, SECOND, other], 0.25), rollout_id=5)
@@ -172,6 +181,29 @@ def test_a_reward_that_is_not_finite_is_refused(bad: float):
     with pytest.raises(RewardError) as error:
         rollout_to_sample(rollout(), spans_of([FIRST], bad))
     assert error.value.reason == "bad_reward"
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"response_length": 3}, "response_length must lie between 1 and 2"),
+        ({"response_length": 0}, "response_length must lie between 1 and 2"),
+        ({"loss_mask": None}, "loss_mask must have 2 entries of 0 or 1 and begin with 1, got none"),
+        ({"loss_mask": [1]}, "got 1"),
+        ({"loss_mask": [0, 1]}, "begin with 1"),
+        ({"loss_mask": [1, 2]}, "0 or 1"),
+        ({"rollout_log_probs": [-1.0]}, "rollout_log_probs must have 2 entries, got 1"),
+        ({"rollout_log_probs": [-1.0, float("nan")]}, "must be finite"),
+        ({"loss_mask": [1, 0]}, "must be 0.0 where the loss mask is 0"),
+    ],
+)
+def test_no_sample_leaves_that_training_would_read_wrongly(fields: dict[str, Any], sentence: str):
+    sample = Sample(tokens=[1, 2, 3], response_length=2, loss_mask=[1, 1], rollout_log_probs=[-1.0, -2.0])
+    _check(sample)
+    for name, value in fields.items():
+        setattr(sample, name, value)
+    with pytest.raises(TraceError, match=sentence):
+        _check(sample)
 
 
 @pytest.mark.parametrize(("task", "label"), [({"label": {"a": 1}}, '{"a": 1}'), ({"label": None}, None), ({"question": "x"}, None), ("text", None)])

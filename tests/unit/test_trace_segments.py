@@ -1,0 +1,88 @@
+"""Merging and forking on bare token ids, where text plays no part."""
+
+from __future__ import annotations
+
+import pytest
+
+from agl_slime.errors import TraceError
+from agl_slime.trace.forks import ForkReason
+from agl_slime.trace.segments import Segment, merge_turns
+from agl_slime.trace.turn import Turn
+
+
+def turn(prompt_ids: list[int], response_ids: list[int]) -> Turn:
+    return Turn(prompt_ids=prompt_ids, response_ids=response_ids, log_probs=[-0.5] * len(response_ids))
+
+
+def turns_in(segments: list[Segment]) -> list[list[int]]:
+    return [[at.turn for at in segment.placements] for segment in segments]
+
+
+def test_no_turns_make_no_segments():
+    assert merge_turns([]) == []
+
+
+def test_an_answer_that_is_continued_at_once_stays_one_segment():
+    """No token between the two: a generation that was taken up again by the agent."""
+    [segment] = merge_turns([turn([1], [2, 3]), turn([1, 2, 3], [4])])
+    assert segment.loss_mask.tolist() == [0, 1, 1, 1]
+    assert [(at.start, at.end) for at in segment.placements] == [(1, 3), (3, 4)]
+
+
+def test_a_fork_holds_the_shared_history_as_context_and_trains_only_its_own_turn():
+    root, left, right = turn([1], [2]), turn([1, 2, 9], [3]), turn([1, 2, 8], [4])
+    first, second = merge_turns([root, left, right])
+    assert (first.token_ids.tolist(), first.loss_mask.tolist()) == ([1, 2, 9, 3], [0, 1, 0, 1])
+    assert (second.token_ids.tolist(), second.loss_mask.tolist()) == ([1, 2, 8, 4], [0, 0, 0, 1])
+    assert second.log_probs is not None
+    assert second.log_probs.tolist() == [0.0, 0.0, 0.0, -0.5]
+
+
+def test_concurrent_branches_each_go_on_in_their_own_segment():
+    """Turns of two branches alternate, as those of a parallel agent do."""
+    turns = [turn([1], [2]), turn([1, 2, 9], [3]), turn([1, 2, 8], [4]), turn([1, 2, 9, 3, 7], [5]), turn([1, 2, 8, 4, 7], [6])]
+    segments = merge_turns(turns)
+    assert turns_in(segments) == [[0, 1, 3], [2, 4]]
+    assert [segment.fork_reason for segment in segments] == [None, ForkReason.BRANCH]
+
+
+def test_two_equal_answers_to_one_prompt_are_both_trained():
+    segments = merge_turns([turn([1], [2]), turn([1], [2]), turn([1, 2, 9], [3])])
+    assert turns_in(segments) == [[0], [1, 2]]
+    assert [segment.fork_reason for segment in segments] == [None, ForkReason.BRANCH]
+
+
+def test_a_prompt_that_is_part_of_an_earlier_prompt_is_a_branch():
+    assert merge_turns([turn([1, 2, 3], [4]), turn([1, 2], [5])])[1].fork_reason == ForkReason.BRANCH
+
+
+def test_going_on_from_a_short_answer_that_a_longer_one_begins_with_is_a_branch():
+    """The last prompt goes on from the first answer; that the third answer has the same first token is chance, not an edit."""
+    turns = [turn([1, 2], [3]), turn([1, 2, 3, 9], [8]), turn([1, 2], [3, 4]), turn([1, 2, 3, 5], [6])]
+    assert [segment.fork_reason for segment in merge_turns(turns)] == [None, ForkReason.BRANCH, ForkReason.BRANCH]
+
+
+def test_one_later_answer_that_is_kept_after_a_change_shows_an_edit():
+    """Observation 50 became 60, the answer to it stayed, the answer after that was dropped."""
+    turns = [
+        turn([1], [10, 11]),
+        turn([1, 10, 11, 50], [20, 21]),
+        turn([1, 10, 11, 50, 20, 21, 51], [30, 31]),
+        turn([1, 10, 11, 60, 20, 21, 52], [40]),
+    ]
+    assert [segment.fork_reason for segment in merge_turns(turns)] == [None, ForkReason.EDITED_HISTORY]
+
+
+def test_the_most_recent_conversation_tells_what_was_edited():
+    """Two conversations share the system prompt; the second one's history is changed."""
+    turns = [turn([1, 2, 70], [10]), turn([1, 2, 80], [20, 21]), turn([1, 2, 81, 20, 21, 90], [30])]
+    assert [segment.fork_reason for segment in merge_turns(turns)] == [None, ForkReason.NEW_CONTEXT, ForkReason.EDITED_HISTORY]
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(TraceError, match="turn 0 has an empty prompt"):
+        merge_turns([turn([], [1])])
+
+
+def test_turns_that_sampled_nothing_contribute_nothing():
+    assert turns_in(merge_turns([turn([1], []), turn([], []), turn([1], [2])])) == [[2]]
