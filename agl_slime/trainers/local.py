@@ -37,8 +37,9 @@ _STATE_FORMAT = 1
 
 class LocalTrainer:
     """Clipped policy-gradient steps on batches of slime's shape.
+
     The batch dict's ``rewards`` are the advantages, one per sample and the same for all its tokens; given samples instead, they are normalised per
-       prompt group first. Weights, optimizer and log-probs are float32. Methods are synchronous and must not run at the same time as one another.
+    prompt group first. Weights, optimizer and log-probs are float32. Methods are synchronous and must not run at the same time as one another.
     """
 
     def __init__(self, *, model_path: str | os.PathLike[str], settings: LocalTrainerSettings | None = None) -> None:

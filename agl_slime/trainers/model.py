@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -29,7 +30,7 @@ def load_model(directory: Path, *, device: torch.device) -> PreTrainedModel:
     try:
         with _no_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ConfigError(f"the checkpoint in {directory} cannot be loaded: {error}") from error
     model, info = loaded
     if info["missing_keys"]:  # transformers would fill them with random numbers

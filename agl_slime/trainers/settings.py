@@ -11,8 +11,7 @@ from agl_slime.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTrainerSettings:
-    """GRPO/PPO-clip. The defaults are those with which a 128k-parameter policy learned its tasks on every one of 24 seeds; large models want a
-    learning rate some hundred times smaller."""
+    """GRPO/PPO-clip. The defaults suit a policy of some 128k parameters; large models want a learning rate some hundred times smaller."""
 
     lr: float = 5e-4
     """Learning rate of AdamW, constant after the warm-up."""

@@ -616,6 +616,23 @@ def test_a_checkpoint_that_lacks_weights_is_refused(policy: Path, tmp_path: Path
         trainer(tmp_path / "weights")
 
 
+def test_a_truncated_checkpoint_is_refused(policy: Path, tmp_path: Path):
+    trainer(policy).save_weights(tmp_path / "weights")
+    whole = (tmp_path / "weights" / "model.safetensors").read_bytes()
+    (tmp_path / "weights" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        trainer(tmp_path / "weights")
+
+
+def test_the_state_of_another_model_is_refused(policy: Path, tmp_path: Path):
+    other = make_model().config
+    other.num_hidden_layers, other.layer_types = 1, ["full_attention"]
+    AutoModelForCausalLM.from_config(other).save_pretrained(tmp_path / "other")
+    trainer(tmp_path / "other").save(tmp_path / "state")
+    with pytest.raises(TrainerError, match="are of another model"):
+        trainer(policy).load(tmp_path / "state")
+
+
 def test_an_unusable_device_is_refused(policy: Path):
     with pytest.raises(ConfigError, match="device is 'cuda:99'"):
         trainer(policy, device="cuda:99")
