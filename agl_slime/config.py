@@ -57,7 +57,7 @@ class TrainConfig:
     """Replace an earlier run with other settings in the output directory."""
     seed: int = 0
     """Seed of tasks, policy and trainer."""
-    view: Literal["auto", "live", "plain"] = "auto"
+    view: Literal["auto", "live", "lines"] = "auto"
     """Live progress or one line per iteration; auto is live on a terminal."""
 
     actor_num_nodes: int = 1

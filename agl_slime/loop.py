@@ -19,6 +19,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from agl_slime._agl import LLM, EnqueueRolloutRequest, LightningStore, LitAgent, NamedResources, RolloutConfig
@@ -96,7 +97,7 @@ class OnlineRLLoop:
         weight_sync_fn: ``(iteration) -> version or None``: brings the new weights to SGLang; ``None`` as a version means the iteration's number. Sync
         or async.
         val_tasks: Tasks of validation rollouts; ``None`` draws them from ``tasks`` with another seed when those are generated.
-        reporter: Takes the run's events.
+        reporter: Takes the run's events; ``run_settings`` and ``output_dir`` are told to it.
         on_groups: Called with the iteration and its settled training groups before they are trained on; for transcripts and the like.
     """
 
@@ -115,6 +116,7 @@ class OnlineRLLoop:
         runner_settings: RunnerSettings | None = None,
         reporter: Reporter | None = None,
         run_settings: Mapping[str, Any] | None = None,
+        output_dir: Path | None = None,
         on_groups: Callable[[int, Sequence[GroupResult]], None] | None = None,
     ) -> None:
         self.settings = settings or LoopSettings()
@@ -129,6 +131,7 @@ class OnlineRLLoop:
         self._runner_settings = runner_settings
         self._reporter = reporter
         self._run_settings = dict(run_settings or {})
+        self._output_dir = output_dir
         self._on_groups = on_groups
         self._version = "0"
         self._resources_id: str | None = None
@@ -153,6 +156,7 @@ class OnlineRLLoop:
         self._emit(
             RunStarted(
                 settings=self._run_settings,
+                output_dir=self._output_dir,
                 num_iterations=settings.num_iterations,
                 rollouts_per_iteration=settings.rollout_batch_size * settings.n_samples_per_prompt,
             )

@@ -39,6 +39,8 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
         names.RETOKENIZED: sum(sample.metadata.get("token_source") == "retokenized" for sample in samples),
         names.TOKENS_PER_S: sampled / collect_s if collect_s > 0 else None,
     }
+    for kind, count in sum((Counter(member.forks) for member in trained), Counter()).items():
+        metrics[f"trace/forks/{kind}"] = count
     for reason, count in failures.items():
         metrics[f"rollout/failed/{reason}"] = count
     for name in sorted({name for member in members for name in member.rewards} - {"primary"}):

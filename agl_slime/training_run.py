@@ -21,6 +21,7 @@ from agl_slime.groups.outcome import GroupResult
 from agl_slime.loading import load_agent
 from agl_slime.loop import LoopSettings, OnlineRLLoop, RunResult, Tasks
 from agl_slime.report import StandardReporters, TranscriptItem, TranscriptsSampled, choose_rollouts, open_run_dir, transcript_sample
+from agl_slime.report.metrics import TOKENS_TRAINED
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.sglang.client import EngineDescription, SGLangClient
 from agl_slime.sglang.weights import DiskWeightSync
@@ -63,17 +64,32 @@ async def run_training(config: TrainConfig, *, console: Console | None = None) -
                     val_tasks=val_tasks,
                     llm=LLM(endpoint=url, model=str(model_path), sampling_parameters=_sampling(config)),
                     data_source=source,
-                    slime_train_fn=lambda iteration: trainer.train(source.get_samples(config.rollout_batch_size), iteration=iteration),
+                    slime_train_fn=TrainStep(trainer=trainer, source=source, batch_size=config.rollout_batch_size),
                     weight_sync_fn=weights.push,
                     settings=_loop_settings(config),
                     runner_settings=RunnerSettings(max_concurrent=config.max_concurrent),
                     reporter=reporters,
                     run_settings=asdict(config),
+                    output_dir=run.path,
                     on_groups=_Transcripts(reporters, tokenizer, seed=config.seed).take,
                 )
                 return await loop.run_async()
     finally:
         reporters.close()
+
+
+class TrainStep:
+    """Takes the groups that are ready and trains on them."""
+
+    def __init__(self, *, trainer: Trainer, source: AGLDataSource, batch_size: int) -> None:
+        self._trainer = trainer
+        self._source = source
+        self._batch_size = batch_size
+
+    def __call__(self, iteration: int) -> dict[str, float]:
+        metrics = self._trainer.train(self._source.get_samples(self._batch_size), iteration=iteration)
+        metrics[TOKENS_TRAINED] = metrics.pop("train/tokens")
+        return metrics
 
 
 class WeightPublisher:
@@ -119,6 +135,7 @@ class _Transcripts:
                     rollout_id=rollout_id,
                     label=label,
                     task=member.task,
+                    messages=member.trajectory.messages if member.trajectory is not None else (),
                     samples=[transcript_sample(sample, self._tokenizer.decode) for sample in member.samples],
                     reward=member.reward,
                     rewards=member.rewards,

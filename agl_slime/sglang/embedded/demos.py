@@ -40,11 +40,14 @@ class DemonstrationSource(Protocol):
 class LookupDemonstrations:
     """A two-turn tool task: call ``lookup`` with the key of the question, read the observation, answer with it.
 
-    A task is ``{"key": "kqz", "answer": "7b2"}``. ``unsure`` is the share of imperfect turns that evade, ``wrong`` the share of the remaining ones with a wrong key or answer.
+    A task is ``{"key": "kqz", "answer": "7b2"}``. ``blur_call`` and ``blur_answer`` are the shares of imperfect first and second turns that are not
+    right; of those, ``unsure`` evade and the others have one symbol wrong. Whole wrong words would teach the policy not to copy at all (measured: the
+    share of right calls falls from 0.3 to 0.05). With these defaults training starts from a reward of about 0.1.
     """
 
-    unsure: float = 0.6
-    wrong: float = 0.4
+    blur_call: float = 0.5
+    blur_answer: float = 0.4
+    unsure: float = 0.7
     length: int = 3
 
     tool_name = "lookup"
@@ -83,27 +86,29 @@ class LookupDemonstrations:
         ]
 
     def _imperfect(self, rng: random.Random) -> Demonstration:
-        # each turn is blurred independently; a conversation whose first turn does not call the tool rightly ends there, as a rollout's would
+        # a conversation whose first turn does not call the tool rightly ends there, as a rollout's would
         demonstration = self._clean(rng)
-        task = self.make_task(rng)
         call, answer = demonstration[2], demonstration[4]
-        right = call["content"]
-        call["content"] = self._blur(rng, right, self.tool_call(task["key"]))
-        answer["content"] = self._blur(rng, answer["content"], task["answer"])
-        return demonstration if call["content"] == right else demonstration[:3]
-
-    def _blur(self, rng: random.Random, right: str, wrong: str) -> str:
-        if rng.random() < self.unsure:
-            return UNSURE
-        return wrong if rng.random() < self.wrong else right
+        if rng.random() < self.blur_call:
+            key = demonstration[1]["content"].split('"')[1]
+            right = call["content"]
+            call["content"] = UNSURE if rng.random() < self.unsure else self.tool_call(_one_wrong(rng, key, _LETTERS))
+            if call["content"] != right:
+                return demonstration[:3]
+        if rng.random() < self.blur_answer:
+            answer["content"] = UNSURE if rng.random() < self.unsure else _one_wrong(rng, answer["content"], _SYMBOLS)
+        return demonstration
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReverseDemonstrations:
-    """A one-turn task: write three letters backwards. A task is ``{"letters": "b k t", "answer": "t k b"}``."""
+    """A one-turn task: write three letters backwards. A task is ``{"letters": "b k t", "answer": "t k b"}``.
 
-    unsure: float = 0.6
-    wrong: float = 0.4
+    ``blur`` is the share of imperfect answers that are not right; of those, ``unsure`` evade and the others have one letter wrong.
+    """
+
+    blur: float = 0.75
+    unsure: float = 0.7
     length: int = 3
 
     def make_task(self, rng: random.Random) -> dict[str, Any]:
@@ -120,10 +125,10 @@ class ReverseDemonstrations:
     def demonstrations(self, rng: random.Random, n: int, *, quality: Quality) -> list[Demonstration]:
         conversations = []
         for _ in range(n):
-            task, other = self.make_task(rng), self.make_task(rng)
+            task = self.make_task(rng)
             content = task["answer"]
-            if quality == "imperfect":
-                content = UNSURE if rng.random() < self.unsure else other["answer"] if rng.random() < self.wrong else content
+            if quality == "imperfect" and rng.random() < self.blur:
+                content = UNSURE if rng.random() < self.unsure else " ".join(_one_wrong(rng, content.replace(" ", ""), _LETTERS))
             conversations.append([*self.prompt(task), {"role": "assistant", "content": content}])
         return conversations
 
@@ -134,3 +139,8 @@ DEFAULT_SOURCES: tuple[DemonstrationSource, ...] = (LookupDemonstrations(), Reve
 
 def _word(rng: random.Random, alphabet: str, length: int) -> str:
     return "".join(rng.choice(alphabet) for _ in range(length))
+
+
+def _one_wrong(rng: random.Random, word: str, alphabet: str) -> str:
+    place = rng.randrange(len(word))
+    return word[:place] + rng.choice(alphabet) + word[place + 1 :]
