@@ -20,19 +20,31 @@ from rich.logging import RichHandler
 from agl_slime.config import TrainConfig
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
 
-COMMANDS = {"train": "train an agent online"}
+COMMANDS = {
+    "train": "train an agent online",
+    "buffer": "serve a rollout buffer",
+    "assign-instance-id": "give each line of a JSON-lines file an instance_id",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: agl-slime COMMAND [flags]\n\n" + "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items()))
+        print("usage: agl-slime COMMAND [flags]\n\n" + "\n".join(f"  {name:<18} {text}" for name, text in COMMANDS.items()))
         return 0
     command, *rest = arguments
     if command not in COMMANDS:
         print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    if command == "buffer":
+        from agl_slime.buffer.command import main as serve_buffer
+
+        return serve_buffer(rest)
+    if command == "assign-instance-id":
+        from agl_slime.buffer.instance_ids import main as assign_instance_ids
+
+        return assign_instance_ids(rest)
     return _train(rest)
 
 

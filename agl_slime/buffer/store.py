@@ -9,6 +9,7 @@ A small index in memory (open groups, oldest first) makes the cost of a write or
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections import Counter, OrderedDict
@@ -20,6 +21,7 @@ import orjson
 
 from agl_slime.buffer.errors import BufferFullError, BufferRequestError
 from agl_slime.buffer.items import WrittenItem
+from agl_slime.errors import AglSlimeError
 from agl_slime.groups.database import Database
 from agl_slime.groups.ledger_disk import PersistentLedger
 from agl_slime.groups.outcome import Outcome
@@ -64,6 +66,12 @@ class OpenGroup:
     count: int = 0
     last_time: float = 0.0
     busy: bool = False  # being decided right now: new items of its key start another group
+
+    @property
+    def group_id(self) -> Any:
+        """What its items say as ``group_id``; ``None`` when they do not."""
+        key = orjson.loads(self.key)
+        return key[1] if isinstance(key, list) else None
 
 
 @dataclass(slots=True)
@@ -116,6 +124,24 @@ class Batch:
     @property
     def data(self) -> list[dict[str, Any]]:
         return orjson.loads(self.data_json)
+
+
+class Claim:
+    """Who was first: the reader that commits a hand-out, or the caller that gave up waiting for it. Only the first may go on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken = False
+
+    def take(self) -> bool:
+        with self._lock:
+            first = not self._taken
+            self._taken = True
+            return first
+
+
+class ReadAbandonedError(AglSlimeError):
+    """Nobody waits for this batch any more; its groups stay where they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,11 +282,13 @@ class ItemStore:
 
     # -- reading -------------------------------------------------------------------------------------------------------------------------------------
 
-    def read(self, task: str, *, max_groups: int | None = None, request_id: str | None = None, ack: Iterable[str] = ()) -> Batch | None:
+    def read(
+        self, task: str, *, max_groups: int | None = None, request_id: str | None = None, ack: Iterable[str] = (), claim: Claim | None = None
+    ) -> Batch | None:
         """Decide the groups that changed or timed out and hand out up to ``max_groups`` valid ones, oldest first; ``None`` when there is none.
 
         The hand-out is on disk before this returns: its items are never handed out again, except to the same ``request_id``, which gets the same
-        answer again. ``ack`` names earlier requests whose items the reader holds for good.
+        answer again. ``ack`` names earlier requests whose items the reader holds for good. Nothing is handed out when ``claim`` was taken by then.
         """
         index = self._tasks[task]
         self.acknowledge(task, ack)
@@ -280,6 +308,8 @@ class ItemStore:
                     if decision is not None:
                         decided.append(decision)
                         valid += decision.finished.valid
+            if claim is not None and not claim.take():
+                raise ReadAbandonedError("nobody waits for this batch any more")
             return self._commit(task, index, decided, request_id) if decided else None
         except BaseException:
             with self._database.reading():

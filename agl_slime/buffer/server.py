@@ -1,0 +1,253 @@
+"""The Rollout Buffer over HTTP, in the shapes of slime's own server."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from agl_slime import __version__
+from agl_slime.buffer.errors import BufferRequestError
+from agl_slime.buffer.items import parse_items, parse_json
+from agl_slime.buffer.openapi import openapi_description
+from agl_slime.buffer.service import RolloutBuffer
+from agl_slime.buffer.settings import BufferSettings
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_BUFFER = web.AppKey("buffer", RolloutBuffer)
+_OPEN_PATHS = frozenset({"/health", "/openapi.json"})
+_RETRY_AFTER_S = 5
+
+# An answer to a write repeats the item, as slime's server does; a client that does not want it says so (RFC 7240).
+_MINIMAL = "return=minimal"
+
+
+def make_app(*, buffer: RolloutBuffer) -> web.Application:
+    """The aiohttp application; the caller starts and closes ``buffer``."""
+    settings = buffer.settings
+    app = web.Application(middlewares=[_errors, _guard(settings)], client_max_size=int(settings.max_body_mb * 1_000_000))
+    app[_BUFFER] = buffer
+    app.router.add_post("/buffer/write", _write)
+    app.router.add_post("/runs/{key}/buffer/write", _write)
+    app.router.add_post("/get_rollout_data", _get_rollout_data)
+    app.router.add_post("/start_rollout", _start_rollout)
+    app.router.add_get("/stats", _stats)
+    app.router.add_get("/health", _health)
+    app.router.add_get("/openapi.json", _openapi)
+    return app
+
+
+class BufferServer:
+    """A running server: ``async with BufferServer(settings=…) as server`` listens at ``server.url``."""
+
+    def __init__(self, *, settings: BufferSettings) -> None:
+        self.settings = settings
+        self.buffer = RolloutBuffer(settings=settings)
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def start(self) -> BufferServer:
+        host = self.settings.host
+        runner = web.AppRunner(make_app(buffer=self.buffer), access_log=None, keepalive_timeout=75.0, shutdown_timeout=3.0)
+        self._runner = runner
+        try:
+            await self.buffer.prepare()
+            await runner.setup()
+            site = web.TCPSite(runner, host, self.settings.port, backlog=1024)
+            await site.start()
+            port = runner.addresses[0][1]
+            self.url = f"http://{_written(host)}:{port}"
+            await self.buffer.start(self.url)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+            await self.buffer.close()
+
+    async def __aenter__(self) -> BufferServer:
+        return await self.start()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def _written(host: str) -> str:
+    """How this machine reaches a server that listens on ``host``."""
+    if host in ("0.0.0.0", ""):
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    try:
+        return f"[{host}]" if ipaddress.ip_address(host).version == 6 else host
+    except ValueError:
+        return host
+
+
+# -- handlers
+# ------------------------------------------------------------------------------------------------------------------------------------------
+
+
+async def _write(request: web.Request) -> web.Response:
+    buffer = request.app[_BUFFER]
+    task = _task_of_path(request)
+    written, items = parse_items(await _body(request))
+    if task is None:
+        named = [item.get("task_type") for item in items]
+        name = named[0]
+        if not isinstance(name, (str, type(None))) or any(other != name for other in named):
+            raise BufferRequestError("the items name several task types, or something that is none; send one task type per request")
+        task = buffer.task_for(name)
+    result = await buffer.write(task, written)
+    minimal = _MINIMAL in request.headers.get("Prefer", "")
+    echo = b"" if minimal else b",".join(item.body for item in written)
+    told = b'"written":%d,"duplicates":%d' % (result.written, result.duplicates)
+    return _json_bytes(
+        b'{"success":true,"message":"Data has been successfully written to buffer","data":{"data":['
+        + echo
+        + b'],"meta_info":"write to buffer",'
+        + told
+        + b"}}"
+    )
+
+
+async def _get_rollout_data(request: web.Request) -> web.Response:
+    buffer = request.app[_BUFFER]
+    raw = await _body(request)
+    asked = parse_json(raw) if raw.strip() else {}
+    if not isinstance(asked, dict):
+        raise BufferRequestError(f"the body is of type {type(asked).__name__}; expected an object")
+    task = buffer.task_for(_optional(asked, "task_type", str))
+    batch_size = _optional(asked, "batch_size", int)
+    if batch_size is not None and batch_size < 1:
+        raise BufferRequestError(f"batch_size is {batch_size}; expected at least 1")
+    request_id = _optional(asked, "request_id", str)
+    if request_id is not None and not 0 < len(request_id) <= 1024:
+        raise BufferRequestError(f"request_id has {len(request_id)} characters; expected 1 to 1024")
+    ack = _optional(asked, "ack", list) or []
+    if not all(isinstance(entry, str) for entry in ack):
+        raise BufferRequestError("ack holds something that is no text; expected request_ids")
+    batch = await buffer.read(task, batch_size=batch_size, request_id=request_id, ack=ack)
+    if batch is None or not batch.size:
+        return _json({"success": False, "message": "No data available to read", "data": {"data": [], "meta_info": {}}})
+    meta_info = orjson.dumps(batch.meta_info, default=repr, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    message = b'{"success":true,"message":"Successfully read %d items","data":{"data":' % batch.size
+    return _json_bytes(message + batch.data_json + b',"meta_info":' + meta_info + b"}}")
+
+
+async def _start_rollout(request: web.Request) -> web.Response:
+    payload = parse_json(await _body(request))
+    if not isinstance(payload, dict):
+        raise BufferRequestError(f"the body is of type {type(payload).__name__}; expected an object")
+    return _json(await request.app[_BUFFER].start_rollout(payload))
+
+
+async def _stats(request: web.Request) -> web.Response:
+    return _json(await request.app[_BUFFER].stats())
+
+
+async def _health(request: web.Request) -> web.Response:
+    return _json({"status": "ok", "version": __version__})
+
+
+async def _openapi(request: web.Request) -> web.Response:
+    return _json(openapi_description())
+
+
+# -- around them
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every refusal is JSON with one sentence; what is nobody's fault is logged and told as such."""
+    try:
+        return await handler(request)
+    except BufferRequestError as error:
+        headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.status == 503 else None
+        return _json({"success": False, "message": str(error)}, status=error.status, headers=headers)
+    except web.HTTPRequestEntityTooLarge:
+        limit = request.app[_BUFFER].settings.max_body_mb
+        return _json({"success": False, "message": f"the body is larger than {limit:g} MB; send fewer items per request"}, status=413)
+    except web.HTTPException as error:
+        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+        return _json({"success": False, "message": f"{request.method} {request.path}: {error.reason}"}, status=error.status, headers=headers)
+    except (ConnectionError, asyncio.CancelledError):
+        raise
+    except Exception:
+        logger.exception("%s %s failed.", request.method, request.path)
+        return _json({"success": False, "message": "the buffer failed to serve this request; its log says why"}, status=500)
+
+
+def _guard(settings: BufferSettings) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+    expected = f"Bearer {settings.token}".encode() if settings.token else None
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if "Origin" in request.headers:  # only browsers send it: a page somewhere must not reach a server on this machine
+            raise BufferRequestError("requests from web pages are not served", status=403)
+        if expected is not None and request.path not in _OPEN_PATHS and "key" not in request.match_info:
+            given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+            if not hmac.compare_digest(given, expected):
+                raise BufferRequestError("the token is missing or wrong; send it as `Authorization: Bearer TOKEN`", status=401)
+        return await handler(request)
+
+    return guard
+
+
+async def _body(request: web.Request) -> bytes:
+    """The whole body, or an end to a connection that does not deliver it."""
+    timeout = request.app[_BUFFER].settings.request_timeout_s
+
+    def give_up() -> None:
+        if request.transport is not None:
+            request.transport.abort()
+
+    timer = asyncio.get_running_loop().call_later(timeout, give_up)
+    try:
+        return await request.read()
+    except web.RequestPayloadError as error:  # a broken encoding, or the other side went away
+        raise BufferRequestError(f"the body could not be read: {error}") from error
+    finally:
+        timer.cancel()
+
+
+def _task_of_path(request: web.Request) -> str | None:
+    key = request.match_info.get("key")
+    if key is None:
+        return None
+    task = request.app[_BUFFER].task_of_key(key)
+    if task is None:
+        raise BufferRequestError("this path belongs to no run of a generator", status=404)
+    return task
+
+
+def _optional(asked: dict[str, Any], name: str, kind: type) -> Any:
+    value = asked.get(name)
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise BufferRequestError(f"{name} is of type {type(value).__name__}; expected {kind.__name__}")
+    return value
+
+
+def _json(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, headers=headers, content_type="application/json")
+
+
+def _json_bytes(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")
+
+
+__all__ = ["BufferServer", "make_app"]

@@ -1,0 +1,68 @@
+"""Items, settings and clients for tests of the rollout buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from agl_slime.buffer.settings import BufferSettings
+
+
+def make_item(uid: str, instance_id: Any = "math_001", reward: Any = 1.0, **fields: Any) -> dict[str, Any]:
+    """An item as in the documentation of the agent rollout."""
+    messages = [{"role": "user", "content": "Solve the equation x^2 + 5x + 6 = 0"}, {"role": "assistant", "content": "-2 and -3"}]
+    return {"uid": uid, "instance_id": instance_id, "messages": messages, "reward": reward, "extra_info": {}, **fields}
+
+
+def settings_for(tmp_path: Path, **changes: Any) -> BufferSettings:
+    generators = tmp_path / "generators"
+    generators.mkdir(exist_ok=True)
+    return BufferSettings(**{"port": 0, "generators": generators, "input_dir": (tmp_path,), "group_size": 2, **changes})
+
+
+def add_generator(tmp_path: Path, name: str, code: str) -> Path:
+    path = tmp_path / "generators" / f"{name}_generator.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(textwrap.dedent(code))
+    return path
+
+
+class Client:
+    """What a client sees: status and JSON."""
+
+    def __init__(self, url: str, **headers: str) -> None:
+        self.url = url
+        self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=30))
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def post(self, path: str, body: Any = None, *, data: bytes | None = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        async with self._session.post(self.url + path, json=body, data=data, headers=headers) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self._session.get(self.url + path) as response:
+            return response.status, await response.json()
+
+    async def read(self, **asked: Any) -> list[dict[str, Any]]:
+        _, answer = await self.post("/get_rollout_data", asked)
+        return answer["data"]["data"]
+
+
+async def eventually(condition: Callable[[], Awaitable[Any]], *, timeout_s: float = 20.0) -> Any:
+    """The first truthy result of ``condition``; it is asked again until then."""
+    deadline = time.monotonic() + timeout_s
+    while not (result := await condition()):
+        assert time.monotonic() < deadline, f"nothing came of it within {timeout_s} s"
+        await asyncio.sleep(0.02)
+    return result

@@ -1,0 +1,430 @@
+"""The rollout buffer over HTTP, as clients and generators meet it."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime.buffer.server import BufferServer
+from agl_slime.buffer.settings import BufferSettings
+from agl_slime.errors import ConfigError
+from tests.buffer_cases import Client, add_generator, eventually, make_item, settings_for
+
+WRITES_TWO_PER_INSTANCE = """
+    import json, urllib.request
+
+    TASK_TYPE = "sums"
+
+    def send(data, item):
+        request = urllib.request.Request(data["remote_buffer_url"] + "/buffer/write", json.dumps(item).encode(), {"Content-Type": "application/json"})
+        return json.loads(urllib.request.urlopen(request).read())
+
+    def run_rollout(data):
+        skip = list(data["skip_instance_ids"])
+        for line in open(data["input_file"]):
+            instance_id = json.loads(line)["instance_id"]
+            if instance_id in skip:
+                continue
+            for n in range(int(data["num_repeat_per_sample"])):
+                send(data, {"uid": f"{instance_id}.{n}", "instance_id": instance_id, "messages": [], "reward": n % 2, "extra_info": {}})
+"""
+
+
+def start_payload(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    """The documented payload, with a file that exists."""
+    (tmp_path / "input.jsonl").write_text("".join(json.dumps({"instance_id": f"id{n}", "prompt": "?"}) + "\n" for n in range(3)))
+    return {
+        "num_process": 1024,
+        "num_epoch": 3,
+        "remote_engine_url": "http://sglang-router:3000",
+        "task_type": "sums",
+        "input_file": str(tmp_path / "input.jsonl"),
+        "num_repeat_per_sample": "2",
+        "max_tokens": 8192,
+        "sampling_params": {"max_tokens": 8192, "temperature": 0.8, "top_p": 0.9},
+        "tokenizer_path": "/path/to/tokenizer",
+        "skip_instance_ids": ["id1", "id2"],
+        **changes,
+    }
+
+
+async def test_a_written_item_is_answered_as_slimes_server_does(tmp_path):
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        status, answer = await client.post("/buffer/write", make_item("1"))
+        assert status == 200
+        assert (answer["success"], answer["message"]) == (True, "Data has been successfully written to buffer")
+        assert answer["data"]["data"] == [make_item("1")]
+        assert answer["data"]["meta_info"] == "write to buffer"
+        status, answer = await client.post("/buffer/write", make_item("1"), headers={"Prefer": "return=minimal"})
+        assert answer["data"] == {"data": [], "meta_info": "write to buffer", "written": 0, "duplicates": 1}
+
+
+async def test_an_empty_buffer_says_so(tmp_path):
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        status, answer = await client.post("/get_rollout_data", {})
+        assert status == 200
+        assert answer == {"success": False, "message": "No data available to read", "data": {"data": [], "meta_info": {}}}
+        assert await client.post("/get_rollout_data", data=b"") == (200, answer)
+
+
+async def test_groups_come_out_with_their_meta_information(tmp_path):
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        await client.post("/buffer/write", [make_item("1", reward=0), make_item("2"), make_item("3", "other")])
+        status, answer = await client.post("/get_rollout_data", {})
+        assert (status, answer["success"], answer["message"]) == (200, True, "Successfully read 2 items")
+        assert answer["data"]["meta_info"] == {
+            "total_samples": 3,
+            "num_groups": 2,
+            "avg_group_size": 1.5,
+            "avg_reward": pytest.approx(2 / 3),
+            "finished_groups": ["math_001"],
+        }
+        assert [entry["raw_reward"] for entry in answer["data"]["data"]] == [0, 1]
+        assert {"uid", "instance_id", "messages", "reward", "extra_info"} <= answer["data"]["data"][0].keys()
+
+
+async def test_batch_size_counts_items_in_whole_groups(tmp_path):
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        await client.post("/buffer/write", [make_item(f"{i}.{n}", i) for i in range(5) for n in range(2)])
+        assert len(await client.read(batch_size=5)) == 4
+        assert len(await client.read(batch_size=1)) == 2
+        assert len(await client.read()) == 4
+
+
+async def test_a_generator_runs_and_its_groups_come_out(tmp_path):
+    add_generator(tmp_path, "sums", WRITES_TWO_PER_INSTANCE)
+    async with BufferServer(settings=settings_for(tmp_path, group_size=16)) as server, Client(server.url) as client:
+        status, answer = await client.post("/start_rollout", start_payload(tmp_path, skip_instance_ids=["id1"]))
+        assert (status, answer["message"]) == (200, "Rollout started")
+        await eventually(lambda: _run_is(client, "sums", "finished"))
+        data = await client.read()
+        assert [entry["uid"] for entry in data] == ["id0.0", "id0.1", "id2.0", "id2.1"]
+
+
+async def _run_is(client: Client, task: str, state: str) -> dict[str, Any] | None:
+    _, stats = await client.get("/stats")
+    run = stats["task_types"].get(task, {}).get("run")
+    return run if run is not None and run["state"] == state else None
+
+
+async def test_two_task_types_do_not_mix(tmp_path):
+    add_generator(tmp_path, "sums", WRITES_TWO_PER_INSTANCE)
+    add_generator(tmp_path, "words", WRITES_TWO_PER_INSTANCE.replace('"sums"', '"words"'))
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        await client.post("/start_rollout", start_payload(tmp_path))
+        await client.post("/start_rollout", start_payload(tmp_path, task_type="words", num_repeat_per_sample=3))
+        await eventually(lambda: _run_is(client, "sums", "finished"))
+        await eventually(lambda: _run_is(client, "words", "finished"))
+        status, answer = await client.post("/get_rollout_data", {})
+        assert status == 400
+        assert "several task types are in use (sums, words)" in answer["message"]
+        assert len(await client.read(task_type="sums")) == 2
+        assert len(await client.read(task_type="words")) == 3
+
+
+async def test_a_generator_that_raises_is_recorded_with_its_traceback(tmp_path):
+    add_generator(tmp_path, "bad", 'TASK_TYPE = "bad"\ndef run_rollout(data):\n    raise RuntimeError("no engine")\n')
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        await client.post("/start_rollout", start_payload(tmp_path, task_type="bad"))
+        run = await eventually(lambda: _run_is(client, "bad", "failed"))
+        assert "RuntimeError: no engine" in run["error"]
+        assert (await client.get("/health"))[0] == 200
+
+
+async def test_a_generator_that_hangs_is_ended_and_recorded(tmp_path):
+    add_generator(tmp_path, "slow", 'import time\nTASK_TYPE = "slow"\ndef run_rollout(data):\n    time.sleep(3600)\n')
+    async with BufferServer(settings=settings_for(tmp_path, generator_stall_s=1.0)) as server, Client(server.url) as client:
+        await client.post("/start_rollout", start_payload(tmp_path, task_type="slow"))
+        run = await eventually(lambda: _run_is(client, "slow", "stalled"))
+        assert run["error"] == "nothing was heard of it for 1 s"
+
+
+async def test_a_new_run_ends_the_one_before(tmp_path):
+    add_generator(tmp_path, "slow", 'import time\nTASK_TYPE = "slow"\ndef run_rollout(data):\n    time.sleep(3600)\n')
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        await client.post("/start_rollout", start_payload(tmp_path, task_type="slow"))
+        first = server.buffer._tasks["slow"].process
+        assert first is not None
+        _, answer = await client.post("/start_rollout", start_payload(tmp_path, task_type="slow"))
+        assert answer["run"] == 2
+        assert not first.running
+    second = server.buffer._tasks["slow"].process
+    assert second is not None
+    assert not second.running  # it ends with the server
+
+
+async def test_broken_and_repeated_generators_are_reported_and_the_others_work(tmp_path):
+    add_generator(tmp_path, "a", WRITES_TWO_PER_INSTANCE)
+    add_generator(tmp_path, "b", WRITES_TWO_PER_INSTANCE)
+    add_generator(tmp_path, "c", "def broken(:")
+    add_generator(tmp_path, "d", "raise SystemExit(3)")
+    add_generator(tmp_path, "e", 'TASK_TYPE = "nothing"')
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        _, stats = await client.get("/stats")
+        assert stats["generators"] == {"sums": "a_generator.py"}
+        problems = stats["generator_problems"]
+        assert problems["b_generator.py"] == "has the task type 'sums' of a_generator.py and is left out"
+        assert problems["c_generator.py"].startswith("cannot be used: SyntaxError")
+        assert problems["d_generator.py"] == "cannot be used: SystemExit: 3"
+        assert problems["e_generator.py"] == "cannot be used: TypeError: run_rollout(data) is missing"
+        assert (await client.post("/start_rollout", start_payload(tmp_path)))[0] == 200
+
+
+async def test_the_stages_of_a_generator_decide_over_its_groups(tmp_path):
+    code = (
+        WRITES_TWO_PER_INSTANCE
+        + """
+    def normalize_group_data(group, epsilon=1e-8, algo="grpo"):
+        for item in group[1]:
+            item["raw_reward"], item["reward"] = item["reward"], 10 * item["reward"]
+        return group
+    """
+    )
+    add_generator(tmp_path, "sums", code)
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        await client.post("/start_rollout", start_payload(tmp_path))
+        await eventually(lambda: _run_is(client, "sums", "finished"))
+        assert [entry["reward"] for entry in await client.read()] == [0, 10]
+
+
+async def test_a_stage_that_hangs_costs_a_503_and_nothing_is_handed_out(tmp_path):
+    release = tmp_path / "release"
+    code = (
+        WRITES_TWO_PER_INSTANCE
+        + f"""
+    import os, time
+    def filter_item(item):
+        while not os.path.exists({str(release)!r}):
+            time.sleep(0.01)
+        return True
+    """
+    )
+    add_generator(tmp_path, "sums", code)
+    async with BufferServer(settings=settings_for(tmp_path, request_timeout_s=0.5)) as server, Client(server.url) as client:
+        await client.post("/start_rollout", start_payload(tmp_path))
+        await eventually(lambda: _run_is(client, "sums", "finished"))
+        status, answer = await client.post("/get_rollout_data", {})
+        assert status == 503
+        assert answer["message"] == "the groups of 'sums' could not be decided within 0.5 s"
+        assert (await client.post("/buffer/write", make_item("1", task_type="sums")))[0] == 200
+        release.touch()
+        assert len(await eventually(client.read)) == 2
+
+
+@pytest.mark.parametrize("path", ["../secret.jsonl", "/etc/passwd", "generators/../../secret.jsonl", "link.jsonl"])
+async def test_input_files_outside_of_the_allowed_directories_are_refused(tmp_path, path):
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (tmp_path / "secret.jsonl").write_text("{}\n")
+    (inner / "link.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    add_generator(tmp_path, "sums", WRITES_TWO_PER_INSTANCE)
+    async with BufferServer(settings=settings_for(tmp_path, input_dir=(inner,))) as server, Client(server.url) as client:
+        status, answer = await client.post("/start_rollout", start_payload(tmp_path, input_file=path))
+        assert status == 403
+        assert "outside of the allowed directories" in answer["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/buffer/write", b"{", 400, "the body is not JSON"),
+        ("/buffer/write", b"", 400, "the body is not JSON"),
+        ("/buffer/write", b'{"instance_id": "a", "reward": NaN}', 400, "the body is not JSON"),
+        ("/buffer/write", b'{"instance_id": "a", "reward": 1e999}', 400, "the body is not JSON"),
+        ("/buffer/write", b"\xff\xfe", 400, "the body is not JSON"),
+        ("/buffer/write", b"[" * 100_000, 400, "the body is not JSON"),
+        ("/buffer/write", b"[]", 400, "the list of items is empty"),
+        ("/buffer/write", b"[3]", 400, "item 0 is of type int"),
+        ("/buffer/write", b'{"uid": "1"}', 400, "item 0 has no instance_id"),
+        ("/buffer/write", b'[{"instance_id": 1}, {"instance_id": []}]', 400, "item 1: instance_id is of type list"),
+        ("/buffer/write", b'{"instance_id": "a", "task_type": "unheard"}', 404, "there is no task type 'unheard'"),
+        ("/buffer/write", b'{"instance_id": "a", "task_type": 3}', 400, "the items name several task types"),
+        ("/buffer/write", b'[{"instance_id": "a", "task_type": []}]', 400, "the items name several task types"),
+        ("/runs/guessed/buffer/write", b'{"instance_id": "a"}', 404, "this path belongs to no run"),
+        ("/get_rollout_data", b"[]", 400, "the body is of type list"),
+        ("/get_rollout_data", b'{"batch_size": 0}', 400, "batch_size is 0"),
+        ("/get_rollout_data", b'{"batch_size": true}', 400, "batch_size is of type bool"),
+        ("/get_rollout_data", b'{"task_type": "unheard"}', 404, "there is no task type"),
+        ("/get_rollout_data", b'{"ack": [1]}', 400, "ack holds"),
+        ("/start_rollout", b"[]", 400, "the body is of type list"),
+        ("/start_rollout", b"{}", 400, "task_type is None"),
+        ("/start_rollout", b'{"task_type": "unheard"}', 404, "no generator has the task type 'unheard'"),
+        ("/start_rollout", b'{"task_type": "sums", "num_repeat_per_sample": "many"}', 400, "num_repeat_per_sample is 'many'"),
+        ("/start_rollout", b'{"task_type": "sums", "skip_instance_ids": "a"}', 400, "skip_instance_ids is of type str"),
+        ("/start_rollout", b'{"task_type": "sums", "input_file": 3}', 400, "input_file is 3"),
+        ("/start_rollout", b'{"task_type": "sums", "input_file": "a\\u0000b"}', 400, "expected a path"),
+        ("/start_rollout", b'{"task_type": "sums", "input_file": "missing.jsonl"}', 400, "there is no such file"),
+        ("/nowhere", b"{}", 404, "POST /nowhere: Not Found"),
+        ("/stats", b"{}", 405, "POST /stats: Method Not Allowed"),
+    ],
+)
+async def test_what_cannot_be_served_is_told_in_one_sentence(tmp_path, path, body, status, message):
+    add_generator(tmp_path, "sums", WRITES_TWO_PER_INSTANCE)
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        got, answer = await client.post(path, data=body)
+        assert got == status
+        assert answer["success"] is False
+        assert message in answer["message"]
+        _, stats = await client.get("/stats")
+        assert stats["held_items"] == 0
+
+
+async def test_a_body_over_the_limit_is_refused_compressed_or_not(tmp_path):
+    async with BufferServer(settings=settings_for(tmp_path, max_body_mb=0.01)) as server, Client(server.url) as client:
+        large = json.dumps(make_item("1", filler="x" * 20_000)).encode()
+        assert (await client.post("/buffer/write", data=large))[0] == 413
+        status, answer = await client.post("/buffer/write", data=gzip.compress(large), headers={"Content-Encoding": "gzip"})
+        assert (status, answer["message"]) == (413, "the body is larger than 0.01 MB; send fewer items per request")
+        broken = await client.post("/buffer/write", data=b"not gzip", headers={"Content-Encoding": "gzip"})
+        assert broken[0] == 400
+
+
+async def test_a_body_that_never_comes_ends_its_connection(tmp_path):
+    async with BufferServer(settings=settings_for(tmp_path, request_timeout_s=0.3)) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /buffer/write HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        await writer.drain()
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+
+
+async def test_a_full_buffer_asks_writers_to_come_back(tmp_path):
+    async with BufferServer(settings=settings_for(tmp_path, max_buffer_size=2)) as server, Client(server.url) as client:
+        await client.post("/buffer/write", [make_item("1"), make_item("2")])
+        async with client._session.post(f"{server.url}/buffer/write", json=make_item("3")) as response:
+            assert response.status == 503
+            assert response.headers["Retry-After"] == "5"
+        await client.read()
+        assert (await client.post("/buffer/write", make_item("3")))[0] == 200
+
+
+async def test_a_token_is_asked_for_everywhere_but_at_the_door(tmp_path):
+    async with BufferServer(settings=settings_for(tmp_path, token="secret")) as server:
+        async with Client(server.url) as stranger:
+            assert (await stranger.get("/health"))[0] == 200
+            assert (await stranger.get("/stats"))[0] == 401
+            assert (await stranger.post("/buffer/write", make_item("1")))[0] == 401
+        async with Client(server.url, Authorization="Bearer secret") as friend:
+            assert (await friend.post("/buffer/write", make_item("1")))[0] == 200
+
+
+async def test_generators_need_no_token(tmp_path):
+    add_generator(tmp_path, "sums", WRITES_TWO_PER_INSTANCE)
+    async with BufferServer(settings=settings_for(tmp_path, token="secret")) as server, Client(server.url, Authorization="Bearer secret") as client:
+        await client.post("/start_rollout", start_payload(tmp_path))
+        await eventually(lambda: _run_is(client, "sums", "finished"))
+        assert len(await client.read()) == 2
+
+
+async def test_web_pages_are_not_served(tmp_path):
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url, Origin="http://evil.example") as page:
+        assert (await page.post("/start_rollout", {"task_type": "math"}))[0] == 403
+
+
+def test_other_machines_need_a_token():
+    with pytest.raises(ConfigError, match="set --token"):
+        BufferSettings(host="0.0.0.0")
+    assert BufferSettings(host="0.0.0.0", token="secret").host == "0.0.0.0"
+
+
+async def test_a_restarted_buffer_goes_on_with_its_generator_and_its_items(tmp_path):
+    """The first life ends in the middle of a run: the second makes what is missing, and nothing twice."""
+    hold = tmp_path / "hold"
+    hold.touch()
+    wait = f"""
+            import os, time
+            while instance_id == "id2" and os.path.exists({str(hold)!r}):
+                time.sleep(0.01)
+            for n in range("""
+    code = WRITES_TWO_PER_INSTANCE.replace("\n            for n in range(", wait)
+    add_generator(tmp_path, "sums", code)
+    settings = settings_for(tmp_path, run_dir=tmp_path / "run")
+    async with BufferServer(settings=settings) as server, Client(server.url) as client:
+        await client.post("/start_rollout", start_payload(tmp_path, skip_instance_ids=[]))
+        await eventually(lambda: _held(client, 4))
+        assert [entry["uid"] for entry in await client.read(batch_size=2)] == ["id0.0", "id0.1"]
+    hold.unlink()
+    async with BufferServer(settings=settings) as server, Client(server.url) as client:
+        await eventually(lambda: _run_is(client, "sums", "finished"))
+        assert [entry["uid"] for entry in await client.read()] == ["id1.0", "id1.1", "id2.0", "id2.1"]
+        _, stats = await client.get("/stats")
+        assert stats["items"]["opened"] == 6
+
+
+async def _held(client: Client, n: int) -> bool:
+    _, stats = await client.get("/stats")
+    return stats["held_items"] == n
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes in /proc")
+async def test_a_generator_and_its_workers_end_with_a_killed_buffer(tmp_path):
+    pids = tmp_path / "pids"
+    add_generator(
+        tmp_path,
+        "slow",
+        f"""
+        import multiprocessing, os, time
+        TASK_TYPE = "slow"
+        def work():
+            with open({str(pids)!r}, "a") as file:
+                file.write(f"{{os.getpid()}}\\n")
+            time.sleep(3600)
+        def run_rollout(data):
+            multiprocessing.Process(target=work).start()
+            work()
+        """,
+    )
+    server = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        "import sys; from agl_slime.buffer.command import main; sys.exit(main(sys.argv[1:]))",
+        *("--port", "0", "--generators", str(tmp_path / "generators"), "--input-dir", str(tmp_path)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    assert server.stdout is not None
+    url = (await server.stdout.readline()).decode().split()[3]
+    async with Client(url) as client:
+        await client.post("/start_rollout", start_payload(tmp_path, task_type="slow"))
+
+    async def both() -> list[int] | None:
+        found = [int(line) for line in pids.read_text().split()] if pids.exists() else []
+        return found if len(found) == 2 else None
+
+    found = await eventually(both)
+    server.send_signal(signal.SIGKILL)
+    await server.wait()
+
+    async def gone() -> bool:
+        return not any(_alive(pid) for pid in found)
+
+    assert await eventually(gone)
+
+
+def _alive(pid: int) -> bool:
+    """Whether the process runs; one that waits for its parent to notice its end does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+async def test_every_item_of_64_writers_is_stored_once(tmp_path):
+    async with BufferServer(settings=settings_for(tmp_path, run_dir=tmp_path / "run")) as server, Client(server.url) as client:
+
+        async def writer(n: int) -> None:
+            for k in range(4):
+                status, _ = await client.post("/buffer/write", make_item(f"{n}.{k}", f"i{n}.{k // 2}"))
+                assert status == 200
+
+        await asyncio.gather(*(writer(n) for n in range(64)))
+        uids = [entry["uid"] for entry in await client.read()]
+        assert sorted(uids) == sorted(f"{n}.{k}" for n in range(64) for k in range(4))

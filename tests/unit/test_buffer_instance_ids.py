@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agl_slime.buffer.instance_ids import AssignInstanceIds, assign_instance_ids, main
+from agl_slime.errors import ConfigError
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_lines_without_an_id_get_one_that_nobody_has(tmp_path):
+    file = write(tmp_path / "data.jsonl", {"prompt": "1+1"}, {"instance_id": "instance_2", "prompt": "kept"}, {"instance_id": None, "prompt": "2+2"})
+    output, lines, assigned = assign_instance_ids(AssignInstanceIds(input=file))
+    assert (output.name, lines, assigned) == ("data_instance_id.jsonl", 3, 2)
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["instance_id"] for row in rows] == ["instance_0", "instance_2", "instance_2_"]
+    assert [row["prompt"] for row in rows] == ["1+1", "kept", "2+2"]
+
+
+def test_a_second_run_changes_nothing(tmp_path):
+    file = write(tmp_path / "data.jsonl", {"a": 1}, {"a": 2})
+    first, _, _ = assign_instance_ids(AssignInstanceIds(input=file))
+    second, _, assigned = assign_instance_ids(AssignInstanceIds(input=first, output=tmp_path / "again.jsonl"))
+    assert assigned == 0
+    assert second.read_bytes() == first.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "line 1: not JSON"),
+        ("[]", "line 1: expected an object"),
+        ('{"instance_id": 1}\n{"instance_id": "1"}', "line 2: the instance_id '1' is there twice"),
+    ],
+)
+def test_a_file_that_cannot_be_used_leaves_nothing_behind(tmp_path, text, message):
+    file = tmp_path / "data.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        assign_instance_ids(AssignInstanceIds(input=file))
+    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+
+
+def test_the_command_says_what_it_did(tmp_path, capsys):
+    file = write(tmp_path / "data.jsonl", {"a": 1})
+    assert main(["--input", str(file)]) == 0
+    assert "1 lines, 1 got an instance_id" in capsys.readouterr().out
+    assert main(["--input", str(tmp_path / "missing.jsonl")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
