@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import logging
 import socket
 import threading
 import time
@@ -19,6 +20,8 @@ import aiohttp
 from agl_slime.errors import ConfigError, EngineProtocolError
 from agl_slime.sglang.retry import HttpStatusError, Retrier, RetryBudget, error_message
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 # uvicorn under SGLang closes a connection that was idle for 5 s (SGLANG_TIMEOUT_KEEP_ALIVE); letting go of it first avoids sending into a closing
@@ -29,6 +32,9 @@ _KEEPALIVE_S = 4.0
 # timeout.
 _TCP_KEEPALIVE_IDLE_S, _TCP_KEEPALIVE_INTERVAL_S, _TCP_KEEPALIVE_PROBES = 60, 20, 6
 
+# Files that a process needs besides: libraries, logs, the store's connections.
+_OTHER_FILES = 512
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClientSettings:
@@ -36,7 +42,8 @@ class ClientSettings:
 
     max_connections: int = 4096
     """Requests on the wire at once; more wait in the client, in order. Thousands of rollouts wait for the engine at once and its own queue orders
-    them better than ours could, so this is a guard for file descriptors (one each: ``ulimit -n`` must be higher), not a throttle."""
+    them better than ours could, so this is a guard for file descriptors (one each), not a throttle. The soft limit of open files is raised when
+    it is too low for that and the hard one allows it; else there are fewer connections, and a warning."""
 
     total_timeout_s: float = 3600.0
     """One call from first byte to typed answer, with all its retries, resumes and waiting for a connection. 32k tokens at 20 tokens/s are 27 minutes,
@@ -207,7 +214,7 @@ class HttpTransport:
     def _new_session(self) -> aiohttp.ClientSession:
         headers = {"Authorization": f"Bearer {self.settings.api_key}"} if self.settings.api_key else None
         connector = aiohttp.TCPConnector(
-            limit=self.settings.max_connections,
+            limit=_within_file_limit(self.settings.max_connections),
             limit_per_host=0,
             keepalive_timeout=_KEEPALIVE_S,
             ttl_dns_cache=300,
@@ -240,6 +247,28 @@ def _drop(session: aiohttp.ClientSession) -> None:
         with contextlib.suppress(StopIteration):
             closing.send(None)
         closing.close()
+
+
+def _within_file_limit(connections: int) -> int:
+    """``connections``, or as many as this process may open. The usual soft limit of 1,024 files is a leftover of ``select``, which asyncio does not
+    use; raising it to the hard limit is what that limit is for."""
+    try:
+        import resource
+    except ImportError:
+        return connections  # Windows has no such limit
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return connections
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        soft = allowed
+    if soft >= needed:
+        return connections
+    fewer = max(1, soft // 2)
+    logger.warning("at most %d connections instead of %d: this process may open only %d files (raise ulimit -Hn)", fewer, connections, soft)
+    return fewer
 
 
 def _socket_with_keepalive(addr_info: tuple[Any, ...]) -> socket.socket:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -164,6 +166,31 @@ async def test_connections_are_bounded() -> None:
     async with ScriptedEngine(latency_s=0.01) as engine, SGLangClient(base_url=engine.url, settings=ClientSettings(max_connections=3)) as client:
         await asyncio.gather(*(client.generate([1], SamplingParams(max_new_tokens=1)) for _ in range(30)))
         assert engine.most_running == 3
+
+
+@pytest.mark.parametrize(("hard", "warns"), [(1024, False), (100, True)])
+def test_a_low_limit_of_open_files_is_no_failure(hard: int, warns: bool) -> None:
+    """In a process of its own: a limit once lowered cannot be raised again."""
+    pytest.importorskip("resource", reason="this system has no such limit")
+    program = f"""
+import asyncio, logging, resource
+from agl_slime.sglang.client import ClientSettings, SGLangClient
+from agl_slime.sglang.payloads import SamplingParams
+
+logging.basicConfig()
+resource.setrlimit(resource.RLIMIT_NOFILE, (60, {hard}))
+
+async def main(url):
+    async with SGLangClient(base_url=url, settings=ClientSettings(max_connections=400, max_attempts=1)) as client:
+        results = await asyncio.gather(*(client.generate([1], SamplingParams(max_new_tokens=1)) for _ in range(400)))
+        print(len(results))
+
+asyncio.run(main("URL"))
+"""
+    with in_thread(ScriptedEngine(latency_s=0.05)) as engine:
+        done = subprocess.run([sys.executable, "-c", program.replace("URL", engine.url)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "400\n", done.stderr
+    assert ("connections instead of 400" in done.stderr) == warns
 
 
 def test_made_in_one_thread_and_used_in_others() -> None:
