@@ -99,4 +99,8 @@ async def _watch_parent(pid: int, stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is closed by now. Unloading torch's libraries in the ordinary way takes seconds on a busy machine, and whoever sent SIGTERM is waiting.
+    os._exit(status)

@@ -43,7 +43,7 @@ def chat_requests(body: Any, *, tokenizer: Any) -> list[Request]:
         or not messages
         or not all(isinstance(item, Mapping) and isinstance(item.get("role"), str) for item in messages)
     ):
-        raise BadRequest("messages must be a non-empty list of objects with a role.")
+        raise BadRequest("messages must be a list of objects with a role.")
     if (body.get("response_format") or {}).get("type", "text") != "text":
         raise BadRequest("response_format is not supported by the embedded engine: leave it out or use a real SGLang")
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
@@ -97,7 +97,7 @@ def chat_answer(requests: list[Request], body: Mapping[str, Any], *, model: str,
                 "matched_stop": _finish(request).get("matched"),
             }
         )
-    return _answer("chat.completion", "chatcmpl", choices, requests, model)
+    return _answer("chat.completion", choices, requests, model)
 
 
 def completion_answer(requests: list[Request], *, model: str, text: Callable[[Request], str]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def completion_answer(requests: list[Request], *, model: str, text: Callable[[Re
         }
         for index, request in enumerate(requests)
     ]
-    return _answer("text_completion", "cmpl", choices, requests, model)
+    return _answer("text_completion", choices, requests, model)
 
 
 def split_tool_calls(content: str) -> tuple[str | None, list[dict[str, Any]] | None]:
@@ -140,7 +140,7 @@ def _requests(body: Mapping[str, Any], ids: list[int], maximum: Any) -> list[Req
         raise BadRequest("stream is not supported by the embedded engine: leave it out or use a real SGLang")
     if body.get("top_logprobs"):
         raise BadRequest("top_logprobs is not supported by the embedded engine: leave it out or use a real SGLang")
-    n = body.get("n") or 1
+    n = 1 if body.get("n") is None else body["n"]
     if type(n) is not int or n < 1:
         raise BadRequest(f"n must be at least 1, got {n!r}.")
     sampling = Sampling.parse({**{name: body[name] for name in _SAMPLING_NAMES if body.get(name) is not None}, "max_new_tokens": maximum})
@@ -149,13 +149,13 @@ def _requests(body: Mapping[str, Any], ids: list[int], maximum: Any) -> list[Req
     return [Request(rid=each, input_ids=ids, sampling=sampling, return_logprob=bool(body.get("logprobs"))) for each in rids]
 
 
-def _answer(kind: str, prefix: str, choices: list[dict[str, Any]], requests: list[Request], model: str) -> dict[str, Any]:
+def _answer(kind: str, choices: list[dict[str, Any]], requests: list[Request], model: str) -> dict[str, Any]:
     # every choice of one prompt shares its tokens
     prompt = sum({id(request.input_ids): len(request.input_ids) for request in requests}.values())
     completion = sum(len(request.output_ids) for request in requests)
     versions = [request.versions[-1][0] for request in requests if request.versions]
     return {
-        "id": f"{prefix}-{requests[0].rid}",
+        "id": requests[0].rid,
         "object": kind,
         "created": int(time.time()),
         "model": model,

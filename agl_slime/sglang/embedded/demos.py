@@ -24,8 +24,8 @@ Quality = Literal["clean", "imperfect"]
 UNSURE = "I do not know."
 """The evasive answer of imperfect demonstrations."""
 
-_LETTERS = "bcdfghjkmnpqrstvwxz"  # no vowels: keys do not spell words; no l, which reads as 1
-_SYMBOLS = _LETTERS + "23456789"
+_LETTERS = "bdfgkmptvz"  # no vowels: keys do not spell words
+_SYMBOLS = "123456789"  # values and keys have no symbol in common, so that there is one place only to copy each from
 
 
 class DemonstrationSource(Protocol):
@@ -40,7 +40,7 @@ class DemonstrationSource(Protocol):
 class LookupDemonstrations:
     """A two-turn tool task: call ``lookup`` with the key of the question, read the observation, answer with it.
 
-    A task is ``{"key": "kqz", "answer": "7b2"}``. ``blur_call`` and ``blur_answer`` are the shares of imperfect first and second turns that are not
+    A task is ``{"key": "kz", "answer": "72"}``. ``blur_call`` and ``blur_answer`` are the shares of imperfect first and second turns that are not
     right; of those, ``unsure`` evade and the others have one symbol wrong. Whole wrong words would teach the policy not to copy at all (measured: the
     share of right calls falls from 0.3 to 0.05). With these defaults training starts from a reward of about 0.1.
     """
@@ -48,7 +48,7 @@ class LookupDemonstrations:
     blur_call: float = 0.5
     blur_answer: float = 0.4
     unsure: float = 0.7
-    length: int = 3
+    length: int = 2
 
     tool_name = "lookup"
     system = "Call lookup in a <tool_call> block, then answer with what it returns."
@@ -138,7 +138,8 @@ DEFAULT_SOURCES: tuple[DemonstrationSource, ...] = (LookupDemonstrations(), Reve
 
 
 def _word(rng: random.Random, alphabet: str, length: int) -> str:
-    return "".join(rng.choice(alphabet) for _ in range(length))
+    # no symbol twice: what follows a repeated one is ambiguous to a model that copies
+    return "".join(rng.sample(alphabet, length))
 
 
 def _one_wrong(rng: random.Random, word: str, alphabet: str) -> str:

@@ -66,6 +66,8 @@ class Engine:
         self.context_length = int(self.settings.context_length or config.max_position_embeddings)
         self.vocab_size = int(config.vocab_size)
         self.weight_version = weight_version
+        self.model_type: str | None = getattr(config, "model_type", None)
+        self.architectures: list[str] | None = getattr(config, "architectures", None)
         self.eos_ids = _eos_ids(model, tokenizer)
         self.paused = False
         self.failure: BaseException | None = None
@@ -146,9 +148,9 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """No request is running or waiting."""
+        """No request is running or waiting. Requests that came during a pause do not count: SGLang holds them back before its queue, and can be flushed meanwhile."""
         with self._lock:
-            return not self._by_rid
+            return not any(request.started or not self.paused for request in self._by_rid.values())
 
     @property
     def alive(self) -> bool:
@@ -209,14 +211,19 @@ class Engine:
             self.failure = error
             raise
         finally:
-            with self._lock:
-                self._closed = True
-                commands, self._commands = self._commands, deque()
-                self._waiting.extend(self._submitted)
-                self._submitted.clear()
-            for command in commands:  # they find the engine stopped; nobody is left waiting for an answer
-                command()
-            self._abort(lambda _: True)
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        """Nobody is left waiting: commands find the engine stopped, and every request ends, also one that was in a prefill that failed."""
+        with self._lock:
+            self._closed = True
+            commands, self._commands = self._commands, deque()
+            requests = list(self._by_rid.values())
+        for command in [*commands, *self._when_idle]:
+            command()
+        for request in requests:
+            if request.finish is None:
+                self._end_aborted(request)
 
     def _receive(self) -> bool:
         """Take in what other threads left; sleeps while there is nothing to do. False ends the loop."""
@@ -327,9 +334,12 @@ class Engine:
         self._waiting = deque(request for request in self._waiting if not chosen(request))
         ended += [self._remove(row) for row in reversed(range(len(self._running))) if chosen(self._running[row])]
         for request in ended:
-            request.finish = {"type": "abort", "message": "Aborted" if request.started else ABORT_MESSAGE, "status_code": None, "err_type": None}
-            self._end(request)
+            self._end_aborted(request)
         return len(ended)
+
+    def _end_aborted(self, request: Request) -> None:
+        request.finish = {"type": "abort", "message": "Aborted" if request.started else ABORT_MESSAGE, "status_code": None, "err_type": None}
+        self._end(request)
 
     def _pause(self, mode: PauseMode) -> None:
         self.paused = True

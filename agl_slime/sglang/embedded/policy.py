@@ -95,7 +95,11 @@ def make_policy(
         os.chmod(part, 0o755)  # mkdtemp makes it private; a server may run as another user
         if target.exists():
             shutil.rmtree(target)
-        os.replace(part, target)
+        try:
+            os.replace(part, target)
+        except OSError:
+            if _read_spec(target) != spec:  # another process made the same policy meanwhile
+                raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return target

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agl_slime.sglang.embedded.sampling import normalize_temperature
+from agl_slime.sglang.embedded.sampling import ALL_TOKENS, normalize_temperature
 
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's default for ``/generate``."""
@@ -42,7 +42,7 @@ class Sampling:
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = -1
+    top_k: int = ALL_TOKENS
     max_new_tokens: int | None = DEFAULT_MAX_NEW_TOKENS
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
@@ -129,7 +129,7 @@ def parse_generate(body: Any, *, encode: Callable[[str], list[int]]) -> tuple[li
     per_prompt = list(params) if isinstance(params, list) else [params] * len(prompts)
     if len(per_prompt) != len(prompts) or not all(item is None or isinstance(item, Mapping) for item in per_prompt):
         raise BadRequest(f"sampling_params must be an object, or a list of {len(prompts)} objects.")
-    copies = {_integer((item or {}).get("n") or 1, "n") for item in per_prompt}
+    copies = {_integer(_or(item, "n", 1), "n") for item in per_prompt}
     if len(copies) > 1:
         raise BadRequest("The parallel_sample_num should be the same for all samples in sample params.")
     n = copies.pop()
@@ -158,7 +158,7 @@ def parse_generate(body: Any, *, encode: Callable[[str], list[int]]) -> tuple[li
 def _prompts(body: Mapping[str, Any], encode: Callable[[str], list[int]]) -> tuple[list[list[int]], bool]:
     text, ids = body.get("text"), body.get("input_ids")
     if (text is None) == (ids is None):
-        raise BadRequest("Either text or input_ids should be provided, and not both.")
+        raise BadRequest("Either text, input_ids or input_embeds should be provided. The embedded engine takes text or input_ids, one of them.")
     if text is not None:
         texts = text if isinstance(text, list) else [text]
         if not all(isinstance(item, str) for item in texts):
@@ -191,6 +191,11 @@ def _rids(rid: Any, prompts: int, n: int, batched: bool) -> list[str]:
     if duplicates:
         raise BadRequest(f"Duplicate request IDs detected within the request: {duplicates}")
     return rid
+
+
+def _or(params: Mapping[str, Any] | None, name: str, default: Any) -> Any:
+    value = (params or {}).get(name)
+    return default if value is None else value
 
 
 def _nth(value: Any, index: int, count: int, name: str) -> Any:

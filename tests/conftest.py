@@ -1,0 +1,34 @@
+"""Fixtures for tests that need the tiny policy or a running engine; both are made once per test run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before torch and the tokenizers are first imported: the suite shares few cores, and more threads are slower for tensors this small.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def policy_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny policy for the lookup task as a checkpoint directory. Read-only: copy it before changing anything. Kept in pytest's cache, so that the next run need not train it."""
+    pytest.importorskip("torch", reason='the tiny policy needs torch: pip install "agl-slime[local]"')
+    from agl_slime.sglang.embedded import make_policy
+
+    cache = getattr(request.config, "cache", None)
+    parent = Path(cache.mkdir("agl-slime-policy")) if cache is not None else tmp_path_factory.mktemp("policy")
+    return make_policy(parent / "seed-0", seed=0)
+
+
+@pytest.fixture(scope="session")
+def embedded_engine(policy_dir: Path) -> Iterator[str]:
+    """URL of an embedded engine that serves ``policy_dir``. A test that pauses it or changes its weights starts one of its own."""
+    from agl_slime.sglang.embedded import EmbeddedEngine
+
+    with EmbeddedEngine(policy_dir) as engine:
+        yield engine.url
