@@ -1,0 +1,111 @@
+"""The engine's process: how it starts, how it fails, and that it never outlives whoever started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
+
+from agl_slime.errors import EngineError, EngineTimeoutError  # noqa: E402
+from agl_slime.sglang.embedded import EmbeddedEngine, EmbeddedEngineSettings  # noqa: E402
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    # a zombie whose parent has not looked yet is gone as well
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def until(condition: Callable[[], bool], limit_s: float) -> bool:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()
+
+
+def test_it_starts_on_a_free_port_and_stops_quickly_also_with_requests_open(policy_dir: Path) -> None:
+    engine = EmbeddedEngine(policy_dir, settings=EmbeddedEngineSettings(served_model_name="tiny", context_length=512))
+    with pytest.raises(EngineError, match="has not been started"):
+        _ = engine.url
+    with engine:
+        pid = engine.pid
+        assert pid is not None
+        assert engine.url.startswith("http://127.0.0.1:")
+        with urllib.request.urlopen(f"{engine.url}/v1/models", timeout=10) as answer:
+            assert b'"id": "tiny"' in answer.read()
+        with pytest.raises(EngineError, match="already started"):
+            engine.start()
+        url, started = engine.url, time.monotonic()
+        engine.stop()
+        assert time.monotonic() - started < 3
+    assert gone(pid)
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"{url}/health", timeout=2)
+
+
+def test_a_missing_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"ended with exit code 1 .* is not a directory with a Hugging Face checkpoint") as caught:
+        EmbeddedEngine(tmp_path / "nothing").start()
+    assert "Traceback" not in str(caught.value)
+
+
+def test_too_slow_a_start_is_an_error_and_leaves_no_process(policy_dir: Path) -> None:
+    engine = EmbeddedEngine(policy_dir, settings=EmbeddedEngineSettings(start_timeout_s=0.05))
+    started = time.monotonic()
+    with pytest.raises(EngineTimeoutError, match="was not ready within"):
+        engine.start()
+    assert not engine.alive
+    assert time.monotonic() - started < 5
+
+
+def test_another_address_needs_a_token(policy_dir: Path) -> None:
+    command = [sys.executable, "-m", "agl_slime.sglang.embedded", "--model-path", str(policy_dir), "--host", "0.0.0.0", "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "give a --token" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_with_a_token_every_request_must_bring_it(policy_dir: Path) -> None:
+    with EmbeddedEngine(policy_dir, env={"AGL_SLIME_ENGINE_TOKEN": "s3cret"}) as engine:
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"{engine.url}/model_info", timeout=10)
+        assert caught.value.code == 401
+        caught.value.close()
+        request = urllib.request.Request(f"{engine.url}/model_info", headers={"Authorization": "Bearer s3cret"})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            assert answer.status == 200
+
+
+def test_it_ends_when_its_parent_is_killed(policy_dir: Path) -> None:
+    script = (
+        "import sys, time\n"
+        "from agl_slime.sglang.embedded import EmbeddedEngine\n"
+        f"engine = EmbeddedEngine({str(policy_dir)!r}).start()\n"
+        "print(engine.pid, flush=True)\n"
+        "time.sleep(120)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        try:
+            assert parent.stdout is not None
+            child = int(parent.stdout.readline())
+            assert not gone(child)
+        finally:
+            parent.send_signal(signal.SIGKILL)
+    assert until(lambda: gone(child), 5)

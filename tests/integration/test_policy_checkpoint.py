@@ -1,0 +1,103 @@
+"""Making the tiny policy: determinism, reuse, what is on disk, and the reward that training starts from."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+torch = pytest.importorskip("torch", reason='the tiny policy needs torch: pip install "agl-slime[local]"')
+transformers = pytest.importorskip("transformers")
+
+from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
+from agl_slime.sglang.embedded import LookupDemonstrations, PolicySettings, ReverseDemonstrations, make_policy  # noqa: E402
+from agl_slime.sglang.embedded.policy import SPEC_FILE  # noqa: E402
+from agl_slime.sglang.embedded.warmup import WarmupSettings  # noqa: E402
+
+QUICK = PolicySettings(warmup=WarmupSettings(target=0.0, probe_every=1, imperfect_steps=1, batch_size=2, probe_size=2))
+"""One step of each phase: for what does not depend on what was learned."""
+
+
+def quick(steps: int = 1) -> PolicySettings:
+    return dataclasses.replace(QUICK, warmup=dataclasses.replace(QUICK.warmup, imperfect_steps=steps))
+
+
+def weights(directory: Path) -> bytes:
+    return (directory / "model.safetensors").read_bytes()
+
+
+def test_the_same_seed_gives_the_same_policy_and_another_seed_another(tmp_path: Path) -> None:
+    state = torch.random.get_rng_state()
+    first = make_policy(tmp_path / "a", seed=1, settings=QUICK)
+    assert bool((torch.random.get_rng_state() == state).all())
+    assert weights(make_policy(tmp_path / "b", seed=1, settings=QUICK)) == weights(first)
+    assert weights(make_policy(tmp_path / "c", seed=2, settings=QUICK)) != weights(first)
+
+
+def test_a_directory_with_the_same_policy_is_left_alone_and_another_is_replaced(tmp_path: Path) -> None:
+    directory = make_policy(tmp_path / "p", settings=QUICK)
+    before = (directory / "model.safetensors").stat().st_mtime_ns
+    assert make_policy(tmp_path / "p", settings=QUICK) == directory
+    assert (directory / "model.safetensors").stat().st_mtime_ns == before
+    make_policy(tmp_path / "p", settings=quick(steps=2))
+    assert (directory / "model.safetensors").stat().st_mtime_ns != before
+    spec = (directory / SPEC_FILE).read_text()
+    make_policy(tmp_path / "p", settings=quick(steps=2), demonstrations=ReverseDemonstrations())
+    assert (directory / SPEC_FILE).read_text() != spec
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_a_directory_with_something_else_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds no tiny policy"):
+        make_policy(tmp_path, settings=QUICK)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_warm_up_that_does_not_learn_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    settings = PolicySettings(warmup=WarmupSettings(max_steps=2, probe_every=1, batch_size=2, probe_size=4))
+    with pytest.raises(TrainerError, match="the warm-up's probe is at"):
+        make_policy(tmp_path / "p", settings=settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_is_an_ordinary_checkpoint(policy_dir: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(policy_dir)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(policy_dir)
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert sum(parameter.numel() for parameter in model.parameters()) == 128_128
+    assert model.config.vocab_size == len(tokenizer) == 460
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
+    assert "<|im_start|>assistant" in tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True)
+    report = json.loads((policy_dir / SPEC_FILE).read_text())["warmup"]
+    assert report["clean_probe"] >= 0.9
+
+
+async def test_training_starts_from_a_low_reward_that_is_not_zero(policy_dir: Path, embedded_engine: str) -> None:
+    """200 rollouts of the lookup task at temperature 1: the tool called with the right key, and its answer given."""
+    source, rng = LookupDemonstrations(), random.Random(11)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(policy_dir)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=60)) as session:
+
+        async def say(messages: list[dict[str, Any]]) -> str:
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+            body = {"input_ids": ids, "sampling_params": {"temperature": 1.0, "max_new_tokens": 48}}
+            async with session.post(f"{embedded_engine}/generate", json=body) as answer:
+                return (await answer.json())["text"]
+
+        async def rollout(task: dict[str, Any]) -> float:
+            messages = source.prompt(task)
+            call = await say(messages)
+            if call != source.tool_call(task["key"]):
+                return 0.0
+            messages += [{"role": "assistant", "content": call}, {"role": "tool", "content": source.observation(task, task["key"])}]
+            return float(source.is_correct(task, await say(messages)))
+
+        rewards = await asyncio.gather(*(rollout(source.make_task(rng)) for _ in range(200)))
+    assert 0.03 <= sum(rewards) / len(rewards) <= 0.30

@@ -1,0 +1,113 @@
+"""Bodies of /generate and chat completions: what is taken over, what is refused and with which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
+
+from agl_slime.sglang.embedded.chat import split_tool_calls  # noqa: E402
+from agl_slime.sglang.embedded.requests import BadRequest, Sampling, parse_generate  # noqa: E402
+from agl_slime.sglang.embedded.sampling import ALL_TOKENS  # noqa: E402
+
+
+def parse(body: Any) -> Any:
+    return parse_generate(body, encode=lambda text: [ord(letter) for letter in text])
+
+
+def test_defaults_are_those_of_sglang() -> None:
+    assert Sampling.parse(None) == Sampling.parse({"temperature": None, "stop": None})
+    sampling = Sampling.parse(None)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (1.0, 1.0, ALL_TOKENS, 128)
+    assert (sampling.skip_special_tokens, sampling.ignore_eos, sampling.no_stop_trim) == (True, False, False)
+    assert sampling == Sampling()
+
+
+def test_a_null_length_means_up_to_the_context() -> None:
+    assert Sampling.parse({"max_new_tokens": None}).max_new_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"regex": "a+"}, "regex is not supported"),
+        ({"min_p": 0.1}, "min_p is not supported"),
+        ({"logit_bias": {"3": 1.0}}, "logit_bias is not supported"),
+        ({"max_tokens": 3}, "Unknown sampling parameter 'max_tokens'"),
+        ({"temperature": float("nan")}, "temperature must be a finite number"),
+        ({"temperature": True}, "temperature must be a finite number"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer"),
+        ({"stop": ""}, "stop must be a non-empty string"),
+        ({"stop": ["a", 3]}, "stop must be a non-empty string"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        Sampling.parse(params)
+
+
+def test_parameters_switched_off_explicitly_are_fine() -> None:
+    off = {"min_p": 0.0, "regex": None, "repetition_penalty": 1.0, "min_new_tokens": 0, "spaces_between_special_tokens": False, "sampling_seed": 3}
+    assert Sampling.parse(off) == Sampling()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        [],
+        {},
+        {"input_ids": [1], "text": "a"},
+        {"input_ids": []},
+        {"input_ids": [[]]},
+        {"input_ids": [[1], []]},
+        {"input_ids": [1, "2"]},
+        {"input_ids": [1, True]},
+        {"input_ids": [1, [2]]},
+        {"input_ids": "abc"},
+        {"text": ""},
+        {"text": [3]},
+        {"input_ids": [1], "stream": True},
+        {"input_ids": [1], "sampling_params": [{}, {}]},
+        {"input_ids": [[1], [2]], "sampling_params": [{"n": 1}, {"n": 2}]},
+        {"input_ids": [1], "sampling_params": {"n": 0}},
+        {"input_ids": [[1], [2]], "rid": ["a", "a"]},
+        {"input_ids": [[1], [2]], "rid": ["a"]},
+        {"input_ids": [1], "rid": 3},
+        {"input_ids": [[1], [2]], "return_logprob": [True]},
+    ],
+)
+def test_malformed_bodies_are_refused(body: Any) -> None:
+    with pytest.raises(BadRequest):
+        parse(body)
+
+
+def test_one_prompt_gives_one_answer_and_lists_give_lists() -> None:
+    requests, single = parse({"input_ids": [1, 2], "rid": "x", "return_logprob": True, "logprob_start_len": 0})
+    assert single
+    assert [(request.rid, request.input_ids, request.return_logprob, request.logprob_start_len) for request in requests] == [("x", [1, 2], True, 0)]
+    requests, single = parse({"text": ["ab", "c"], "rid": "x"})
+    assert not single
+    assert [(request.rid, request.input_ids) for request in requests] == [("x_0", [97, 98]), ("x_1", [99])]
+    requests, single = parse({"input_ids": [[1], [2]], "sampling_params": {"n": 2}})
+    assert not single
+    assert [request.input_ids for request in requests] == [[1], [1], [2], [2]]
+    assert len({request.rid for request in requests}) == 4
+
+
+def test_input_log_probs_need_return_logprob() -> None:
+    requests, _ = parse({"input_ids": [1, 2], "logprob_start_len": 0})
+    assert requests[0].logprob_start_len == -1
+
+
+def test_tool_calls_are_split_from_the_text() -> None:
+    content, calls = split_tool_calls('Let me see. <tool_call>{"name": "lookup", "arguments": {"key": "kqz"}}</tool_call>')
+    assert content == "Let me see."
+    assert calls is not None
+    assert [(call["type"], call["function"]) for call in calls] == [("function", {"name": "lookup", "arguments": '{"key": "kqz"}'})]
+
+
+@pytest.mark.parametrize("text", ["plain", "<tool_call>not json</tool_call>", '<tool_call>{"name": "a"}', "<tool_call>[1]</tool_call>", '<tool_call>{"x": 1}</tool_call>'])
+def test_what_is_no_tool_call_stays_text(text: str) -> None:
+    assert split_tool_calls(text) == (text, None)

@@ -1,0 +1,62 @@
+"""Sampling of rows with different parameters, against the definition computed row by row."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
+
+from agl_slime.sglang.embedded.sampling import ALL_TOKENS, RowParams, normalize_temperature, sample  # noqa: E402
+
+
+def rows(*params: tuple[float, float, int]) -> RowParams:
+    temperature, top_p, top_k = zip(*params, strict=True)
+    return RowParams.of(torch.tensor(temperature), torch.tensor(top_p), torch.tensor(top_k))
+
+
+def test_log_probs_are_of_the_scaled_distribution_before_any_cut() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    params = rows((0.5, 1.0, ALL_TOKENS), (1.0, 0.3, ALL_TOKENS), (2.0, 1.0, 4), (1.0, 1.0, 1))
+    ids, log_probs = sample(logits, params, torch.Generator().manual_seed(1))
+    for row, temperature in enumerate((0.5, 1.0, 2.0, 1.0)):
+        expected = torch.log_softmax(logits[row] / temperature, dim=-1)[ids[row]]
+        assert float(log_probs[row]) == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_a_row_is_sampled_as_if_it_were_alone() -> None:
+    """Frequencies in a mixed batch follow each row's own cut distribution."""
+    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0])
+    count = 40_000
+    settings = [(1.0, 1.0, ALL_TOKENS), (0.7, 0.6, ALL_TOKENS), (1.5, 1.0, 3), (1.0, 1.0, 1), (1.3, 0.8, 4)]
+    generator = torch.Generator().manual_seed(2)
+    for temperature, top_p, top_k in settings:
+        probabilities = torch.softmax(logits / temperature, dim=-1)
+        before = probabilities.cumsum(-1) - probabilities  # already in descending order
+        kept = probabilities * (before <= top_p) * (torch.arange(6) < top_k)
+        expected = kept / kept.sum()
+        params = rows(*([(temperature, top_p, top_k)] * (count // 2) + [(1.0, 0.9, 5)] * (count // 2)))
+        ids, _ = sample(logits.expand(count, -1), params, generator)
+        seen = torch.bincount(ids[: count // 2], minlength=6) / (count // 2)
+        assert float((seen - expected).abs().max()) < 5 * (0.25 / (count // 2)) ** 0.5
+        assert set(ids[: count // 2].tolist()) <= set(expected.nonzero().flatten().tolist())
+
+
+def test_all_greedy_rows_take_the_first_choice() -> None:
+    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(3))
+    ids, _ = sample(logits, rows(*[(1.0, 1.0, 1)] * 3), torch.Generator().manual_seed(0))
+    assert ids.tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_token_without_weight_is_never_drawn() -> None:
+    logits = torch.full((20_000, 5), -float("inf"))
+    logits[:, 1] = 0.0
+    logits[:, 3] = -3.0
+    ids, log_probs = sample(logits, rows(*[(1.0, 1.0, ALL_TOKENS)] * 20_000), torch.Generator().manual_seed(4))
+    assert set(ids.tolist()) == {1, 3}
+    assert bool(torch.isfinite(log_probs).all())
+
+
+def test_temperature_zero_becomes_greedy_at_temperature_one() -> None:
+    assert normalize_temperature(0.0, 40) == (1.0, 1)
+    assert normalize_temperature(0.7, -1) == (0.7, ALL_TOKENS)
+    assert normalize_temperature(0.7, 5) == (0.7, 5)
