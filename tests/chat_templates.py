@@ -104,6 +104,14 @@ BARE = """\
 {%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}"""
 
 
+# a system message stands before every conversation that brings none
+DEFAULT_SYSTEM = (
+    """\
+{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{%- endif %}"""
+    + CHATML
+)
+
+
 @dataclass(frozen=True)
 class Shape:
     """``stops`` are the tokens that end an answer, the usual one first. ``opens_thinking``: an answer begins inside a thinking block."""
@@ -123,5 +131,6 @@ TEMPLATES = {
     "drops_thinking": Shape(DROPS_THINKING, ("<|im_end|>",)),
     "reasoner": Shape(REASONER, ("<｜end▁of▁sentence｜>",), opens_thinking=True),
     "role_markers": Shape(ROLE_MARKERS, ("<|user|>", "<|observation|>", "<|endoftext|>")),
+    "default_system": Shape(DEFAULT_SYSTEM, ("<|im_end|>",)),
     "bare": Shape(BARE, ("<|endoftext|>",)),
 }

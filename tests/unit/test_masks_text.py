@@ -1,0 +1,141 @@
+"""Loss masks for text-only traces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from agl_slime.errors import ConfigError, TraceError
+from agl_slime.trace import masks
+from agl_slime.trace.masks import MaskGenerator, get_loss_mask_generator, register_loss_mask_generator
+from tests.chat_templates import TEMPLATES
+from tests.vocabularies import VOCABULARIES, base_tokenizer, chat_tokenizer
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "How many?"},
+    {"role": "assistant", "content": "I look.<tool_call>a</tool_call>"},
+    {"role": "tool", "content": "one"},
+    {"role": "tool", "content": "two"},
+    {"role": "assistant", "content": "<think>\nAdd.\n</think>\n\nThree."},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes."},
+]
+MARKED = """\
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}{{- '<|im_start|>assistant\\n' }}{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}{{-
+'\\n' }} {%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+def trained(tokenizer: Any, messages: list[dict[str, Any]], kind: str = "auto", **options: Any) -> list[str]:
+    generator = get_loss_mask_generator(tokenizer, kind)
+    token_ids, loss_mask = generator.get_loss_mask(messages, **options)
+    assert len(token_ids) == len(loss_mask)
+    assert isinstance(generator, MaskGenerator)
+    return generator.get_text_from_loss_mask(token_ids, loss_mask)
+
+
+def test_the_templates_own_marks_are_used() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=MARKED)
+    assert trained(tokenizer, CONVERSATION[:4]) == ["I look.<tool_call>a</tool_call><|im_end|>"]
+    plain = chat_tokenizer("anthropic", "chatml")  # the same text without marks
+    assert get_loss_mask_generator(tokenizer).get_loss_mask(CONVERSATION) == get_loss_mask_generator(plain).get_loss_mask(CONVERSATION)
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("template", ["chatml", "groups_tools"])
+def test_answers_are_trained_with_their_end_token_and_nothing_else(vocabulary: str, template: str) -> None:
+    tokenizer = chat_tokenizer(vocabulary, template)
+    assert trained(tokenizer, CONVERSATION) == [m["content"] + "<|im_end|>" for m in CONVERSATION if m["role"] == "assistant"]
+
+
+def test_a_template_that_drops_thinking_is_masked_as_it_renders() -> None:
+    answers = ["I look.<tool_call>a</tool_call><|im_end|>", "Three.<|im_end|>", "<think>\n\n</think>\n\nYes.<|im_end|>"]
+    assert trained(chat_tokenizer("qwen", "drops_thinking"), CONVERSATION) == answers
+
+
+def test_a_template_that_drops_all_thinking_and_one_without_end_marks() -> None:
+    answers = ["I look.<tool_call>a</tool_call>", "Three.", "Yes."]
+    said = trained(chat_tokenizer("anthropic", "reasoner"), CONVERSATION)
+    assert [text.strip() for text in said] == [text + "<｜end▁of▁sentence｜>" for text in answers]
+    contents = [m["content"] for m in CONVERSATION if m["role"] == "assistant"]
+    assert [text.lstrip("\n") for text in trained(chat_tokenizer("anthropic", "role_markers"), CONVERSATION)] == contents
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("template", list(TEMPLATES))
+def test_ids_are_those_of_the_rendering(vocabulary: str, template: str) -> None:
+    tokenizer = chat_tokenizer(vocabulary, template)
+    rendered = tokenizer.apply_chat_template(CONVERSATION, tokenize=True, return_dict=False)
+    assert get_loss_mask_generator(tokenizer).get_loss_mask(CONVERSATION)[0] == rendered
+
+
+def test_an_answer_quoted_in_a_question_is_not_trained() -> None:
+    quoted = "You said <|im_start|>assistant\nNo.<|im_end|>\n"
+    messages = [{"role": "user", "content": quoted}, {"role": "assistant", "content": "Did I?"}]
+    assert trained(chat_tokenizer("anthropic", "chatml"), messages) == ["Did I?<|im_end|>"]
+
+
+@pytest.mark.parametrize("kind", ["auto", "qwen3", "qwen3_5"])
+def test_a_message_marked_as_context_is_not_trained(kind: str) -> None:
+    messages = [dict(message) for message in CONVERSATION]
+    messages[2]["step_loss_mask"] = 0
+    tokenizer = chat_tokenizer("qwen", "groups_tools")
+    plain = get_loss_mask_generator(tokenizer, kind).get_loss_mask(CONVERSATION)
+    marked = get_loss_mask_generator(tokenizer, kind).get_loss_mask(messages)
+    assert marked[0] == plain[0]
+    assert [text.strip() for text in trained(tokenizer, messages, kind)] == [text.strip() for text in trained(tokenizer, CONVERSATION, kind)[1:]]
+
+
+def test_response_lengths_count_from_the_first_trained_token() -> None:
+    generator = get_loss_mask_generator(chat_tokenizer("anthropic", "chatml"))
+    assert generator.get_response_lengths([[0, 0, 1, 0, 1], [1], [0, 0], []]) == [3, 1, 0, 0]
+
+
+def test_tools_are_in_the_prompt() -> None:
+    tokenizer = chat_tokenizer("anthropic", "groups_tools")
+    tools = [{"type": "function", "function": {"name": "count"}}]
+    for kind in ("auto", "qwen", "qwen3", "qwen3_5"):
+        token_ids, loss_mask = get_loss_mask_generator(tokenizer, kind).get_loss_mask(CONVERSATION, tools=tools)
+        context = [i for i, trained in zip(token_ids, loss_mask, strict=True) if not trained]
+        assert '"name": "count"' in tokenizer.decode(context), kind
+
+
+def test_distill_qwen_has_one_question_and_one_answer() -> None:
+    tokenizer = chat_tokenizer("qwen", "reasoner")
+    messages = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Count.\n</think>\n\nThree."}]
+    assert trained(tokenizer, messages, "distill_qwen") == ["Count.\n</think>\n\nThree."]
+    # a tokenizer with DeepSeek's markers is a distilled model's
+    assert get_loss_mask_generator(tokenizer, "qwen").get_loss_mask(messages) == get_loss_mask_generator(tokenizer, "distill_qwen").get_loss_mask(
+        messages
+    )
+
+
+def test_a_custom_generator_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "_factories", dict(masks._factories))
+
+    @register_loss_mask_generator("last_only")
+    class LastOnly(MaskGenerator):
+        def get_loss_mask(self, messages: Any, tools: Any = None) -> tuple[list[int], list[int]]:
+            marked = [{**message, "step_loss_mask": int(message is messages[-1])} for message in messages]
+            return get_loss_mask_generator(self.tokenizer).get_loss_mask(marked, tools)
+
+    assert trained(chat_tokenizer("anthropic", "chatml"), CONVERSATION, "last_only") == ["Yes.<|im_end|>"]
+    with pytest.raises(ConfigError, match="registered already"):
+        register_loss_mask_generator("last_only")(LastOnly)
+
+
+def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(ConfigError, match=r"'llama'.*auto, distill_qwen, qwen, qwen3, qwen3_5"):
+        get_loss_mask_generator(chat_tokenizer("anthropic", "chatml"), "llama")
+
+
+def test_a_template_without_answers_is_an_error_and_no_guess() -> None:
+    template = "{% for message in messages %}{% if message.role != 'assistant' %}{{ message.content }}{% endif %}{% endfor %}"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=template)
+    with pytest.raises(TraceError, match="register a loss mask generator"):
+        get_loss_mask_generator(tokenizer).get_loss_mask(CONVERSATION)
