@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
+import traceback
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from agl_slime.errors import ConfigError
 
 
 def load_agent(path: str) -> Any:
-    """An instance of the agent class named ``module:Class``; the working directory is searched too, as with ``python -m``."""
+    """An instance of the agent class named ``module:Class``; the working directory is searched too, as with ``python -m``.
+
+    Raises ``ConfigError`` with one sentence, whatever the person's module or class does.
+    """
     module_name, _, class_name = path.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise ConfigError(f"--agent {path}: there is no module {error.name!r} here; run from the directory that holds it") from error
-        raise ConfigError(f"--agent {path}: {module_name} needs the module {error.name!r}, which is not installed") from error
+    if not class_name or not all(part.isidentifier() for part in module_name.split(".")):
+        raise ConfigError(f"--agent {path}: expected module:Class, with the module as in an import statement, for example agents.lookup:LookupAgent")
+    module = _import(module_name, path)
     try:
         agent_class = getattr(module, class_name)
     except AttributeError as error:
@@ -32,6 +32,36 @@ def load_agent(path: str) -> Any:
     if not (isinstance(agent_class, type) and issubclass(agent_class, LitAgent)):
         raise ConfigError(f"--agent {path}: {class_name} is not an Agent Lightning LitAgent; derive it from agl_slime.SGLangLitAgent")
     try:
-        return agent_class()
+        inspect.signature(agent_class).bind()
     except TypeError as error:
         raise ConfigError(f"--agent {path}: {class_name}() cannot be made without arguments ({error}); give its parameters defaults") from error
+    try:
+        return agent_class()
+    except Exception as error:
+        raise ConfigError(f"--agent {path}: {class_name}() failed with {_spell(error)}") from error
+
+
+def _import(module_name: str, path: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise ConfigError(f"--agent {path}: there is no module {error.name!r} here; run from the directory that holds it") from error
+        if error.name and error.name.partition(".")[0] == module_name.partition(".")[0]:
+            raise ConfigError(f"--agent {path}: {module_name} imports {error.name!r}, which is not there") from error
+        raise ConfigError(f"--agent {path}: {module_name} needs the module {error.name!r}, which is not installed") from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"--agent {path}: importing {module_name} failed with {_spell(error)}") from error
+
+
+def _spell(error: Exception) -> str:
+    """The error in one line, with the place in the file that raised it."""
+    message = " ".join(str(error).split())  # a SyntaxError names its file and line itself
+    frames = traceback.extract_tb(error.__traceback__)
+    place = "" if isinstance(error, SyntaxError) or not frames else f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+    return f"{type(error).__name__}: {message}{place}"

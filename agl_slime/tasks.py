@@ -72,7 +72,8 @@ def read_tasks(path: str | Path) -> list[Task]:
     """Tasks from a JSON-lines file, one object per line. Raises ``ConfigError`` naming the line that is not one."""
     file = Path(path)
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # not splitlines(): a JSON string may hold U+2028 and other characters that it takes for line ends
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--tasks {file}: cannot be read ({error})") from error
     tasks: list[Task] = []

@@ -33,7 +33,10 @@ def _number(value: Any, source: str) -> float:
             raise RewardError(f"{source} returned {value!r}, which is not one number.") from error
     if not isinstance(value, Real):
         raise RewardError(f"{source} returned {value!r} of type {type(value).__name__}; expected a number.")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond what a float holds
+        number = math.inf
     if not math.isfinite(number):
         raise RewardError(f"{source} returned {number!r}; a reward must be a finite number.")
     return number

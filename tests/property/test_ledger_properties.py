@@ -1,0 +1,89 @@
+"""Whatever is reported in whatever order, the ledger's counts add up and a rollout has one outcome; both for memory and for disk."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from agl_slime.groups.ledger import Ledger
+from agl_slime.groups.ledger_disk import PersistentLedger
+from agl_slime.groups.outcome import Outcome
+
+ROLLOUTS = st.sampled_from([f"r{number}" for number in range(6)])
+OUTCOMES = st.sampled_from(list(Outcome))
+REASONS = st.sampled_from(["", "timeout", "no_reward"])
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Compared with the plainest model there is: one state per rollout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger: Ledger | PersistentLedger = self.make()
+        self.states: dict[str, str | tuple[Outcome, str]] = {}
+
+    def make(self) -> Ledger | PersistentLedger:
+        return Ledger()
+
+    @rule(rollout=ROLLOUTS)
+    def open(self, rollout: str) -> None:
+        assert self.ledger.open(rollout) is (rollout not in self.states)
+        self.states.setdefault(rollout, "open")
+
+    @rule(rollout=ROLLOUTS)
+    def ready(self, rollout: str) -> None:
+        allowed = self.states.get(rollout) == "open"
+        assert self.ledger.ready(rollout) is allowed
+        if allowed:
+            self.states[rollout] = "ready"
+
+    @rule(rollout=ROLLOUTS, outcome=OUTCOMES, reason=REASONS)
+    def close(self, rollout: str, outcome: Outcome, reason: str) -> None:
+        allowed = self.states.get(rollout) in ("open", "ready")
+        assert self.ledger.close(rollout, outcome, reason) is allowed
+        if allowed:
+            self.states[rollout] = (outcome, reason)
+
+    @invariant()
+    def the_counts_add_up(self) -> None:
+        counts = self.ledger.counts()
+        ended = [state for state in self.states.values() if isinstance(state, tuple)]
+        assert counts.opened == counts.open + counts.ready + sum(counts.closed.values())
+        assert counts.opened == len(self.states)
+        assert counts.open == sum(state == "open" for state in self.states.values())
+        assert counts.ready == sum(state == "ready" for state in self.states.values())
+        assert {outcome: n for outcome, n in counts.closed.items() if n} == Counter(outcome for outcome, _ in ended)
+        assert {key: n for key, n in counts.reasons.items() if n} == Counter(ended)
+        assert sorted(self.ledger.open_ids()) == sorted(name for name, state in self.states.items() if state == "open")
+        for name in self.states:
+            assert self.ledger.is_open(name) is (self.states[name] == "open")
+
+
+class DiskLedgerMachine(LedgerMachine):
+    def make(self) -> Ledger | PersistentLedger:
+        self.directory = tempfile.TemporaryDirectory()
+        return PersistentLedger(path=Path(self.directory.name) / "ledger.sqlite")
+
+    @rule()
+    def restart(self) -> None:
+        """The process ends and another one goes on."""
+        assert isinstance(self.ledger, PersistentLedger)
+        self.ledger.shut()
+        self.ledger = PersistentLedger(path=Path(self.directory.name) / "ledger.sqlite")
+
+    def teardown(self) -> None:
+        assert isinstance(self.ledger, PersistentLedger)
+        self.ledger.shut()
+        self.directory.cleanup()
+
+
+TestLedger = LedgerMachine.TestCase
+TestPersistentLedger = DiskLedgerMachine.TestCase
+# each example opens files: fewer of them
+TestPersistentLedger.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
+TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
