@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 PLAIN = (
@@ -34,13 +35,28 @@ _FILES = {
 
 
 @lru_cache
+def small_tokenizer(template: str | None = PLAIN) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of some 400 tokens, trained on this file: every text comes back as it was."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    bpe.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
+    return _with_chatml(PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>"), template)
+
+
+@lru_cache
 def chat_tokenizer(vocabulary: str = "anthropic", template: str | None = PLAIN) -> PreTrainedTokenizerFast:
     """The vocabulary with ChatML's two special tokens and a template; skips the test when its package is not installed."""
     package, path = _FILES[vocabulary]
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"the vocabulary of {package} is not installed")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(Path(spec.submodule_search_locations[0]) / path), eos_token="<|im_end|>")
+    file = Path(spec.submodule_search_locations[0]) / path
+    return _with_chatml(PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|im_end|>"), template)
+
+
+def _with_chatml(tokenizer: PreTrainedTokenizerFast, template: str | None) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     tokenizer.chat_template = template
     return tokenizer

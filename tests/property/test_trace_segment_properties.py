@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 from hypothesis import given
+from hypothesis import strategies as st
 
+from agl_slime.trace.forks import ForkReason
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.turn import Turn
 from tests.property.trace_strategies import conversations
+from tests.trace_tokenizers import small_tokenizer
 
 
 @given(conversations())
@@ -61,3 +65,23 @@ def test_the_first_segment_has_no_fork_reason_and_all_others_have_one(turns: lis
 @given(conversations(log_probs=False))
 def test_without_log_probs_there_are_none(turns: list[Turn]):
     assert all(segment.log_probs is None for segment in merge_turns(turns))
+
+
+@given(st.lists(st.tuples(st.text(max_size=10), st.lists(st.integers(0, 399), min_size=1, max_size=12)), min_size=2, max_size=4))
+def test_text_that_is_tokenised_again_forks_as_retokenization_and_nothing_else(exchanges: list[tuple[str, list[int]]]):
+    """Any tokens are sampled, half characters too; each next prompt is rendered from the text, as a chat API does."""
+    tokenizer = small_tokenizer()
+    history: list[dict[str, str]] = []
+    turns: list[Turn] = []
+    for question, sampled in exchanges:
+        history.append({"role": "user", "content": question})
+        text = tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
+        response = [*sampled, tokenizer.eos_token_id]
+        turns.append(Turn(prompt_ids=tokenizer.encode(text), response_ids=response, log_probs=[-1.0] * len(response)))
+        history.append({"role": "assistant", "content": tokenizer.decode(sampled)})
+    segments = merge_turns(turns, tokenizer)
+    assert {segment.fork_reason for segment in segments[1:]} <= {ForkReason.RETOKENIZATION}
+    for before, after in itertools.pairwise(turns):
+        continued = after.prompt_ids[: len(before.token_ids)].tolist() == before.token_ids.tolist()
+        together = any({turns.index(before), turns.index(after)} <= {at.turn for at in segment.placements} for segment in segments)
+        assert continued == together

@@ -71,6 +71,12 @@ def test_an_empty_thinking_block_of_the_generation_prompt_is_the_templates_doing
     assert reasons(two_turns(tokenizer, "It is Paris.", enable_thinking=False), tokenizer) == [None, ForkReason.TEMPLATE]
 
 
+def test_an_empty_thinking_block_that_is_written_into_the_history_is_the_templates_doing(vocabulary: str):
+    opening = "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+    tokenizer = chat_tokenizer(vocabulary, PLAIN.replace("{{ m.content }}", opening))
+    assert reasons(two_turns(tokenizer, "It is Paris."), tokenizer) == [None, ForkReason.TEMPLATE]
+
+
 def test_white_space_in_a_tool_call_is_the_templates_doing(vocabulary: str):
     tokenizer = chat_tokenizer(vocabulary, PLAIN)
     sampled = '<tool_call>\n{"name":"find","arguments":{"key":"a b"}}\n</tool_call>'

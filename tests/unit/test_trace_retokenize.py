@@ -24,9 +24,14 @@ def conversation(n_turns: int) -> list[tuple[list[dict[str, Any]], dict[str, Any
     return calls
 
 
+UNMARKED = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+"""No special token parts the messages, so the end of an answer and what follows it can become one token when they are tokenised together."""
+
+
+@pytest.mark.parametrize(("template", "end"), [(PLAIN, "<|im_end|>"), (UNMARKED, "")], ids=["ChatML", "unmarked"])
 @pytest.mark.parametrize("vocabulary", ["anthropic", "deepseek"])
-def test_a_conversation_that_only_grows_is_one_sequence(vocabulary: str):
-    tokenizer = chat_tokenizer(vocabulary, PLAIN)
+def test_a_conversation_that_only_grows_is_one_sequence(vocabulary: str, template: str, end: str):
+    tokenizer = chat_tokenizer(vocabulary, template)
     retokenizer = Retokenizer(tokenizer)
     turns = [
         Turn(prompt_ids=prompt, response_ids=response, token_source="retokenized")
@@ -35,9 +40,15 @@ def test_a_conversation_that_only_grows_is_one_sequence(vocabulary: str):
     [segment] = merge_turns(turns, tokenizer)
     messages, answer = conversation(5)[-1]
     text = tokenizer.apply_chat_template([*messages, answer], tokenize=False)
-    assert tokenizer.decode(segment.token_ids.tolist()) == text.removesuffix("\n")
-    sampled = "".join(tokenizer.decode(segment.token_ids[at.start : at.end].tolist()) for at in segment.placements)
-    assert sampled == "".join(f"Answer {i}!\n<|im_end|>" for i in range(5))
+    assert tokenizer.decode(segment.token_ids.tolist()) == text.rstrip()
+    sampled = [tokenizer.decode(segment.token_ids[at.start : at.end].tolist()) for at in segment.placements]
+    assert [answer.lstrip() for answer in sampled] == [f"Answer {i}!\n{end}" if end else f"Answer {i}!" for i in range(5)]
+
+
+def test_what_the_template_writes_after_the_end_of_an_answer_was_not_sampled():
+    tokenizer = chat_tokenizer("anthropic", PLAIN.replace("<|im_end|>\n", "<|im_end|>\n---\n"))
+    _, response = Retokenizer(tokenizer).turn([{"role": "user", "content": "Hi"}], {"role": "assistant", "content": "Hello"})
+    assert tokenizer.decode(response) == "Hello<|im_end|>"
 
 
 def test_a_template_that_opens_the_answer_itself_leaves_the_answers_own_text():
