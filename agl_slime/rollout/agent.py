@@ -1,22 +1,29 @@
 """``SGLangLitAgent``: the base class of agents that talk to SGLang.
 
-A user writes ``compute_reward``, perhaps ``build_prompt``, and for more than one turn ``run``. Everything else (prompt ids, log-probs, weight
-versions, spans, the reward span) is done here.
+A user writes ``compute_reward``, perhaps ``build_prompt``, and for more than one turn declares ``tools`` or a ``scheduler``, or writes ``run``.
+Everything else (prompt ids, log-probs, weight versions, spans, the reward span) is done here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agl_slime._agl import LLM, LitAgent, NamedResources, Rollout, emit_reward
 from agl_slime.errors import ConfigError
+from agl_slime.rollout.loss_scale import LossScale, check_loss_scale, untrained_turns
 from agl_slime.rollout.reward import check_reward
+from agl_slime.rollout.scheduler import MultiTurnScheduler, make_scheduler
 from agl_slime.rollout.session import GenerateClient, RolloutSession
 from agl_slime.rollout.stop import RolloutStopped
+from agl_slime.rollout.template import ChatTemplate
+from agl_slime.rollout.tool_parsers import ToolParser, get_tool_parser, parser_for_template
+from agl_slime.rollout.tools import ToolManager
+from agl_slime.rollout.turns import run_turns
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.payloads import SamplingParams
 from agl_slime.sglang.transport import ClientSettings
@@ -28,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 # Agent Lightning's convention for the name of the model under training.
 LLM_RESOURCE = "main_llm"
+
+# Rollouts of one agent have the same tools, mostly; where each task has its own, old templates are let go.
+_MAX_TEMPLATES = 64
 
 _SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__) - {"extra"}
 
@@ -41,9 +51,36 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             def compute_reward(self, task, response):
                 return 1.0 if response.strip() == task["label"] else 0.0
 
+    More than one turn by declaration: ``tools`` that the model may call, a ``scheduler`` that decides what follows an answer, and limits::
+
+        class Searcher(SGLangLitAgent):
+            tools = [search, open_page]      # functions, objects with a schema, or classes that are made for each rollout
+            max_turns = 6
+
     The engine, the model (whose tokenizer is loaded from ``LLM.model``) and the sampling parameters come from the resource ``main_llm``.
     ``tokenizer``, ``sampling``, ``client`` and ``client_settings`` override what the resource says.
     """
+
+    tools: Sequence[Any] = ()
+    """What the model may call; see ``agl_slime.rollout.tools``. For tools that depend on the task override ``build_tools``."""
+    tool_parser: str | ToolParser | None = None
+    """How the model writes calls ("hermes", "qwen_xml", "glm", "kimi", "llama_json"); ``None``: as its chat template shows."""
+    tool_timeout_s: float = 60.0
+    """Seconds that a call may take."""
+    max_tool_result_chars: int | None = None
+    """Longer results are cut."""
+    stop_on_tool_error: bool = False
+    """End the rollout when a tool fails; by default the model sees the error and goes on."""
+    scheduler: MultiTurnScheduler | type[MultiTurnScheduler] | str | None = None
+    """Decides what follows an answer without calls: a scheduler, its class, or its registered name. One object serves all rollouts."""
+    max_turns: int | None = None
+    """Most answers of a rollout; ``None``: no limit."""
+    max_trajectory_tokens: int | None = None
+    """Most tokens of a conversation, prompt and answers; ``None``: what the model's context holds."""
+    loss_scale: LossScale = "default"
+    """Which answers are trained: "default" (all), "last_round", or a function; see ``agl_slime.rollout.loss_scale``."""
+    template_kwargs: Mapping[str, Any] = {}
+    """Passed to the chat template, ``{"enable_thinking": False}`` for example."""
 
     def __init__(
         self,
@@ -60,6 +97,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         self._client = client
         self._client_settings = client_settings
         self._clients: dict[str, SGLangClient] = {}
+        self._templates: dict[str, ChatTemplate] = {}
 
     # -- what a user writes -----------------------------------------------------------------------------------------------------------------
 
@@ -77,9 +115,21 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             return prompt
         raise ConfigError(f"the task has no usable prompt (keys: {sorted(map(str, task))}); give it `prompt` or `messages`, or override build_prompt")
 
+    def build_tools(self, task: dict[str, Any]) -> Sequence[Any]:
+        """The tools of one rollout. The default gives ``tools``."""
+        return self.tools
+
     async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
-        """The conversation. The default asks once; override it to call tools and ask again."""
-        await session.ask()
+        """The conversation. The default asks, runs the tools that the answer calls, follows the scheduler, and asks again until neither wants more;
+        with neither it asks once. Override it to do otherwise."""
+        await run_turns(
+            session,
+            task=task,
+            scheduler=self._scheduler(),
+            tools=session.tools,
+            parser=self._parser(session) if session.tools is not None else None,
+            stop_on_tool_error=self.stop_on_tool_error,
+        )
 
     async def score(self, task: dict[str, Any], trajectory: Trajectory) -> Any:
         """The reward of the whole rollout. The default calls ``compute_reward`` on the last answer."""
@@ -95,6 +145,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         except RolloutStopped as stopped:  # a limit, not a failure: what was sampled is scored
             logger.debug("rollout %s stopped: %s", rollout.rollout_id, stopped)
         stop_reason = session.facts.stop_reason
+        session.facts.untrained_turns = untrained_turns(check_loss_scale(self.loss_scale), session.turns)
         trajectory = Trajectory(
             rollout_id=rollout.rollout_id,
             attempt_id=getattr(getattr(rollout, "attempt", None), "attempt_id", ""),
@@ -117,21 +168,47 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         # connections belong to a process; a copy in another one opens its own
-        return {**self.__dict__, "_clients": {}}
+        return {**self.__dict__, "_clients": {}, "_templates": {}}
 
     # -- internals --------------------------------------------------------------------------------------------------------------------------------
 
     async def _open_session(self, task: dict[str, Any], resources: NamedResources, rollout: Rollout) -> RolloutSession:
         llm = _llm_of(resources)
         tokenizer = self._tokenizer or await _tokenizer_of(llm.model)
+        offered = self.build_tools(task)
+        tools = ToolManager(offered, timeout_s=self.tool_timeout_s, max_result_chars=self.max_tool_result_chars, task=task) if offered else None
         return RolloutSession(
             client=self._client or self._client_for(llm.endpoint, tokenizer),
             tokenizer=tokenizer,
             sampling=self._sampling or sampling_of(llm),
             messages=self.build_prompt(task),
+            tools=tools,
+            template=self._template(tokenizer, tools.schemas if tools is not None else None),
             rollout_id=rollout.rollout_id,
             model=llm.model,
+            max_turns=self.max_turns,
+            max_trajectory_tokens=self.max_trajectory_tokens,
         )
+
+    def _template(self, tokenizer: ChatTokenizer, tools: list[dict[str, Any]] | None) -> ChatTemplate:
+        """One template for all rollouts with these tools: what it has found out about itself is known to all."""
+        key = f"{id(tokenizer)} {json.dumps(tools, sort_keys=True, default=repr)}"
+        if key not in self._templates:
+            if len(self._templates) >= _MAX_TEMPLATES:  # tools that differ from task to task
+                self._templates.clear()
+            self._templates[key] = ChatTemplate(tokenizer=tokenizer, tools=tools, template_kwargs=self.template_kwargs)
+        return self._templates[key]
+
+    def _parser(self, session: RolloutSession) -> ToolParser:
+        return get_tool_parser(self.tool_parser or parser_for_template(session.chat_template))
+
+    def _scheduler(self) -> MultiTurnScheduler | None:
+        scheduler = self.scheduler
+        if isinstance(scheduler, str):
+            self.scheduler = scheduler = make_scheduler(scheduler, max_turns=self.max_turns)
+        elif isinstance(scheduler, type):
+            self.scheduler = scheduler = scheduler(max_turns=self.max_turns)
+        return scheduler
 
     def _client_for(self, endpoint: str, tokenizer: ChatTokenizer) -> SGLangClient:
         client = self._clients.get(endpoint)

@@ -17,6 +17,7 @@ from agl_slime.rollout.context import ChatContext, Message
 from agl_slime.rollout.facts import RolloutFacts
 from agl_slime.rollout.stop import RolloutStopped, StopReason, of_finish_reason
 from agl_slime.rollout.template import ChatTemplate
+from agl_slime.rollout.tools import ToolManager
 from agl_slime.sglang.payloads import FinishReason, Generation, SamplingParams
 from agl_slime.threads import run_in_thread
 from agl_slime.tokenizer import ChatTokenizer
@@ -50,7 +51,8 @@ class RolloutSession:
     """The conversation of one rollout with one engine. Not for concurrent ``ask`` calls: a rollout that branches opens one session per branch with
     ``branch``.
 
-    ``max_turns`` limits the answers of the rollout, all branches together; ``max_trajectory_tokens`` the tokens of one conversation, prompt and
+    ``tools`` are shown to the model; ``SGLangLitAgent.run`` runs what it calls. ``max_turns`` limits the answers of the rollout, all branches
+    together; ``max_trajectory_tokens`` the tokens of one conversation, prompt and
     answers: an answer gets no more tokens than are left. Where there is no room for another answer, ``ask`` raises ``RolloutStopped``.
     """
 
@@ -61,7 +63,7 @@ class RolloutSession:
         tokenizer: ChatTokenizer,
         sampling: SamplingParams,
         messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: ToolManager | None = None,
         rollout_id: str = "",
         model: str = "",
         encoder: TurnEncoder | None = None,
@@ -71,12 +73,13 @@ class RolloutSession:
         template: ChatTemplate | None = None,
         facts: RolloutFacts | None = None,
     ) -> None:
-        self._template = template or ChatTemplate(tokenizer=tokenizer, tools=tools)
+        self._template = template or ChatTemplate(tokenizer=tokenizer, tools=tools.schemas if tools is not None else None)
+        self.tools = tools
         self.context = ChatContext(tokenizer=tokenizer, messages=messages, template=self._template)
         self.sampling = sampling
         self.rollout_id = rollout_id
         self.turns: list[Turn] = turns if turns is not None else []
-        self.facts = facts if facts is not None else RolloutFacts()
+        self.facts = facts if facts is not None else RolloutFacts(tools=tools.names if tools is not None else ())
         self.max_turns = max_turns
         self.max_trajectory_tokens = max_trajectory_tokens
         self._client = client
@@ -92,6 +95,12 @@ class RolloutSession:
     @messages.setter
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self.context.messages = [dict(message) for message in messages]
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the model's chat template, where the tokenizer has one as text."""
+        source = getattr(self._tokenizer, "chat_template", None)
+        return source if isinstance(source, str) else None
 
     def add(self, *messages: Mapping[str, Any]) -> None:
         """Append what the user, a tool or the environment said."""
@@ -133,6 +142,7 @@ class RolloutSession:
             tokenizer=self._tokenizer,
             sampling=self.sampling,
             messages=messages,
+            tools=self.tools,
             rollout_id=self.rollout_id,
             model=self._model,
             encoder=self._encoder,

@@ -21,7 +21,7 @@ from agl_slime.trace.reward import read_reward
 from agl_slime.trace.segments import Segment, merge_turns
 from agl_slime.trace.spans import Convention, read_turns, spans_of_attempt
 from agl_slime.trace.trajectory import Trajectory, is_truncated
-from agl_slime.trace.turn import Turn
+from agl_slime.trace.turn import Turn, parse_json
 from agl_slime.types import Sample, sample_from_fields
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ def convert_rollout(
     reward_key = options.get("reward_key")
     own = spans_of_attempt(spans, options.get("attempt_id") or _attempt_of(rollout))
     read = read_turns(own, tokenizer, is_policy_call=options.get("is_policy_call"))
-    segments = merge_turns(read.turns, tokenizer)
+    facts = _facts(own)
+    segments = merge_turns(read.turns, tokenizer, untrained=facts.untrained_turns)
     if not segments:
         raise TraceError(f"rollout {rollout.rollout_id} has no sampled token in {len(own)} spans", reason="no_turns")
     reward = read_reward(own, reward_key=reward_key)
@@ -98,7 +99,7 @@ def convert_rollout(
         turns=read.turns,
         reward=reward.primary,
         rewards=reward.named,
-        stop_reason=_stop_reason(own) or read.turns[-1].finish_reason,
+        stop_reason=facts.stop_reason or read.turns[-1].finish_reason,
         metadata=rollout.metadata or {},
     )
     report = ConversionReport(
@@ -117,6 +118,7 @@ def convert_rollout(
             number,
             trajectory,
             report,
+            facts.metadata,
             tokenizer,
             with_log_probs=with_log_probs,
             reward=reward.primary if reward_key is None else dict(reward.named),
@@ -153,8 +155,31 @@ def _attempt_of(rollout: Rollout) -> str | None:
     return None if attempt is None else attempt.attempt_id
 
 
-def _stop_reason(spans: Sequence[Span]) -> str:
-    return next((str(reason) for span in reversed(spans) if (reason := span.attributes.get(names.STOP_REASON))), "")
+@dataclass(frozen=True)
+class _Facts:
+    """What the agent said about the rollout as a whole; the last span that says something counts."""
+
+    stop_reason: str
+    untrained_turns: frozenset[int]
+    metadata: Mapping[str, Any]
+
+
+def _facts(spans: Sequence[Span]) -> _Facts:
+    def last(name: str) -> Any:
+        return next((value for span in reversed(spans) if (value := span.attributes.get(name))), None)
+
+    metadata: dict[str, Any] = {}
+    tools, seams, untrained = last(names.TOOLS), last(names.OPEN_SEAMS), last(names.UNTRAINED_TURNS)
+    if tools is not None:
+        metadata["tools"] = parse_json(str(tools), names.TOOLS)
+    if seams is not None:
+        metadata["open_seams"] = seams
+    turns = parse_json(str(untrained), names.UNTRAINED_TURNS) if untrained is not None else []
+    if not isinstance(turns, list) or not all(isinstance(turn, int) for turn in turns):
+        raise TraceError(f"{names.UNTRAINED_TURNS} must be a JSON list of turn numbers, got {untrained!r:.80}")
+    if turns:
+        metadata["untrained_turns"] = turns
+    return _Facts(str(last(names.STOP_REASON) or ""), frozenset(turns), metadata)
 
 
 def _make_sample(
@@ -162,6 +187,7 @@ def _make_sample(
     number: int,
     trajectory: Trajectory,
     report: ConversionReport,
+    facts: Mapping[str, Any],
     tokenizer: ChatTokenizer | None,
     *,
     with_log_probs: bool,
@@ -187,7 +213,7 @@ def _make_sample(
         status=Sample.Status.TRUNCATED if is_truncated(stop_reason) or is_truncated(turns[-1].finish_reason) else Sample.Status.COMPLETED,
         weight_versions=list(dict.fromkeys(span.version for turn in turns for span in turn.weight_versions)),
         prefix_cache_info=_prefix_cache_info(turns),
-        metadata=_metadata(segment, number, turns, trajectory, report, stop_reason),
+        metadata={**facts, **_metadata(segment, number, turns, trajectory, report, stop_reason)},
     )
     _check(sample)
     return sample

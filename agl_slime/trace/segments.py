@@ -9,7 +9,7 @@ The held sequences are in a radix tree, so a turn costs one comparison of its pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -69,24 +69,29 @@ class _Open:
         self.history.append(placement)
         self.length = placement.end
 
-    def close(self, turns: Sequence[Turn]) -> Segment:
-        tokens = turns[self.placements[-1].turn].token_ids  # the last turn's prompt holds all that came before it
-        mask = np.zeros(self.length, dtype=np.int8)
-        log_probs: LogProbArray | None = np.zeros(self.length, dtype=np.float32)
-        for at in self.placements:
+    def close(self, turns: Sequence[Turn], untrained: Collection[int]) -> Segment | None:
+        """The segment; ``None`` when none of its turns is trained. What follows the last trained one is context for nothing and left out."""
+        placements = [at for at in self.placements if at.turn not in untrained]
+        if not placements:
+            return None
+        tokens = turns[placements[-1].turn].token_ids  # the last turn's prompt holds all that came before it
+        mask = np.zeros(len(tokens), dtype=np.int8)
+        log_probs: LogProbArray | None = np.zeros(len(tokens), dtype=np.float32)
+        for at in placements:
             mask[at.start : at.end] = 1
             own = turns[at.turn].log_probs
             if own is None:
                 log_probs = None
             elif log_probs is not None:
                 log_probs[at.start : at.end] = own
-        return Segment(tokens, mask, log_probs, tuple(self.placements), self.fork_reason)
+        return Segment(tokens, mask, log_probs, tuple(placements), self.fork_reason)
 
 
-def merge_turns(turns: Sequence[Turn], tokenizer: ChatTokenizer | None = None) -> list[Segment]:
+def merge_turns(turns: Sequence[Turn], tokenizer: ChatTokenizer | None = None, *, untrained: Collection[int] = ()) -> list[Segment]:
     """The segments of a rollout, in the order in which they began; turns that sampled nothing contribute nothing.
 
-    ``tokenizer`` is used to tell the reason of a fork, never to make tokens. Raises ``TraceError`` when a turn has an empty prompt.
+    ``tokenizer`` is used to tell the reason of a fork, never to make tokens. The turns whose indices are ``untrained`` are context only; a segment of
+    such turns alone is left out. Raises ``TraceError`` when a turn has an empty prompt.
     """
     tree = TokenTree()
     segments: list[_Open] = []
@@ -106,7 +111,8 @@ def merge_turns(turns: Sequence[Turn], tokenizer: ChatTokenizer | None = None) -
         segment.add(placement)
         placed[index] = (segment, placement)
         tree.insert(turn.token_ids, index)
-    return [segment.close(turns) for segment in segments]
+    closed = (segment.close(turns, untrained) for segment in segments)
+    return [segment for segment in closed if segment is not None]
 
 
 def _continued(match: Match, placed: dict[int, tuple[_Open, Placement]]) -> _Open | None:

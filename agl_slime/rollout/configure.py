@@ -1,0 +1,58 @@
+"""Multi-turn settings from the command line: plug-in files, a scheduler by name, a limit of turns."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from agl_slime.errors import ConfigError
+from agl_slime.rollout.agent import SGLangLitAgent
+from agl_slime.rollout.scheduler import make_scheduler
+
+
+def load_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
+    """Run the named files, once each; what they register (schedulers, tool parsers, loss masks) is known afterwards.
+
+    Only files that the person who starts the process names are loaded. Raises ``ConfigError`` when one is not there or fails.
+    """
+    modules = []
+    for given in paths:
+        path = Path(given).expanduser().resolve()
+        if not path.is_file() or path.suffix != ".py":
+            raise ConfigError(f"--external-plugins {given}: there is no such Python file")
+        name = f"agl_slime_plugin_{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+        if name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = sys.modules[name] = importlib.util.module_from_spec(spec)
+            try:
+                spec.loader.exec_module(module)
+            except Exception as error:  # anything may go wrong in a file of somebody else's
+                del sys.modules[name]
+                raise ConfigError(f"--external-plugins {given} failed: {type(error).__name__}: {error}") from error
+        modules.append(sys.modules[name])
+    return modules
+
+
+def configure_agent(agent: Any, *, scheduler: str | None = None, max_turns: int | None = None, plugins: Sequence[str | Path] = ()) -> None:
+    """Load ``plugins``, then give ``agent`` the scheduler of that name and the limit. Raises ``ConfigError`` with one sentence when that cannot
+    be."""
+    load_plugins(plugins)
+    if max_turns is not None and max_turns < 1:
+        raise ConfigError(f"--max-turns must be at least 1, got {max_turns}")
+    if scheduler is None and max_turns is None:
+        return
+    if not isinstance(agent, SGLangLitAgent):
+        raise ConfigError(f"--multi-turn-scheduler and --max-turns need an SGLangLitAgent, not a {type(agent).__name__}")
+    if scheduler is not None:
+        if type(agent).run is not SGLangLitAgent.run:
+            raise ConfigError(f"--multi-turn-scheduler {scheduler}: {type(agent).__name__} has a run of its own, which asks without a scheduler")
+        agent.scheduler = make_scheduler(scheduler, max_turns=max_turns)
+    if max_turns is not None:
+        agent.max_turns = max_turns

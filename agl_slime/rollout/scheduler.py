@@ -1,0 +1,138 @@
+"""What happens after each answer: whether the rollout goes on, and with which messages.
+
+A scheduler is written as for ms-swift: ``check_finished`` decides whether the rollout ends, ``step`` builds the next request from the last. Two
+styles::
+
+    # a new round: the feedback is a message
+    infer_request.messages.append({"role": "user", "content": "Your answer is wrong, try again."})
+
+    # continuation: the feedback is part of the answer, which the model then goes on with
+    infer_request.messages[-1]["content"] += " But wait, something is wrong."
+
+One scheduler object serves all rollouts of an agent, in flight at the same time: keep the state of a rollout in ``infer_request.data_dict``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from agl_slime.errors import ConfigError
+from agl_slime.rollout.stop import StopReason
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass
+class ChatMessage:
+    """One answer. ``content`` is the text as the model wrote it, calls included; ``tool_calls`` are those that a parser found in it, in OpenAI's
+    form."""
+
+    role: str
+    content: str
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+@dataclass
+class RolloutInferRequest:
+    """The conversation that the next answer is asked for.
+
+    ``messages`` are the history, the last answer included. ``data_dict`` holds the other columns of the task, and is the rollout's own: a scheduler
+    may keep things in it. ``stop_reason`` is set by ``check_finished`` when something else than the model ended the rollout.
+    """
+
+    messages: Messages
+    images: list[Any] = field(default_factory=list)
+    audios: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    objects: dict[str, Any] = field(default_factory=dict)
+    data_dict: dict[str, Any] = field(default_factory=dict)
+    stop_reason: StopReason | None = None
+
+
+@dataclass
+class RolloutResponseChoice:
+    """The last answer. ``logprobs`` are natural logs, one per sampled token. ``messages`` is set when the rollout ends: all of the conversation."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: str
+    logprobs: list[float] | None = None
+    messages: Messages | None = None
+
+
+class MultiTurnScheduler(ABC):
+    """Derive from it and implement ``step``; ``check_finished`` ends a rollout when an answer was cut off or the turns are used up.
+
+    ``step``, ``check_finished`` and the two hooks may be async; a sync one that takes long (a judge, a sandbox) should not be sync, since it would
+    hold up all other rollouts.
+    """
+
+    def __init__(self, max_turns: int | None = None, *args: Any, **kwargs: Any) -> None:
+        if max_turns is not None and max_turns < 1:
+            raise ConfigError(f"max_turns must be at least 1, got {max_turns}")
+        self.max_turns = max_turns
+
+    @abstractmethod
+    def step(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> Any:
+        """The request for the next answer, a ``RolloutInferRequest``: the given one, changed, or a new one. ``current_turn`` counts from 1."""
+
+    def check_finished(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> Any:
+        """Whether the rollout is over (a bool)."""
+        if result.finish_reason == "length":
+            infer_request.stop_reason = StopReason.LENGTH
+            return True
+        if self.max_turns and current_turn >= self.max_turns:
+            infer_request.stop_reason = StopReason.MAX_TURNS
+            return True
+        return False
+
+    async def on_trajectory_start(self, infer_request: RolloutInferRequest) -> None:  # noqa: B027  a hook that need not be used
+        """Called before the first answer: open what the rollout needs."""
+
+    async def on_turn_end(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> None:  # noqa: B027
+        """Called after each answer, before it is decided whether there is another."""
+
+
+async def resolved(value: Any) -> Any:
+    """``value``, awaited when it is awaitable: schedulers may be sync or async."""
+    return await value if inspect.isawaitable(value) else value
+
+
+# -- the registry ------------------------------------------------------------------------------------------------------------------------------------
+
+S = TypeVar("S", bound=Callable[..., MultiTurnScheduler])
+
+_schedulers: dict[str, Callable[..., MultiTurnScheduler]] = {}
+
+
+def register_scheduler(name: str) -> Callable[[S], S]:
+    """Make a scheduler known as ``--multi-turn-scheduler name``::
+
+    @register_scheduler("math_retry")
+    class MathRetry(MultiTurnScheduler): ...
+    """
+
+    def register(scheduler: S) -> S:
+        if name in _schedulers:
+            raise ConfigError(f"a scheduler named {name!r} is registered already; choose another name")
+        _schedulers[name] = scheduler
+        return scheduler
+
+    return register
+
+
+def make_scheduler(name: str, *, max_turns: int | None = None) -> MultiTurnScheduler:
+    """The scheduler that was registered under ``name``. Raises ``ConfigError`` when there is none."""
+    if name not in _schedulers:
+        known = f"there are {', '.join(sorted(_schedulers))}" if _schedulers else "none is registered"
+        raise ConfigError(f"--multi-turn-scheduler {name}: there is no scheduler of that name ({known}); name its file with --external-plugins")
+    return _schedulers[name](max_turns=max_turns)
+
+
+def scheduler_names() -> list[str]:
+    return sorted(_schedulers)
