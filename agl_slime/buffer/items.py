@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import uuid
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,15 @@ _LONGEST_ID = 1024
 
 @dataclass(frozen=True, slots=True)
 class WrittenItem:
-    """An item that may be stored. ``key`` names its group within the task type, ``body`` is its JSON."""
+    """An item that may be stored. ``key`` names its group within the task type, ``body`` is its JSON. Two items with one uid are
+    the same when their checksums are: it tells a repeated request from a uid that is used twice, nothing more."""
 
     uid: str
     instance_id: Any
     key: str
     reward: float | None
     body: bytes
-    digest: bytes
+    checksum: int
 
 
 def parse_json(raw: bytes) -> Any:
@@ -38,17 +39,18 @@ def parse_json(raw: bytes) -> Any:
 def parse_items(raw: bytes) -> tuple[list[WrittenItem], list[Item]]:
     """The item or items of a body, ready to store and as they came."""
     value = parse_json(raw)
-    items = value if isinstance(value, list) else [value]
-    if not items:
+    if not isinstance(value, list):
+        return [check_item(value, raw=raw)], [value]
+    if not value:
         raise BufferRequestError("the list of items is empty; send at least one item")
-    return [check_item(item, position) for position, item in enumerate(items)], items
+    return [check_item(item, position) for position, item in enumerate(value)], value
 
 
-def check_item(item: Any, position: int = 0) -> WrittenItem:
+def check_item(item: Any, position: int = 0, *, raw: bytes | None = None) -> WrittenItem:
     """Whatever a rollout ended with may be stored; it needs an ``instance_id`` to belong to a group. An item without ``uid`` gets one.
 
     Items of one instance form groups in the order in which they come. ``group_id`` (optional) keeps groups of one instance apart, as those of several
-    epochs.
+    epochs. ``raw`` is the item's own JSON, when it came alone.
     """
     if not isinstance(item, dict):
         raise BufferRequestError(
@@ -60,16 +62,17 @@ def check_item(item: Any, position: int = 0) -> WrittenItem:
     group_id = _identifier(item, "group_id", position)
     uid = _identifier(item, "uid", position)
     if uid is None:
-        uid = item["uid"] = uuid.uuid4().hex
+        uid, raw = uuid.uuid4().hex, None
+        item["uid"] = uid
     reward = item.get("reward")
-    body = orjson.dumps(item)
+    body = raw if raw is not None else orjson.dumps(item)
     return WrittenItem(
         uid=str(uid),
         instance_id=instance_id,
         key=orjson.dumps(instance_id if group_id is None else [instance_id, group_id]).decode(),
         reward=float(reward) if isinstance(reward, (int, float)) else None,
         body=body,
-        digest=hashlib.blake2b(body, digest_size=8).digest(),
+        checksum=zlib.crc32(body),
     )
 
 

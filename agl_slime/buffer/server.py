@@ -6,11 +6,11 @@ import asyncio
 import hmac
 import ipaddress
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from agl_slime import __version__
 from agl_slime.buffer.errors import BufferRequestError
@@ -21,7 +21,6 @@ from agl_slime.buffer.settings import BufferSettings
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _BUFFER = web.AppKey("buffer", RolloutBuffer)
 _OPEN_PATHS = frozenset({"/health", "/openapi.json"})
@@ -34,7 +33,7 @@ _MINIMAL = "return=minimal"
 def make_app(*, buffer: RolloutBuffer) -> web.Application:
     """The aiohttp application; the caller starts and closes ``buffer``."""
     settings = buffer.settings
-    app = web.Application(middlewares=[_errors, _guard(settings)], client_max_size=int(settings.max_body_mb * 1_000_000))
+    app = web.Application(middlewares=[_gate(settings)], client_max_size=int(settings.max_body_mb * 1_000_000))
     app[_BUFFER] = buffer
     app.router.add_post("/buffer/write", _write)
     app.router.add_post("/runs/{key}/buffer/write", _write)
@@ -171,41 +170,40 @@ async def _openapi(request: web.Request) -> web.Response:
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
-@web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every refusal is JSON with one sentence; what is nobody's fault is logged and told as such."""
-    try:
-        return await handler(request)
-    except BufferRequestError as error:
-        headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.status == 503 else None
-        return _json({"success": False, "message": str(error)}, status=error.status, headers=headers)
-    except web.HTTPRequestEntityTooLarge:
-        limit = request.app[_BUFFER].settings.max_body_mb
-        return _json({"success": False, "message": f"the body is larger than {limit:g} MB; send fewer items per request"}, status=413)
-    except web.HTTPException as error:
-        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-        return _json({"success": False, "message": f"{request.method} {request.path}: {error.reason}"}, status=error.status, headers=headers)
-    except (ConnectionError, asyncio.CancelledError):
-        raise
-    except Exception:
-        logger.exception("%s %s failed.", request.method, request.path)
-        return _json({"success": False, "message": "the buffer failed to serve this request; its log says why"}, status=500)
-
-
-def _guard(settings: BufferSettings) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def _gate(settings: BufferSettings) -> Middleware:
+    """One middleware before every handler: who may ask, and every refusal as JSON with one sentence."""
     expected = f"Bearer {settings.token}".encode() if settings.token else None
 
-    @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    def check(request: web.Request) -> None:
         if "Origin" in request.headers:  # only browsers send it: a page somewhere must not reach a server on this machine
             raise BufferRequestError("requests from web pages are not served", status=403)
         if expected is not None and request.path not in _OPEN_PATHS and "key" not in request.match_info:
             given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
             if not hmac.compare_digest(given, expected):
                 raise BufferRequestError("the token is missing or wrong; send it as `Authorization: Bearer TOKEN`", status=401)
-        return await handler(request)
 
-    return guard
+    @web.middleware
+    async def gate(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            check(request)
+            return await handler(request)
+        except BufferRequestError as error:
+            headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.status == 503 else None
+            return _json({"success": False, "message": str(error)}, status=error.status, headers=headers)
+        except web.HTTPRequestEntityTooLarge:
+            return _json(
+                {"success": False, "message": f"the body is larger than {settings.max_body_mb:g} MB; send fewer items per request"}, status=413
+            )
+        except web.HTTPException as error:
+            headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+            return _json({"success": False, "message": f"{request.method} {request.path}: {error.reason}"}, status=error.status, headers=headers)
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception:
+            logger.exception("%s %s failed.", request.method, request.path)
+            return _json({"success": False, "message": "the buffer failed to serve this request; its log says why"}, status=500)
+
+    return gate
 
 
 async def _body(request: web.Request) -> bytes:

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,13 +29,13 @@ from agl_slime.groups.pipeline import FinishedGroup, GroupPipeline, GroupSnapsho
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS items (
-    no INTEGER PRIMARY KEY, group_no INTEGER NOT NULL, rollout_id TEXT NOT NULL, time REAL NOT NULL, digest BLOB NOT NULL, body BLOB NOT NULL
+    no INTEGER PRIMARY KEY, group_no INTEGER NOT NULL, rollout_id TEXT NOT NULL, time REAL NOT NULL, checksum INTEGER NOT NULL, body BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS items_of_group ON items (group_no);
-CREATE UNIQUE INDEX IF NOT EXISTS items_by_id ON items (rollout_id);
 CREATE TABLE IF NOT EXISTS groups (
     no INTEGER PRIMARY KEY, task TEXT NOT NULL, key TEXT NOT NULL, instance_id TEXT NOT NULL, delivery_no INTEGER
 );
+CREATE INDEX IF NOT EXISTS groups_by_key ON groups (key);
 CREATE INDEX IF NOT EXISTS groups_delivered ON groups (delivery_no) WHERE delivery_no IS NOT NULL;
 CREATE TABLE IF NOT EXISTS deliveries (
     no INTEGER PRIMARY KEY AUTOINCREMENT, task TEXT NOT NULL, request_id TEXT, meta_info TEXT NOT NULL, time REAL NOT NULL
@@ -114,6 +114,14 @@ class WriteResult:
 
 
 @dataclass(frozen=True, slots=True)
+class _NewItem:
+    no: int
+    group_no: int
+    time: float
+    item: WrittenItem
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """What a reader gets: processed items, whole groups one after the other, as the JSON that goes out; and what is to be told about them."""
 
@@ -174,6 +182,7 @@ class ItemStore:
             connection.execute("INSERT OR IGNORE INTO identity VALUES (1, ?)", (uuid.uuid4().hex[:12],))
             self.database_id: str = connection.execute("SELECT name FROM identity").fetchone()[0]
             self._held = 0
+            (self._next_item_no,) = connection.execute("SELECT coalesce(max(no), 0) + 1 FROM items").fetchone()
             (self._delivered,) = connection.execute("SELECT count(*) FROM groups WHERE delivery_no IS NOT NULL").fetchone()
 
     def close(self) -> None:
@@ -214,27 +223,31 @@ class ItemStore:
             held = self._held
             try:
                 with self._database.transaction():
-                    return [self._write_one(request) for request in requests]
+                    known = self.ledger.known_among([f"{request.task}/{item.uid}" for request in requests for item in request.items])
+                    stored: dict[str, _NewItem] = {}
+                    results = [self._write_one(request, known, stored) for request in requests]
+                    self._insert(stored)
+                    return results
             except BaseException:
                 self._held = held
                 self._reload()
                 raise
 
-    def _write_one(self, request: WriteRequest) -> WriteResult | BufferRequestError:
-        connection = self._database.connection
+    def _write_one(self, request: WriteRequest, known: Mapping[str, str | None], stored: dict[str, _NewItem]) -> WriteResult | BufferRequestError:
+        """Find the places of a request's items; ``stored`` collects what the transaction is to insert."""
         fresh: dict[str, WrittenItem] = {}
         duplicates = 0
         for item in request.items:
             rollout_id = f"{request.task}/{item.uid}"
-            if (twin := fresh.get(rollout_id)) is not None:
-                digest: bytes | None = twin.digest
-            elif self.ledger.is_known(rollout_id):
-                row = connection.execute("SELECT digest FROM items WHERE rollout_id = ?", (rollout_id,)).fetchone()
-                digest = row[0] if row else None  # decided and gone: nothing to compare with, the uid is used up
+            twin = fresh.get(rollout_id) or (stored[rollout_id].item if rollout_id in stored else None)
+            if twin is not None:
+                same = twin.checksum == item.checksum
+            elif rollout_id in known:
+                same = known[rollout_id] == item.key and self._checksum_of(request.task, item.key, rollout_id) in (None, item.checksum)
             else:
                 fresh[rollout_id] = item
                 continue
-            if digest is not None and digest != item.digest:
+            if not same:
                 return BufferRequestError(f"uid {item.uid!r} is taken by an item with other content; a uid names one item", status=409)
             duplicates += 1
         if self._held + len(fresh) > self._max_items:
@@ -243,14 +256,28 @@ class ItemStore:
         now = self._clock()
         for rollout_id, item in fresh.items():
             group = index.accepting.get(item.key) or self._start_group(index, request.task, item)
-            cursor = connection.execute(
-                "INSERT INTO items (group_no, rollout_id, time, digest, body) VALUES (?, ?, ?, ?, ?)",
-                (group.no, rollout_id, now, item.digest, item.body),
-            )
-            self.ledger.open(rollout_id, instance_id=item.key)
-            self._count_in(index, group, item, int(cursor.lastrowid or 0), now)
+            stored[rollout_id] = _NewItem(self._next_item_no, group.no, now, item)
+            self._count_in(index, group, item, self._next_item_no, now)
+            self._next_item_no += 1
         self._held += len(fresh)
         return WriteResult(len(fresh), duplicates)
+
+    def _insert(self, stored: Mapping[str, _NewItem]) -> None:
+        """Few statements for many rows: each statement lets go of the interpreter lock and has to wait to get it back."""
+        self.ledger.open_many([(rollout_id, new.item.key) for rollout_id, new in stored.items()])
+        rows = [(new.no, new.group_no, rollout_id, new.time, new.item.checksum, new.item.body) for rollout_id, new in stored.items()]
+        for start in range(0, len(rows), 100):
+            chunk = rows[start : start + 100]
+            marks = ", ".join("(?, ?, ?, ?, ?, ?)" for _ in chunk)
+            self._database.connection.execute(
+                f"INSERT INTO items (no, group_no, rollout_id, time, checksum, body) VALUES {marks}", [value for row in chunk for value in row]
+            )
+
+    def _checksum_of(self, task: str, key: str, rollout_id: str) -> int | None:
+        """The checksum of an item that is still held; ``None`` when its group is decided and gone: its uid is used up, whatever it held."""
+        query = "SELECT checksum FROM groups JOIN items ON group_no = groups.no WHERE key = ? AND task = ? AND rollout_id = ?"
+        row = self._database.connection.execute(query, (key, task, rollout_id)).fetchone()
+        return row[0] if row else None
 
     def _start_group(self, index: TaskIndex, task: str, item: WrittenItem) -> OpenGroup:
         instance_id = orjson.dumps(item.instance_id).decode()
@@ -403,14 +430,17 @@ class ItemStore:
 
     def _settle(self, task: str, no: int, group: FinishedGroup, delivery_no: int | None) -> None:
         connection = self._database.connection
-        rows = connection.execute("SELECT rollout_id FROM items WHERE group_no = ? ORDER BY no", (no,)).fetchall()
+        rows = self._rollouts_of(no)
         instance_id = orjson.dumps(group.snapshot.instance_id).decode()
         connection.execute("INSERT INTO finished (task, instance_id, group_no) VALUES (?, ?, ?)", (task, instance_id, no))
-        for (rollout_id,), reason in zip(rows, group.item_reasons, strict=True):
+        by_reason: dict[str, list[str]] = {}
+        for rollout_id, reason in zip(rows, group.item_reasons, strict=True):
+            by_reason.setdefault(reason, []).append(rollout_id)
+        for reason, rollout_ids in by_reason.items():
             if reason:
-                self.ledger.close(rollout_id, _OUTCOMES.get(reason, Outcome.FILTERED), reason)
+                self.ledger.close_many(rollout_ids, _OUTCOMES.get(reason, Outcome.FILTERED), reason)
             else:
-                self.ledger.ready(rollout_id)
+                self.ledger.ready_many(rollout_ids)
         self._held -= len(rows)
         if group.valid:
             connection.execute("UPDATE groups SET delivery_no = ? WHERE no = ?", (delivery_no, no))
@@ -456,8 +486,7 @@ class ItemStore:
             with self._database.transaction():
                 self._confirm(trained)
                 for no in lost:
-                    for (rollout_id,) in connection.execute("SELECT rollout_id FROM items WHERE group_no = ?", (no,)).fetchall():
-                        self.ledger.reopen(rollout_id)
+                    self.ledger.reopen_many(self._rollouts_of(no))
                     connection.execute("UPDATE groups SET delivery_no = NULL WHERE no = ?", (no,))
                     connection.execute("DELETE FROM finished WHERE group_no = ?", (no,))
                 connection.execute("DELETE FROM deliveries WHERE task = ?", (task,))
@@ -476,13 +505,15 @@ class ItemStore:
         return trained
 
     def _confirm(self, groups: Sequence[int]) -> int:
-        connection = self._database.connection
         for no in groups:
-            for (rollout_id,) in connection.execute("SELECT rollout_id FROM items WHERE group_no = ?", (no,)).fetchall():
-                self.ledger.close(rollout_id, Outcome.TRAINED)  # False for filtered ones, which have their outcome
+            self.ledger.close_many(self._rollouts_of(no), Outcome.TRAINED)  # not the filtered ones: they have their outcome
         self._drop_groups(groups)
         self._delivered -= len(groups)
         return len(groups)
+
+    def _rollouts_of(self, group_no: int) -> list[str]:
+        query = "SELECT rollout_id FROM items WHERE group_no = ? ORDER BY no"
+        return [row[0] for row in self._database.connection.execute(query, (group_no,))]
 
     def _drop_groups(self, groups: Iterable[int]) -> None:
         for no in groups:

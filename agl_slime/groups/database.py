@@ -34,6 +34,8 @@ class Database:
             self.connection.execute("PRAGMA journal_mode=WAL")
             self.connection.execute("PRAGMA synchronous=NORMAL")
             self.connection.execute("PRAGMA cache_size=-65536")
+            # 64 MB of log before it is copied into the file: what is written and soon deleted again is never copied
+            self.connection.execute("PRAGMA wal_autocheckpoint=16384")
         except (sqlite3.Error, OSError) as error:
             hint = "; another process uses it" if "locked" in str(error) else ""
             raise ConfigError(f"the database {self.path} cannot be opened: {error}{hint}") from error

@@ -6,14 +6,17 @@ back what was trained after it: a resumed trainer has forgotten those steps, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from agl_slime.errors import ConfigError
 from agl_slime.groups.database import Database
 from agl_slime.groups.ledger import LedgerCounts
 from agl_slime.groups.outcome import Outcome
+
+T = TypeVar("T")
 
 # Closed rollouts that are remembered by id, to recognise late and repeated reports; those since the oldest kept checkpoint are always remembered.
 _REMEMBERED_CLOSED = 100_000
@@ -68,47 +71,70 @@ class PersistentLedger:
 
     def open(self, rollout_id: str, *, instance_id: str | None = None) -> bool:
         """A rollout is in flight. ``False`` when it is known already."""
-        with self._database.transaction() as connection:
-            cursor = connection.execute(
-                "INSERT OR IGNORE INTO ledger_rollouts (rollout_id, instance_id, state) VALUES (?, ?, 0)", (rollout_id, instance_id)
-            )
-            if cursor.rowcount == 0:
-                return False
-            self._add("opened", "", 1)
-            self._add("open", "", 1)
-            return True
-
-    def open_many(self, rollouts: Iterable[tuple[str, str | None]]) -> list[bool]:
-        """``open`` for pairs of rollout and instance, in one transaction."""
-        with self.batch():
-            return [self.open(rollout_id, instance_id=instance_id) for rollout_id, instance_id in rollouts]
+        return self.open_many([(rollout_id, instance_id)]) == 1
 
     def ready(self, rollout_id: str) -> bool:
         """An open rollout waits to be trained on. ``False`` when it was not open."""
-        return self._move(rollout_id, _OPEN, _READY)
+        return self.ready_many([rollout_id]) == 1
 
     def reopen(self, rollout_id: str) -> bool:
         """A ready rollout is in flight again (its hand-out was lost). ``False`` when it was not ready."""
-        return self._move(rollout_id, _READY, _OPEN)
+        return self.reopen_many([rollout_id]) == 1
 
     def close(self, rollout_id: str, outcome: Outcome, reason: str = "") -> bool:
         """An open or ready rollout has reached its one end. ``False`` when it had ended before or was never opened."""
-        with self.batch():
-            with self._database.reading() as connection:
-                row = connection.execute("SELECT state FROM ledger_rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone()
-                if row is None or row[0] == _CLOSED:
-                    return False
-                self._closed_no += 1
-                connection.execute(
-                    "UPDATE ledger_rollouts SET state = 2, outcome = ?, reason = ?, closed_no = ? WHERE rollout_id = ?",
-                    (outcome.value, reason, self._closed_no, rollout_id),
-                )
-            self._add(_STATES[row[0]], "", -1)
-            self._add(f"closed:{outcome.value}", reason, 1)
-            self._add("closed_no", "", 1)
-            if self._closed_no % 1000 == 0:
+        return self.close_many([rollout_id], outcome, reason) == 1
+
+    # -- many at once ------------------------------------------------------------------------------------------------------------------------------
+
+    def open_many(self, rollouts: Sequence[tuple[str, str | None]]) -> int:
+        """``open`` for pairs of rollout and instance; returns how many were new."""
+        opened = 0
+        with self._database.transaction() as connection:
+            for chunk in _chunks(rollouts):
+                values = ", ".join("(?, ?, 0)" for _ in chunk)
+                flat = [value for pair in chunk for value in pair]
+                opened += connection.execute(f"INSERT OR IGNORE INTO ledger_rollouts (rollout_id, instance_id, state) VALUES {values}", flat).rowcount
+            self._add("opened", "", opened)
+            self._add("open", "", opened)
+        return opened
+
+    def ready_many(self, rollout_ids: Sequence[str]) -> int:
+        """``ready`` for many; returns how many were open."""
+        return self._move_many(rollout_ids, _OPEN, _READY)
+
+    def reopen_many(self, rollout_ids: Sequence[str]) -> int:
+        """``reopen`` for many; returns how many were ready."""
+        return self._move_many(rollout_ids, _READY, _OPEN)
+
+    def close_many(self, rollout_ids: Sequence[str], outcome: Outcome, reason: str = "") -> int:
+        """``close`` for many, with one outcome; returns how many had not ended before."""
+        closed = 0
+        with self.batch(), self._database.transaction() as connection:
+            before = self._closed_no
+            self._closed_no += len(rollout_ids)  # they end together: one place in the order
+            for state in (_OPEN, _READY):
+                moved = 0
+                for chunk in _chunks(rollout_ids):
+                    where = f"state = ? AND rollout_id IN ({_marks(chunk)})"
+                    query = f"UPDATE ledger_rollouts SET state = 2, outcome = ?, reason = ?, closed_no = ? WHERE {where}"
+                    moved += connection.execute(query, (outcome.value, reason, self._closed_no, state, *chunk)).rowcount
+                self._add(_STATES[state], "", -moved)
+                closed += moved
+            self._add(f"closed:{outcome.value}", reason, closed)
+            self._add("closed_no", "", len(rollout_ids))
+            if before // 1000 != self._closed_no // 1000:
                 self._forget()
-            return True
+        return closed
+
+    def known_among(self, rollout_ids: Sequence[str]) -> dict[str, str | None]:
+        """Those that were ever opened, as far as is remembered, with their instances."""
+        known: dict[str, str | None] = {}
+        with self._database.reading() as connection:
+            for chunk in _chunks(rollout_ids):
+                query = f"SELECT rollout_id, instance_id FROM ledger_rollouts WHERE rollout_id IN ({_marks(chunk)})"
+                known.update(connection.execute(query, chunk).fetchall())
+        return known
 
     # -- questions ---------------------------------------------------------------------------------------------------------------------------------
 
@@ -202,19 +228,20 @@ class PersistentLedger:
 
     # -- internals ---------------------------------------------------------------------------------------------------------------------------------
 
-    def _move(self, rollout_id: str, origin: int, target: int) -> bool:
+    def _move_many(self, rollout_ids: Sequence[str], origin: int, target: int) -> int:
+        moved = 0
         with self._database.transaction() as connection:
-            cursor = connection.execute("UPDATE ledger_rollouts SET state = ? WHERE rollout_id = ? AND state = ?", (target, rollout_id, origin))
-            if cursor.rowcount == 0:
-                return False
-            self._add(_STATES[origin], "", -1)
-            self._add(_STATES[target], "", 1)
-            return True
+            for chunk in _chunks(rollout_ids):
+                query = f"UPDATE ledger_rollouts SET state = ? WHERE state = ? AND rollout_id IN ({_marks(chunk)})"
+                moved += connection.execute(query, (target, origin, *chunk)).rowcount
+            self._add(_STATES[origin], "", -moved)
+            self._add(_STATES[target], "", moved)
+        return moved
 
     def _add(self, kind: str, reason: str, n: int) -> None:
-        self._database.connection.execute(
-            "INSERT INTO ledger_counts VALUES (?, ?, ?) ON CONFLICT (kind, reason) DO UPDATE SET n = n + excluded.n", (kind, reason, n)
-        )
+        if n:
+            query = "INSERT INTO ledger_counts VALUES (?, ?, ?) ON CONFLICT (kind, reason) DO UPDATE SET n = n + excluded.n"
+            self._database.connection.execute(query, (kind, reason, n))
 
     def _forget(self) -> None:
         connection = self._database.connection
@@ -222,3 +249,13 @@ class PersistentLedger:
         limit = self._closed_no - self._remembered
         limit = limit if oldest is None else min(limit, oldest)
         connection.execute("DELETE FROM ledger_rollouts WHERE state = 2 AND closed_no <= ?", (limit,))
+
+
+def _chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    """A statement for many rows is one step for SQLite and one release of the interpreter lock; 100 rows stay below every limit on variables."""
+    for start in range(0, len(values), 100):
+        yield values[start : start + 100]
+
+
+def _marks(values: Sequence[object]) -> str:
+    return ", ".join("?" * len(values))
