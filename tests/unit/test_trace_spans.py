@@ -136,6 +136,18 @@ def test_nested_spans_of_a_call_without_response_ids_are_one_turn(child_first: b
     assert len(read_turns(spans_of_attempt(spans)).turns) == 1
 
 
+def test_an_agents_span_with_the_messages_of_its_calls_is_no_call_itself():
+    agent = span(1, {**text("q", "b"), names.OPERATION_NAME: "invoke_agent"}, span_id="agent")
+    calls = [span(2, text("q", "a", **{names.OPERATION_NAME: "chat"}), parent="agent"), span(3, text("q", "b"), parent="agent")]
+    assert [turn.text for turn in read_turns([agent, *calls], chat_tokenizer("anthropic", PLAIN)).turns] == ["a", "b"]
+
+
+def test_a_span_with_text_above_spans_with_ids_does_not_hide_them():
+    spans = [span(1, text("q", "b"), span_id="chain"), span(2, ids([1], [2]), parent="chain"), span(3, ids([3], [4]), parent="chain")]
+    read = read_turns(spans)
+    assert ([turn.prompt_ids.tolist() for turn in read.turns], read.ignored_calls) == ([[1], [3]], 0)
+
+
 def test_two_equal_calls_are_two_turns():
     spans = [span(1, ids([1], [2]), parent="agent"), span(2, ids([1], [2]), parent="agent"), span(3, {}, name="agent", span_id="agent")]
     assert len(read_turns(spans).turns) == 2
@@ -279,16 +291,32 @@ def test_an_answer_that_is_a_tool_call_is_rendered_by_the_template():
     assert turn.finish_reason == "tool_calls"
 
 
+IMAGE = {names.INPUT_MESSAGES: '[{"role": "user", "parts": [{"type": "blob"}]}]', names.OUTPUT_MESSAGES: '[{"role": "assistant", "content": "a"}]'}
+
+
 @pytest.mark.parametrize(
     "attributes",
     [
         {**text("", "a"), "gen_ai.prompt.0.content": '[{"type": "image_url", "image_url": {"url": "x"}}]'},
-        {names.INPUT_MESSAGES: '[{"role": "user", "parts": [{"type": "blob"}]}]', names.OUTPUT_MESSAGES: '[{"role": "assistant", "content": "a"}]'},
+        IMAGE,
     ],
 )
 def test_what_is_not_text_is_refused_rather_than_left_out(attributes: dict[str, Any]):
     with pytest.raises(TraceError, match="part of type"):
         read_turns([span(1, attributes)], chat_tokenizer("anthropic", PLAIN))
+
+
+def test_where_ids_are_there_text_that_cannot_be_read_does_no_harm():
+    [turn] = read_turns([span(1, ids([1], [2], **IMAGE))]).turns
+    assert (turn.response_ids.tolist(), turn.messages) == ([2], None)
+    packed = span(1, TurnEncoder().encode(Turn(prompt_ids=[1], response_ids=[2], log_probs=[-1.0])))
+    assert len(read_turns([packed, span(2, IMAGE)]).turns) == 1
+
+
+def test_a_conversation_without_messages_is_no_turn():
+    empty = {names.INPUT_MESSAGES: "[]", names.OUTPUT_MESSAGES: "[]"}
+    read = read_turns([span(1, empty), span(2, text("What?", "That."))], chat_tokenizer("anthropic", PLAIN))
+    assert ([turn.text for turn in read.turns], read.ignored_calls) == (["That."], 1)
 
 
 def test_messages_that_are_no_json_are_refused():
