@@ -16,7 +16,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @pytest.fixture(scope="session")
 def policy_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny policy for the lookup task as a checkpoint directory. Read-only: copy it before changing anything. Kept in pytest's cache, so that the next run need not train it."""
+    """The tiny policy for the lookup task as a checkpoint directory. Read-only: copy it before changing anything. Kept in pytest's cache, so that the
+    next run need not train it."""
     pytest.importorskip("torch", reason='the tiny policy needs torch: pip install "agl-slime[local]"')
     from agl_slime.sglang.embedded import make_policy
 

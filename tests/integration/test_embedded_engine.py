@@ -110,7 +110,12 @@ def test_a_truncated_checkpoint_is_refused(policy_dir: Path, tmp_path: Path) -> 
 def test_more_requests_than_rows_all_end_once(engine: Engine) -> None:
     answers = Answers()
     lengths = [1 + 7 * (number % 5) for number in range(40)]
-    engine.submit(*(answers.request(str(number), [3 + number] * (1 + number), Sampling(max_new_tokens=length, ignore_eos=True)) for number, length in enumerate(lengths)))
+    engine.submit(
+        *(
+            answers.request(str(number), [3 + number] * (1 + number), Sampling(max_new_tokens=length, ignore_eos=True))
+            for number, length in enumerate(lengths)
+        )
+    )
     ended = [answers.next() for _ in lengths]
     assert {request.rid for request in ended} == {str(number) for number in range(40)}
     assert all(len(request.output_ids) == lengths[int(request.rid)] for request in ended)

@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 
-from agl_slime.errors import EngineError, EngineTimeoutError  # noqa: E402
-from agl_slime.sglang.embedded import EmbeddedEngine, EmbeddedEngineSettings  # noqa: E402
+from agl_slime.errors import EngineError, EngineTimeoutError
+from agl_slime.sglang.embedded import EmbeddedEngine, EmbeddedEngineSettings
 
 
 def gone(pid: int) -> bool:

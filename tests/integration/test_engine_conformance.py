@@ -1,6 +1,7 @@
 """One suite, two servers: the embedded engine, and a real SGLang on the CPU serving the same checkpoint.
 
-The real one is started when AGL_SLIME_SGLANG_PYTHON names a Python with SGLang (scripts/sglang_cpu.sh sets one up) and the tests run with ``-m sglang``. Everything goes over raw HTTP. Where the two
+The real one is started when AGL_SLIME_SGLANG_PYTHON names a Python with SGLang (scripts/sglang_cpu.sh sets one up) and the tests run with ``-m
+sglang``. Everything goes over raw HTTP. Where the two
 differ on purpose, the test says so.
 """
 
@@ -57,7 +58,10 @@ def server(request: pytest.FixtureRequest, policy_dir: Path, tmp_path_factory: p
     log = tmp_path_factory.mktemp("sglang") / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [str(SERVE_SCRIPT), str(policy_dir), str(port), "--max-running-requests", str(MAX_RUNNING)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            [str(SERVE_SCRIPT), str(policy_dir), str(port), "--max-running-requests", str(MAX_RUNNING)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     try:
         _wait_healthy(f"http://127.0.0.1:{port}", process, log)
@@ -240,7 +244,8 @@ async def test_input_log_probs_are_at_temperature_one_from_the_start_asked_for(c
 
 
 async def test_tokens_are_drawn_as_often_as_the_model_says(client: Client, model: Any) -> None:
-    """The first token of many samples follows the model's probabilities: chi-square over the likely tokens and all the others together, at 5 sigma."""
+    """The first token of many samples follows the model's probabilities: chi-square over the likely tokens and all the others together, at 5
+    sigma."""
     prompt, count = PROMPTS[0], 600
     answers = await asyncio.gather(*(client.generate([prompt] * 100, temperature=1.0, max_new_tokens=1) for _ in range(count // 100)))
     drawn = [answer["output_ids"][0] for batch in answers for answer in batch]
@@ -320,7 +325,9 @@ async def test_special_tokens_are_left_out_of_the_text_by_default(client: Client
 
 async def test_batches_and_parallel_samples(client: Client, model: Any) -> None:
     limits = [{"temperature": 0, "max_new_tokens": count, "ignore_eos": True} for count in (3, 5, 4)]
-    answers = await client.post("/generate", {"input_ids": PROMPTS, "sampling_params": limits, "return_logprob": [True, True, True], "rid": ["a-1", "a-2", "a-3"]})
+    answers = await client.post(
+        "/generate", {"input_ids": PROMPTS, "sampling_params": limits, "return_logprob": [True, True, True], "rid": ["a-1", "a-2", "a-3"]}
+    )
     assert [answer["meta_info"]["id"] for answer in answers] == ["a-1", "a-2", "a-3"]
     assert [answer["output_ids"] for answer in answers] == [greedy(model, prompt, count) for prompt, count in zip(PROMPTS, (3, 5, 4), strict=True)]
     answers = await client.generate(PROMPTS[0], n=4, temperature=1, max_new_tokens=12, ignore_eos=True)
@@ -345,7 +352,10 @@ async def test_text_is_encoded_by_the_tokenizer(client: Client, model: Any, toke
         ({"input_ids": [7] * 5000}, "The input (5000 tokens) is longer than the model's context length (4096 tokens)."),
         ({"input_ids": []}, "input_ids cannot be empty."),
         ({"sampling_params": {"max_new_tokens": 1}}, "Either text, input_ids"),
-        ({"input_ids": [7] * 10, "sampling_params": {"max_new_tokens": 4090}}, "Requested token count exceeds the model's maximum context length of 4096 tokens."),
+        (
+            {"input_ids": [7] * 10, "sampling_params": {"max_new_tokens": 4090}},
+            "Requested token count exceeds the model's maximum context length of 4096 tokens.",
+        ),
         ({"input_ids": [7], "sampling_params": {"temperature": -1.0}}, "temperature must be"),
         ({"input_ids": [7], "sampling_params": {"top_p": 0.0}}, "top_p must be in (0, 1]"),
         ({"input_ids": [7], "sampling_params": {"top_k": 0}}, "top_k must be -1 (disable) or at least 1"),
@@ -391,7 +401,10 @@ async def test_an_aborted_running_request_keeps_what_it_has(client: Client, mode
 
 
 async def test_requests_aborted_in_the_queue_have_no_ids(client: Client) -> None:
-    tasks = [asyncio.create_task(client.generate(PROMPTS[0], rid=f"all-{n}", temperature=1, max_new_tokens=4000, ignore_eos=True)) for n in range(MAX_RUNNING + 3)]
+    tasks = [
+        asyncio.create_task(client.generate(PROMPTS[0], rid=f"all-{n}", temperature=1, max_new_tokens=4000, ignore_eos=True))
+        for n in range(MAX_RUNNING + 3)
+    ]
     await client.running(MAX_RUNNING, waiting=3)
     await client.post("/abort_request", {"abort_all": True})
     answers = await asyncio.gather(*tasks)
@@ -437,7 +450,7 @@ async def test_a_paused_request_goes_on_where_it_stopped(client: Client, model: 
 
 
 @pytest.fixture
-def moved_policy(policy_dir: Path, tmp_path: Path, model: Any) -> Iterator[tuple[Path, Any]]:
+def moved_policy(policy_dir: Path, tmp_path: Path) -> tuple[Path, Any]:
     """A copy of the policy with other weights, and its model."""
     directory = tmp_path / "moved"
     shutil.copytree(policy_dir, directory)
@@ -447,7 +460,7 @@ def moved_policy(policy_dir: Path, tmp_path: Path, model: Any) -> Iterator[tuple
         for parameter in moved.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     moved.save_pretrained(directory)
-    yield directory, moved
+    return directory, moved
 
 
 async def test_new_weights_come_under_their_version(client: Client, model: Any, moved_policy: tuple[Path, Any]) -> None:
@@ -467,7 +480,10 @@ async def test_new_weights_come_under_their_version(client: Client, model: Any, 
         ids, log_probs = sampled(answer)
         assert_close(log_probs, expected_log_probs(reference, prompt, ids))
         # or the comparison above would say nothing
-        assert max(abs(a - b) for a, b in zip(expected_log_probs(model, prompt, before), expected_log_probs(moved, prompt, before), strict=True)) > 100 * TOLERANCE
+        assert (
+            max(abs(a - b) for a, b in zip(expected_log_probs(model, prompt, before), expected_log_probs(moved, prompt, before), strict=True))
+            > 100 * TOLERANCE
+        )
 
 
 async def test_weights_that_cannot_be_loaded_leave_the_old_ones(client: Client, model: Any) -> None:
@@ -497,7 +513,9 @@ async def test_chat_completion_equals_generation_from_the_template(client: Clien
     messages = LookupDemonstrations().prompt({"key": "hjk"})
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     expected = greedy(model, prompt, 10)
-    answer = await client.post("/v1/chat/completions", {"model": "policy", "messages": messages, "temperature": 0, "max_tokens": 10, "logprobs": True, "ignore_eos": True})
+    answer = await client.post(
+        "/v1/chat/completions", {"model": "policy", "messages": messages, "temperature": 0, "max_tokens": 10, "logprobs": True, "ignore_eos": True}
+    )
     choice = answer["choices"][0]
     assert answer["object"] == "chat.completion"
     assert choice["message"]["role"] == "assistant"
@@ -547,5 +565,3 @@ async def test_workers_lists_itself_as_a_router_would(client: Client) -> None:
     assert set(answer) == {"workers", "total", "stats"}
     fields = {"id", "url", "model_id", "priority", "cost", "worker_type", "is_healthy", "load", "connection_mode", "metadata", "disable_health_check"}
     assert set(worker) == fields
-
-

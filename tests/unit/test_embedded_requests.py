@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 
-from agl_slime.sglang.embedded.chat import split_tool_calls  # noqa: E402
-from agl_slime.sglang.embedded.requests import BadRequest, Sampling, parse_generate  # noqa: E402
-from agl_slime.sglang.embedded.sampling import ALL_TOKENS  # noqa: E402
+from agl_slime.sglang.embedded.chat import split_tool_calls
+from agl_slime.sglang.embedded.requests import BadRequest, Sampling, parse_generate
+from agl_slime.sglang.embedded.sampling import ALL_TOKENS
 
 
 def parse(body: Any) -> Any:
@@ -108,6 +108,8 @@ def test_tool_calls_are_split_from_the_text() -> None:
     assert [(call["type"], call["function"]) for call in calls] == [("function", {"name": "lookup", "arguments": '{"key": "kqz"}'})]
 
 
-@pytest.mark.parametrize("text", ["plain", "<tool_call>not json</tool_call>", '<tool_call>{"name": "a"}', "<tool_call>[1]</tool_call>", '<tool_call>{"x": 1}</tool_call>'])
+@pytest.mark.parametrize(
+    "text", ["plain", "<tool_call>not json</tool_call>", '<tool_call>{"name": "a"}', "<tool_call>[1]</tool_call>", '<tool_call>{"x": 1}</tool_call>']
+)
 def test_what_is_no_tool_call_stays_text(text: str) -> None:
     assert split_tool_calls(text) == (text, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -9,11 +10,11 @@ import pytest
 
 pytest.importorskip("torch", reason='the tiny policy needs torch: pip install "agl-slime[local]"')
 
-from agl_slime.errors import ConfigError  # noqa: E402
-from agl_slime.sglang.embedded.demos import DEFAULT_SOURCES, LookupDemonstrations, ReverseDemonstrations  # noqa: E402
-from agl_slime.sglang.embedded.policy import make_tokenizer  # noqa: E402
-from agl_slime.sglang.embedded.tokenizer import train_tokenizer  # noqa: E402
-from agl_slime.sglang.embedded.warmup import encode  # noqa: E402
+from agl_slime.errors import ConfigError
+from agl_slime.sglang.embedded.demos import DEFAULT_SOURCES, LookupDemonstrations, ReverseDemonstrations
+from agl_slime.sglang.embedded.policy import make_tokenizer
+from agl_slime.sglang.embedded.tokenizer import train_tokenizer
+from agl_slime.sglang.embedded.warmup import encode
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_the_template_only_appends(tokenizer: Any) -> None:
     for source in DEFAULT_SOURCES:
         for conversation in source.demonstrations(random.Random(1), 20, quality="imperfect"):
             rendered = [tokenizer.apply_chat_template(conversation[:count], tokenize=False) for count in range(1, len(conversation) + 1)]
-            for shorter, longer in zip(rendered, rendered[1:], strict=False):
+            for shorter, longer in itertools.pairwise(rendered):
                 assert longer.startswith(shorter)
 
 
@@ -57,14 +58,25 @@ def test_tool_calls_given_as_objects_are_rendered_as_the_model_writes_them(token
     source = LookupDemonstrations()
     written = [*source.prompt({"key": "kqz"}), {"role": "assistant", "content": source.tool_call("kqz")}]
     for arguments in ({"key": "kqz"}, '{"key": "kqz"}'):
-        given = [*source.prompt({"key": "kqz"}), {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "lookup", "arguments": arguments}}]}]
+        given = [
+            *source.prompt({"key": "kqz"}),
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "lookup", "arguments": arguments}}]},
+        ]
         assert tokenizer.apply_chat_template(given, tokenize=False) == tokenizer.apply_chat_template(written, tokenize=False)
 
 
 def test_tools_and_observations(tokenizer: Any) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}, {"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}]
-    text = tokenizer.apply_chat_template(messages, tools=[{"type": "function", "function": {"name": "f"}}], tokenize=False, add_generation_prompt=True)
-    assert text.startswith('<|im_start|>system\nBe brief.\n<tools>\n{"type": "function", "function": {"name": "f"}}\n</tools><|im_end|>\n<|im_start|>user\nhi<|im_end|>\n')
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        {"role": "tool", "content": "a"},
+        {"role": "tool", "content": "b"},
+    ]
+    text = tokenizer.apply_chat_template(
+        messages, tools=[{"type": "function", "function": {"name": "f"}}], tokenize=False, add_generation_prompt=True
+    )
+    head = '<|im_start|>system\nBe brief.\n<tools>\n{"type": "function", "function": {"name": "f"}}\n</tools><|im_end|>\n<|im_start|>user\nhi<|im_end|>\n'
+    assert text.startswith(head)
     assert text.endswith("<|im_start|>user\n<tool_response>a</tool_response><tool_response>b</tool_response><|im_end|>\n<|im_start|>assistant\n")
     assert text.count("Be brief.") == 1
 

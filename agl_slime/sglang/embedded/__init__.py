@@ -1,6 +1,7 @@
 """The embedded engine: SGLang's HTTP protocol for a tiny model on the CPU, for the first minute and for tests.
 
-``EmbeddedEngine`` serves a checkpoint in a process of its own; ``make_policy`` makes the tiny checkpoint. Importing this package needs neither torch nor transformers.
+``EmbeddedEngine`` serves a checkpoint in a process of its own; ``make_policy`` makes the tiny checkpoint. Importing this package needs neither torch
+nor transformers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """``python -m agl_slime.sglang.embedded --model-path DIR``: serve a checkpoint with SGLang's protocol on the CPU.
 
-The first line on standard output is JSON, ``{"url": "http://127.0.0.1:PORT"}``, printed once requests are answered; everything else goes to standard error.
+The first line on standard output is JSON, ``{"url": "http://127.0.0.1:PORT"}``, printed once requests are answered; everything else goes to standard
+error.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
 
@@ -24,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     try:
         _check_host(args.host, args.token)
+        _check_model_path(args.model_path)
         return asyncio.run(_serve(args))
     except (AglSlimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -52,6 +55,12 @@ def _check_host(host: str, token: str | None) -> None:
         raise ConfigError(f"--host {host} can be reached from other machines: give a --token, or listen on 127.0.0.1")
 
 
+def _check_model_path(path: str) -> None:
+    # before torch is imported, so that a wrong path is told at once
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"--model-path {path!r} is not a directory with a Hugging Face checkpoint (it has no config.json)")
+
+
 async def _serve(args: argparse.Namespace) -> int:
     try:
         import torch
@@ -63,7 +72,8 @@ async def _serve(args: argparse.Namespace) -> int:
     from aiohttp import web
 
     torch.set_num_threads(args.threads)
-    # The engine's thread gives the interpreter away at every tensor operation; with the default of 5 ms it would wait that long to get it back from a busy event loop.
+    # The engine's thread gives the interpreter away at every tensor operation; with the default of 5 ms it would wait that long to get it back from a
+    # busy event loop.
     sys.setswitchinterval(0.0002)
     settings = EngineSettings(max_running=args.max_running_requests, context_length=args.context_length, seed=args.random_seed)
     server = load_server(args.model_path, engine_settings=settings, served_model_name=args.served_model_name, token=args.token)
@@ -102,5 +112,6 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is closed by now. Unloading torch's libraries in the ordinary way takes seconds on a busy machine, and whoever sent SIGTERM is waiting.
+    # Everything is closed by now. Unloading torch's libraries in the ordinary way takes seconds on a busy machine, and whoever sent SIGTERM is
+    # waiting.
     os._exit(status)

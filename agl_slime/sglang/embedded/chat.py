@@ -64,7 +64,8 @@ def chat_requests(body: Any, *, tokenizer: Any) -> list[Request]:
 
 
 def completion_requests(body: Any, *, encode: Callable[[str], list[int]]) -> list[Request]:
-    """The requests of a ``/v1/completions`` body: ``prompt`` is a string, a list of strings, a list of ids or a list of such lists. Raises ``BadRequest``."""
+    """The requests of a ``/v1/completions`` body: ``prompt`` is a string, a list of strings, a list of ids or a list of such lists. Raises
+    ``BadRequest``."""
     if not isinstance(body, Mapping):
         raise BadRequest(f"The body must be a JSON object, got {type(body).__name__}.")
     prompt = body.get("prompt")
@@ -116,7 +117,8 @@ def completion_answer(requests: list[Request], *, model: str, text: Callable[[Re
 
 
 def split_tool_calls(content: str) -> tuple[str | None, list[dict[str, Any]] | None]:
-    """The text outside ``<tool_call>`` blocks and the calls in them, OpenAI-style; a block that is not a call stays text and then nothing is split."""
+    """The text outside ``<tool_call>`` blocks and the calls in them, OpenAI-style; a block that is not a call stays text and then nothing is
+    split."""
     calls = []
     for number, block in enumerate(_TOOL_CALL.findall(content)):
         try:

@@ -1,7 +1,9 @@
 """What the tiny policy is warmed up on: small tasks with demonstrations of how an answer looks.
 
-The warm-up teaches the *format* of answers, as post-training does, so that reinforcement starts from a reward above zero. An agent brings its own demonstrations by implementing
-``DemonstrationSource``; the two tasks here (a two-turn lookup and a one-turn reversal) are the ones that the shipped agents train on. Nothing here needs torch.
+The warm-up teaches the *format* of answers, as post-training does, so that reinforcement starts from a reward above zero. An agent brings its own
+demonstrations by implementing
+``DemonstrationSource``; the two tasks here (a two-turn lookup and a one-turn reversal) are the ones that the shipped agents train on. Nothing here
+needs torch.
 """
 
 from __future__ import annotations

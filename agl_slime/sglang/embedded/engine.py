@@ -1,7 +1,9 @@
 """Continuous batching over the slot model, in a thread of its own.
 
-Why not transformers' ContinuousBatching: on a CPU it reaches less than half of this engine's tokens per second, takes log-probs after top-p where SGLang takes them before, reports 0 for greedy tokens,
-has no stop strings, and an empty or too long prompt ends its loop. Why not batched ``generate``: a batch ends when its longest sequence does, and requests that arrive in between wait.
+Why not transformers' ContinuousBatching: on a CPU it reaches less than half of this engine's tokens per second, takes log-probs after top-p where
+SGLang takes them before, reports 0 for greedy tokens,
+has no stop strings, and an empty or too long prompt ends its loop. Why not batched ``generate``: a batch ends when its longest sequence does, and
+requests that arrive in between wait.
 
 All public methods may be called from any thread; they hand work to the engine's thread, which alone touches the model.
 """
@@ -95,7 +97,8 @@ class Engine:
     # -- called from other threads --------------------------------------------------------------------------------------------------
 
     def submit(self, *requests: Request) -> None:
-        """Queue requests, all or none. Raises ``BadRequest`` for a prompt or id that cannot be served, ``EngineError`` when the engine has stopped."""
+        """Queue requests, all or none. Raises ``BadRequest`` for a prompt or id that cannot be served, ``EngineError`` when the engine has
+        stopped."""
         for request in requests:
             self._check(request)
         with self._wake:
@@ -114,7 +117,8 @@ class Engine:
         return self._call(lambda: self._abort(lambda request: rid is None or request.rid == rid))
 
     def pause(self, mode: PauseMode = "abort") -> Future[None]:
-        """Stop sampling. ``abort`` ends every request, ``in_place`` keeps running ones with their cache, ``retract`` queues them again to be prefilled anew. New requests wait."""
+        """Stop sampling. ``abort`` ends every request, ``in_place`` keeps running ones with their cache, ``retract`` queues them again to be
+        prefilled anew. New requests wait."""
         return self._call(lambda: self._pause(mode))
 
     def resume(self) -> Future[None]:
@@ -122,7 +126,8 @@ class Engine:
         return self._call(self._resume)
 
     def update_weights(self, tensors: dict[str, torch.Tensor], *, version: str | None = None) -> Future[None]:
-        """Put new weights in place. At once when paused; else the running requests end first and queued ones wait. Fails with ``ConfigError`` and unchanged weights when they do not fit."""
+        """Put new weights in place. At once when paused; else the running requests end first and queued ones wait. Fails with ``ConfigError`` and
+        unchanged weights when they do not fit."""
         future: Future[None] = Future()
 
         def update() -> None:
@@ -148,7 +153,8 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """No request is running or waiting. Requests that came during a pause do not count: SGLang holds them back before its queue, and can be flushed meanwhile."""
+        """No request is running or waiting. Requests that came during a pause do not count: SGLang holds them back before its queue, and can be
+        flushed meanwhile."""
         with self._lock:
             return not any(request.started or not self.paused for request in self._by_rid.values())
 
@@ -192,7 +198,8 @@ class Engine:
                 f"input messages and {wanted} tokens for the completion. Please reduce the number of tokens in the input messages or the completion to fit within the limit."
             )
         request.limit = room if wanted is None else wanted
-        # every token of a byte-level vocabulary holds at least one byte, so a stop string ends within this many of the last tokens; 3 more complete a character that was cut
+        # every token of a byte-level vocabulary holds at least one byte, so a stop string ends within this many of the last tokens; 3 more complete a
+        # character that was cut
         request.stop_tail = max((len(text.encode()) + 3 for text in request.sampling.stop), default=0)
 
     # -- the engine's thread --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
-"""The tiny policy: a Qwen3 model of about 128,000 parameters and its tokenizer, made locally in seconds and saved as an ordinary Hugging Face checkpoint.
+"""The tiny policy: a Qwen3 model of about 128,000 parameters and its tokenizer, made locally in seconds and saved as an ordinary Hugging Face
+checkpoint.
 
-It needs no download and no GPU, learns the shipped tasks in under a minute on a laptop, and a real SGLang serves the same directory. The same seed, demonstrations and settings give the same
+It needs no download and no GPU, learns the shipped tasks in under a minute on a laptop, and a real SGLang serves the same directory. The same seed,
+demonstrations and settings give the same
 policy on one machine and library version.
 """
 
@@ -17,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.sglang.embedded.demos import DEFAULT_SOURCES, DemonstrationSource
@@ -40,19 +42,26 @@ SPEC_FILE = "agl_slime_policy.json"
 
 _FORMAT = 1  # raise when the code changes what the same spec gives
 
-# General words fill the vocabulary, so that merges are not spent on the random letters of keys: those stay single tokens, which is what makes them quick to copy.
-_GENERAL_TEXT = """\
-The model reads the question and writes an answer. When it needs to know something, it can use a tool: it sends a name and a list of arguments, waits for the result, and then goes on from there. A good
-answer is short and correct. If the first try fails, look at the error message, think about what went wrong, and try again with other values. Please explain each step before you give the final number.
-You are a helpful assistant. Here is some text for you to read, check and change. Write the sum of these numbers, count the words in that line, return the last item, or say which of the two is larger.
-Every user has a file with data, code, time and place; every file has a first and a second part. We can add, find, open, close, start, stop, sort, reverse or search them by key, value, type or order."""
+# General words fill the vocabulary, so that merges are not spent on the random letters of keys: those stay single tokens, which is what makes them
+# quick to copy.
+_GENERAL_TEXT = (
+    "The model reads the question and writes an answer. When it needs to know something, it can use a tool: it sends a name and a list of "
+    "arguments, waits for the result, and then goes on from there. A good\n"
+    "answer is short and correct. If the first try fails, look at the error message, think about what went wrong, and try again with other "
+    "values. Please explain each step before you give the final number.\n"
+    "You are a helpful assistant. Here is some text for you to read, check and change. Write the sum of these numbers, count the words in "
+    "that line, return the last item, or say which of the two is larger.\n"
+    "Every user has a file with data, code, time and place; every file has a first and a second part. We can add, find, open, close, start, "
+    "stop, sort, reverse or search them by key, value, type or order."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings:
     """The model's shape and how it is warmed up.
 
-    Two layers and hidden 64 are the smallest shape that learned to copy (one layer, or hidden 48, did not). ``initializer_range`` is four times the usual one: at 0.02 the copying had not formed after
+    Two layers and hidden 64 are the smallest shape that learned to copy (one layer, or hidden 48, did not). ``initializer_range`` is four times the
+    usual one: at 0.02 the copying had not formed after
     400 steps. A low ``rope_theta`` suits the short contexts here and speeds it up.
     """
 
@@ -73,9 +82,11 @@ class PolicySettings:
 def make_policy(
     directory: str | os.PathLike[str], *, seed: int = 0, demonstrations: DemonstrationSource | None = None, settings: PolicySettings | None = None
 ) -> Path:
-    """Make the tiny policy in ``directory`` (created when missing) and return its path; a directory that already holds the same policy is returned as it is.
+    """Make the tiny policy in ``directory`` (created when missing) and return its path; a directory that already holds the same policy is returned as
+    it is.
 
-    ``demonstrations`` is what the warm-up trains on, by default the lookup task. The directory appears complete or not at all. Raises ``ConfigError`` when it exists and holds
+    ``demonstrations`` is what the warm-up trains on, by default the lookup task. The directory appears complete or not at all. Raises ``ConfigError``
+    when it exists and holds
     something else, ``TrainerError`` when the warm-up does not pass its probe.
     """
     target = Path(directory).expanduser().resolve()
@@ -119,7 +130,7 @@ def make_tokenizer(source: DemonstrationSource, *, vocab_size: int = 460, max_le
 
 def _make(directory: Path, spec: str, seed: int, source: DemonstrationSource, settings: PolicySettings) -> None:
     tokenizer = make_tokenizer(source, vocab_size=settings.vocab_size, max_length=settings.max_position_embeddings)
-    config = Qwen3Config(
+    shape: dict[str, Any] = dict(
         vocab_size=settings.vocab_size,
         hidden_size=settings.hidden_size,
         intermediate_size=settings.intermediate_size,
@@ -135,6 +146,7 @@ def _make(directory: Path, spec: str, seed: int, source: DemonstrationSource, se
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
     )
+    config = Qwen3Config(**shape)  # rope_theta is a field in transformers 4 and a converted keyword in 5
     with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).float()

@@ -38,7 +38,8 @@ class EmbeddedEngineSettings:
 class EmbeddedEngine:
     """Serves ``model_path`` on 127.0.0.1 in a process of its own, from ``start`` (or the ``with`` block) to ``stop``.
 
-    The child ends by itself when this process dies, however it dies. Start it from a thread that lives as long as the engine is needed only if that thread is the main one: the child watches the
+    The child ends by itself when this process dies, however it dies. Start it from a thread that lives as long as the engine is needed only if that
+    thread is the main one: the child watches the
     process, not the thread.
     """
 
@@ -70,7 +71,8 @@ class EmbeddedEngine:
     def start(self) -> EmbeddedEngine:
         """Start the process and wait until it answers.
 
-        Raises ``EngineError`` with the child's own last words when it ends early, ``EngineTimeoutError`` when it is not ready within ``start_timeout_s``.
+        Raises ``EngineError`` with the child's own last words when it ends early, ``EngineTimeoutError`` when it is not ready within
+        ``start_timeout_s``.
         """
         if self._process is not None:
             raise EngineError("the embedded engine is already started")
@@ -141,7 +143,8 @@ class EmbeddedEngine:
 
     def _wait_ready(self) -> str:
         process = self._process
-        assert process is not None and process.stdout is not None
+        assert process is not None
+        assert process.stdout is not None
         lines: queue.Queue[str] = queue.Queue()
         stdout = process.stdout
 

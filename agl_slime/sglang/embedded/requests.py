@@ -28,7 +28,8 @@ _UNSUPPORTED: Mapping[str, Any] = {
     "stop_regex": None,
     "logit_bias": None,
 }
-# Accepted without effect: spaces_between_special_tokens concerns slow tokenizers; a stock SGLang ignores the others as well unless it is started for them.
+# Accepted without effect: spaces_between_special_tokens concerns slow tokenizers; a stock SGLang ignores the others as well unless it is started for
+# them.
 _WITHOUT_EFFECT = frozenset({"spaces_between_special_tokens", "custom_params", "stream_interval", "sampling_seed", "n"})
 
 

@@ -6,7 +6,8 @@ Conventions, all SGLang's:
 - Temperature 0 means greedy and its log-prob is at temperature 1, since SGLang turns temperature 0 into temperature 1 with top_k 1.
 - top_k and top_p are both applied to the full distribution sorted in descending order; a token stays while the mass before it is at most top_p.
 
-One difference: SGLang reports the log-prob of a row with top_k 1 and a temperature above 0 at temperature 1 when every row of its batch is greedy, and at the row's temperature otherwise. Here it is
+One difference: SGLang reports the log-prob of a row with top_k 1 and a temperature above 0 at temperature 1 when every row of its batch is greedy,
+and at the row's temperature otherwise. Here it is
 always at the row's temperature, so that an answer never depends on its neighbours.
 """
 
@@ -71,7 +72,8 @@ def sample(logits: torch.Tensor, params: RowParams, generator: torch.Generator) 
 
 
 def _draw(weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    # Inverse of the cumulative distribution in float64: one uniform number per row, several times cheaper than torch.multinomial here. A token of weight 0 is never drawn: the first place where
+    # Inverse of the cumulative distribution in float64: one uniform number per row, several times cheaper than torch.multinomial here. A token of
+    # weight 0 is never drawn: the first place where
     # the cumulative weight exceeds the point always has a weight of its own, and the point stays below the total.
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]

@@ -1,6 +1,7 @@
 """SGLang's HTTP protocol over the embedded engine.
 
-The event loop reads and writes JSON; the model runs in the engine's thread. Answers and errors have the shapes of SGLang 0.5.15, so the same client and tests serve both. What is not built here
+The event loop reads and writes JSON; the model runs in the engine's thread. Answers and errors have the shapes of SGLang 0.5.15, so the same client
+and tests serve both. What is not built here
 (streaming, grammars, penalties, LoRA, images) is refused with status 400.
 """
 
@@ -51,7 +52,8 @@ class EmbeddedServer:
         self._started_at = datetime.datetime.now(datetime.timezone.utc).isoformat()
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors, self._authorize])
+        middlewares: list[Any] = [self._errors, self._authorize]  # bound methods; aiohttp's type names functions only
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
         get, post, both = ("GET",), ("POST",), ("GET", "POST")
         routes: list[tuple[str, tuple[str, ...], Handler]] = [
             ("/generate", ("POST", "PUT"), self._generate),
@@ -375,8 +377,6 @@ def load_server(
     from transformers.utils import logging as transformers_logging
 
     path = Path(model_path)
-    if not (path / "config.json").is_file():
-        raise ConfigError(f"--model-path {str(model_path)!r} is not a directory with a Hugging Face checkpoint (it has no config.json)")
     transformers_logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)

@@ -1,6 +1,7 @@
 """A causal language model with a fixed number of key-value slots: prefill some rows, decode all of them together.
 
-Active rows are always slots 0 … n-1, so a decode step works on views of the cache and copies nothing; a row that ends is replaced by the last one. Prompts are right-padded: under causal attention the
+Active rows are always slots 0 … n-1, so a decode step works on views of the cache and copies nothing; a row that ends is replaced by the last one.
+Prompts are right-padded: under causal attention the
 padding changes nothing, so prefill needs no mask. Works with transformers' causal models whose layers all have full attention (Qwen2, Qwen3, Llama).
 """
 
@@ -31,6 +32,8 @@ class _Plan:
 class SlotLayer(CacheLayerMixin):
     """One layer's keys and values, each [slots, kv heads, context, head dim], allocated once."""
 
+    keys: Any  # tensors from the start, unlike in the base class
+    values: Any
     is_sliding = False
     is_compileable = False
 
@@ -38,8 +41,8 @@ class SlotLayer(CacheLayerMixin):
         super().__init__()
         self._plan = plan
         # zeros and not empty: a masked place counts with weight 0, and 0 * NaN would be NaN. The pages are only claimed when written.
-        self.keys: torch.Tensor = torch.zeros(slots, heads, context, head_dim)
-        self.values: torch.Tensor = torch.zeros(slots, heads, context, head_dim)
+        self.keys = torch.zeros(slots, heads, context, head_dim)
+        self.values = torch.zeros(slots, heads, context, head_dim)
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +98,7 @@ class SlotModel:
             SlotLayer(self._plan, slots=slots, heads=config.num_key_value_heads, context=context, head_dim=head_dim)
             for _ in range(config.num_hidden_layers)
         ]
-        self._cache = Cache(layers=self._layers)
+        self._cache = Cache(layers=list(self._layers))
         self._base: Any = model.base_model
         self._head: Any = model.get_output_embeddings()
         self._all = torch.arange(max(slots, context))
@@ -104,7 +107,8 @@ class SlotModel:
     def prefill(self, prompts: Sequence[Sequence[int]], *, every_position: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Fill the next free slots with ``prompts``.
 
-        Returns the logits after each prompt's last token, float32 [prompts, vocabulary], and with ``every_position`` also those after every token, [prompts, longest, vocabulary] (padding included).
+        Returns the logits after each prompt's last token, float32 [prompts, vocabulary], and with ``every_position`` also those after every token,
+        [prompts, longest, vocabulary] (padding included).
         """
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)

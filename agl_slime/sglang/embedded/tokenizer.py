@@ -1,6 +1,7 @@
 """A small byte-level BPE tokenizer, trained locally, with a ChatML-style template that renders tool calls.
 
-The template is append-only: what it renders for a conversation is a prefix of what it renders for any continuation, so a rollout can be continued in token space.
+The template is append-only: what it renders for a conversation is a prefix of what it renders for any continuation, so a rollout can be continued in
+token space.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ CHAT_TEMPLATE = """\
 def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 460, max_length: int = 4096) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of exactly ``vocab_size`` tokens, the added tokens included.
 
-    ``texts`` are the contents of messages; the same texts in the same order give the same tokenizer. Raises ``ConfigError`` when they hold too few different words for ``vocab_size``.
+    ``texts`` are the contents of messages; the same texts in the same order give the same tokenizer. Raises ``ConfigError`` when they hold too few
+    different words for ``vocab_size``.
     """
     added = (PAD, START, END, *_TOOL_MARKERS)
     tokenizer = Tokenizer(models.BPE())

@@ -1,6 +1,7 @@
 """Supervised warm-up of the tiny policy on demonstrations, in two phases.
 
-1. Clean demonstrations until a teacher-forced probe on unseen ones is passed. The number of steps differs from seed to seed, so the criterion decides, never a count.
+1. Clean demonstrations until a teacher-forced probe on unseen ones is passed. The number of steps differs from seed to seed, so the criterion
+decides, never a count.
 2. Imperfect demonstrations for a fixed number of steps. They blur what was learned, so that reinforcement starts from a low reward that is not zero.
 """
 
@@ -55,7 +56,8 @@ class WarmupReport:
 
 @dataclass(frozen=True)
 class _Batch:
-    """Right-padded conversations, all [conversations, tokens]: a label is the id at the same place where an assistant wrote it, else -100; ``turns`` is the turn's number, else -1."""
+    """Right-padded conversations, all [conversations, tokens]: a label is the id at the same place where an assistant wrote it, else -100; ``turns``
+    is the turn's number, else -1."""
 
     ids: torch.Tensor
     labels: torch.Tensor
@@ -88,7 +90,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> 
 def warm_up(
     model: Any, tokenizer: PreTrainedTokenizerBase, source: DemonstrationSource, *, seed: int, settings: WarmupSettings | None = None
 ) -> WarmupReport:
-    """Train ``model`` in place; deterministic for a seed on one machine. Raises ``TrainerError`` when the probe is not passed within ``max_steps``."""
+    """Train ``model`` in place; deterministic for a seed on one machine. Raises ``TrainerError`` when the probe is not passed within
+    ``max_steps``."""
     settings = settings or WarmupSettings()
     rng = random.Random(seed)
     probe = _batch(tokenizer, source.demonstrations(rng, settings.probe_size, quality="clean"))

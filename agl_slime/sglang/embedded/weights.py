@@ -16,7 +16,8 @@ _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_weights(directory: str | Path) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face checkpoint in safetensors form, sharded or not. Raises ``ConfigError`` when there is none or it cannot be read."""
+    """All tensors of a Hugging Face checkpoint in safetensors form, sharded or not. Raises ``ConfigError`` when there is none or it cannot be
+    read."""
     path = Path(directory)
     try:
         if (path / _INDEX).is_file():

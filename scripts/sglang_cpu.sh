@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Set up a virtual environment with an unmodified SGLang that runs on a CPU (x86-64, no AMX, no GPU), for tests and for trying a run against the real server.
+#
+#   scripts/sglang_cpu.sh [--dry-run] [VENV_DIR]      # default: .venv-sglang in the repository
+#
+# Needs Python 3.11 (PYTHON names another one) and about 3.3 GB; takes some minutes. Afterwards:
+#
+#   scripts/serve_sglang_cpu.sh MODEL_DIR PORT
+#   AGL_SLIME_SGLANG_PYTHON=VENV_DIR/bin/python pytest -m sglang
+#
+# Its own environment, because its pins (torch, transformers, openai) clash with this package's. pip prints resolver complaints about SGLang's GPU dependencies at the end; they do not matter.
+set -euo pipefail
+
+SGLANG_VERSION=0.5.15.post1 # the version that slime pins
+TORCH_VERSION=2.13.0
+TORCHVISION_VERSION=0.28.0
+# PyPI's torch for Linux brings CUDA libraries; this index holds the CPU build. Set TORCH_INDEX_URL= (empty) to take torch from the default index.
+TORCH_INDEX_URL="${TORCH_INDEX_URL-https://download.pytorch.org/whl/cpu}"
+
+# What SGLang imports on the CPU path. Its own requirements would pull CUDA kernels, so it is installed with --no-deps.
+DEPENDENCIES=(
+  aiohttp "anthropic>=0.20.0" apache-tvm-ffi==0.1.11 blobfile==3.0.0 compressed-tensors datasets distro einops easydict fastapi gguf interegular IPython
+  "llguidance>=0.7.11,<0.8.0" "mistral_common>=1.11.5" msgspec numpy nvidia-ml-py openai==2.6.1 openai-harmony==0.0.4 orjson outlines==0.1.11 packaging
+  partial_json_parser pillow "prometheus-client>=0.20.0" psutil pybase64 pydantic python-multipart "pyzmq>=25.1.2" requests scipy sentencepiece setproctitle
+  soundfile==0.13.1 tiktoken tqdm transformers==5.12.1 uvicorn uvloop watchfiles xgrammar==0.2.1 zstandard accelerate
+)
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+pip_flags=()
+if [ "${1:-}" = "--dry-run" ]; then
+  pip_flags+=(--dry-run)
+  shift
+fi
+venv="${1:-$here/../.venv-sglang}"
+python="${PYTHON:-python3.11}"
+if ! command -v "$python" > /dev/null; then
+  echo "error: $python not found: install Python 3.11, or name one with PYTHON=..." >&2
+  exit 1
+fi
+
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+install() { "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "${pip_flags[@]}" "$@"; }
+
+install "torch==$TORCH_VERSION" ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"}
+# torch is named again so that no dependency replaces it
+install "torch==$TORCH_VERSION" "${DEPENDENCIES[@]}"
+install --no-deps "torchvision==$TORCHVISION_VERSION" "sglang==$SGLANG_VERSION"
+
+if [ ${#pip_flags[@]} -eq 0 ]; then
+  # the import that every start makes, with the stand-ins that the server gets
+  PYTHONPATH="$here/sglang_cpu" SGLANG_USE_CPU_ENGINE=1 "$venv/bin/python" -c "import sglang.srt.entrypoints.http_server, sglang; print('SGLang', sglang.__version__, 'is ready')"
+fi
+echo "serve with: AGL_SLIME_SGLANG_PYTHON=$venv/bin/python $here/serve_sglang_cpu.sh MODEL_DIR PORT"
