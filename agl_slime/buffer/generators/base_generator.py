@@ -1,0 +1,264 @@
+r"""Mathematics with rule-based rewards, and the template for generators of other tasks.
+
+Copy this file to ``<name>_generator.py`` in a directory of your own, change ``TASK_TYPE``, and give ``BaseGenerator.entry`` a rollout function and a
+reward function. Both may be sync (they run in threads, with an ``openai.OpenAI`` client) or async (with an ``openai.AsyncOpenAI`` client).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import math
+import random
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agl_slime.buffer.client import BufferWriter, item_of
+from agl_slime.buffer.errors import BufferRequestError
+from agl_slime.buffer.generators.math_reward import boxed_reward
+from agl_slime.errors import ConfigError, RewardError
+from agl_slime.groups.stages import Item
+from agl_slime.threads import DaemonThreadPool
+
+logger = logging.getLogger(__name__)
+
+TASK_TYPE = "math"
+
+# Sent with every request; generators in the style of slime's documentation fill it before they start.
+SAMPLING_PARAMS: dict[str, Any] = {}
+
+# The reward that marks a rollout that failed; the default filter leaves it out.
+FAILED_REWARD = -1.0
+
+_ATTEMPTS = 6
+_PAUSE_S = 0.5
+
+Message = dict[str, Any]
+
+
+async def query_single_turn(
+    client: Any, messages: Sequence[Message], sampling_params: Mapping[str, Any], tools: Any = None
+) -> tuple[list[Message], str]:
+    """Ask once; returns the conversation with the answer, and why the answer ended.
+
+    The engine aborts what it generates when its weights are updated (``finish_reason == "abort"``): the text so far is kept and continued, with what
+    is left of ``max_tokens``.
+    """
+    conversation = [dict(message) for message in messages]
+    text, used, finish_reason = "", 0, "abort"
+    limit = sampling_params.get("max_tokens")
+    for attempt in range(_ATTEMPTS):
+        request: dict[str, Any] = {
+            **sampling_params,
+            "messages": conversation,
+            "model": "custom",
+            "stream": False,
+            "seed": random.randrange(1, 10_000_000),
+        }
+        if tools:
+            request["tools"] = tools
+        if text:
+            request["messages"] = [*conversation, {"role": "assistant", "content": text}]
+            request["extra_body"] = {**sampling_params.get("extra_body", {}), "continue_final_message": True, "add_generation_prompt": False}
+        if limit is not None:
+            request["max_tokens"] = limit - used
+            if request["max_tokens"] <= 0:
+                finish_reason = "length"
+                break
+        response = await client.chat.completions.create(**request)
+        if not response.choices:
+            raise RuntimeError("the engine answered without choices")
+        choice = response.choices[0]
+        text += choice.message.content or ""
+        finish_reason = choice.finish_reason
+        if finish_reason != "abort":
+            break
+        used += response.usage.completion_tokens if response.usage is not None else 0
+        await asyncio.sleep(_PAUSE_S * random.uniform(0.5, 1.0) * 2**attempt)
+    if finish_reason == "abort":
+        raise RuntimeError(f"the engine aborted the answer {_ATTEMPTS} times")
+    if conversation and conversation[-1]["role"] == "assistant":
+        conversation = conversation[:-1]
+    return [*conversation, {"role": "assistant", "content": text}], str(finish_reason)
+
+
+def get_rule_based_math_reward(item: Mapping[str, Any]) -> float:
+    r"""1.0 when the last ``\boxed{…}`` of the last message is ``item["label"]``, else 0.0. Raises ``RewardError`` without a label."""
+    label = item.get("label")
+    if label is None:
+        raise RewardError("the item has no label to compare the answer with", reason="no_label")
+    return boxed_reward(str(item["messages"][-1].get("content") or ""), str(label))
+
+
+class BaseGenerator:
+    """Goes through an input file ``num_epoch`` times and writes ``num_repeat_per_sample`` items for each of its instances.
+
+    ``num_process`` rollouts run at a time. Each id in ``skip_instance_ids`` skips its instance once (an id that is there twice skips two epochs).
+    ``partial_groups``: groups that the buffer holds in part, as ``{"instance_id", "group_id", "items"}``; only what they miss is made.
+    ``queue_size`` and ``max_tokens`` are taken for compatibility: nothing is queued here, and ``sampling_params`` says how many tokens.
+    """
+
+    def __init__(
+        self,
+        remote_engine_url: str,
+        remote_buffer_url: str,
+        num_repeat_per_sample: int = 1,
+        queue_size: int = 1_000_000,
+        num_process: int = 10,
+        task_type: str = TASK_TYPE,
+        max_tokens: int | None = None,
+        skip_instance_ids: Iterable[Any] | None = None,
+        *,
+        partial_groups: Iterable[Mapping[str, Any]] | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        buffer_token: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        url = remote_engine_url.rstrip("/")
+        self._engine_url = url if "/v1" in url else f"{url}/v1"
+        self._buffer_url = remote_buffer_url
+        self._buffer_token = buffer_token
+        self._repeats = num_repeat_per_sample
+        self._concurrency = max(1, num_process)
+        self._task_type = task_type
+        self._sampling = {**SAMPLING_PARAMS, **({} if max_tokens is None else {"max_tokens": max_tokens}), **(sampling_params or {})}
+        self._skip = Counter(_id_key(instance_id) for instance_id in skip_instance_ids or ())
+        self._partial = Counter({_id_key([group["instance_id"], group.get("group_id")]): int(group["items"]) for group in partial_groups or ()})
+        self._seed = seed
+
+    def entry(self, input_file: str, rollout_func: Callable[..., Any], reward_func: Callable[..., Any], num_epoch: int = 1) -> None:
+        """Run to the end of the last epoch."""
+        asyncio.run(self.run(input_file, rollout_func, reward_func, num_epoch))
+
+    async def run(self, input_file: str, rollout_func: Callable[..., Any], reward_func: Callable[..., Any], num_epoch: int = 1) -> None:
+        rows = read_rows(Path(input_file))
+        is_async = inspect.iscoroutinefunction(rollout_func)
+        client = self._make_client(is_async)
+        pool = DaemonThreadPool(max_workers=self._concurrency, name="rollout")
+        running: set[asyncio.Task[None]] = set()
+        try:
+            async with BufferWriter(url=self._buffer_url, token=self._buffer_token) as writer:
+                async for row, epoch in self._work(rows, num_epoch):
+                    if len(running) >= self._concurrency:
+                        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                        _raise_first(done)
+                    running.add(asyncio.create_task(self._one(row, epoch, client, rollout_func, reward_func, pool, writer)))
+                if running:
+                    done, running = await asyncio.wait(running)
+                    _raise_first(done)
+        finally:
+            for task in running:
+                task.cancel()
+            pool.shutdown()
+            closed = client.close()
+            if inspect.isawaitable(closed):
+                await closed
+
+    async def _work(self, rows: Sequence[dict[str, Any]], num_epoch: int) -> AsyncIterator[tuple[dict[str, Any], int]]:
+        """What is to be made, one entry per item, in an order that depends on the seed and the epoch only."""
+        for epoch in range(num_epoch):
+            order = list(rows)
+            random.Random(f"{self._seed}:{epoch}").shuffle(order)
+            for row in order:
+                key = _id_key(row["instance_id"])
+                if self._skip[key] > 0:
+                    self._skip[key] -= 1
+                    continue
+                there = self._partial.pop(_id_key([row["instance_id"], epoch]), 0)
+                for _ in range(self._repeats - there):
+                    yield row, epoch
+
+    async def _one(
+        self,
+        row: Mapping[str, Any],
+        epoch: int,
+        client: Any,
+        rollout_func: Callable[..., Any],
+        reward_func: Callable[..., Any],
+        pool: DaemonThreadPool,
+        writer: BufferWriter,
+    ) -> None:
+        """One rollout, written whether it worked or not."""
+        uid = uuid.uuid4().hex
+        prompt = [dict(message) for message in row["prompt"]]
+        extra = {key: value for key, value in row.items() if key not in ("instance_id", "prompt")}
+        try:
+            result = await _call(pool, rollout_func, client, prompt, dict(self._sampling))
+            messages, finish_reason = result if isinstance(result, tuple) else (result, "stop")
+            judged = {**row, "uid": uid, "messages": messages}
+            reward = float(await _call(pool, reward_func, judged))
+            if not math.isfinite(reward):
+                raise RewardError(f"the reward is {reward}; expected a finite number")
+            extra |= {"finish_reason": finish_reason, "round_number": sum(message["role"] == "assistant" for message in messages)}
+        except Exception as error:  # a rollout may fail in any way; the item says how
+            logger.warning("A rollout of %s failed: %s: %s", row["instance_id"], type(error).__name__, error)
+            messages, reward = prompt, FAILED_REWARD
+            extra["error"] = f"{type(error).__name__}: {error}"
+        item: Item = item_of(uid=uid, instance_id=row["instance_id"], messages=messages, reward=reward, extra_info=extra, group_id=epoch)
+        try:
+            await writer.write(item)
+        except BufferRequestError as error:
+            logger.error("An item of %s was refused: %s", row["instance_id"], error)
+
+    def _make_client(self, is_async: bool) -> Any:
+        import openai  # comes with Agent Lightning; slow to import
+
+        kind = openai.AsyncOpenAI if is_async else openai.OpenAI
+        return kind(api_key="none", base_url=self._engine_url, max_retries=5, timeout=3600.0)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Instances from a JSON-lines file: ``prompt`` (chat messages or text) and ``instance_id`` (the number of the line when missing)."""
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_bytes().splitlines()):
+        if not line.strip():
+            continue
+        row = orjson.loads(line)
+        prompt = row.get("prompt")
+        if isinstance(prompt, str):
+            row["prompt"] = [{"role": "user", "content": prompt}]
+        elif not isinstance(prompt, list):
+            raise ConfigError(f"{path}, line {number + 1}: prompt is of type {type(prompt).__name__}; expected chat messages or text")
+        row.setdefault("instance_id", number)
+        rows.append(row)
+    return rows
+
+
+async def _call(pool: DaemonThreadPool, function: Callable[..., Any], *args: Any) -> Any:
+    if inspect.iscoroutinefunction(function):
+        return await function(*args)
+    return await asyncio.wrap_future(pool.submit(functools.partial(function, *args)))
+
+
+def _id_key(value: Any) -> bytes:
+    return orjson.dumps(value)
+
+
+def _raise_first(tasks: Iterable[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.result()
+
+
+def run_rollout(data: dict[str, Any]) -> None:
+    """What the buffer calls with the payload of ``/start_rollout``."""
+    sampling = dict(data.get("sampling_params") or {})
+    if "max_tokens" in data:
+        sampling.setdefault("max_tokens", int(data["max_tokens"]))
+    generator = BaseGenerator(
+        data["remote_engine_url"],
+        data["remote_buffer_url"],
+        num_repeat_per_sample=int(data["num_repeat_per_sample"]),
+        num_process=int(data.get("num_process", 100)),
+        task_type=data["task_type"],
+        skip_instance_ids=data.get("skip_instance_ids"),
+        partial_groups=data.get("partial_groups"),
+        sampling_params=sampling,
+    )
+    generator.entry(data["input_file"], query_single_turn, get_rule_based_math_reward, int(data.get("num_epoch", 1)))

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+
+from agl_slime.buffer.generators.math_reward import boxed_reward, last_boxed
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        (r"so \boxed{4}.", "4"),
+        (r"\boxed{1} no, \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{7} and then \boxed{unfinished", "7"),
+        ("no box", None),
+        (r"\boxed{", None),
+        (r"\boxed{}", ""),
+    ],
+)
+def test_the_last_complete_box_counts(text, boxed):
+    assert last_boxed(text) == boxed
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        (r"\boxed{42}", "42", 1.0),
+        (r"\boxed{42.0}", "42", 1.0),
+        (r"\boxed{1,234}", "1234", 1.0),
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{-\dfrac{3}{4}}", "-3/4", 1.0),
+        (r"\boxed{50\%}", r"\frac12", 0.0),
+        (r"\boxed{50\%}", "1/2", 1.0),
+        (r"\boxed{ (1, 2) }", "(1,2)", 1.0),
+        (r"\boxed{\text{Tuesday}}", "Tuesday", 1.0),
+        (r"\boxed{x^2}", r"\boxed{x^{2}}", 0.0),
+        (r"\boxed{4}", r"the answer is \boxed{4}", 1.0),
+        ("42", "42", 0.0),
+        (r"\boxed{43}", "42", 0.0),
+        (r"\boxed{}", "42", 0.0),
+        (r"\boxed{1/0}", "42", 0.0),
+    ],
+)
+def test_numbers_are_compared_as_numbers_and_the_rest_as_text(response, label, reward):
+    assert boxed_reward(response, label) == reward
