@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from agl_slime._agl import LightningStore
 from agl_slime.collector import collect
-from agl_slime.datasource_state import DataSourceState, load_state, save_state
+from agl_slime.datasource_state import DataSourceState, load_state, not_a_state, save_state
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.follow import FollowProgress
 from agl_slime.groups.assembler import GroupAssembler
@@ -56,9 +56,9 @@ class DataSourceSettings:
     policy: GroupPolicy = field(default_factory=MinimumViableGroup)
 
     def __post_init__(self) -> None:
-        if self.get_timeout_s <= 0:
+        if not self.get_timeout_s > 0:
             raise ConfigError(f"get_timeout_s must be positive, got {self.get_timeout_s}")
-        if self.poll_interval_s <= 0:
+        if not self.poll_interval_s > 0:
             raise ConfigError(f"poll_interval_s must be positive, got {self.poll_interval_s}")
 
 
@@ -217,13 +217,15 @@ class AGLDataSource(DataSource):
             return
         with self._changed:
             groups = [[sample.to_dict() for sample in group] for group in self._ready]
+            waiting = [*dict.fromkeys([*(member.rollout_id for member in self._assembler.members_waiting()), *self._collecting])]
             state = DataSourceState(
                 groups=groups,
                 index=self._next_index,
                 group_index=self._next_group_index,
                 rollout_number=self._next_rollout_number,
                 members=[self._ready_members.get(_group_index(group), []) for group in self._ready],
-                waiting=[member.rollout_id for member in self._assembler.members_waiting()],
+                waiting=waiting,
+                ended=sorted(set(self.ledger.recent_ids()) - set(waiting)) if self._feed.looks else None,
                 follow=self._progress.state(),
                 demand=self._demand.state() if self._demand is not None else None,
             )
@@ -233,11 +235,15 @@ class AGLDataSource(DataSource):
         """Read what ``save`` wrote for that step (``args.load``); does nothing when there is none, as on a fresh start."""
         directory = getattr(self.args, "load", None)
         state = load_state(Path(directory), rollout_id) if directory is not None else None
-        if state is None:
+        if directory is None or state is None:
             return
+        try:
+            groups = [[Sample.from_dict(sample) for sample in group] for group in state.groups]
+        except (KeyError, TypeError, ValueError) as error:
+            raise not_a_state(Path(directory), rollout_id, error) from error
         with self._changed:
-            for group, members in zip(state.groups, state.members or [[]] * len(state.groups), strict=True):
-                samples = [Sample.from_dict(sample) for sample in group]
+            self.ledger.remember(state.ended or [])
+            for samples, members in zip(groups, state.members or [[]] * len(groups), strict=True):
                 self._ready.append(samples)
                 self._ready_members[_group_index(samples)] = members
                 for rollout_id in members:
@@ -429,11 +435,14 @@ class _CompletionFeed:
 
     def __init__(self, source: AGLDataSource) -> None:
         self._source = source
-        self._store = source._store
+        self._store: Any = source._store
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queue: asyncio.Queue[str | None] | None = None
         self._ready = threading.Event()
         self._begun = asyncio.Event()
+        self._submitted: set[asyncio.Future[None]] = set()
+        # neither tells of ends nor lists them: the store is looked through
+        self.looks = not hasattr(self._store, "subscribe_finished") and not hasattr(self._store, "follow_finished")
         self._thread = threading.Thread(target=self._main, name="agl-slime-datasource", daemon=True)
 
     def start(self) -> None:
@@ -441,31 +450,40 @@ class _CompletionFeed:
         self._ready.wait()
 
     def push(self, rollout_id: str | None) -> None:
-        loop, queue = self._loop, self._queue
-        if loop is None or queue is None or loop.is_closed():
-            return
-        try:
-            loop.call_soon_threadsafe(queue.put_nowait, rollout_id)
-        except RuntimeError:
-            logger.debug("The data source's loop closed before rollout %s could be handed to it.", rollout_id)
+        queue = self._queue
+        if queue is not None:
+            self._on_loop(queue.put_nowait, rollout_id)
 
     def begin(self) -> None:
         """Follow a remote store from the position that is known now."""
-        if self._loop is not None and not self._begun.is_set():
-            self._loop.call_soon_threadsafe(self._begun.set)
+        self._on_loop(self._begun.set)
 
     def submit(self, work: Coroutine[Any, Any, None]) -> None:
         """Run this on the thread's loop; if it fails, the data source has failed."""
-        if self._loop is None or self._loop.is_closed():
+        if not self._on_loop(self._start, work):
             work.close()
-            return
-        asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop)
+
+    def _on_loop(self, callback: Callable[..., Any], *args: Any) -> bool:
+        """Have the thread's loop call this; ``False`` when it has ended, which whoever waits for samples is told elsewhere."""
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            return False
+        try:
+            loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:  # it closed between the check and the call
+            return False
+        return True
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(self._guarded(work))
+        self._submitted.add(task)  # a task that only its loop knows may be collected while it runs
+        task.add_done_callback(self._submitted.discard)
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except Exception as error:  # nobody waits for it; whoever waits for samples must hear of it
-            logger.error("The data source could not enqueue rollouts: %s", error, exc_info=error)
+            logger.debug("The data source could not enqueue rollouts.", exc_info=error)
             self._source._fail(error)
 
     def stop(self, timeout_s: float) -> None:
@@ -477,7 +495,7 @@ class _CompletionFeed:
         try:
             asyncio.run(self._serve())
         except BaseException as error:  # the thread has no caller; whoever waits for samples must hear of it
-            logger.error("The data source's thread ended: %s", error, exc_info=error)
+            logger.debug("The data source's thread ended.", exc_info=error)
             self._source._fail(error)
         finally:
             self._ready.set()
@@ -508,7 +526,7 @@ class _CompletionFeed:
             if takers:
                 await asyncio.wait(takers, timeout=1.0)
             if follow is not None:
-                await self._store.close()  # type: ignore[union-attr]
+                await self._store.close()
 
     def _taker_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

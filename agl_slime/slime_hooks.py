@@ -108,6 +108,11 @@ def _collect_groups(args: Any, rollout_id: int, data_source: Any, wanted: int) -
                 if demand is not None:
                     demand(wanted - len(kept))  # all that is missing may be under way while one group is waited for
                 group = _next_group(data_source)
+                if _first(group).status == Sample.Status.PENDING:
+                    raise DataSourceError(
+                        "the data source gave samples that nobody has sampled: connect AGLDataSource by agl_store_url or agl_agent, "
+                        "or use slime's default rollout function, which samples them"
+                    )
                 everything.append(group)
                 output = keep(args, group) if keep is not None else True
                 if bool(getattr(output, "keep", output)):

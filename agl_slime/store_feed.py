@@ -19,7 +19,8 @@ import socket
 import threading
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -164,7 +165,7 @@ class StoreService:
         if self._unsubscribe is not None:
             raise ConfigError("the store service was started already")
         self._unsubscribe = self._store.subscribe_finished(self.feed.append)
-        asyncio.run(self._server.start())
+        _run_elsewhere(self._server.start)
         return self
 
     def stop(self) -> None:
@@ -174,7 +175,7 @@ class StoreService:
         self._unsubscribe()
         self._unsubscribe = None
         self.feed.close()
-        asyncio.run(self._server.stop())
+        _run_elsewhere(self._server.stop)
 
     def __enter__(self) -> StoreService:
         return self.start()
@@ -258,6 +259,12 @@ class RemoteStore(LightningStoreClient):
             unreachable_since, pause_s = None, 0.1
             if page["rollout_ids"] or page["missed"] or page["epoch"] != position.epoch:
                 yield page
+
+
+def _run_elsewhere(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run ``work`` to its end on an event loop in another thread: the caller may have a running loop of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: asyncio.run(work())).result()
 
 
 def _free_port(host: str) -> int:

@@ -1,0 +1,275 @@
+"""``AGLDataSource(args)`` as slime builds it: an agent in the same process, or a store over HTTP with runners elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime import AGLDataSource, RunnerThread, slime_hooks
+from agl_slime._agl import LLM, EnqueueRolloutRequest
+from agl_slime.errors import DataSourceError, RolloutError
+from agl_slime.groups.outcome import Outcome
+from agl_slime.store import BridgeStore
+from agl_slime.store_feed import RemoteStore, StoreService
+from agl_slime.types import RolloutFnEvalOutput, Sample
+from tests.slime.contract_agent import ContractAgent
+
+AGENT = "tests.slime.contract_agent:ContractAgent"
+HERE = "tests.integration.test_slime_datasource"
+
+
+class FlakyAgent(ContractAgent):
+    """Fails on tasks that say so."""
+
+    def make_task(self, rng: random.Random) -> dict[str, Any]:
+        return {**super().make_task(rng), "fail": rng.random() < 0.3}
+
+    def compute_reward(self, task: dict[str, Any], response: str) -> float:
+        if task.get("fail"):
+            raise ValueError("this task has no answer")
+        return super().compute_reward(task, response)
+
+
+class HopelessAgent(FlakyAgent):
+    def make_task(self, rng: random.Random) -> dict[str, Any]:
+        return {**super().make_task(rng), "fail": True}
+
+
+class HeldAgent(ContractAgent):
+    """Ends no rollout before ``release`` is set."""
+
+    release = threading.Event()
+
+    def compute_reward(self, task: dict[str, Any], response: str) -> float:
+        assert self.release.wait(30)
+        return super().compute_reward(task, response)
+
+
+def args_for(**settings: Any) -> Namespace:
+    """slime's minimal args, as its contract tests have them, and ours."""
+    minimal = {
+        "rollout_global_dataset": False,
+        "buffer_filter_path": None,
+        "n_samples_per_prompt": 2,
+        "custom_rm_path": None,
+        "group_rm": False,
+        "rm_type": None,
+        "reward_key": None,
+        "agl_get_timeout_s": 30,
+        "agl_max_attempts": 1,
+    }
+    return Namespace(**{**minimal, **settings})
+
+
+def write_tasks(path: Path, n: int) -> str:
+    path.write_text("".join(json.dumps({"prompt": f"task {i}", "label": str(i)}) + "\n" for i in range(n)))
+    return str(path)
+
+
+@contextmanager
+def service_with_runner(agent: Any = None, *, port: int = 0) -> Iterator[tuple[BridgeStore, StoreService]]:
+    store = BridgeStore()
+    # the service ends first: what is in flight then is lost, not failed
+    with RunnerThread(agent=agent or ContractAgent(), store=store), StoreService(store=store, port=port) as service:
+        yield store, service
+
+
+def names(groups: list[list[Sample]]) -> list[str]:
+    return [sample.metadata["agl_rollout_id"] for group in groups for sample in group]
+
+
+def check(groups: list[list[Sample]], *, size: int = 2) -> None:
+    for group in groups:
+        assert len(group) == size
+        assert len({sample.group_index for sample in group}) == 1
+        for sample in group:
+            assert sample.status == Sample.Status.COMPLETED
+            assert sample.reward == 0.25
+            assert sample.index is not None
+            assert sample.loss_mask is not None
+            assert sample.response_length == len(sample.loss_mask) < len(sample.tokens)
+
+
+def test_connected_to_nothing_it_gives_placeholders_like_slimes_own_source(caplog: pytest.LogCaptureFixture):
+    source = AGLDataSource(args_for())
+    groups = source.get_samples(2)
+    assert [[sample.index for sample in group] for group in groups] == [[0, 1], [2, 3]]
+    assert all(sample.status == Sample.Status.PENDING for group in groups for sample in group)
+    assert "agl_store_url" in caplog.text
+    source.stop()
+
+
+def test_an_agent_in_the_manager_s_own_process_needs_nothing_else():
+    with AGLDataSource(args_for(agl_agent=AGENT)) as source:
+        groups = source.get_samples(3)
+        check(groups)
+        assert [group[0].group_index for group in groups] == [0, 1, 2]
+        output = slime_hooks.generate_rollout(Namespace(rollout_batch_size=2), 0, source)
+        check(output.samples)
+        assert (output.metrics or {})["agl/trained_total"] == 10
+
+
+def test_tasks_are_enqueued_as_they_are_asked_for_and_no_further(tmp_path: Path):
+    with service_with_runner() as (store, service):
+        with AGLDataSource(args_for(agl_store_url=service.url, agl_tasks=write_tasks(tmp_path / "t.jsonl", 50))) as source:
+            check(source.get_samples(3))
+            check(source.get_samples(2))
+        assert len(asyncio.run(store.query_rollouts())) == 10
+
+
+def test_a_group_with_a_failed_rollout_is_replaced():
+    with AGLDataSource(args_for(agl_agent=f"{HERE}:FlakyAgent")) as source:
+        groups = source.get_samples(12)
+        check(groups)
+        assert len(groups) == 12
+        counts = source.ledger.counts()
+        assert counts.closed[Outcome.FAILED] > 0
+        assert counts.opened == counts.open + counts.ready + sum(counts.closed.values())
+
+
+def test_a_run_in_which_nothing_succeeds_says_so():
+    with AGLDataSource(args_for(agl_agent=f"{HERE}:HopelessAgent")) as source, pytest.raises(DataSourceError, match="this task has no answer"):
+        source.get_samples(1)
+
+
+def test_under_fully_async_it_answers_at_once_and_keeps_a_batch_under_way():
+    HeldAgent.release.clear()
+    args = args_for(agl_agent=f"{HERE}:HeldAgent", rollout_function_path="x.fully_async_rollout.generate", rollout_batch_size=3)
+    with AGLDataSource(args) as source:
+        assert source.get_samples(1) == []
+        HeldAgent.release.set()
+        taken: list[list[Sample]] = []
+        for _ in range(1000):
+            taken += source.get_samples(1)
+            if len(taken) >= 3:
+                break
+            threading.Event().wait(0.02)  # slime's worker pauses for a second here
+        check(taken)
+        assert len(taken) == 3
+
+
+def test_evaluation_runs_validation_rollouts_through_the_same_hook(tmp_path: Path):
+    with AGLDataSource(args_for(agl_agent=AGENT, agl_eval_tasks=write_tasks(tmp_path / "e.jsonl", 4), agl_eval_rollouts=4)) as source:
+        output = slime_hooks.generate_rollout(None, 0, source, evaluation=True)
+        assert isinstance(output, RolloutFnEvalOutput)
+        entry = output.data["agl"]
+        assert entry["rewards"] == [0.25] * 4
+        assert entry["truncated"] == [False] * 4
+        assert len(entry["samples"]) == 4
+        assert source.ledger.counts().closed == {Outcome.VALIDATED: 4}
+        assert len(source) == 0
+
+
+# -- an outside producer, checkpoints, restarts
+# --------------------------------------------------------------------------------------------------------
+
+
+async def _enqueue(url: str, group_id: str, n: int, *, size: int) -> list[str]:
+    store = RemoteStore(url)
+    await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="")})
+    metadata = {"group_id": group_id, "group_size": size}
+    requests = [EnqueueRolloutRequest(input={"prompt": f"{group_id} {i}"}, mode="train", metadata=metadata) for i in range(n)]
+    rollouts = await store.enqueue_many_rollouts(requests)
+    await store.close()
+    return [rollout.rollout_id for rollout in rollouts]
+
+
+def enqueue(url: str, group_id: str, n: int, *, size: int = 2) -> list[str]:
+    return asyncio.run(_enqueue(url, group_id, n, size=size))
+
+
+def wait_until(source: AGLDataSource, settled: int) -> None:
+    """Until the source knows of so many rollouts."""
+    with source._changed:
+        for _ in range(400):
+            if source.ledger.counts().opened >= settled:
+                return
+            source._changed.wait(0.05)
+    pytest.fail(f"only {source.ledger.counts().opened} of {settled} rollouts became known")
+
+
+def test_a_checkpoint_says_exactly_what_was_handed_out(tmp_path: Path):
+    """Groups handed out, ready, half finished and not begun at the checkpoint; the manager dies and another one loads."""
+    with service_with_runner() as (_, service):
+        args = args_for(agl_store_url=service.url, save=str(tmp_path), load=str(tmp_path))
+        handed_out = enqueue(service.url, "handed-out", 2)
+        first = AGLDataSource(args)
+        assert sorted(names(first.get_samples(1))) == sorted(handed_out)
+        ready = enqueue(service.url, "ready", 2)
+        half = enqueue(service.url, "half", 1)
+        wait_until(first, 5)
+        first.save(7)
+        assert len(first) == 1
+        after = enqueue(service.url, "after", 2)
+        assert sorted(names(first.get_samples(2))) == sorted(ready + after)  # in a life that will be forgotten
+        first.stop()
+
+        other_half = enqueue(service.url, "half", 1)
+        second = AGLDataSource(args)
+        second.load(7)
+        groups = second.get_samples(3)
+        check(groups)
+        assert sorted(names(groups)) == sorted(ready + half + other_half + after)
+        assert len({group[0].group_index for group in groups} | {0}) == 4  # numbered on, not anew
+        counts = second.ledger.counts()
+        assert counts.opened == counts.open + counts.ready + sum(counts.closed.values()) == 6
+        second.stop()
+
+
+def test_a_store_that_restarts_gets_the_tasks_in_flight_again(tmp_path: Path):
+    HeldAgent.release.clear()
+    tasks = write_tasks(tmp_path / "t.jsonl", 20)
+    source: AGLDataSource
+    with service_with_runner(HeldAgent()) as (store, service):
+        port = int(service.url.rpartition(":")[2])
+        source = AGLDataSource(args_for(agl_store_url=service.url, agl_tasks=tasks))
+        # one end makes the source know this life of the store
+        known = enqueue(service.url, "known", 1, size=1)
+        source.demand(2)
+        wait_until(source, 4)
+        asyncio.run(_cancel(store, known[0]))
+        wait_until(source, 5)
+        lost = [rollout.input for rollout in asyncio.run(store.query_rollouts()) if rollout.rollout_id not in known]
+    HeldAgent.release.set()
+    with service_with_runner(port=port) as (store, _):
+        groups = source.get_samples(2)
+        check(groups)
+        again = [rollout.input for rollout in asyncio.run(store.query_rollouts())]
+        assert sorted(task["prompt"] for task in again) == sorted(task["prompt"] for task in lost)
+        counts = source.ledger.counts()
+        assert counts.reasons[Outcome.CANCELLED, "store_restarted"] == 4
+        assert counts.opened == counts.open + counts.ready + sum(counts.closed.values())
+        source.stop()
+
+
+async def _cancel(store: BridgeStore, rollout_id: str) -> None:
+    await store.update_rollout(rollout_id, status="cancelled")
+
+
+# -- one rollout for one prompt ----------------------------------------------------------------------------------------------------------------------
+
+
+async def test_generate_runs_one_rollout_for_one_prompt_of_slime():
+    args = args_for(agl_agent=AGENT)
+    given = [Sample(group_index=3, index=i, prompt=f"say {i}", label="x", metadata={"source_name": "chat"}) for i in range(5)]
+    results = await asyncio.gather(*(slime_hooks.generate(args, sample, {"temperature": 0.5}) for sample in given))
+    for before, after in zip(given, results, strict=True):
+        assert isinstance(after, Sample)
+        assert (after.index, after.group_index, after.prompt, after.label) == (before.index, 3, before.prompt, "x")
+        assert after.metadata["source_name"] == "chat"
+        check([[after]], size=1)
+
+
+async def test_a_failed_rollout_of_generate_is_an_error_with_its_reason():
+    args = args_for(agl_agent=f"{HERE}:FlakyAgent")
+    with pytest.raises(RolloutError, match="this task has no answer"):
+        await slime_hooks.generate(args, Sample(index=0, prompt="x", metadata={"fail": True}), {})

@@ -1,0 +1,59 @@
+"""What the programs share: a policy, tasks, slime's arguments, Ray."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from agents.lookup import LookupAgent
+from tests.slime.support import model_flags
+
+
+def make_policy(directory: Path) -> Path:
+    """The lookup agent's tiny policy, made once per directory."""
+    from agl_slime.sglang.embedded.policy import make_policy
+
+    target = directory / "policy"
+    return target if (target / "config.json").is_file() else make_policy(target, seed=0, demonstrations=LookupAgent.demonstrations)
+
+
+def write_tasks(path: Path, n: int, *, seed: int = 0) -> Path:
+    rng = random.Random(seed)
+    agent = LookupAgent()
+    path.write_text("".join(json.dumps(agent.make_task(rng)) + "\n" for _ in range(n)))
+    return path
+
+
+def slime_args(flags: list[str], *, model: Path, config: dict[str, Any], directory: Path) -> Any:
+    """slime's own ``parse_args`` on a command line, with ``config`` as its ``--custom-config-path``."""
+    import yaml
+    from slime.utils.arguments import parse_args
+
+    settings = directory / "agl.yaml"
+    settings.write_text(yaml.safe_dump(config))
+    hooks = "agl_slime.slime_hooks"
+    sys.argv = [
+        "train.py",
+        *model_flags(model),
+        *("--hf-checkpoint", str(model)),
+        *("--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1", "--num-gpus-per-node", "1"),
+        *("--advantage-estimator", "grpo"),
+        *("--data-source-path", "agl_slime.AGLDataSource"),
+        *("--rollout-function-path", f"{hooks}.generate_rollout"),
+        *("--custom-reward-post-process-path", f"{hooks}.normalize_rewards"),
+        *("--custom-rollout-log-function-path", f"{hooks}.log_rollout"),
+        *("--custom-eval-rollout-log-function-path", f"{hooks}.log_eval_rollout"),
+        *("--custom-config-path", str(settings)),
+        *flags,
+    ]
+    return parse_args()
+
+
+def start_ray(*, num_gpus: int = 0, setup_hook: str | None = None) -> None:
+    import ray
+
+    runtime_env = {"worker_process_setup_hook": setup_hook} if setup_hook is not None else None
+    ray.init(num_cpus=4, num_gpus=num_gpus, include_dashboard=False, object_store_memory=150_000_000, log_to_driver=True, runtime_env=runtime_env)

@@ -1,0 +1,110 @@
+"""Running slime's own code in processes of its own, with stand-ins for what a CPU machine lacks (Megatron's options, an importable SGLang).
+
+Each program under ``programs/`` is a driver as a slime user would write it; it prints its findings as one JSON line, which the test judges.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parents[1]
+STANDINS = HERE / "standins"
+_MARK = "RESULT "
+
+
+def slime_dir() -> Path | None:
+    """The slime checkout that ``SLIME_DIR`` names, or the one that is importable; ``None`` when there is none."""
+    named = os.environ.get("SLIME_DIR")
+    if named:
+        return Path(named).resolve()
+    found = importlib.util.find_spec("slime")
+    locations = list(found.submodule_search_locations or []) if found is not None else []
+    root = Path(locations[0]).parent if locations else None
+    return root if root is not None and (root / "slime" / "ray").is_dir() else None
+
+
+def require_slime(*modules: str) -> Path:
+    """The slime checkout; skips the test with one sentence when it, or one of ``modules``, is missing."""
+    root = slime_dir()
+    if root is None:
+        pytest.skip("slime is not here: set SLIME_DIR to a checkout of it (scripts/slime_cpu.sh makes an environment that can run it)")
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"slime's tests need {', '.join(missing)}: run pytest with the Python that scripts/slime_cpu.sh made")
+    return root
+
+
+def environment(root: Path) -> dict[str, str]:
+    """Variables under which slime's code, the stand-ins and this repository are importable, in the program and in its Ray workers."""
+    python_path = os.pathsep.join([str(STANDINS), str(root), str(REPOSITORY)])
+    return {
+        **os.environ,
+        "PYTHONPATH": python_path,
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "SLIME_HOST_IP": "127.0.0.1",
+        "WANDB_MODE": "disabled",
+    }
+
+
+def run_program(root: Path, name: str, *arguments: str | Path, timeout_s: float) -> dict[str, Any]:
+    """Run ``programs/NAME.py`` and return what it printed as its result; its whole output is in the failure otherwise."""
+    command = [sys.executable, "-m", f"tests.slime.programs.{name}", *map(str, arguments)]
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment(root), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"{name} did not end within {timeout_s:g} s:\n{output[-6000:]}")
+    finally:
+        _end_group(process.pid)
+    results = [line[len(_MARK) :] for line in output.splitlines() if line.startswith(_MARK)]
+    if process.returncode != 0 or not results:
+        pytest.fail(f"{name} ended with code {process.returncode}:\n{output[-8000:]}")
+    return json.loads(results[-1])
+
+
+def report(result: dict[str, Any]) -> None:
+    """Print a program's result for ``run_program``."""
+    print(_MARK + json.dumps(result), flush=True)
+
+
+def _end_group(group: int) -> None:
+    # what a program that failed left behind: Ray's daemons are in its session
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def model_flags(model: Path) -> list[str]:
+    """Megatron's model options for a checkpoint, as slime's launch scripts give them."""
+    config = json.loads((model / "config.json").read_text())
+    theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
+    names = {
+        "num-layers": "num_hidden_layers",
+        "hidden-size": "hidden_size",
+        "ffn-hidden-size": "intermediate_size",
+        "num-attention-heads": "num_attention_heads",
+        "norm-epsilon": "rms_norm_eps",
+        "vocab-size": "vocab_size",
+    }
+    flags = [part for flag, field in names.items() for part in (f"--{flag}", str(config[field]))]
+    untied = [] if config.get("tie_word_embeddings") else ["--untie-embeddings-and-output-weights"]
+    return [*flags, "--rotary-base", str(theta), *untied]

@@ -1,0 +1,202 @@
+"""The hooks on plain samples; slime itself is not needed."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from agl_slime import slime_hooks
+from agl_slime.errors import ConfigError, DataSourceError, RewardError
+from agl_slime.slime.settings import PluginSettings
+from agl_slime.types import RolloutFnTrainOutput, Sample, sample_from_fields
+
+
+def sample(reward: Any = 1.0, *, group: int | None = 0, rollout: int | None = None, index: int = 0, **fields: Any) -> Sample:
+    fields = {"tokens": [1, 2, 3], "response_length": 1, "status": Sample.Status.COMPLETED, **fields}
+    return sample_from_fields(reward=reward, group_index=group, rollout_id=rollout, index=index, **fields)
+
+
+class ListedSource:
+    """Hands out the given answers, one per call, and takes groups back."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.back: list[list[Sample]] = []
+
+    def get_samples(self, n: int) -> list[list[Sample]]:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def add_samples(self, groups: list[list[Sample]]) -> None:
+        self.back.extend(groups)
+
+
+def groups(n: int, *, size: int = 2, reward: Any = None) -> list[list[list[Sample]]]:
+    return [[[sample(float(i) if reward is None else reward, group=number, index=number * size + i) for i in range(size)]] for number in range(n)]
+
+
+# -- generate_rollout ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_exactly_as_many_groups_as_slime_wants_and_the_rest_stays():
+    source = ListedSource(*groups(5))
+    output = slime_hooks.generate_rollout(Namespace(rollout_batch_size=3), 0, source)
+    assert isinstance(output, RolloutFnTrainOutput)
+    assert [group[0].group_index for group in output.samples] == [0, 1, 2]
+    assert len(source.answers) == 2
+
+
+def test_groups_that_the_dynamic_filter_drops_are_replaced_and_counted():
+    source = ListedSource(*groups(1), *groups(1, reward=1.0), *groups(1))
+    args = Namespace(rollout_batch_size=2, dynamic_sampling_filter_path="agl_slime.slime_hooks.keep_nonzero_variance", reward_key=None)
+    output = slime_hooks.generate_rollout(args, 0, source)
+    assert len(output.samples) == 2
+    assert [value for name, value in (output.metrics or {}).items() if "dynamic_filter" in name] == [1]
+
+
+def test_an_empty_answer_is_asked_again_with_a_pause(monkeypatch: pytest.MonkeyPatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(slime_hooks.time, "sleep", pauses.append)
+    output = slime_hooks.generate_rollout(Namespace(rollout_batch_size=1), 0, ListedSource([], [], *groups(1)))
+    assert len(output.samples) == 1
+    assert len(pauses) == 2
+    assert all(pause > 0 for pause in pauses)
+
+
+def test_what_had_come_is_given_back_when_the_rest_does_not():
+    source = ListedSource(*groups(2), DataSourceError("nothing came"))
+    with pytest.raises(DataSourceError, match="nothing came"):
+        slime_hooks.generate_rollout(Namespace(rollout_batch_size=3), 0, source)
+    assert [group[0].group_index for group in source.back] == [0, 1]
+
+
+def test_samples_that_nobody_sampled_are_not_trained_on():
+    placeholder = [[sample(None, status=Sample.Status.PENDING)]]
+    with pytest.raises(DataSourceError, match="agl_store_url"):
+        slime_hooks.generate_rollout(Namespace(rollout_batch_size=1), 0, ListedSource(placeholder))
+
+
+# -- rewards: the cases of slime's issues -----------------------------------------------------------------------------------------------------------
+
+ARGS = Namespace(advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True, reward_key=None)
+MEAN_ONLY = Namespace(advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=False, reward_key=None)
+
+
+def test_uneven_groups_with_equal_rewards_have_no_advantage():
+    batch = [sample(5.0, group=group, rollout=4 * group + i) for group, size in enumerate((4, 3, 4)) for i in range(size)]
+    raw, rewards = slime_hooks.normalize_rewards(ARGS, batch)
+    assert raw == [5.0] * 11
+    assert rewards == [0.0] * 11
+
+
+def test_a_rollout_of_three_samples_counts_once():
+    batch = [sample(1.0, rollout=7), sample(1.0, rollout=7), sample(1.0, rollout=7), sample(0.0, rollout=8)]
+    assert slime_hooks.normalize_rewards(MEAN_ONLY, batch)[1] == [0.5, 0.5, 0.5, -0.5]
+
+
+def test_siblings_are_found_by_the_store_s_id_where_slime_has_no_field_for_them():
+    batch = [sample(reward, metadata={"agl_rollout_id": name}) for reward, name in ((1.0, "a"), (1.0, "a"), (0.0, "b"))]
+    assert slime_hooks.normalize_rewards(MEAN_ONLY, batch)[1] == [0.5, 0.5, -0.5]
+
+
+def test_a_rollout_alone_in_its_group_gets_zero_and_siblings_that_differ_are_refused():
+    assert slime_hooks.normalize_rewards(ARGS, [sample(3.0, group=0), sample(9.0, group=1)])[1] == [0.0, 0.0]
+    with pytest.raises(RewardError, match="different rewards"):
+        slime_hooks.normalize_rewards(ARGS, [sample(1.0, rollout=1), sample(0.0, rollout=1)])
+
+
+def test_estimators_that_are_not_group_relative_keep_the_raw_rewards():
+    ppo = Namespace(**{**vars(ARGS), "advantage_estimator": "ppo"})
+    assert slime_hooks.normalize_rewards(ppo, [sample(3.0), sample(1.0)]) == ([3.0, 1.0], [3.0, 1.0])
+
+
+def test_a_named_reward_is_picked_and_a_missing_one_is_an_error():
+    named = Namespace(**{**vars(MEAN_ONLY), "reward_key": "exact"})
+    batch = [sample({"exact": 1.0, "style": 9.0}, rollout=0), sample({"exact": 0.0, "style": 0.0}, rollout=1)]
+    assert slime_hooks.normalize_rewards(named, batch) == ([1.0, 0.0], [0.5, -0.5])
+    with pytest.raises(RewardError, match="a number is needed"):
+        slime_hooks.normalize_rewards(ARGS, [sample(None)])
+
+
+# -- filters and logs ----------------------------------------------------------------------------------------------------------------------------
+
+
+def _keeps(samples: list[Any]) -> bool:
+    output = slime_hooks.keep_nonzero_variance(Namespace(reward_key=None), samples)
+    return bool(getattr(output, "keep", output))
+
+
+def test_groups_without_variance_are_dropped_nested_ones_too():
+    assert _keeps([sample(1.0), sample(0.0)])
+    assert _keeps([[sample(1.0), sample(1.0)], [sample(0.0)]])
+    assert not _keeps([sample(1.0), sample(1.0)])
+    assert not _keeps([[sample(1.0), sample(1.0)], [sample(1.0)]])
+
+
+def test_the_oldest_groups_leave_the_buffer_first():
+    buffer = [[sample(group=number)] for number in (5, 2, 9, 3)]
+    taken = slime_hooks.take_oldest(None, None, buffer, 2)
+    assert [group[0].group_index for group in taken] == [2, 3]
+    assert [group[0].group_index for group in buffer] == [5, 9]
+
+
+def test_unfinished_samples_are_taken_out_of_the_loss():
+    batch = [[sample(), sample(None), sample(status=Sample.Status.ABORTED)]]
+    slime_hooks.mask_unfit(None, batch)
+    assert [entry.remove_sample for entry in batch[0]] == [False, True, True]
+
+
+def test_the_log_hook_adds_to_slimes_metrics_and_lets_slime_go_on():
+    siblings = [sample(metadata={"agl_rollout_id": "a", "turns": 2}), sample(metadata={"agl_rollout_id": "a", "turns": 1})]
+    extra: dict[str, Any] = {"kept": 1}
+    args = Namespace()
+    assert slime_hooks.log_rollout(3, args, siblings, extra, 0.5) is False
+    assert args.logged_rollout_id == 3
+    assert extra["kept"] == 1
+    assert (extra["agl/rollouts"], extra["agl/forks"], extra["agl/turns_mean"]) == (1, 1, 1.5)
+
+
+# -- settings ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_args_come_before_the_environment_and_slimes_flags_fill_the_rest():
+    args = Namespace(
+        agl_store_url="http://127.0.0.1:1",
+        sglang_router_ip="127.0.0.1",
+        sglang_router_port=3000,
+        hf_checkpoint="/model",
+        rollout_temperature=0.8,
+        rollout_max_response_len=64,
+        rollout_global_dataset=True,
+        prompt_data="tasks.jsonl",
+    )
+    settings = PluginSettings.from_args(args, {"AGL_SLIME_STORE_URL": "http://other:1", "AGL_SLIME_GET_TIMEOUT_S": "5"})
+    assert settings.store_url == "http://127.0.0.1:1"
+    assert settings.llm_url == "http://127.0.0.1:3000"
+    assert settings.get_timeout_s == 5.0
+    assert str(settings.tasks) == "tasks.jsonl"
+    assert settings.sampling == {"temperature": 0.8, "max_new_tokens": 64}
+    assert settings.blocking
+
+
+def test_under_slimes_fully_async_rollout_function_nothing_blocks():
+    args = Namespace(rollout_function_path="examples.fully_async.fully_async_rollout.generate_rollout_fully_async")
+    assert not PluginSettings.from_args(args, {}).blocking
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({"AGL_SLIME_STORE_URL": "http://x:1", "AGL_SLIME_AGENT": "a:B"}, "leave one out"),
+        ({"AGL_SLIME_STORE_URL": "x:1"}, "must begin with http"),
+        ({"AGL_SLIME_GET_TIMEOUT_S": "soon"}, "must be a number"),
+        ({"AGL_SLIME_MAX_ATTEMPTS": "0"}, "at least 1"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_named(environment: dict[str, str], text: str):
+    with pytest.raises(ConfigError, match=text):
+        PluginSettings.from_args(Namespace(), environment)
