@@ -39,6 +39,7 @@ from agentlightning.types import (
     Span,
     SpanCoreFields,
     TraceStatus,
+    Worker,
 )
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "SpanCoreFields",
     "TraceStatus",
     "Tracer",
+    "Worker",
     "clear_active_tracer",
     "emit_exception",
     "emit_reward",

@@ -1,0 +1,99 @@
+"""The parts of Agent Lightning 0.3 that ``BridgeStore`` builds on without a promise. A version that changes one of them must fail here, by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from agentlightning.store.collection.memory import DequeBasedQueue, DictBasedKeyValue, InMemoryLightningCollections, ListBasedCollection
+from agentlightning.store.collection_based import CollectionBasedLightningStore
+
+from agl_slime._agl import LLM, EnqueueRolloutRequest, InMemoryLightningStore, LitAgentRunner, RolloutConfig, Span
+from agl_slime.store import BridgeStore
+from agl_slime.store_collections import BridgeCollections
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "parameters"),
+    [
+        (InMemoryLightningStore, "_post_update_rollout", ["self", "rollouts", "skip_enqueue"]),
+        (InMemoryLightningStore, "_post_add_spans", ["self", "spans", "rollout_id", "attempt_id"]),
+        (InMemoryLightningStore, "_maybe_evict_spans", ["self", "collections"]),
+        (InMemoryLightningStore, "_unlocked_get_running_rollouts", ["self", "collections"]),
+        (CollectionBasedLightningStore, "_scan_for_unhealthy_rollouts", ["self"]),
+        (CollectionBasedLightningStore, "_find_and_update_unhealthy_rollouts", ["self", "collections"]),
+        (InMemoryLightningCollections, "atomic", ["self", "mode", "snapshot", "labels", "kwargs"]),
+        (ListBasedCollection, "tracking_context", ["self", "operation", "collection"]),
+        (LitAgentRunner, "_step_impl", ["self", "next_rollout", "raise_on_exception"]),
+        (LitAgentRunner, "_start_heartbeat_loop", ["self", "store"]),
+    ],
+)
+def test_a_hook_has_the_shape_that_is_overridden(owner: type, name: str, parameters: list[str]) -> None:
+    assert list(inspect.signature(getattr(owner, name)).parameters) == parameters
+
+
+def test_the_store_keeps_its_account_where_retention_expects_it() -> None:
+    store = InMemoryLightningStore(thread_safe=True)
+    for name, kind in {
+        "_span_bytes_by_rollout": dict,
+        "_total_span_bytes": int,
+        "_start_time_by_rollout": dict,
+        "_completion_events": dict,
+        "_running_rollout_ids": set,
+        "_memory_capacity_bytes": int,
+    }.items():
+        assert isinstance(getattr(store, name), kind), name
+
+
+def test_every_part_of_the_collections_is_replaced() -> None:
+    stock = vars(InMemoryLightningCollections(lock_type="thread"))
+    ours = vars(BridgeCollections())
+    parts = {name for name, value in stock.items() if isinstance(value, (ListBasedCollection, DequeBasedQueue, DictBasedKeyValue))}
+    assert parts == {"_rollouts", "_attempts", "_spans", "_resources", "_workers", "_rollout_queue", "_span_sequence_ids"}
+    for name in parts:
+        assert type(ours[name]).__module__ == "agl_slime.store_collections", name
+        if isinstance(stock[name], ListBasedCollection):
+            assert (ours[name]._primary_keys, ours[name]._item_type) == (stock[name]._primary_keys, stock[name]._item_type), name
+
+
+def finish_without_suspending(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that must not wait for anything: the store's one lock is held by threads, not by tasks."""
+    try:
+        waited_for = work.send(None)
+    except StopIteration as stop:
+        return stop.value
+    work.close()
+    raise AssertionError(f"the store suspended for {waited_for!r}, perhaps with its lock held")
+
+
+def test_no_store_call_suspends() -> None:
+    run = finish_without_suspending
+    store = BridgeStore(scan_debounce_seconds=0)
+    resources = run(store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")}))
+    config = RolloutConfig(timeout_seconds=600, unresponsive_seconds=600, max_attempts=2, retry_condition=["failed"])
+    [queued] = run(store.enqueue_many_rollouts([EnqueueRolloutRequest(input={}, mode="train", config=config)]))
+    [claimed] = run(store.dequeue_many_rollouts(limit=5, worker_id="one"))
+    rollout_id, attempt_id = claimed.rollout_id, claimed.attempt.attempt_id
+    assert rollout_id == queued.rollout_id
+    numbers = run(store.get_many_span_sequence_ids([(rollout_id, attempt_id)] * 3))
+    assert list(numbers) == [1, 2, 3]
+    run(store.add_many_spans([make_span(rollout_id, attempt_id, number) for number in numbers]))
+    run(store.update_worker("one", {"busy": True}))
+    run(store.update_attempt(rollout_id, attempt_id, status="failed"))
+    assert run(store.get_rollout_by_id(rollout_id)).status == "requeuing"
+    again = run(store.dequeue_rollout(worker_id="two"))
+    run(store.update_attempt(rollout_id, again.attempt.attempt_id, status="succeeded"))
+    assert len(run(store.query_spans(rollout_id, attempt_id))) == 3
+    assert len(run(store.query_rollouts(status_in=["succeeded"]))) == 1
+    assert len(run(store.query_attempts(rollout_id))) == 2
+    assert run(store.get_latest_attempt(rollout_id)).sequence_id == 2
+    assert run(store.get_resources_by_id(resources.resources_id)) == run(store.get_latest_resources())
+    assert len(run(store.query_workers())) == 2
+    assert run(store.release([rollout_id])) == 1
+    assert run(store.statistics())["total_rollouts"] == 1
+
+
+def make_span(rollout_id: str, attempt_id: str, sequence_id: int, **attributes: Any) -> Span:
+    return Span.from_attributes(rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=sequence_id, attributes=attributes)

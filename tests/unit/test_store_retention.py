@@ -1,0 +1,254 @@
+"""What a ``BridgeStore`` keeps, forgets and holds back; its watchdog; dead runners."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+
+from agl_slime._agl import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
+from agl_slime.errors import ConfigError
+from agl_slime.store import WORKER_DIED, BridgeStore, Retention
+from tests.unit.test_store_hooks import make_span
+
+
+async def enqueue(store: BridgeStore, count: int = 1, **config: Any) -> list[str]:
+    requests = [EnqueueRolloutRequest(input={"n": n}, mode="train", config=RolloutConfig(**config)) for n in range(count)]
+    return [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+
+
+async def claim(store: BridgeStore, worker_id: str = "w") -> AttemptedRollout:
+    [claimed] = await store.dequeue_many_rollouts(limit=1, worker_id=worker_id)
+    return claimed
+
+
+async def execute(store: BridgeStore, count: int, *, span_chars: int = 100) -> list[str]:
+    """Enqueue and finish rollouts with one span each; their ids."""
+    ids = await enqueue(store, count)
+    for _ in ids:
+        claimed = await claim(store)
+        attempt_id = claimed.attempt.attempt_id
+        await store.add_many_spans([make_span(claimed.rollout_id, attempt_id, 1, text="x" * span_chars)])
+        await store.update_attempt(claimed.rollout_id, attempt_id, status="succeeded")
+    return ids
+
+
+def everything_by_rollout(store: BridgeStore) -> dict[str, int]:
+    """Sizes of whatever in the store has an entry per rollout."""
+    collections = store.collections
+    return {
+        "rollouts": len(collections.rollouts._items),
+        "attempts": len(collections.attempts._items),
+        "spans": len(collections.spans._items),
+        "sequence ids": len(collections.span_sequence_ids._values),
+        "events": len(store._completion_events),
+        "start times": len(store._start_time_by_rollout),
+        "span bytes": len(store._span_bytes_by_rollout),
+        "running": len(store._running_rollout_ids),
+        "evicted": len(store._evicted_rollout_span_sets),
+        "watched": len(store._watch),
+        "queue": collections.queued + len(collections.rollout_queue._held),
+    }
+
+
+async def test_released_rollouts_leave_nothing_behind() -> None:
+    store = BridgeStore(retention=Retention(released_rollouts=0))
+    for _ in range(3):
+        ids = await execute(store, 10)
+        assert await store.release(ids) == 10
+        assert everything_by_rollout(store) == dict.fromkeys(everything_by_rollout(store), 0)
+    statistics = await store.statistics()
+    assert (statistics["total_rollouts"], statistics["total_attempts"], statistics["total_spans"]) == (0, 0, 0)
+    assert statistics["total_span_bytes"] == 0
+
+
+async def test_the_most_recently_released_stay_to_be_looked_at() -> None:
+    store = BridgeStore(retention=Retention(released_rollouts=3))
+    ids = await execute(store, 5)
+    await store.release(ids)
+    assert [await store.get_rollout_by_id(rollout_id) is not None for rollout_id in ids] == [False, False, True, True, True]
+    assert [len(await store.query_spans(rollout_id, "latest")) for rollout_id in ids] == [0, 0, 1, 1, 1]
+
+
+async def test_the_window_is_bounded_by_bytes_too() -> None:
+    store = BridgeStore(retention=Retention(released_bytes=250_000))
+    ids = await execute(store, 5, span_chars=98_000)
+    await store.release(ids)
+    usage = store.usage()
+    assert (usage.released, usage.stored) == (2, 2)
+    assert 190_000 < usage.span_bytes <= 250_000
+
+
+async def test_what_is_not_released_is_never_dropped() -> None:
+    store = BridgeStore(retention=Retention(released_rollouts=0, unreleased_bytes=50_000))
+    ids = await execute(store, 4, span_chars=9_000)
+    await store.release(ids[:1])
+    for rollout_id in ids[1:]:
+        assert len(await store.query_spans(rollout_id, "latest")) == 1
+
+
+async def test_running_unknown_and_released_rollouts_are_not_released() -> None:
+    store = BridgeStore(retention=Retention(released_rollouts=10))
+    ids = await execute(store, 1)
+    await enqueue(store)
+    running = await claim(store)
+    assert await store.release([running.rollout_id, "ro-unknown"]) == 0
+    assert await store.release([*ids, *ids]) == 1
+    assert await store.release(ids) == 0
+
+
+async def test_a_store_that_fills_warns_once_then_hands_nothing_out_until_something_is_released(caplog: pytest.LogCaptureFixture) -> None:
+    store = BridgeStore(retention=Retention(unreleased_bytes=100_000, released_rollouts=0))
+    with caplog.at_level(logging.WARNING, "agl_slime.store"):
+        ids = await execute(store, 6, span_chars=10_000)
+        assert not caplog.records
+        ids += await execute(store, 1, span_chars=10_000)  # 7 spans of 12 kB: above 80 %
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        ids += await execute(store, 2, span_chars=10_000)
+        assert [record.levelname for record in caplog.records] == ["WARNING", "ERROR"]
+    assert store.usage().holding
+    [waiting] = await enqueue(store)
+    assert await store.dequeue_many_rollouts(limit=5) == []
+    assert await store.dequeue_rollout() is None
+    await store.release(ids[:1])  # 96 kB: still above the warning, and a hold ends below it, not at the limit
+    assert await store.dequeue_rollout() is None
+    await store.release(ids[1:3])
+    assert not store.usage().holding
+    assert (await claim(store)).rollout_id == waiting
+
+
+async def test_late_spans_of_a_released_rollout_are_accounted_to_the_window() -> None:
+    store = BridgeStore(retention=Retention(released_rollouts=10))
+    [rollout_id] = await execute(store, 1)
+    await store.release([rollout_id])
+    attempt = await store.get_latest_attempt(rollout_id)
+    assert attempt is not None
+    await store.add_many_spans([make_span(rollout_id, attempt.attempt_id, 2, text="x" * 5_000)])
+    assert store.usage().unreleased_bytes == 0
+    assert store.usage().span_bytes > 7_000
+
+
+@pytest.mark.parametrize("bad", [{"released_rollouts": -1}, {"released_bytes": -1}, {"unreleased_bytes": 0}, {"warn_at": 0.0}, {"warn_at": 1.1}])
+def test_a_retention_that_cannot_be_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        Retention(**bad)
+
+
+async def test_old_resources_go_and_the_latest_stay() -> None:
+    from agl_slime._agl import LLM
+
+    store = BridgeStore()
+    updates = [await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model=str(n))}) for n in range(1_005)]
+    assert await store.get_resources_by_id(updates[4].resources_id) is None
+    assert await store.get_resources_by_id(updates[5].resources_id) == updates[5]
+    assert await store.get_latest_resources() == updates[-1]
+    assert (await store.statistics())["total_resources"] == 1_000
+
+
+# -- the watchdog ----------------------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_watchdog_finds_rollouts_past_their_limits_and_only_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BridgeStore(scan_debounce_seconds=0)
+    now = [1_000_000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    await enqueue(store, timeout_seconds=10)
+    await enqueue(store, unresponsive_seconds=20)
+    await enqueue(store)
+    timed, silent, free = [await claim(store) for _ in range(3)]
+
+    async def statuses() -> list[str]:
+        found = [await store.get_latest_attempt(rollout.rollout_id) for rollout in (timed, silent, free)]
+        return [attempt.status for attempt in found if attempt is not None]
+
+    now[0] += 9
+    assert await statuses() == ["preparing"] * 3
+    await store.add_many_spans([make_span(silent.rollout_id, silent.attempt.attempt_id, 1)])  # a sign of life
+    now[0] += 2
+    assert await statuses() == ["timeout", "running", "preparing"]
+    now[0] += 17  # 19 s after the sign of life
+    assert (await statuses())[1] == "running"
+    now[0] += 2
+    assert (await statuses())[1:] == ["unresponsive", "preparing"]
+    assert (await store.get_rollout_by_id(silent.rollout_id)).status == "failed"  # type: ignore[union-attr]
+
+
+async def test_a_limit_that_changes_while_the_rollout_runs_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BridgeStore(scan_debounce_seconds=0)
+    now = [1_000_000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    await enqueue(store, timeout_seconds=1_000)
+    claimed = await claim(store)
+    now[0] += 5
+    await store.update_rollout(claimed.rollout_id, config=RolloutConfig(timeout_seconds=10))
+    now[0] += 6
+    attempt = await store.get_latest_attempt(claimed.rollout_id)
+    assert attempt is not None
+    assert attempt.status == "timeout"
+
+
+async def test_a_scan_looks_at_nothing_when_nothing_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BridgeStore(scan_debounce_seconds=0)
+    await enqueue(store, 50, timeout_seconds=600)
+    await store.dequeue_many_rollouts(limit=50)
+    looked = []
+    monkeypatch.setattr(store.collections, "rollout", lambda rollout_id: looked.append(rollout_id))
+    await store._scan_for_unhealthy_rollouts()
+    assert looked == []
+    assert len(store._watch) == 50
+
+
+# -- dead runners ------------------------------------------------------------------------------------------------------------------------------
+
+
+async def test_rollouts_of_a_dead_runner_go_to_others_even_without_attempts_left() -> None:
+    store = BridgeStore()
+    ended: list[str] = []
+    store.subscribe_finished(lambda rollout: ended.append(rollout.rollout_id))
+    first, second = await enqueue(store, 2, max_attempts=1)
+    assert (await claim(store, "dead")).rollout_id == first
+    alive = await claim(store, "alive")
+    assert await store.fail_worker("dead", reason="killed by signal 9") == [first]
+    assert await store.fail_worker("dead") == []
+    assert ended == []
+    again = await claim(store, "alive")
+    assert again.rollout_id == first
+    assert again.attempt.sequence_id == 2
+    [died, _] = await store.query_attempts(first)
+    assert died.metadata == {WORKER_DIED: "killed by signal 9"}
+    assert alive.rollout_id == second
+    assert (await store.get_latest_attempt(second)).status == "preparing"  # type: ignore[union-attr]
+
+
+async def test_a_rollout_that_kills_its_runners_is_given_up() -> None:
+    store = BridgeStore()
+    [poison] = await enqueue(store, max_attempts=1)
+    for worker in ("a", "b", "c"):
+        assert (await claim(store, worker)).rollout_id == poison
+        await store.fail_worker(worker)
+    rollout = await store.get_rollout_by_id(poison)
+    assert rollout is not None
+    assert rollout.status == "failed"
+    assert await store.dequeue_rollout() is None
+
+
+async def test_a_runner_whose_heartbeats_stop_is_dead_and_one_that_never_sent_any_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BridgeStore(scan_debounce_seconds=0, dead_worker_seconds=60)
+    now = [1_000_000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    ids = await enqueue(store, 2)
+    await claim(store, "beating")
+    await claim(store, "quiet")
+    await store.update_worker("beating", {})
+    now[0] += 59
+    await store.query_workers()
+    assert store.usage().queued == 0
+    now[0] += 20
+    await store.query_workers()
+    assert store.usage().queued == 1
+    assert (await claim(store, "other")).rollout_id == ids[0]
+    now[0] += 100
+    await store.query_workers()
+    assert store.usage().queued == 0  # judged once per silence
