@@ -44,6 +44,13 @@ class TrainConfig:
     max_concurrent: int = 1024
     """Rollouts in flight in this process."""
 
+    multi_turn_scheduler: str | None = None
+    """Scheduler that decides what follows each answer, by the name it is registered under."""
+    max_turns: int | None = None
+    """Most answers of one rollout."""
+    external_plugins: tuple[Path, ...] = ()
+    """Python files to run first; they register schedulers, tool parsers or loss masks."""
+
     eval_interval: int = 10
     """Validate before the first iteration, after every so many and at the end; 0 is never."""
     eval_rollouts: int = 32

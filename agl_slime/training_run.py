@@ -22,6 +22,7 @@ from agl_slime.loading import load_agent
 from agl_slime.loop import LoopSettings, OnlineRLLoop, RunResult, Tasks
 from agl_slime.report import StandardReporters, TranscriptItem, TranscriptsSampled, choose_rollouts, open_run_dir, transcript_sample
 from agl_slime.report.metrics import TOKENS_TRAINED
+from agl_slime.rollout.configure import configure_agent
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.sglang.client import EngineDescription, SGLangClient
 from agl_slime.sglang.weights import DiskWeightSync
@@ -38,6 +39,7 @@ async def run_training(config: TrainConfig, *, console: Console | None = None) -
     """A whole run. Raises ``AglSlimeError`` with one sentence when it cannot start or go on; leaves no process and no thread behind."""
     console = console or Console()
     agent = await run_in_thread(load_agent, config.agent)
+    configure_agent(agent, scheduler=config.multi_turn_scheduler, max_turns=config.max_turns, plugins=config.external_plugins)
     tasks = _tasks_of(config, agent)
     val_tasks: Tasks | None = read_tasks(config.eval_tasks) if config.eval_tasks is not None else None
     if val_tasks is None and config.eval_interval and config.tasks is not None:

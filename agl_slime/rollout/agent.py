@@ -63,6 +63,8 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
 
     tools: Sequence[Any] = ()
     """What the model may call; see ``agl_slime.rollout.tools``. For tools that depend on the task override ``build_tools``."""
+    tools_in_prompt: bool = True
+    """Show the tools' schemas to the model through its chat template; ``False`` where the prompt itself says what there is."""
     tool_parser: str | ToolParser | None = None
     """How the model writes calls ("hermes", "qwen_xml", "glm", "kimi", "llama_json"); ``None``: as its chat template shows."""
     tool_timeout_s: float = 60.0
@@ -183,7 +185,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             sampling=self._sampling or sampling_of(llm),
             messages=self.build_prompt(task),
             tools=tools,
-            template=self._template(tokenizer, tools.schemas if tools is not None else None),
+            template=self._template(tokenizer, tools.schemas if tools is not None and self.tools_in_prompt else None),
             rollout_id=rollout.rollout_id,
             model=llm.model,
             max_turns=self.max_turns,

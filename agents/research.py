@@ -1,0 +1,87 @@
+"""A three-turn agent with two tools: ``find`` says on which page a key is, ``read`` says what the page holds, and the answer is that.
+
+Both names are random, so the only way to a reward is to call both tools, the second with what the first returned.
+
+    python train.py --agent agents.research:ResearchAgent
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agl_slime import SGLangLitAgent
+from agl_slime.sglang.embedded.demos import UNSURE, Demonstration, Message, Quality
+
+_LETTERS = "bcdfghjkmnpqrstvwxz"
+_DIGITS = "23456789"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResearchDemonstrations:
+    """``{"key": "kz", "page": "47", "answer": "mt"}``: a key of letters is on a page of digits, which holds a word of letters.
+
+    ``blur`` is the share of imperfect turns that evade; a conversation ends where one does.
+    """
+
+    blur: float = 0.35
+
+    system = "Find the page, read it, then answer with what it holds."
+
+    def make_task(self, rng: random.Random) -> dict[str, Any]:
+        def word(alphabet: str) -> str:
+            return "".join(rng.choice(alphabet) for _ in range(2))
+
+        return {"key": word(_LETTERS), "page": word(_DIGITS), "answer": word(_LETTERS)}
+
+    def prompt(self, task: Mapping[str, Any]) -> list[Message]:
+        return [{"role": "system", "content": self.system}, {"role": "user", "content": f'What is stored under "{task["key"]}"?'}]
+
+    def demonstrations(self, rng: random.Random, n: int, *, quality: Quality) -> list[Demonstration]:
+        return [self._one(rng, self.blur if quality == "imperfect" else 0.0) for _ in range(n)]
+
+    def _one(self, rng: random.Random, blur: float) -> Demonstration:
+        task = self.make_task(rng)
+        conversation = self.prompt(task)
+        steps = ((call("find", task["key"]), task["page"]), (call("read", task["page"]), task["answer"]), (task["answer"], None))
+        for said, observed in steps:
+            evades = rng.random() < blur
+            conversation.append({"role": "assistant", "content": UNSURE if evades else said})
+            if evades or observed is None:
+                break
+            conversation.append({"role": "tool", "content": observed})
+        return conversation
+
+
+def call(tool: str, argument: str) -> str:
+    """How the model calls a tool."""
+    return f"<tool_call>{json.dumps({'name': tool, 'arguments': {'key': argument}})}</tool_call>"
+
+
+class ResearchAgent(SGLangLitAgent):
+    demonstrations = ResearchDemonstrations()
+    tools_in_prompt = False  # the system message and the demonstrations say how to call
+    max_turns = 3
+
+    def make_task(self, rng: random.Random) -> dict[str, Any]:
+        return self.demonstrations.make_task(rng)
+
+    def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]]:
+        return self.demonstrations.prompt(task)
+
+    def build_tools(self, task: dict[str, Any]) -> Sequence[Any]:
+        def find(key: str) -> str:
+            """Find the page of a key."""
+            return task["page"] if key == task["key"] else "not found"
+
+        def read(key: str) -> str:
+            """Read a page."""
+            return task["answer"] if key == task["page"] else "not found"
+
+        return [find, read]
+
+    def compute_reward(self, task: dict[str, Any], response: str) -> float:
+        return 1.0 if response.strip() == task["answer"] else 0.0

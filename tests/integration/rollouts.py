@@ -1,0 +1,47 @@
+"""One rollout of an agent through a real runner and store, and what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agl_slime._agl import LLM, EnqueueRolloutRequest
+from agl_slime.collector import failure_of
+from agl_slime.runner.concurrent import RunnerSettings
+from agl_slime.runner.thread import RunnerThread
+from agl_slime.store import BridgeStore
+from agl_slime.trace.converter import Conversion, convert_rollout
+
+
+@dataclass
+class Finished:
+    status: str
+    spans: list[Any]
+    rollout: Any
+    failure: tuple[str, str] | None
+
+    def convert(self, tokenizer: Any) -> Conversion:
+        return convert_rollout(self.rollout, self.spans, tokenizer)
+
+
+async def run_rollout(agent: Any, task: Mapping[str, Any]) -> Finished:
+    return (await run_rollouts(agent, [task]))[0]
+
+
+async def run_rollouts(agent: Any, tasks: list[Any], *, endpoint: str = "http://127.0.0.1:1", **sampling: Any) -> list[Finished]:
+    """``tasks`` at the same time; the engine is the agent's client, or at ``endpoint``."""
+    store = BridgeStore()
+    await store.add_resources({"main_llm": LLM(endpoint=endpoint, model="none", sampling_parameters=sampling or {"max_new_tokens": 64})})
+    with RunnerThread(agent=agent, store=store, settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0)):
+        enqueued = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=task, mode="train") for task in tasks])
+        results = []
+        for rollout in enqueued:
+            done = await asyncio.wait_for(store.wait_for_rollout(rollout.rollout_id, timeout=50), 60)  # type: ignore[attr-defined]
+            attempt = await store.get_latest_attempt(rollout.rollout_id)
+            assert attempt is not None
+            spans = [*await store.query_spans(rollout.rollout_id, attempt.attempt_id)]
+            failure = failure_of(spans, attempt_status=attempt.status) if done.status != "succeeded" else None
+            results.append(Finished(done.status, spans, done, failure))
+    return results

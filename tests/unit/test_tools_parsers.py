@@ -1,0 +1,159 @@
+"""Tool calls as models write them; what is no call stays text and is counted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agl_slime.errors import ConfigError
+from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolParser, get_tool_parser, parser_for_template, register_tool_parser, tool_parser_names
+from agl_slime.rollout.tool_parsers import base as parsers
+from tests.chat_templates import TEMPLATES
+
+ONE = {
+    "hermes": '<tool_call>\n{"name": "look", "arguments": {"key": "kz", "n": 2}}\n</tool_call>',
+    "qwen_xml": "<tool_call>\n<function=look>\n<parameter=key>\nkz\n</parameter>\n<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>look\n<arg_key>key</arg_key>\n<arg_value>kz</arg_value>\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    "kimi": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
+        '{"key": "kz", "n": 2}<|tool_call_end|><|tool_calls_section_end|>'
+    ),
+    "llama_json": '{"name": "look", "parameters": {"key": "kz", "n": 2}}',
+}
+
+
+def parse(kind: str, text: str) -> ParsedAnswer:
+    return get_tool_parser(kind).parse(text)
+
+
+@pytest.mark.parametrize("kind", list(ONE))
+def test_a_call_is_read(kind: str) -> None:
+    parsed = parse(kind, ONE[kind])
+    (call,) = parsed.calls
+    assert call.name == "look"
+    assert call.arguments["key"] == "kz"
+    assert int(call.arguments["n"]) == 2
+    assert call.id
+    assert parsed.content == ""
+    assert not parsed.malformed
+
+
+@pytest.mark.parametrize("kind", ["hermes", "qwen_xml", "glm", "kimi"])
+def test_text_around_calls_stays(kind: str) -> None:
+    parsed = parse(kind, f"First.{ONE[kind]}Then.{ONE[kind]}")
+    assert [call.name for call in parsed.calls] == ["look", "look"]
+    assert len({call.id for call in parsed.calls}) == (1 if kind == "kimi" else 2)  # Kimi's ids are the model's own
+    assert parsed.content == "First.Then."
+
+
+def test_llama_separates_calls_by_semicolons_and_may_tag_them() -> None:
+    parsed = parse("llama_json", f"Let me see.<|python_tag|>{ONE['llama_json']}; {ONE['llama_json']}")
+    assert len(parsed.calls) == 2
+    assert parsed.content == "Let me see."
+    assert parse("llama_json", '{"answer": 3}') == ParsedAnswer('{"answer": 3}')
+    assert parse("llama_json", "Three.") == ParsedAnswer("Three.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "look", "arguments": {"key": </tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "look", "arguments": 3}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "look"'),
+        ("hermes", "<tool_call>[1]</tool_call>"),
+        ("hermes", "<tool_call>" + "[" * 5000 + "</tool_call>"),
+        ("qwen_xml", "<tool_call><function=look>text<parameter=key>kz</parameter></function></tool_call>"),
+        ("qwen_xml", "<tool_call><parameter=key>kz</parameter></tool_call>"),
+        ("glm", "<tool_call><arg_key>key</arg_key><arg_value>kz</arg_value></tool_call>"),
+        ("glm", "<tool_call>look<arg_key>key</arg_key></tool_call>"),
+        ("kimi", '<|tool_call_begin|>functions.look:0{"key": "kz"}<|tool_call_end|>'),
+        ("kimi", "<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>3<|tool_call_end|>"),
+        ("llama_json", '{"name": "look", "parameters": {'),
+    ],
+)
+def test_malformed_calls_stay_text_and_say_why(kind: str, text: str) -> None:
+    parsed = parse(kind, "Well. " * (kind != "llama_json") + text)
+    assert not parsed.calls
+    (malformed,) = parsed.malformed
+    assert malformed.text == text
+    assert malformed.error
+    assert parsed.content.endswith(text)
+
+
+@pytest.mark.parametrize("kind", ["hermes", "qwen_xml", "glm", "kimi"])
+def test_a_good_call_beside_a_malformed_one_is_a_call(kind: str) -> None:
+    broken = ONE[kind].replace("look", "", 1)
+    parsed = parse(kind, broken + ONE[kind])
+    assert [call.name for call in parsed.calls] == ["look"]
+    assert len(parsed.malformed) == 1
+
+
+def test_calls_in_thoughts_are_not_made() -> None:
+    assert parse("hermes", f"<think>Maybe {ONE['hermes']}?</think>No.").calls == ()
+    assert parse("hermes", f"<think>Maybe {ONE['hermes']}").calls == ()
+    assert len(parse("hermes", f"Maybe?</think>{ONE['hermes']}").calls) == 1
+
+
+PIECES = ("<tool_call>", "</tool_call>", "<|tool_call_begin|>", "{", "}", '"name"', ":", "x", "\n", "<function=f>", "</think>")
+
+
+@given(text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+@settings(max_examples=60, deadline=None)
+def test_no_text_breaks_a_parser_or_is_lost(text: str) -> None:
+    for kind in tool_parser_names():
+        parsed = parse(kind, text)
+        if not parsed.calls and kind not in ("kimi", "kimi_k2"):
+            assert parsed.content == text
+
+
+names = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
+values = st.text(alphabet=st.characters(blacklist_categories=["Cs"], blacklist_characters="<>"), max_size=12)
+
+
+@given(name=names, arguments=st.dictionaries(names, values, max_size=3))
+@settings(max_examples=40, deadline=None)
+def test_what_a_template_would_write_is_read_back(name: str, arguments: dict[str, Any]) -> None:
+    as_json = json.dumps(arguments)
+    pairs = arguments.items()
+    written = {
+        "hermes": f'<tool_call>\n{{"name": "{name}", "arguments": {as_json}}}\n</tool_call>',
+        "qwen_xml": f"<tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in pairs)
+        + "</function>\n</tool_call>",
+        "glm": f"<tool_call>{name}\n"
+        + "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in pairs)
+        + "</tool_call>",
+        "kimi": f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{as_json}<|tool_call_end|>",
+        "llama_json": f'{{"name": "{name}", "parameters": {as_json}}}',
+    }
+    for kind, text in written.items():
+        (call,) = parse(kind, text).calls
+        assert (call.name, dict(call.arguments)) == (name, arguments), kind
+
+
+def test_the_format_is_told_from_the_chat_template() -> None:
+    assert parser_for_template(TEMPLATES["groups_tools"].source) == "hermes"
+    assert parser_for_template("… <tool_call>\n<function=example> …") == "qwen_xml"
+    assert parser_for_template("… <tool_call>{name}\n<arg_key> …") == "glm"
+    assert parser_for_template("… <|tool_call_begin|><|tool_call_argument_begin|> …") == "kimi"
+    assert parser_for_template(None) == "hermes"
+
+
+def test_a_custom_parser_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parsers, "_parsers", dict(parsers._parsers))
+
+    @register_tool_parser("mine")
+    class Mine(ToolParser):
+        def _take_calls(self, text: str, found: Any) -> str:
+            return text
+
+    assert isinstance(get_tool_parser("mine"), Mine)
+    with pytest.raises(ConfigError, match="registered already"):
+        register_tool_parser("mine")(Mine)
+    with pytest.raises(ConfigError, match=r"'other'.*hermes"):
+        get_tool_parser("other")
