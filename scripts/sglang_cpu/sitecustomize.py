@@ -10,6 +10,7 @@ import importlib.abc
 import importlib.util
 import sys
 
+_LIBRARIES = []  # the definitions live as long as the library object
 _GRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 
 
@@ -20,8 +21,7 @@ def _before_torchvision():
         library = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        # the definitions live as long as the library object
-        _before_torchvision.library = library
+        _LIBRARIES.append(library)
 
 
 def _after_grammar(module):

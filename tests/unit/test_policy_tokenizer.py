@@ -75,8 +75,8 @@ def test_tools_and_observations(tokenizer: Any) -> None:
     text = tokenizer.apply_chat_template(
         messages, tools=[{"type": "function", "function": {"name": "f"}}], tokenize=False, add_generation_prompt=True
     )
-    head = '<|im_start|>system\nBe brief.\n<tools>\n{"type": "function", "function": {"name": "f"}}\n</tools><|im_end|>\n<|im_start|>user\nhi<|im_end|>\n'
-    assert text.startswith(head)
+    head = '<|im_start|>system\nBe brief.\n<tools>\n{"type": "function", "function": {"name": "f"}}\n</tools><|im_end|>\n'
+    assert text.startswith(head + "<|im_start|>user\nhi<|im_end|>\n")
     assert text.endswith("<|im_start|>user\n<tool_response>a</tool_response><tool_response>b</tool_response><|im_end|>\n<|im_start|>assistant\n")
     assert text.count("Be brief.") == 1
 

@@ -103,7 +103,7 @@ async def _serve(args: argparse.Namespace) -> int:
 
 async def _watch_parent(pid: int, stop: asyncio.Event) -> None:
     # kill -9 of the parent runs none of its clean-up: the orphan notices by its new parent
-    while os.getppid() == pid:
+    while os.getppid() == pid:  # noqa: ASYNC110 - the system sends no event for it
         await asyncio.sleep(_PARENT_POLL_S)
     stop.set()
 

@@ -194,8 +194,9 @@ class Engine:
         room = self.context_length - length
         if wanted is not None and wanted > room:
             raise BadRequest(
-                f"Requested token count exceeds the model's maximum context length of {self.context_length} tokens. You requested a total of {length + wanted} tokens: {length} tokens from the "
-                f"input messages and {wanted} tokens for the completion. Please reduce the number of tokens in the input messages or the completion to fit within the limit."
+                f"Requested token count exceeds the model's maximum context length of {self.context_length} tokens. "
+                f"You requested a total of {length + wanted} tokens: {length} tokens from the input messages and {wanted} tokens for the completion. "
+                "Please reduce the number of tokens in the input messages or the completion to fit within the limit."
             )
         request.limit = room if wanted is None else wanted
         # every token of a byte-level vocabulary holds at least one byte, so a stop string ends within this many of the last tokens; 3 more complete a

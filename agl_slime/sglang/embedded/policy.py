@@ -130,22 +130,22 @@ def make_tokenizer(source: DemonstrationSource, *, vocab_size: int = 460, max_le
 
 def _make(directory: Path, spec: str, seed: int, source: DemonstrationSource, settings: PolicySettings) -> None:
     tokenizer = make_tokenizer(source, vocab_size=settings.vocab_size, max_length=settings.max_position_embeddings)
-    shape: dict[str, Any] = dict(
-        vocab_size=settings.vocab_size,
-        hidden_size=settings.hidden_size,
-        intermediate_size=settings.intermediate_size,
-        num_hidden_layers=settings.num_hidden_layers,
-        num_attention_heads=settings.num_attention_heads,
-        num_key_value_heads=settings.num_key_value_heads,
-        head_dim=settings.head_dim,
-        initializer_range=settings.initializer_range,
-        rope_theta=settings.rope_theta,
-        max_position_embeddings=settings.max_position_embeddings,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": settings.vocab_size,
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.intermediate_size,
+        "num_hidden_layers": settings.num_hidden_layers,
+        "num_attention_heads": settings.num_attention_heads,
+        "num_key_value_heads": settings.num_key_value_heads,
+        "head_dim": settings.head_dim,
+        "initializer_range": settings.initializer_range,
+        "rope_theta": settings.rope_theta,
+        "max_position_embeddings": settings.max_position_embeddings,
+        "tie_word_embeddings": True,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
     config = Qwen3Config(**shape)  # rope_theta is a field in transformers 4 and a converted keyword in 5
     with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(seed)

@@ -157,12 +157,14 @@ class EmbeddedEngine:
             line = lines.get(timeout=self.settings.start_timeout_s)
         except queue.Empty:
             raise EngineTimeoutError(
-                f"the embedded engine for {self.model_path} was not ready within {self.settings.start_timeout_s:.0f} s; its last words: {self.stderr_tail() or 'none'}"
+                f"the embedded engine for {self.model_path} was not ready within {self.settings.start_timeout_s:.0f} s; "
+                f"its last words: {self.stderr_tail() or 'none'}"
             ) from None
         if not line:
             code = process.wait()
             raise EngineError(
-                f"the embedded engine for {self.model_path} ended with exit code {code} after {time.monotonic() - started:.1f} s: {self.stderr_tail() or 'it said nothing'}"
+                f"the embedded engine for {self.model_path} ended with exit code {code} after {time.monotonic() - started:.1f} s: "
+                f"{self.stderr_tail() or 'it said nothing'}"
             )
         try:
             return str(json.loads(line)["url"])

@@ -101,7 +101,8 @@ def warm_up(
     while score < settings.target:
         if steps >= settings.max_steps:
             raise TrainerError(
-                f"the warm-up's probe is at {score:.2f} after {steps} steps and the target is {settings.target}: try another seed or simpler demonstrations"
+                f"the warm-up's probe is at {score:.2f} after {steps} steps and the target is {settings.target}: "
+                "try another seed or simpler demonstrations"
             )
         _set_learning_rate(optimizer, settings.learning_rate * min(1.0, (steps + 1) / settings.lr_warmup_steps))
         _train_step(model, optimizer, _batch(tokenizer, source.demonstrations(rng, settings.batch_size, quality="clean")), settings.grad_clip)
