@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from agl_slime._agl import LightningStore, Rollout, Span
@@ -63,9 +65,11 @@ async def collect(
     except RolloutError as error:
         return _failed(rollout, group_id, mode, reason=error.reason, message=str(error))
     except Exception as error:
-        # One rollout that breaks the conversion must not end the run; it is counted, and the log has the details.
-        logger.exception("Rollout %s could not be converted.", rollout_id)
-        return _failed(rollout, group_id, mode, reason="conversion_error", message=f"{type(error).__name__}: {error}")
+        # One rollout that breaks the conversion must not end the run; it is counted, and says where it broke.
+        logger.debug("Rollout %s could not be converted.", rollout_id, exc_info=error)
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        message = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
+        return _failed(rollout, group_id, mode, reason="conversion_error", message=message)
     return MemberResult(
         rollout_id=rollout.rollout_id,
         group_id=group_id,

@@ -159,7 +159,7 @@ class AGLDataSource(DataSource):
 
     def demand(self, groups: int) -> None:
         """Have ``groups`` groups ready or under way, where this data source enqueues tasks itself; returns at once. Also begins to follow a remote
-        store: until then a saved state may be loaded."""
+        store, or to look through one that tells of nothing: until then a saved state may be loaded."""
         self._feed.begin()
         if self._demand is not None:
             with self._changed:
@@ -455,7 +455,7 @@ class _CompletionFeed:
             self._on_loop(queue.put_nowait, rollout_id)
 
     def begin(self) -> None:
-        """Follow a remote store from the position that is known now."""
+        """Follow a remote store from the position that is known now, or look through a plain one."""
         self._on_loop(self._begun.set)
 
     def submit(self, work: Coroutine[Any, Any, None]) -> None:
@@ -568,7 +568,7 @@ class _CompletionFeed:
             if open_ids or self._source._announced:
                 for rollout_id in open_ids:
                     self.push(rollout_id)
-            else:
+            elif self._begun.is_set():  # until samples are asked for, a saved state may be loaded that says what was dealt with
                 # Walks every rollout that the store holds: for small runs and tests. Loops announce what they enqueue.
                 for rollout in await _query_finished(self._store):
                     if rollout.rollout_id not in seen_finished:

@@ -22,7 +22,9 @@ class DataSourceState:
     members: list[list[str]] | None = None
     """Ids of the rollouts in each group of ``groups``."""
     waiting: list[str] | None = None
-    """Ids of finished rollouts whose groups wait for others."""
+    """Ids of finished rollouts that are not in ``groups`` yet: their groups wait for others, or they are being read."""
+    ended: list[str] | None = None
+    """Ids of the rollouts that were dealt with, where the store is looked through for new ones and would give them again."""
     follow: dict[str, Any] | None = None
     """Position in a remote store's feed."""
     demand: dict[str, Any] | None = None
@@ -55,4 +57,9 @@ def load_state(directory: Path, rollout_id: Any) -> DataSourceState | None:
     try:
         return DataSourceState(**json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
-        raise DataSourceError(f"{path} is not a saved state of this data source: {error}") from error
+        raise not_a_state(directory, rollout_id, error) from error
+
+
+def not_a_state(directory: Path, rollout_id: Any, error: Exception) -> DataSourceError:
+    """The error of a file that does not hold what ``save_state`` writes."""
+    return DataSourceError(f"{state_path(directory, rollout_id)} is not a saved state of this data source: {type(error).__name__}: {error}")

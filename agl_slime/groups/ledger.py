@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from agl_slime.groups.outcome import Outcome
@@ -43,7 +44,7 @@ class Ledger:
         self._ready: dict[str, str | None] = {}
         self._closed: Counter[Outcome] = Counter()
         self._reasons: Counter[tuple[Outcome, str]] = Counter()
-        self._recent: OrderedDict[str, Outcome] = OrderedDict()
+        self._recent: OrderedDict[str, None] = OrderedDict()
 
     def open(self, rollout_id: str, *, instance_id: str | None = None) -> bool:
         """A rollout is in flight. ``False`` when it is known already."""
@@ -73,9 +74,7 @@ class Ledger:
                 return False
             self._closed[outcome] += 1
             self._reasons[outcome, reason] += 1
-            self._recent[rollout_id] = outcome
-            if len(self._recent) > _REMEMBERED_CLOSED:
-                self._recent.popitem(last=False)
+            self._remember(rollout_id)
             return True
 
     def finish_instance(self, instance_id: str) -> None:
@@ -103,6 +102,22 @@ class Ledger:
         """The rollouts in flight."""
         with self._lock:
             return list(self._open)
+
+    def recent_ids(self) -> list[str]:
+        """The rollouts that closed last, oldest first: those whose late reports are recognised."""
+        with self._lock:
+            return list(self._recent)
+
+    def remember(self, rollout_ids: Iterable[str]) -> None:
+        """These closed in a former life of the run: they are not counted again, and reports of them are recognised as late."""
+        with self._lock:
+            for rollout_id in rollout_ids:
+                self._remember(rollout_id)
+
+    def _remember(self, rollout_id: str) -> None:
+        self._recent[rollout_id] = None
+        if len(self._recent) > _REMEMBERED_CLOSED:
+            self._recent.popitem(last=False)
 
     def counts(self) -> LedgerCounts:
         with self._lock:

@@ -1,0 +1,64 @@
+"""Rollouts written into a store as a runner would write them, for tests that decide when and how each ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from agl_slime._agl import EnqueueRolloutRequest, LightningStore, RolloutConfig, Span, emit_reward
+from agl_slime.sglang.payloads import WeightSpan
+from agl_slime.trace import attributes as names
+from agl_slime.trace.turn import Turn, TurnEncoder
+
+RESPONSE = (4, 5)
+
+
+def a_turn(number: int = 0) -> Turn:
+    """Three prompt tokens, two sampled ones; ``number`` makes it tell-tale."""
+    return Turn(
+        prompt_ids=[1, 2, 100 + number],
+        response_ids=list(RESPONSE),
+        log_probs=[-0.5, -0.25],
+        weight_versions=[WeightSpan("0", 0, 2)],
+        text="hello",
+        messages=[{"role": "user", "content": "hi"}],
+    )
+
+
+async def enqueue(
+    store: LightningStore, n: int = 1, *, group_id: str | None = None, size: int | None = None, mode: Any = "train", max_attempts: int = 1
+) -> list[str]:
+    """Ids of ``n`` rollouts of one group; ``size`` goes into their metadata as the loop puts it there."""
+    metadata: dict[str, Any] = {}
+    if group_id is not None:
+        metadata["group_id"] = group_id
+    if size is not None:
+        metadata["group_size"] = size
+    config = RolloutConfig(max_attempts=max_attempts, retry_condition=["failed"] if max_attempts > 1 else [])
+    requests = [EnqueueRolloutRequest(input={"n": i}, mode=mode, metadata=metadata, config=config) for i in range(n)]
+    return [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+
+
+async def finish(
+    store: LightningStore, rollout_id: str, *, reward: Any = 1.0, turns: Sequence[Turn] | None = None, status: Any = "succeeded", number: int = 0
+) -> str:
+    """One attempt of a rollout from its start to its end; returns the attempt's id."""
+    attempted = await store.start_attempt(rollout_id)
+    attempt_id = attempted.attempt.attempt_id
+    written: list[tuple[str, dict[str, Any]]] = []
+    encoder = TurnEncoder()
+    for turn in turns if turns is not None else [a_turn(number)]:
+        written.append((names.GENERATE_SPAN, encoder.encode(turn)))
+    if reward is not None:
+        core = emit_reward(reward, propagate=False)
+        written.append((core.name, dict(core.attributes)))
+    spans = [
+        Span.from_attributes(
+            name=name, attributes=attributes, rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=i + 1, start_time=i, end_time=i
+        )
+        for i, (name, attributes) in enumerate(written)
+    ]
+    if spans:
+        await store.add_many_spans(spans)
+    await store.update_attempt(rollout_id, attempt_id, status=status)
+    return attempt_id
