@@ -273,6 +273,7 @@ async def test_spans_that_the_store_dropped_fail_the_rollout_with_that_reason() 
     store = InMemoryLightningStore(thread_safe=True, eviction_memory_threshold=3_000, safe_memory_threshold=100)
     with AGLDataSource(store=store, settings=QUICK) as source:
         told = Told(source)
+        source.demand(1)
         [rollout_id] = await enqueue(store, 1)
         await finish(store, rollout_id, turns=[a_turn(i) for i in range(10)])
         await told.until(lambda: bool(told.groups))
@@ -297,7 +298,7 @@ async def test_a_conversion_that_breaks_fails_one_rollout_and_not_the_run() -> N
         told = Told(source)
         text_only, exact = await enqueue(store, 2)
         attempted = await store.start_attempt(text_only)
-        chat = {"gen_ai.prompt.0.role": "user", "gen_ai.prompt.0.content": "hi", "gen_ai.completion.0.role": "assistant"}
+        chat: dict[str, Any] = {"gen_ai.prompt.0.role": "user", "gen_ai.prompt.0.content": "hi", "gen_ai.completion.0.role": "assistant"}
         chat |= {"gen_ai.completion.0.content": "hello", "gen_ai.operation.name": "chat"}
         core = emit_reward(1.0, propagate=False)
         spans = [
