@@ -14,8 +14,8 @@ set -euo pipefail
 SGLANG_VERSION=0.5.15.post1 # the version that slime pins
 TORCH_VERSION=2.13.0
 TORCHVISION_VERSION=0.28.0
-# PyPI's torch for Linux brings CUDA libraries; this index holds the CPU build. Set TORCH_INDEX_URL= (empty) to take torch from the default index.
-TORCH_INDEX_URL="${TORCH_INDEX_URL-https://download.pytorch.org/whl/cpu}"
+# PyPI's torch for Linux may bring CUDA libraries, which are not needed; TORCH_INDEX_URL names an index that holds CPU builds only.
+TORCH_INDEX_URL="${TORCH_INDEX_URL:-}"
 
 # What SGLang imports on the CPU path. Its own requirements would pull CUDA kernels, so it is installed with --no-deps.
 DEPENDENCIES=(
