@@ -62,7 +62,7 @@ class GuardedAgent:
         work: Coroutine[Any, Any, Any]
         work = method(task, resources, rollout) if self._agent.is_async() else run_in_thread(sync_method, task, resources, rollout)
         try:
-            result = await self._with_time_limit(work, rollout)
+            result = await self._with_time_limit(_contained(work), rollout)
             check_result(result)
         except Exception as error:
             emit_exception(error, {FAILURE_REASON: failure_reason(error)})
@@ -91,6 +91,14 @@ class GuardedAgent:
             raise
         finally:
             self._running.discard(inner)
+
+
+async def _contained(work: Coroutine[Any, Any, Any]) -> Any:
+    """``work``, whose ``sys.exit()`` is its own end and not the runner's: asyncio lets ``SystemExit`` through to whoever runs the loop."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise RolloutError(f"The agent called sys.exit({error.code!r}).", reason="SystemExit") from error
 
 
 def failure_reason(error: BaseException) -> str:
