@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict, Unpack
 
-from agl_slime.errors import TraceError
+from agl_slime.errors import RewardError, TraceError
 from agl_slime.trace import attributes as names
 from agl_slime.trace.reward import read_reward
 from agl_slime.trace.segments import Segment, merge_turns
@@ -87,8 +87,7 @@ def convert_rollout(
     own = spans_of_attempt(spans, options.get("attempt_id") or _attempt_of(rollout))
     read = read_turns(own, tokenizer, is_policy_call=options.get("is_policy_call"))
     facts = _facts(own)
-    segments = merge_turns(read.turns, tokenizer, untrained=facts.untrained_turns)
-    if not segments:
+    if not any(len(turn.response_ids) for turn in read.turns):
         raise TraceError(f"rollout {rollout.rollout_id} has no sampled token in {len(own)} spans", reason="no_turns")
     reward = read_reward(own, reward_key=reward_key)
     trajectory = Trajectory(
@@ -102,14 +101,49 @@ def convert_rollout(
         stop_reason=facts.stop_reason or read.turns[-1].finish_reason,
         metadata=rollout.metadata or {},
     )
-    report = ConversionReport(
+    return convert_trajectory(
+        trajectory,
+        tokenizer,
+        untrained_turns=facts.untrained_turns,
+        metadata=facts.metadata,
         convention=read.convention,
-        turns=len(read.turns),
+        ignored_calls=read.ignored_calls,
+        reward_key=reward_key,
+        **{name: options.get(name) for name in ("index", "group_index", "rollout_id")},
+    )
+
+
+def convert_trajectory(
+    trajectory: Trajectory,
+    tokenizer: ChatTokenizer | None = None,
+    *,
+    untrained_turns: Collection[int] = (),
+    metadata: Mapping[str, Any] | None = None,
+    convention: Convention | None = None,
+    ignored_calls: int = 0,
+    reward_key: str | None = None,
+    index: int | None = None,
+    group_index: int | None = None,
+    rollout_id: int | None = None,
+) -> Conversion:
+    """The Samples of a trajectory that has its turns and its reward; see ``convert_rollout``.
+
+    ``untrained_turns`` are context only. ``metadata`` is added to that of the Samples. ``convention`` and ``ignored_calls`` are passed on to the
+    report. Raises ``TraceError`` when no token is to be trained, ``RewardError`` when there is no reward.
+    """
+    if trajectory.reward is None:
+        raise RewardError(f"trajectory {trajectory.rollout_id} has no reward", reason="no_reward")
+    segments = merge_turns(trajectory.turns, tokenizer, untrained=untrained_turns)
+    if not segments:
+        raise TraceError(f"trajectory {trajectory.rollout_id} has no sampled token that is to be trained", reason="no_turns")
+    report = ConversionReport(
+        convention=convention,
+        turns=len(trajectory.turns),
         samples=len(segments),
         sampled_tokens=trajectory.sampled_tokens,
         forks=dict(Counter(segment.fork_reason.value for segment in segments if segment.fork_reason is not None)),
-        retokenized_turns=sum(turn.token_source == "retokenized" for turn in read.turns),
-        ignored_calls=read.ignored_calls,
+        retokenized_turns=sum(turn.token_source == "retokenized" for turn in trajectory.turns),
+        ignored_calls=ignored_calls,
     )
     with_log_probs = all(segment.log_probs is not None for segment in segments)  # slime trains with them on all Samples or on none
     samples = [
@@ -118,11 +152,11 @@ def convert_rollout(
             number,
             trajectory,
             report,
-            facts.metadata,
+            metadata or {},
             tokenizer,
             with_log_probs=with_log_probs,
-            reward=reward.primary if reward_key is None else dict(reward.named),
-            numbers={"index": options.get("index"), "group_index": options.get("group_index"), "rollout_id": options.get("rollout_id")},
+            reward=trajectory.reward if reward_key is None else dict(trajectory.rewards),
+            numbers={"index": index, "group_index": group_index, "rollout_id": rollout_id},
         )
         for number, segment in enumerate(segments)
     ]
