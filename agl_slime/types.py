@@ -24,7 +24,7 @@ else:
     except ImportError:  # not installed, or the empty placeholder of that name on PyPI
         HAS_SLIME = False
 
-if not HAS_SLIME:
+if TYPE_CHECKING or not HAS_SLIME:
 
     @dataclass
     class Sample:

@@ -22,7 +22,7 @@ CHATML = (
 )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> Any:
     """A byte-level BPE with a ChatML template, trained on a few words."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -36,7 +36,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 class ScriptedEngine:
     """Stands where SGLang would: always answers "Hello again", as token ids with log-probs."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._ids = (*tokenizer.encode("Hello again"), tokenizer.eos_token_id)
 
     async def generate(self, input_ids: Any, sampling: SamplingParams, **_: Any) -> Generation:
