@@ -269,6 +269,7 @@ class EmbeddedServer:
                 "max_total_num_tokens": load.max_tokens,
                 "dp_size": 1,
                 "tp_size": 1,
+                "enable_memory_saver": False,  # slime asks for it before it uses an engine that runs already
                 "paused": self.engine.paused,
                 "tokens_sampled": self.engine.tokens_sampled,
             }
