@@ -1,0 +1,113 @@
+"""What slime needs to train on a CPU: an accelerator that is none, and a train actor that steps our local trainer.
+
+This is Megatron's place in the system; everything around it (Ray, placement groups, the manager, the weight update) is slime's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from slime.ray.train_actor import TrainRayActor
+
+from agl_slime.trainers.local import LocalTrainer
+from agl_slime.trainers.settings import LocalTrainerSettings
+
+
+def register_cpu() -> None:
+    """Make slime's accelerator layer (HEAD) take the CPU; called in every Ray worker. Older versions have no such layer and need none."""
+    try:
+        from slime.utils.accelerator import register_accelerator
+        from slime.utils.accelerator.base import Accelerator
+    except ImportError:
+        return
+
+    class CPU(Accelerator):
+        name = device_type = "cpu"
+        communication_backend_name = "gloo"
+
+        def is_available(self) -> bool:
+            return True
+
+        def device(self, index: Any = None) -> torch.device:
+            return torch.device("cpu")
+
+        def device_name(self, index: Any = None) -> str:
+            return "cpu"
+
+        def set_device(self, index: Any) -> None: ...
+
+        def current_device(self) -> str:
+            return "cpu"
+
+        def device_count(self) -> int:
+            return 1
+
+        def synchronize(self, device: Any = None) -> None: ...
+
+        def current_stream(self, device: Any = None) -> Any:
+            return None
+
+        def empty_cache(self) -> None: ...
+
+        def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+            return 0, 0
+
+        def memory_allocated(self, device: Any = None) -> int:
+            return 0
+
+        def memory_reserved(self, device: Any = None) -> int:
+            return 0
+
+    register_accelerator("cpu", CPU, lambda: True, priority=1000, communication_backends=("gloo",))
+
+
+class CpuTrainActor(TrainRayActor):
+    """A ``TrainRayActor`` of one rank. Writes a line of metrics per step to ``args.agl_metrics``."""
+
+    def init(self, args: Any, role: str, with_ref: bool = False, with_opd_teacher: bool = False) -> int:
+        # not the base class's init: it sets up process groups and NUMA for ranks on GPUs
+        self.args, self.role = args, role
+        args.rank, args.world_size = 0, 1
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        self.train_parallel_config = self._get_parallel_config()
+        self.trainer = LocalTrainer(model_path=args.hf_checkpoint, settings=LocalTrainerSettings(temperature=args.rollout_temperature))
+        self.version = 0
+        return 0
+
+    def train(self, rollout_id: int, rollout_data_ref: list[Any], external_data: Any = None) -> None:
+        data = ray.get(rollout_data_ref[self._rank].inner)
+        batch = {name: _per_sample(value) for name, value in data.items()}
+        batch["raw_reward"] = [batch["raw_reward"][position] for position in batch["partition"]]
+        batch["rollout_mask_sums"] = [int(total) for total in batch["rollout_mask_sums"]]  # a float tensor on HEAD
+        metrics = self.trainer.train(batch, iteration=rollout_id)
+        reward = sum(batch["raw_reward"]) / len(batch["raw_reward"])
+        with open(self.args.agl_metrics, "a") as lines:
+            lines.write(json.dumps({"step": rollout_id, "reward": reward, "version": self.version, **metrics}) + "\n")
+
+    def update_weights(self) -> None:
+        # the group of actors then has every engine load this directory: pause, flush, update, continue
+        self.version += 1
+        self.trainer.save_weights(Path(self.args.update_weight_disk_dir) / f"weight_v{self.version:06d}")
+
+    def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
+        self.trainer.save(Path(self.args.save) / f"iter_{rollout_id:07d}")
+
+    def clear_memory(self) -> None: ...
+
+    def sleep(self, tags: Any = None) -> None: ...
+
+    def wake_up(self, tags: Any = None) -> None: ...
+
+    def _get_parallel_config(self) -> dict[str, int]:
+        return {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+
+
+def _per_sample(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return [item.tolist() if hasattr(item, "tolist") else item for item in value] if isinstance(value, (list, range)) else value

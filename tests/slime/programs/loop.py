@@ -1,0 +1,136 @@
+"""slime's own ``train()`` or ``train_async()`` on a CPU: real Ray, manager, router, weight updates and SGLang; only Megatron's place is taken by our
+trainer.
+
+    python -m tests.slime.programs.loop DIRECTORY train|train_async STEPS embedded|URL...
+
+The URLs are those of SGLang servers that run already and serve DIRECTORY/policy.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+import requests
+
+from agl_slime.sglang.embedded.process import EmbeddedEngine
+from agl_slime.slime_hooks import log_eval_rollout
+from tests.slime.programs.common import make_policy, slime_args, start_ray, write_tasks
+from tests.slime.support import report
+
+GROUPS, SIZE = 16, 4
+
+
+def main(directory: Path, loop: str, steps: int, engines: list[str]) -> None:
+    model = make_policy(directory)
+    if engines != ["embedded"]:
+        run(directory, model, loop, steps, engines)
+        return
+    with EmbeddedEngine(model) as engine:
+        run(directory, model, loop, steps, [engine.url])
+
+
+def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str]) -> None:
+    from tests.slime.cpu import CpuTrainActor, register_cpu
+
+    register_cpu()
+    metrics = directory / "metrics.jsonl"
+    with router() as address:
+        flags = [
+            *("--num-rollout", str(steps), "--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(SIZE)),
+            *("--global-batch-size", str(GROUPS * SIZE), "--micro-batch-size", "1", "--rollout-temperature", "1.0"),
+            *("--rollout-max-response-len", "48"),
+            *("--rollout-external-engine-addrs", *(url.removeprefix("http://") for url in engines)),
+            *("--sglang-router-ip", "127.0.0.1", "--sglang-router-port", str(address)),
+            *("--update-weight-mode", "full", "--update-weight-transport", "disk", "--update-weight-disk-dir", str(directory / "weights")),
+            *("--update-weight-disk-keep-files",),
+            *("--save", str(directory / "checkpoint"), "--save-interval", str(steps)),
+            *("--eval-interval", str(steps), "--eval-prompt-data", "lookup", str(write_tasks(directory / "eval.jsonl", 64, seed=99))),
+        ]
+        config = {
+            "agl_agent": "agents.lookup:LookupAgent",
+            "agl_tasks": str(write_tasks(directory / "tasks.jsonl", 4000)),
+            "agl_eval_tasks": str(directory / "eval.jsonl"),
+            "agl_get_timeout_s": 120,
+            "agl_metrics": str(metrics),
+            "agl_eval_log": str(directory / "eval_means.jsonl"),
+        }
+        # the flag given last counts
+        flags += ["--custom-eval-rollout-log-function-path", "tests.slime.programs.loop.log_eval"]
+        args = slime_args(flags, model=model, config=config, directory=directory)
+        module = slimes_script(loop)
+        module.create_training_models = functools.partial(module.create_training_models, actor_cls=CpuTrainActor)
+        start_ray(num_gpus=1, setup_hook="tests.slime.cpu.register_cpu")
+        began = time.monotonic()
+        try:
+            module.train(args)
+        finally:
+            ray.shutdown()
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        report(
+            {
+                "seconds": round(time.monotonic() - began, 1),
+                "rewards": [round(line["reward"], 3) for line in lines],
+                "eval": [json.loads(line)["agl"] for line in (directory / "eval_means.jsonl").read_text().splitlines()],
+                "logprob_diff_max": [round(line["train/logprob_diff_max"], 6) for line in lines],
+                "versions": [requests.get(f"{url}/model_info", timeout=10).json()["weight_version"] for url in engines],
+                "weights": sorted(path.name for path in (directory / "weights").iterdir()),
+                "checkpoint": sorted(path.name for path in (directory / "checkpoint").iterdir()),
+            }
+        )
+
+
+def slimes_script(name: str) -> Any:
+    """slime's ``train.py`` or ``train_async.py``, which lie beside its package (our repository has a train.py of its own)."""
+    import slime
+
+    spec = importlib.util.spec_from_file_location(f"slime_{name}", Path(next(iter(slime.__path__))).parent / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def log_eval(rollout_id: int, args: Any, data: dict[str, Any], extra_metrics: dict[str, Any] | None) -> bool:
+    means = {name: sum(entry["rewards"]) / len(entry["rewards"]) for name, entry in data.items()}
+    with open(args.agl_eval_log, "a") as lines:
+        lines.write(json.dumps(means) + "\n")
+    return log_eval_rollout(rollout_id, args, data, extra_metrics)
+
+
+@contextmanager
+def router() -> Any:
+    """A real sglang-router without workers, which slime registers; yields its port."""
+    port, metrics_port = _free_port(), _free_port()
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port), "--policy", "manual"]
+    process = subprocess.Popen([*command, "--prometheus-port", str(metrics_port), "--log-level", "error"])
+    try:
+        for _ in range(300):
+            try:
+                requests.get(f"http://127.0.0.1:{port}/workers", timeout=1)
+                break
+            except requests.ConnectionError:
+                time.sleep(0.1)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:])
