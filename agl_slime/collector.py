@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from agl_slime._agl import LightningStore, Rollout, Span
-from agl_slime.errors import RolloutError
+from agl_slime.errors import RolloutError, spell_exception
 from agl_slime.groups.outcome import MemberResult, Outcome
 from agl_slime.threads import run_in_thread
 from agl_slime.trace.attributes import USAGE_OUTPUT_TOKENS
@@ -67,9 +65,7 @@ async def collect(
     except Exception as error:
         # One rollout that breaks the conversion must not end the run; it is counted, and says where it broke.
         logger.debug("Rollout %s could not be converted.", rollout_id, exc_info=error)
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{type(error).__name__}: {error} ({Path(place.filename).name}, line {place.lineno})"
-        return _failed(rollout, group_id, mode, reason="conversion_error", message=message)
+        return _failed(rollout, group_id, mode, reason="conversion_error", message=spell_exception(error))
     return MemberResult(
         rollout_id=rollout.rollout_id,
         group_id=group_id,

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -278,6 +278,16 @@ class AGLDataSource(DataSource):
         """These rollouts were enqueued: they are in flight in the ledger, and are asked about if the store does not tell of their end."""
         for rollout_id in rollout_ids:
             self.ledger.open(rollout_id)
+
+    def abandon(self, rollout_ids: Sequence[str], *, group_ids: Iterable[str] = (), reason: str) -> None:
+        """These will not end any more, or nobody waits for them: cancelled in the ledger for ``reason``, their groups forgotten, and late reports of
+        them ignored."""
+        with self._changed:
+            self._assembler.forget(group_ids)
+            for rollout_id in rollout_ids:
+                if self.ledger.is_open(rollout_id):
+                    self.ledger.close(rollout_id, Outcome.CANCELLED, reason)
+            self._changed.notify_all()
 
     def listen(self, *, on_member: MemberListener | None = None, on_group: GroupListener | None = None) -> None:
         """Call these for each rollout that has ended and each group that has settled from now on; on the data source's thread, so they must be

@@ -6,6 +6,9 @@ class also derives from the standard type that fits, so ``except ValueError`` an
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
 
 class AglSlimeError(Exception):
     """Root of all errors raised by this package."""
@@ -106,3 +109,12 @@ class DataSourceError(AglSlimeError, RuntimeError):
 
 class TrainerError(AglSlimeError, RuntimeError):
     """A training step failed or was given a batch it cannot train on."""
+
+
+def spell_exception(error: BaseException) -> str:
+    """Any exception in one line, with the place that raised it: ``KeyError: 'label' (my_agent.py, line 12)``."""
+    message = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    # a SyntaxError names its file and line itself
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames and not isinstance(error, SyntaxError) else ""
+    return (f"{type(error).__name__}: {message}" if message else type(error).__name__) + place

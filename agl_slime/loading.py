@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, spell_exception
 
 
 def load_agent(path: str) -> Any:
@@ -38,7 +37,7 @@ def load_agent(path: str) -> Any:
     try:
         return agent_class()
     except Exception as error:
-        raise ConfigError(f"--agent {path}: {class_name}() failed with {_spell(error)}") from error
+        raise ConfigError(f"--agent {path}: {class_name}() failed with {spell_exception(error)}") from error
 
 
 def _import(module_name: str, path: str) -> ModuleType:
@@ -56,12 +55,4 @@ def _import(module_name: str, path: str) -> ModuleType:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"--agent {path}: importing {module_name} failed with {_spell(error)}") from error
-
-
-def _spell(error: Exception) -> str:
-    """The error in one line, with the place in the file that raised it."""
-    message = " ".join(str(error).split())  # a SyntaxError names its file and line itself
-    frames = traceback.extract_tb(error.__traceback__)
-    place = "" if isinstance(error, SyntaxError) or not frames else f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
-    return f"{type(error).__name__}: {message}{place}"
+        raise ConfigError(f"--agent {path}: importing {module_name} failed with {spell_exception(error)}") from error

@@ -24,7 +24,7 @@ from typing import Any
 
 from agl_slime._agl import LLM, EnqueueRolloutRequest, LightningStore, LitAgent, NamedResources, RolloutConfig
 from agl_slime.datasource import AGLDataSource
-from agl_slime.errors import ConfigError, LoopError
+from agl_slime.errors import AglSlimeError, ConfigError, LoopError, spell_exception
 from agl_slime.groups.outcome import GroupResult, MemberResult
 from agl_slime.loop_metrics import collect_metrics, eval_metrics
 from agl_slime.report import IterationFinished, PhaseStarted, Reporter, RolloutFinished, RunFinished, RunStarted
@@ -41,6 +41,11 @@ logger = logging.getLogger(__name__)
 
 # The validation before the first step stands in the first iteration's line; val/reward_mean is always with the weights after the iteration.
 VAL_START_REWARD_MEAN = "val/start_reward_mean"
+
+# Of an exception's message in the sentence that says why a run stopped; a judge may put a whole page into one.
+_LONGEST_MESSAGE = 300
+# When a run ends, a store that does not answer is left alone after this long: Ctrl-C must not wait for it.
+_CANCEL_TIMEOUT_S = 1.0
 
 Tasks = TaskSource | Iterable[Task] | Callable[[random.Random], Task]
 StepFn = Callable[..., Any]
@@ -120,6 +125,11 @@ class OnlineRLLoop:
         on_groups: Callable[[int, Sequence[GroupResult]], None] | None = None,
     ) -> None:
         self.settings = settings or LoopSettings()
+        if agent is not None and not store.capabilities.get("thread_safe"):
+            raise ConfigError(
+                f"{type(store).__name__} is not thread-safe; use agl_slime.BridgeStore(), or InMemoryLightningStore(thread_safe=True): "
+                "agents, conversion and this loop run in threads of their own"
+            )
         self.store = store
         self.data_source = data_source
         self._agent = agent
@@ -137,6 +147,8 @@ class OnlineRLLoop:
         self._resources_id: str | None = None
         self._iteration = 0
         self._settled: asyncio.Queue[GroupResult] = asyncio.Queue()
+        self._waiting: set[str] = set()  # groups that have not settled
+        self._outstanding: list[str] = []  # their rollouts, ended ones among them
         self._runner: RunnerThread | None = None
         self._empty_in_a_row = 0
         self._reward_means: list[float] = []
@@ -147,7 +159,8 @@ class OnlineRLLoop:
         return asyncio.run(self.run_async())
 
     async def run_async(self) -> RunResult:
-        """All iterations. Raises ``LoopError`` when the run cannot go on; whatever happens, the runner has stopped when this returns."""
+        """All iterations. Raises ``LoopError`` (or another ``AglSlimeError``) when the run cannot go on. Whatever happens, when this returns the
+        runner has stopped, and every rollout that was enqueued has its end in the ledger, except those that are ready and were not trained on."""
         loop = asyncio.get_running_loop()
         settings = self.settings
         self.data_source.listen(
@@ -172,13 +185,17 @@ class OnlineRLLoop:
                 self._iteration = iteration
                 await self._iterate(iteration)
             reason = "finished"
-        except Exception as error:
+        except AglSlimeError as error:
             reason = str(error)
             raise
+        except Exception as error:  # of a task source, a listener, the store: the run ends with one sentence, and the cause is kept
+            reason = f"{self._where()}failed with {spell_exception(error)}"
+            raise LoopError(reason) from error
         finally:
             if self._runner is not None:
                 # joins a thread for at most some seconds, while nothing else has to happen on this loop
                 self._runner.stop(timeout_s=3.0)
+            await self._cancel_outstanding()
             self._emit(RunFinished(reason=reason, summary={"ledger": _spell_ledger(self.data_source)}))
         return RunResult(iterations=settings.num_iterations, reward_means=tuple(self._reward_means), metrics=self._last_metrics)
 
@@ -201,11 +218,11 @@ class OnlineRLLoop:
         training = time.monotonic()
         if any(group.ready for group in groups):
             self._emit(PhaseStarted(iteration=iteration, phase="train"))
-            metrics.update(await _call(self._train_fn, iteration) or {})
+            metrics.update(await self._step("training", self._train_fn, iteration) or {})
             train_s = time.monotonic() - training
             self._emit(PhaseStarted(iteration=iteration, phase="sync"))
             syncing = time.monotonic()
-            version = await _call(self._sync_fn, iteration) if self._sync_fn is not None else None
+            version = await self._step("weight sync", self._sync_fn, iteration) if self._sync_fn is not None else None
             await self._publish_weights(str(iteration if version is None else version))
             metrics.update({"perf/train_s": train_s, "perf/sync_s": time.monotonic() - syncing})
         if settings.eval_interval and (iteration % settings.eval_interval == 0 or iteration == settings.num_iterations):
@@ -224,7 +241,7 @@ class OnlineRLLoop:
 
     async def _collect(self, tasks: Sequence[Task], *, size: int, mode: str) -> list[GroupResult]:
         """Enqueue a group per task and wait until each has settled."""
-        waiting: set[str] = set()
+        waiting = self._waiting = set()
         requests: list[EnqueueRolloutRequest] = []
         config = RolloutConfig(
             timeout_seconds=self.settings.rollout_timeout_s,
@@ -242,7 +259,8 @@ class OnlineRLLoop:
                 for _ in range(size)
             )
         rollouts = await self.store.enqueue_many_rollouts(requests)
-        self.data_source.opened([rollout.rollout_id for rollout in rollouts])
+        self._outstanding = [rollout.rollout_id for rollout in rollouts]
+        self.data_source.opened(self._outstanding)
         if self._runner is not None:
             self._runner.wake()
         settled: list[GroupResult] = []
@@ -251,7 +269,20 @@ class OnlineRLLoop:
             if group.group_id in waiting:
                 waiting.remove(group.group_id)
                 settled.append(group)
+        self._outstanding = []
         return settled
+
+    async def _cancel_outstanding(self) -> None:
+        """What was enqueued and has not ended when the run does: taken from the store's queue, and counted as cancelled."""
+        outstanding, self._outstanding = [name for name in self._outstanding if self.data_source.ledger.is_open(name)], []
+        if not outstanding:
+            return
+        cancelling = asyncio.gather(*(self.store.update_rollout(name, status="cancelled") for name in outstanding), return_exceptions=True)
+        done, _ = await asyncio.wait({cancelling}, timeout=_CANCEL_TIMEOUT_S)
+        if not done:
+            cancelling.cancel()
+            logger.warning("The store did not cancel %d rollouts within %g s.", len(outstanding), _CANCEL_TIMEOUT_S)
+        self.data_source.abandon(outstanding, group_ids=self._waiting, reason="run_ended")
 
     async def _next_settled(self) -> GroupResult:
         while True:
@@ -261,6 +292,18 @@ class OnlineRLLoop:
                 if self._runner is not None and self._runner.failure is not None:
                     raise LoopError(f"the runner ended: {self._runner.failure}") from self._runner.failure
                 self.data_source.raise_if_dead()
+
+    async def _step(self, name: str, function: StepFn, iteration: int) -> Any:
+        """Call the training or the sync function; what is not an error of ours becomes one sentence that says where it comes from."""
+        try:
+            return await _call(function, iteration)
+        except AglSlimeError:
+            raise
+        except Exception as error:
+            raise LoopError(f"iteration {iteration}: {name} failed with {spell_exception(error)}") from error
+
+    def _where(self) -> str:
+        return f"iteration {self._iteration}: " if self._iteration else "the run "
 
     def _stop_if_hopeless(self, iteration: int, groups: Sequence[GroupResult]) -> None:
         members = [member for group in groups for member in group.members]
@@ -322,8 +365,13 @@ def spell_failures(members: Sequence[MemberResult]) -> str:
     """The reasons of failed rollouts, most frequent first, each with one example of its message."""
     counts = Counter(member.failure for member in members if not member.ok)
     examples = {member.failure: member.failure_message for member in members if not member.ok}
-    spelled = [f"{count} x {reason}" + (f" ({examples[reason]})" if examples[reason] else "") for reason, count in counts.most_common(5)]
-    return "; ".join(spelled)
+    spelled = [f"{count} x {reason}" + (f" ({_one_line(examples[reason])})" if examples[reason] else "") for reason, count in counts.most_common(5)]
+    return "; ".join(spelled) + (f"; and {len(counts) - 5} other reasons" if len(counts) > 5 else "")
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST_MESSAGE else line[:_LONGEST_MESSAGE] + "..."
 
 
 async def _call(function: StepFn, iteration: int) -> Any:

@@ -6,6 +6,7 @@ ended, and is then judged once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from agl_slime.groups.outcome import GroupResult, MemberResult
@@ -47,6 +48,11 @@ class GroupAssembler:
             return GroupResult(group_id=member.group_id, mode=group.mode, size=group.size, members=members, ready=False, reason="validation")
         reason = self._policy.refuse(size=group.size, members=members)
         return GroupResult(group_id=member.group_id, mode=group.mode, size=group.size, members=members, ready=reason is None, reason=reason or "")
+
+    def forget(self, group_ids: Iterable[str]) -> None:
+        """These groups will not settle any more."""
+        for group_id in group_ids:
+            self._open.pop(group_id, None)
 
     def clear(self) -> None:
         """Forget every group that has not settled."""

@@ -1,0 +1,204 @@
+"""What happens to the run when one of its own parts breaks: trainer, store, threads, tasks; and when it is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from agl_slime._agl import InMemoryLightningStore
+from agl_slime.datasource import DataSourceSettings
+from agl_slime.errors import ConfigError, DataSourceError, LoopError, TrainerError
+from agl_slime.groups.outcome import Outcome
+from agl_slime.report.events import PhaseStarted
+from agl_slime.store import BridgeStore
+from tests.faults.scripted_engine import ScriptedEngine, Stall
+from tests.loop_cases import HelloAgent, LoopCase, hello_engine, threads_of_ours
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[ScriptedEngine]:
+    with hello_engine() as engine:
+        yield engine
+
+
+def test_a_trainer_that_raises_stops_the_run_with_its_place_and_its_cause(engine: ScriptedEngine) -> None:
+    def train(iteration: int) -> dict[str, float]:
+        return {"train/loss": 1 / (2 - iteration)}
+
+    with LoopCase(agent=HelloAgent(), url=engine.url, train=train, num_iterations=4) as case, pytest.raises(
+        LoopError, match=r"^iteration 2: training failed with ZeroDivisionError: division by zero \(test_loop_parts\.py, line \d+\)$"
+    ) as caught:
+        case.loop.run()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert len(case.recorder.metrics) == 1
+    assert case.recorder.end.reason == str(caught.value)
+    assert threads_of_ours() == []
+
+
+def test_an_error_of_ours_keeps_its_type_and_words(engine: ScriptedEngine) -> None:
+    async def train(iteration: int) -> dict[str, float]:
+        raise TrainerError("the loss is NaN")
+
+    with LoopCase(agent=HelloAgent(), url=engine.url, train=train) as case, pytest.raises(TrainerError, match=r"^the loss is NaN$"):
+        case.loop.run()
+
+
+def test_a_sync_function_that_raises_is_named_too(engine: ScriptedEngine) -> None:
+    def sync(iteration: int) -> str:
+        raise OSError("disk full")
+
+    with LoopCase(agent=HelloAgent(), url=engine.url, sync=sync) as case:
+        with pytest.raises(LoopError, match=r"^iteration 1: weight sync failed with OSError: disk full"):
+            case.loop.run()
+
+
+def test_tasks_that_cannot_be_made_are_named(engine: ScriptedEngine) -> None:
+    def make_task(rng: Any) -> dict[str, Any]:
+        raise KeyError("difficulty")
+
+    with LoopCase(agent=HelloAgent(), url=engine.url, tasks=make_task) as case:
+        with pytest.raises(LoopError, match=r"^iteration 1: failed with KeyError: 'difficulty' \(test_loop_parts\.py, line"):
+            case.loop.run()
+
+
+def test_sync_and_async_functions_with_and_without_the_iteration_are_all_called(engine: ScriptedEngine) -> None:
+    called: list[Any] = []
+
+    class Callable:
+        async def __call__(self, iteration: int) -> dict[str, float]:
+            called.append(("object", iteration, threading.current_thread() is threading.main_thread()))
+            return {"train/loss": 1.0}
+
+    def sync_without() -> int:
+        called.append(("sync", threading.current_thread() is threading.main_thread()))
+        return 7
+
+    with LoopCase(agent=HelloAgent(), url=engine.url, train=Callable(), sync=sync_without) as case:
+        case.loop.run()
+    assert called == [("object", 1, True), ("sync", False)]
+    assert case.recorder.metrics[0]["weights/version"] == "7"
+
+
+def test_a_runner_that_dies_ends_the_run(engine: ScriptedEngine) -> None:
+    class NoQueue(BridgeStore):
+        filled = False
+
+        async def enqueue_many_rollouts(self, rollouts: Any) -> Any:
+            self.filled = True
+            return await super().enqueue_many_rollouts(rollouts)
+
+        async def dequeue_many_rollouts(self, **_: Any) -> Any:
+            if self.filled:
+                raise ConnectionError("the queue is gone")
+            return []
+
+    began = time.monotonic()
+    with LoopCase(agent=HelloAgent(), url=engine.url, store=NoQueue()) as case:
+        with pytest.raises(LoopError, match="the runner ended: the queue is gone"):
+            case.loop.run()
+        case.check_ledger()
+        assert case.source.ledger.counts().closed == {Outcome.CANCELLED: 4}
+    assert time.monotonic() - began < 15
+    assert threads_of_ours() == []
+
+
+def test_a_data_source_that_dies_ends_the_run(engine: ScriptedEngine) -> None:
+    class NoSpans(BridgeStore):
+        async def query_spans(self, *args: Any, **kwargs: Any) -> Any:
+            raise OSError("the spans are gone")
+
+    with LoopCase(agent=HelloAgent(), url=engine.url, store=NoSpans()) as case:
+        with pytest.raises(DataSourceError, match="the data source's thread ended: the spans are gone"):
+            case.loop.run()
+        case.check_ledger()
+    assert threads_of_ours() == []
+
+
+def test_a_plain_store_that_is_thread_safe_works_as_well(engine: ScriptedEngine) -> None:
+    store = InMemoryLightningStore(thread_safe=True)
+    with LoopCase(agent=HelloAgent(), url=engine.url, store=store, num_iterations=2, source_settings=DataSourceSettings(get_timeout_s=20)) as case:
+        case.loop.run()
+        case.check_ledger()
+    assert case.source.ledger.counts().closed == {Outcome.TRAINED: 8}
+
+
+def test_a_store_that_is_not_thread_safe_is_refused_before_anything_starts(engine: ScriptedEngine) -> None:
+    with pytest.raises(ConfigError, match=r"InMemoryLightningStore is not thread-safe; use agl_slime\.BridgeStore"):
+        LoopCase(agent=HelloAgent(), url=engine.url, store=InMemoryLightningStore())
+    for thread in threading.enumerate():
+        assert thread.name != "agl-slime-runner"
+
+
+@pytest.mark.parametrize("phase", ["collect", "train", "sync"])
+async def test_cancelling_ends_it_at_once_and_every_rollout_has_an_end(phase: str) -> None:
+    reached = asyncio.Event()
+
+    async def wait_forever(iteration: int) -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    with hello_engine() as engine:
+        if phase == "collect":
+            engine.always("/generate", Stall())
+        with LoopCase(
+            agent=HelloAgent(), url=engine.url, train=wait_forever if phase == "train" else None, sync=wait_forever if phase == "sync" else None
+        ) as case:
+            running = asyncio.ensure_future(case.loop.run_async())
+            if phase == "collect":
+                while engine.calls["/generate"] < 4:  # noqa: ASYNC110 - the engine has a loop of its own
+                    await asyncio.sleep(0.01)
+            else:
+                await asyncio.wait_for(reached.wait(), 20)
+            began = time.monotonic()
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert time.monotonic() - began < 4
+            counts = case.source.ledger.counts()
+            assert counts.open == 0
+            expected = {"collect": {Outcome.CANCELLED: 4}, "train": {}, "sync": {Outcome.TRAINED: 4}}[phase]
+            assert counts.closed == expected
+            assert counts.ready == (4 if phase == "train" else 0)  # sampled, and nobody has taken them
+            assert case.recorder.end.reason == "interrupted"
+            assert case.recorder.of(PhaseStarted)[-1].phase == phase
+            assert case.recorder.end.summary["ledger"]["open"] == 0
+    assert threads_of_ours() == []
+
+
+async def test_a_cancelled_run_leaves_nothing_queued_for_the_next_one() -> None:
+    with hello_engine() as engine:
+        engine.always("/generate", Stall())
+        store = BridgeStore()
+        with LoopCase(agent=HelloAgent(), url=engine.url, store=store, rollout_batch_size=8, max_concurrent=2) as case:
+            running = asyncio.ensure_future(case.loop.run_async())
+            while engine.calls["/generate"] < 2:  # noqa: ASYNC110 - the engine has a loop of its own
+                await asyncio.sleep(0.01)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert case.source.ledger.counts().closed == {Outcome.CANCELLED: 16}
+        assert await store.dequeue_many_rollouts(limit=100) == []
+        engine.always("/generate", None)
+        with LoopCase(agent=HelloAgent(), url=engine.url, store=store) as case:
+            await asyncio.wait_for(case.loop.run_async(), 20)
+            assert case.source.ledger.counts().closed == {Outcome.TRAINED: 4}
+
+
+def test_validation_needs_tasks_of_its_own(engine: ScriptedEngine) -> None:
+    with pytest.raises(ConfigError, match="there are no val_tasks"):
+        LoopCase(agent=HelloAgent(), url=engine.url, eval_interval=2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"num_iterations": 0}, {"rollout_batch_size": 0}, {"n_samples_per_prompt": -1}, {"eval_interval": -1}, {"rollout_timeout_s": 0.0}],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, Any], engine: ScriptedEngine) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        LoopCase(agent=HelloAgent(), url=engine.url, **settings)

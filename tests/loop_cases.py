@@ -1,0 +1,162 @@
+"""A whole loop around a scripted engine: real store, runner, data source and HTTP; only the model and the trainer are played."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from agl_slime import SGLangLitAgent
+from agl_slime._agl import LLM, LightningStore
+from agl_slime.datasource import AGLDataSource, DataSourceSettings
+from agl_slime.groups.outcome import GroupResult
+from agl_slime.loop import LoopSettings, OnlineRLLoop
+from agl_slime.report.events import Event, IterationFinished, RolloutFinished, RunFinished
+from agl_slime.runner.concurrent import RunnerSettings
+from agl_slime.sglang.transport import ClientSettings
+from agl_slime.store import BridgeStore
+from agl_slime.types import Sample
+from tests.faults.scripted_engine import ScriptedEngine, answering, in_thread
+from tests.trace_tokenizers import small_tokenizer
+
+# retries within milliseconds: what is tested is what becomes of an error, not how long a person would wait for it
+QUICK_CLIENT = ClientSettings(backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3, idle_timeout_s=1.0, total_timeout_s=5.0)
+TASKS = [{"prompt": f"say hello to {name}", "name": name} for name in ("Ada", "Alan", "Grace", "Edsger")]
+
+
+class HelloAgent(SGLangLitAgent):
+    """One turn; a reward of 1. ``judge`` replaces the reward."""
+
+    def __init__(self, *, judge: Callable[[dict[str, Any], str], Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(**{"tokenizer": small_tokenizer(), "client_settings": QUICK_CLIENT, **kwargs})
+        self._judge = judge
+
+    def compute_reward(self, task: dict[str, Any], response: str) -> Any:
+        return self._judge(task, response) if self._judge is not None else 1.0
+
+
+class Recorder:
+    """A reporter that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def handle(self, event: Event) -> None:
+        self.events.append(event)
+
+    def close(self) -> None:
+        return
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [dict(event.metrics) for event in self.of(IterationFinished)]
+
+    @property
+    def rollouts(self) -> list[RolloutFinished]:
+        return self.of(RolloutFinished)
+
+    @property
+    def end(self) -> RunFinished:
+        [event] = self.of(RunFinished)
+        return event
+
+
+class Trainer:
+    """Takes the samples of each iteration and keeps them."""
+
+    def __init__(self, source: AGLDataSource, *, n: int) -> None:
+        self._source = source
+        self._n = n
+        self.batches: list[list[list[Sample]]] = []
+
+    def __call__(self, iteration: int) -> dict[str, float]:
+        self.batches.append(self._source.get_samples(self._n))
+        return {"train/loss": 0.5}
+
+
+class LoopCase:
+    """A loop that is ready to run, and what it told."""
+
+    def __init__(
+        self,
+        *,
+        agent: Any,
+        url: str,
+        store: LightningStore | None = None,
+        train: Callable[[int], Any] | None = None,
+        sync: Callable[[int], Any] | None = None,
+        tasks: Any = None,
+        source_settings: DataSourceSettings | None = None,
+        max_new_tokens: int = 8,
+        max_concurrent: int = 64,
+        on_groups: Callable[[int, Sequence[GroupResult]], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.store = store if store is not None else BridgeStore()
+        self.settings = LoopSettings(
+            **{"num_iterations": 1, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_timeout_s": 20.0, **settings}
+        )
+        self.source = AGLDataSource(store=self.store, tokenizer=small_tokenizer(), settings=source_settings or DataSourceSettings(get_timeout_s=20))
+        self.trainer = Trainer(self.source, n=self.settings.rollout_batch_size)
+        self.recorder = Recorder()
+        try:
+            self.loop = OnlineRLLoop(
+                store=self.store,
+                agent=agent,
+                tasks=tasks if tasks is not None else TASKS,
+                llm=LLM(endpoint=url, model="scripted", sampling_parameters={"max_new_tokens": max_new_tokens, "temperature": 1.0}),
+                data_source=self.source,
+                slime_train_fn=train or self.trainer,
+                weight_sync_fn=sync,
+                settings=self.settings,
+                runner_settings=RunnerSettings(max_concurrent=max_concurrent, poll_interval_s=0.01, heartbeat_interval_s=0),
+                reporter=self.recorder,
+                on_groups=on_groups,
+            )
+        except Exception:
+            self.source.stop()
+            raise
+
+    def __enter__(self) -> LoopCase:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.source.stop()
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """``rollout/failed/<reason>`` of the last iteration."""
+        prefix = "rollout/failed/"
+        return {name[len(prefix) :]: count for name, count in self.recorder.metrics[-1].items() if name.startswith(prefix)}
+
+    def check_ledger(self) -> None:
+        """Every rollout has had exactly one end."""
+        counts = self.source.ledger.counts()
+        assert counts.opened == sum(counts.closed.values())
+        assert (counts.open, counts.ready) == (0, 0)
+
+
+@contextmanager
+def hello_engine(**kwargs: Any) -> Iterator[ScriptedEngine]:
+    """An engine that answers "hello" to everything, in another thread."""
+    tokenizer = small_tokenizer()
+    eos = tokenizer.eos_token_id
+    assert isinstance(eos, int)
+    words = tokenizer.encode("hello", add_special_tokens=False)
+    settings: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "eos_id": eos,
+        "next_id": answering(words, end_id=eos),
+        "decode": lambda ids: tokenizer.decode(list(ids)),
+    }
+    with in_thread(ScriptedEngine(**{**settings, **kwargs})) as engine:
+        yield engine
+
+
+def threads_of_ours() -> list[str]:
+    """Names of the package's threads that are alive, apart from the pool's, which stay for the next run."""
+    return [thread.name for thread in threading.enumerate() if thread.name in ("agl-slime-runner", "agl-slime-datasource")]
