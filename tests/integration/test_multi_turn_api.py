@@ -1,0 +1,223 @@
+"""``APIMultiTurnRollout`` against a chat-completions server on 127.0.0.1: what its documentation says, one test per sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from agl_slime.errors import ConfigError
+from agl_slime.rollout.api_multi_turn import APIMultiTurnRollout, OpenAI
+from agl_slime.rollout.samples import messages_to_sample
+from agl_slime.rollout.tools import ToolManager
+from agl_slime.sglang.payloads import SamplingParams
+from tests.vocabularies import chat_tokenizer
+
+pytest.importorskip("openai")
+
+Reply = Callable[[dict[str, Any]], Any]
+
+
+class ChatServer:
+    """``/v1/chat/completions``: answers with what ``reply(request)`` gives (a message, perhaps with finish_reason, or a status)."""
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+        self.requests: list[dict[str, Any]] = []
+        self.together = self.most_together = 0
+        self.url = ""
+
+    async def complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        self.together += 1
+        self.most_together = max(self.most_together, self.together)
+        try:
+            said = self.reply(body)
+            if asyncio.iscoroutine(said):
+                said = await said
+        finally:
+            self.together -= 1
+        if isinstance(said, int):
+            return web.json_response({"error": {"message": "no"}}, status=said)
+        finish = said.pop("finish_reason", "tool_calls" if said.get("tool_calls") else "stop")
+        choice = {"index": 0, "message": {"role": "assistant", **said}, "finish_reason": finish}
+        return web.json_response({"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]})
+
+
+@contextmanager
+def serving(reply: Reply) -> Iterator[ChatServer]:
+    server = ChatServer(reply)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def start() -> web.AppRunner:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", server.complete)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        return runner
+
+    runner = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    try:
+        yield server
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+def calling(**arguments: Any) -> dict[str, Any]:
+    return {"content": "", "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "look", "arguments": json.dumps(arguments)}}]}
+
+
+def look(key: str) -> str:
+    """Look a key up."""
+    return {"kz": "three"}[key]
+
+
+def two_turns(body: dict[str, Any]) -> dict[str, Any]:
+    return {"content": "Three."} if body["messages"][-1]["role"] == "tool" else calling(key="kz")
+
+
+def trajectories(n: int = 1) -> list[dict[str, Any]]:
+    return [{"messages": [{"role": "user", "content": f"q{i}"}], "id": f"t{i}"} for i in range(n)]
+
+
+def rollout(server: ChatServer, **options: Any) -> APIMultiTurnRollout:
+    return APIMultiTurnRollout(api=OpenAI(model="m", base_url=server.url, max_retries=0), **{"tool_manager": ToolManager([look]), **options})
+
+
+def test_tools_are_called_and_the_conversation_comes_back() -> None:
+    with serving(two_turns) as server:
+        (done,) = rollout(server)(trajectories())
+    assert [message["role"] for message in done["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert done["messages"][2] == {"role": "tool", "name": "look", "tool_call_id": "call_1", "content": "three"}
+    assert done["messages"][1]["tool_calls"][0]["function"]["name"] == "look"
+    assert (done["turns"], done["stop_reason"], done["truncated"], done["id"]) == (2, "stop", False, "t0")
+    assert server.requests[0]["tools"][0]["function"]["name"] == "look"
+    assert "input_ids" not in done
+
+
+@pytest.mark.parametrize(
+    ("reply", "options", "reason", "truncated"),
+    [
+        (lambda body: {"content": "Three."}, {}, "stop", False),
+        (lambda body: {"content": "Thr", "finish_reason": "length"}, {}, "length", True),
+        (lambda body: calling(key="kz"), {"max_turns": 2}, "max_turns", True),
+        (lambda body: 500, {}, "api_error", False),
+    ],
+    ids=["stop", "length", "max_turns", "api_error"],
+)
+def test_stop_reasons(reply: Reply, options: dict[str, Any], reason: str, truncated: bool) -> None:
+    with serving(reply) as server:
+        (done,) = rollout(server, **options)(trajectories())
+    assert (done["stop_reason"], done["truncated"]) == (reason, truncated)
+    assert ("error" in done) == (reason == "api_error")
+
+
+def test_a_failing_row_never_raises_out_of_the_batch() -> None:
+    class Raising:
+        schemas = ToolManager([look]).schemas
+
+        async def run(self, calls: Any) -> Any:
+            raise RuntimeError("the sandbox is gone")
+
+    def reply(body: dict[str, Any]) -> Any:
+        if not body["messages"]:
+            return 422
+        return 400 if body["messages"][0]["content"] == "q1" else two_turns(body)
+
+    with serving(reply) as server:
+        good = ToolManager([look])
+        done = rollout(server)([*trajectories(3), {"id": "no messages"}], tool_manager=[good, good, Raising(), good])
+    assert [trajectory["stop_reason"] for trajectory in done] == ["stop", "api_error", "api_error", "api_error"]
+    assert "the sandbox is gone" in done[2]["error"]
+
+
+def test_an_exception_of_a_tool_is_what_the_model_sees() -> None:
+    def reply(body: dict[str, Any]) -> Any:
+        return {"content": "Sorry."} if body["messages"][-1]["role"] == "tool" else calling(key="xx")
+
+    with serving(reply) as server:
+        (done,) = rollout(server)(trajectories())
+    assert done["messages"][2]["content"] == "Error: KeyError: 'xx'"
+    assert done["stop_reason"] == "stop"
+    assert done["tools_called"]["errors"] == 1
+
+
+def test_at_most_concurrency_calls_at_the_same_time() -> None:
+    arrived = 0
+    all_three = asyncio.Event()
+
+    async def reply(body: dict[str, Any]) -> dict[str, Any]:
+        nonlocal arrived
+        arrived += 1
+        if arrived >= 3:
+            all_three.set()
+        await all_three.wait()  # until as many have come as may
+        return {"content": "Three."}
+
+    with serving(reply) as server:
+        done = rollout(server, concurrency=3)(trajectories(9))
+        assert server.most_together == 3
+    assert [trajectory["id"] for trajectory in done] == [f"t{i}" for i in range(9)]
+
+
+def test_sampling_and_extra_fields_are_sent() -> None:
+    with serving(lambda body: {"content": "x"}) as server:
+        sampling = SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=11, stop=("END",))
+        rollout(server, sampling_params=sampling, extra_body={"top_k": 5}, tool_manager=None)(trajectories())
+        (request,) = server.requests
+    sent = {name: request[name] for name in ("model", "temperature", "top_p", "max_tokens", "stop", "top_k")}
+    assert sent == {"model": "m", "temperature": 0.7, "top_p": 0.9, "max_tokens": 11, "stop": ["END"], "top_k": 5}
+    assert "tools" not in request
+
+
+def test_calls_in_the_text_are_read_when_a_parser_is_named() -> None:
+    def reply(body: dict[str, Any]) -> Any:
+        text = '<tool_call>{"name": "look", "arguments": {"key": "kz"}}</tool_call>'
+        return {"content": "Three." if body["messages"][-1]["role"] == "tool" else text}
+
+    with serving(reply) as server:
+        assert rollout(server, tool_parser="hermes")(trajectories())[0]["turns"] == 2
+        assert rollout(server)(trajectories())[0]["turns"] == 1
+
+
+def test_traces_are_written(tmp_path: Path) -> None:
+    with serving(lambda body: 500 if "q1" in body["messages"][0]["content"] else {"content": "x"}) as server:
+        rollout(server, trace_dir=tmp_path)(trajectories(2), step=7)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["7-fail-t1.json", "7-ok-t0.json"]
+
+
+def test_text_can_be_trained_and_says_that_it_was_tokenized_again() -> None:
+    tokenizer = chat_tokenizer("anthropic", "groups_tools")
+    with serving(two_turns) as server:
+        (done,) = rollout(server)(trajectories())
+    messages = [{**message, "content": message["content"] or "calling"} for message in done["messages"]]
+    sample = messages_to_sample(messages, reward=1.0, tokenizer=tokenizer, stop_reason=done["stop_reason"], index=3)
+    assert sample.metadata["token_source"] == "retokenized"
+    assert sample.rollout_log_probs is None
+    trained = [t for t, m in zip(sample.tokens[-sample.response_length :], sample.loss_mask or [], strict=True) if m]
+    assert tokenizer.decode(trained) == "calling<|im_end|>Three.<|im_end|>"
+    assert (sample.loss_mask or [0])[0] == 1
+
+
+def test_the_endpoint_can_be_sent_to_another_process() -> None:
+    api = OpenAI(model="m", base_url="http://127.0.0.1:1/v1")
+    assert pickle.loads(pickle.dumps(api)) == api
+    with pytest.raises(ConfigError, match="concurrency must be at least 1"):
+        APIMultiTurnRollout(api=api, concurrency=0)

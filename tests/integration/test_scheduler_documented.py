@@ -1,0 +1,162 @@
+"""Multi-turn schedulers as ms-swift documents them: one test per sentence that says something."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime import SGLangLitAgent
+from agl_slime.rollout.configure import configure_agent
+from agl_slime.rollout.scheduler import ChatMessage, MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
+from agl_slime.rollout.stop import StopReason
+from agl_slime.trace.trajectory import Trajectory
+from examples.math_retry import CONTINUATION_TIP, TIP, MathAgent, MathContinuation, MathNewRound, boxed, is_right
+from tests.conversations import ScriptedClient
+from tests.integration.rollouts import run_rollout
+from tests.vocabularies import chat_tokenizer
+
+TASK = {"problem": "6 times 4?", "solution": "\\boxed{24}", "images_path": "none"}
+WRONG, RIGHT = "<think>\nHm, 12.\n</think>\n\nIt is \\boxed{12}.", "<think>\n6 * 4.\n</think>\n\nIt is \\boxed{24}."
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class Twice(MultiTurnScheduler):
+    def step(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> RolloutInferRequest:
+        infer_request.messages.append({"role": "user", "content": "Again."})
+        return infer_request
+
+
+async def played(scheduler: Any, answers: list[str], agent_class: type[SGLangLitAgent] = MathAgent, template: str = "chatml", **options: Any) -> Any:
+    tokenizer = chat_tokenizer("anthropic", template)
+    client = ScriptedClient(tokenizer, answers)
+    agent = agent_class(tokenizer=tokenizer, client=client)
+    agent.scheduler = scheduler
+    for name, value in options.items():
+        setattr(agent, name, value)
+    finished = await run_rollout(agent, TASK)
+    assert finished.failure is None, finished.failure
+    return finished.convert(tokenizer), client, tokenizer
+
+
+def choice(text: str, finish_reason: str = "stop") -> RolloutResponseChoice:
+    return RolloutResponseChoice(index=0, message=ChatMessage(role="assistant", content=text, tool_calls=None), finish_reason=finish_reason)
+
+
+def test_it_is_abstract_and_takes_max_turns_first() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        MultiTurnScheduler()  # type: ignore[abstract]
+    assert Twice(3, "more", other=1).max_turns == 3
+    assert Twice().max_turns is None
+
+
+def test_check_finished_stops_for_truncated_answers_and_for_the_number_of_rounds() -> None:
+    request = RolloutInferRequest(messages=[{"role": "user", "content": "?"}])
+    assert Twice(3).check_finished(request, choice("x", "length"), 1) is True
+    assert request.stop_reason is StopReason.LENGTH
+    assert Twice(3).check_finished(request, choice("x"), 2) is False
+    assert Twice(3).check_finished(request, choice("x"), 3) is True
+    assert request.stop_reason is StopReason.MAX_TURNS
+    assert Twice().check_finished(request, choice("x"), 1000) is False
+
+
+async def test_what_step_and_check_finished_are_given() -> None:
+    seen: list[Any] = []
+
+    class Looking(Twice):
+        def check_finished(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> bool:
+            seen.append((infer_request, [dict(m) for m in infer_request.messages], result, current_turn))
+            return super().check_finished(infer_request, result, current_turn)
+
+    await played(Looking(2), [WRONG, RIGHT])
+    (request, messages, result, turn), (_, later, last, second) = seen
+    assert (turn, second) == (1, 2)  # rounds count from 1
+    assert messages[-1] == {"role": "assistant", "content": WRONG}  # the history has the model's answer already
+    assert [message["role"] for message in later] == ["user", "assistant", "user", "assistant"]
+    assert request.data_dict == TASK  # the other columns
+    assert (request.images, request.audios, request.videos, request.tools, request.objects) == ([], [], [], None, {})
+    assert (result.index, result.message.role, result.message.content, result.finish_reason) == (0, "assistant", WRONG, "stop")
+    assert last.messages is not None  # copied when the rollout ended
+    assert last.messages[-1]["content"] == RIGHT
+    assert result.messages is None
+
+
+async def test_new_round() -> None:
+    conversion, client, tokenizer = await played(MathNewRound(max_turns=3), [WRONG, RIGHT])
+    assert tokenizer.decode(client.prompts[1]).endswith(f"{WRONG}<|im_end|>\n<|im_start|>user\n{TIP}<|im_end|>\n<|im_start|>assistant\n")
+    (sample,) = conversion.samples
+    assert (sample.reward, sample.metadata["stop_reason"], conversion.report.turns) == (1.0, "stop", 2)
+
+
+async def test_continuation() -> None:
+    conversion, client, tokenizer = await played(MathContinuation(max_turns=3), [WRONG, RIGHT.removeprefix("<think>")])
+    # back in the thinking, with a doubt, and the model goes on from there within the same answer
+    assert tokenizer.decode(client.prompts[1]).endswith(f"<|im_start|>assistant\n<think>\nHm, 12.{CONTINUATION_TIP}")
+    assert sum(conversion.report.forks.values()) == 1
+    assert conversion.samples[-1].reward == 1.0
+    sampled = sorted(token for generation in client.generations for token in generation.output_ids)
+    trained = sorted(t for s in conversion.samples for t, m in zip(s.tokens[-s.response_length :], s.loss_mask or [], strict=True) if m)
+    assert trained == sampled
+    doubt = tokenizer.encode(CONTINUATION_TIP, add_special_tokens=False)
+    assert not any(trained_run(s) & set(zip(*[doubt[i:] for i in range(4)], strict=False)) for s in conversion.samples)
+
+
+def trained_run(sample: Any) -> set[tuple[int, ...]]:
+    """Every four trained tokens in a row."""
+    pairs = list(zip(sample.tokens[-sample.response_length :], sample.loss_mask or [], strict=True))
+    return {tuple(t for t, _ in pairs[i : i + 4]) for i in range(len(pairs) - 3) if all(m for _, m in pairs[i : i + 4])}
+
+
+async def test_the_reward_may_look_at_all_messages() -> None:
+    seen: list[Any] = []
+
+    class Judged(MathAgent):
+        async def score(self, task: dict[str, Any], trajectory: Trajectory) -> float:
+            seen.append((trajectory.response, [message["role"] for message in trajectory.messages], trajectory.truncated))
+            return 0.0
+
+    await played(MathNewRound(max_turns=2), [WRONG, WRONG], Judged)
+    # the response is the final round's, the messages are the whole dialogue, and whether it was cut off is told
+    assert seen == [(WRONG, ["user", "assistant", "user", "assistant"], True)]
+
+
+async def test_inserted_text_is_masked_and_every_round_is_trained_by_default() -> None:
+    conversion, _, tokenizer = await played(MathNewRound(max_turns=3), [WRONG, RIGHT])
+    (sample,) = conversion.samples
+    trained = [t for t, m in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if m]
+    assert tokenizer.decode(trained) == f"{WRONG}<|im_end|>{RIGHT}<|im_end|>"
+
+
+async def test_last_round_trains_the_final_rounds_response_only() -> None:
+    conversion, _, tokenizer = await played(MathNewRound(max_turns=3), [WRONG, RIGHT], loss_scale="last_round")
+    (sample,) = conversion.samples
+    assert tokenizer.decode(sample.tokens[-sample.response_length :]) == f"{RIGHT}<|im_end|>"
+
+
+def test_external_plugins_register_local_schedulers() -> None:
+    agent = MathAgent()
+    configure_agent(agent, scheduler="math_tip_trick", max_turns=4, plugins=[REPOSITORY / "examples" / "math_retry.py"])
+    assert type(agent.scheduler).__name__ == "MathContinuation"
+    assert isinstance(agent.scheduler, MultiTurnScheduler)
+    assert agent.scheduler.max_turns == 4
+
+
+def test_boxes_are_read_with_their_braces() -> None:
+    assert boxed("so \\boxed{\\frac{1}{2}}.") == "\\frac{1}{2}"
+    assert boxed("\\boxed{1} or \\boxed{2}") == "2"
+    assert boxed("\\boxed{1") is None
+    assert is_right("\\boxed{12.0}", {"solution": "The value is \\boxed{12}."})
+    assert is_right("\\boxed{1,200}", {"solution": "1200"})
+    assert not is_right("12", {"solution": "12"})
+
+
+@pytest.mark.slow
+def test_the_example_runs_as_it_stands() -> None:
+    command, environment = [sys.executable, "examples/math_retry.py"], {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "new round: finished False" in done.stdout
+    assert CONTINUATION_TIP in done.stdout

@@ -1,0 +1,264 @@
+"""``MultiTurnRollout``: what its documentation says, one test per sentence that says something."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime.errors import ConfigError, EngineProtocolError, EngineServerError, MissingDependencyError
+from agl_slime.groups.assembler import GroupAssembler
+from agl_slime.groups.outcome import MemberResult
+from agl_slime.groups.policy import CompleteGroup
+from agl_slime.rollout.alarms import alike_answers, answers_all_alike, tool_never_fired
+from agl_slime.rollout.batch_base import Rollout
+from agl_slime.rollout.multi_turn import MultiTurnRollout
+from agl_slime.rollout.sampler import SGLangSampler
+from agl_slime.rollout.samples import trajectory_to_samples
+from agl_slime.rollout.tools import ToolManager
+from agl_slime.sglang.payloads import Generation, SamplingParams
+from agl_slime.types import Sample
+from tests.conversations import generation_of
+from tests.vocabularies import chat_tokenizer
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"key": "kz"}}\n</tool_call>'
+
+
+def look(key: str) -> str:
+    """Look a key up."""
+    return {"kz": "three"}[key]
+
+
+class ScriptedSampler:
+    """Answers each prompt with what the script has for its question and turn; keeps the calls."""
+
+    def __init__(self, tokenizer: Any, script: dict[str, Sequence[Any]]) -> None:
+        self.tokenizer = tokenizer
+        self.script = {question: list(answers) for question, answers in script.items()}
+        self.calls: list[list[list[int]]] = []
+        self.sampled: dict[str, list[int]] = {question: [] for question in script}
+
+    def sample(self, inputs: Any, sampling_params: Sequence[SamplingParams]) -> list[Generation]:
+        self.calls.append([list(each["input_ids"]) for each in inputs])
+        answers = []
+        for each, params in zip(inputs, sampling_params, strict=True):
+            text = self.tokenizer.decode(each["input_ids"], skip_special_tokens=False)
+            question = next(question for question in self.script if f"user\n{question}<" in text)
+            said = self.script[question].pop(0)
+            generation = said if isinstance(said, Generation) else generation_of(self.tokenizer, said)
+            if len(generation.output_ids) > params.max_new_tokens:
+                ids = generation.output_ids[: params.max_new_tokens]
+                text = self.tokenizer.decode(list(ids), skip_special_tokens=False)
+                generation = Generation(output_ids=ids, log_probs=generation.log_probs[: len(ids)], text=text, finish_reason="length")
+            self.sampled[question] += generation.output_ids
+            answers.append(generation)
+        return answers
+
+
+def run(script: dict[str, Sequence[Any]], template: str = "groups_tools", **options: Any) -> tuple[list[dict[str, Any]], ScriptedSampler]:
+    tokenizer = chat_tokenizer("anthropic", template)
+    sampler = ScriptedSampler(tokenizer, script)
+    rollout = MultiTurnRollout(sampler=sampler, template=tokenizer, **{"tool_manager": ToolManager([look]), **options})
+    return rollout([{"messages": [{"role": "user", "content": question}], "id": question} for question in script]), sampler
+
+
+def trained(trajectory: dict[str, Any]) -> list[int]:
+    return [label for label in trajectory["labels"] if label != -100]
+
+
+def test_the_base_class_cannot_be_called() -> None:
+    with pytest.raises(TypeError, match="abstract"):
+        Rollout()  # type: ignore[abstract]
+
+
+def test_as_many_trajectories_come_back_with_the_fields_of_all_rollouts() -> None:
+    results, _ = run({"a": ["One."], "b": [CALL, "Two."], "c": [CALL, CALL, "Three."]})
+    assert [trajectory["id"] for trajectory in results] == ["a", "b", "c"]
+    for trajectory in results:
+        assert {"messages", "turns", "stop_reason", "truncated"} <= trajectory.keys()
+
+
+def test_all_live_trajectories_are_sampled_in_one_call_per_turn() -> None:
+    _, sampler = run({"a": ["One."], "b": [CALL, "Two."], "c": [CALL, CALL, "Three."]})
+    assert [len(call) for call in sampler.calls] == [3, 2, 1]
+
+
+def test_prompts_are_encoded_with_a_generation_prompt() -> None:
+    _, sampler = run({"a": ["One."]})
+    assert sampler.tokenizer.decode(sampler.calls[0][0]).endswith("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_an_answer_that_is_cut_off_ends_a_trajectory() -> None:
+    ((trajectory,), sampler) = run({"a": ["One " * 30, "never asked"]}, sampling_params=SamplingParams(max_new_tokens=8))
+    assert (trajectory["stop_reason"], trajectory["truncated"], trajectory["end_reason"]) == ("length", True, "length")
+    assert len(sampler.calls) == 1
+
+
+def test_an_answer_without_tool_calls_ends_a_trajectory() -> None:
+    ((trajectory,), _) = run({"a": ["One.", "never asked"]})
+    assert (trajectory["stop_reason"], trajectory["truncated"], trajectory["turns"]) == ("stop", False, 1)
+
+
+def test_max_turns_ends_a_trajectory_and_is_six_by_default() -> None:
+    ((trajectory,), _) = run({"a": [CALL] * 7})
+    assert trajectory["turns"] == 6
+    assert trajectory["truncated"]
+    assert trajectory["end_reason"] == "max_turns"
+    ((shorter,), _) = run({"a": [CALL] * 3}, max_turns=2)
+    assert shorter["turns"] == 2
+    assert shorter["messages"][-1]["role"] == "assistant"  # the last call is not made: nobody would read its result
+
+
+def test_tool_responses_are_appended_and_bridge_tokens_are_not_trained() -> None:
+    ((trajectory,), sampler) = run({"a": [CALL, "Three."]})
+    assert [message["role"] for message in trajectory["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert trajectory["messages"][2]["content"] == "three"
+    assert len(trajectory["input_ids"]) == len(trajectory["labels"]) == len(trajectory["logprobs"])
+    assert trained(trajectory) == sampler.sampled["a"]
+    assert all(label in (-100, token) for label, token in zip(trajectory["labels"], trajectory["input_ids"], strict=True))
+    untrained = [token for token, label in zip(trajectory["input_ids"], trajectory["labels"], strict=True) if label == -100]
+    assert "<tool_response>\nthree\n</tool_response>" in sampler.tokenizer.decode(untrained)
+    assert all((logprob == 0.0) == (label == -100) for logprob, label in zip(trajectory["logprobs"], trajectory["labels"], strict=True))
+
+
+def test_a_trajectory_that_exceeds_its_tokens_is_truncated() -> None:
+    ((free,), _) = run({"a": [CALL, "Three."]})
+    limit = len(free["input_ids"]) - 2
+    ((trajectory,), _) = run({"a": [CALL, "Three."]}, max_trajectory_tokens=limit)
+    assert len(trajectory["input_ids"]) == limit
+    assert (trajectory["stop_reason"], trajectory["truncated"]) == ("length", True)
+    first = len(free["segments"][0]["input_ids"]) - len(trained(free)) + 2  # too short for the result of the tool
+    ((stopped,), _) = run({"a": [CALL, "never asked"]}, max_trajectory_tokens=first)
+    assert len(stopped["input_ids"]) <= first
+    assert (stopped["stop_reason"], stopped["truncated"]) == ("length", True)
+
+
+def test_tools_and_sampling_may_be_given_per_call_and_per_trajectory() -> None:
+    tokenizer = chat_tokenizer("anthropic", "groups_tools")
+
+    def tool(value: str) -> Callable[..., str]:
+        def look(key: str) -> str:
+            """Look."""
+            return value
+
+        return look
+
+    trajectories = [{"messages": [{"role": "user", "content": question}], "value": question * 2} for question in "ab"]
+    for given in ([ToolManager([tool("aa")]), ToolManager([tool("bb")])], lambda trajectory: ToolManager([tool(trajectory["value"])])):
+        sampler = ScriptedSampler(tokenizer, {"a": [CALL, "One."], "b": [CALL, "Two."]})
+        results = MultiTurnRollout(sampler=sampler, template=tokenizer)(
+            [dict(t) for t in trajectories], tool_manager=given, sampling_params=SamplingParams(max_new_tokens=100)
+        )
+        assert [trajectory["messages"][2]["content"] for trajectory in results] == ["aa", "bb"]
+    with pytest.raises(ConfigError, match="one for each trajectory, got 1 for 2"):
+        MultiTurnRollout(sampler=sampler, template=tokenizer)(trajectories, tool_manager=[ToolManager([look])])
+
+
+def test_traces_are_named_by_step_outcome_and_id(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"trace_dir": tmp_path, "max_turns": 1}
+    run({"a/../x": ["One."], "b": [CALL]}, **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-fail-b.json", "0-ok-a_.._x.json"]
+    written = json.loads((tmp_path / "0-fail-b.json").read_text())
+    assert written["messages"][1]["content"] == CALL
+    assert "input_ids" not in written
+
+
+def test_callbacks_decide_what_is_stored_and_what_is_a_success(tmp_path: Path) -> None:
+    script = {"a": ["One."], "b": ["Two."], "c": ["Three."]}
+    options: dict[str, Any] = {"trace_dir": tmp_path, "trace_callback": lambda t: t["id"] != "a", "success_callback": lambda t: t["id"] == "c"}
+    run(script, **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-fail-b.json", "0-ok-c.json"]
+
+    def broken(trajectory: Any) -> bool:
+        raise RuntimeError("a callback fails")
+
+    ((trajectory, *_), _) = run(script, trace_dir=tmp_path, trace_callback=broken)
+    assert trajectory["stop_reason"] == "stop"
+
+
+def test_what_a_template_rewrites_is_in_the_segments() -> None:
+    """A template that leaves thinking out of each answer makes several sequences of one trajectory; each sampled token has its label in one of
+    them."""
+    tokenizer = chat_tokenizer("anthropic", "reasoner")
+    answers = [generation_of(tokenizer, f"hm\n</think>\n\n{CALL}"), generation_of(tokenizer, "well\n</think>\n\nThree.")]
+
+    class InOrder:
+        def sample(self, inputs: Any, sampling_params: Any) -> list[Generation]:
+            seen.append(inputs)
+            return [answers[len(seen) - 1]]
+
+    seen: list[Any] = []
+    rollout = MultiTurnRollout(sampler=InOrder(), template=tokenizer, tool_manager=ToolManager([look]), tool_parser="hermes")
+    (trajectory,) = rollout([{"messages": [{"role": "user", "content": "a"}]}])
+    assert [trained(segment) for segment in trajectory["segments"]] == [list(answer.output_ids) for answer in answers]
+    assert trajectory["input_ids"] == trajectory["segments"][-1]["input_ids"]
+    assert len(trajectory_to_samples(trajectory, reward=1.0)) == 2
+
+
+def test_errors_of_the_engine_are_the_callers() -> None:
+    class Broken:
+        def sample(self, inputs: Any, sampling_params: Any) -> Any:
+            raise EngineServerError("down")
+
+    class Short:
+        def sample(self, inputs: Any, sampling_params: Any) -> Any:
+            return []
+
+    tokenizer = chat_tokenizer("anthropic", "chatml")
+    trajectories = [{"messages": [{"role": "user", "content": "a"}]}]
+    with pytest.raises(EngineServerError, match="down"):
+        MultiTurnRollout(sampler=Broken(), template=tokenizer)(trajectories)
+    with pytest.raises(EngineProtocolError, match="0 answers to 1 prompts"):
+        MultiTurnRollout(sampler=Short(), template=tokenizer)(trajectories)
+
+
+def test_without_ray_remote_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingDependencyError, match=r"MultiTurnRollout.remote needs Ray: pip install ray"):
+        MultiTurnRollout.remote(sampler=None, template=None)
+
+
+def test_the_sglang_sampler_can_be_sent_to_another_process() -> None:
+    assert pickle.loads(pickle.dumps(SGLangSampler(base_url="http://127.0.0.1:1")))._base_url == "http://127.0.0.1:1"
+
+
+def test_results_feed_a_group() -> None:
+    results, sampler = run({"a": [CALL, "Three."], "b": ["Two."]})
+    tokenizer = sampler.tokenizer
+    assembler = GroupAssembler(policy=CompleteGroup())
+    assembler.announce("g", size=2)
+    group = None
+    for index, (trajectory, reward) in enumerate(zip(results, (1.0, 0.0), strict=True)):
+        samples = trajectory_to_samples(trajectory, reward=reward, tokenizer=tokenizer, index=index, group_index=0, rollout_id=index)
+        group = assembler.add(MemberResult(rollout_id=str(index), group_id="g", samples=tuple(samples), reward=reward)) or group
+    assert group is not None
+    assert group.ready
+    first = group.members[0].samples[0]
+    assert first.status == Sample.Status.COMPLETED
+    assert [t for t, m in zip(first.tokens[-first.response_length :], first.loss_mask or [], strict=True) if m] == sampler.sampled["a"]
+    assert first.metadata["tools"]["calls"] == {"look": 1}
+
+
+def test_alarms_for_tools_that_never_fire_and_answers_that_are_all_alike() -> None:
+    def members(answers: Sequence[Sequence[str]]) -> list[MemberResult]:
+        results, _ = run({str(n): list(said) for n, said in enumerate(answers)})
+        return [MemberResult(rollout_id=t["id"], group_id="g", samples=tuple(trajectory_to_samples(t, reward=1.0)), reward=1.0) for t in results]
+
+    silent, calling = members([["One."], ["One."], [CALL.replace("}}", "}")]]), members([["Two."], [CALL, "Three."]])
+    assert tool_never_fired(silent, min_rollouts=3) == [
+        "tool 'look' was never called in 3 rollouts; 1 calls could not be parsed, so compare the tool_parser with the model's format"
+    ]
+    assert tool_never_fired(silent, min_rollouts=4) == []
+    assert tool_never_fired(silent + calling, min_rollouts=3) == []
+    assert answers_all_alike(silent[:2])
+    assert not answers_all_alike(silent)
+    assert not answers_all_alike(silent[:1])
+    assert alike_answers([silent[:2]] * 3 + [calling], min_groups=4) == [
+        "in 3 of 4 groups all answers are the same to the token: the policy has collapsed, or its temperature is too low"
+    ]
+    assert alike_answers([silent[:2]] * 2 + [calling] * 2) == []
