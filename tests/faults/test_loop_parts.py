@@ -30,9 +30,12 @@ def test_a_trainer_that_raises_stops_the_run_with_its_place_and_its_cause(engine
     def train(iteration: int) -> dict[str, float]:
         return {"train/loss": 1 / (2 - iteration)}
 
-    with LoopCase(agent=HelloAgent(), url=engine.url, train=train, num_iterations=4) as case, pytest.raises(
-        LoopError, match=r"^iteration 2: training failed with ZeroDivisionError: division by zero \(test_loop_parts\.py, line \d+\)$"
-    ) as caught:
+    with (
+        LoopCase(agent=HelloAgent(), url=engine.url, train=train, num_iterations=4) as case,
+        pytest.raises(
+            LoopError, match=r"^iteration 2: training failed with ZeroDivisionError: division by zero \(test_loop_parts\.py, line \d+\)$"
+        ) as caught,
+    ):
         case.loop.run()
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert len(case.recorder.metrics) == 1
@@ -52,18 +55,18 @@ def test_a_sync_function_that_raises_is_named_too(engine: ScriptedEngine) -> Non
     def sync(iteration: int) -> str:
         raise OSError("disk full")
 
-    with LoopCase(agent=HelloAgent(), url=engine.url, sync=sync) as case:
-        with pytest.raises(LoopError, match=r"^iteration 1: weight sync failed with OSError: disk full"):
-            case.loop.run()
+    sentence = r"^iteration 1: weight sync failed with OSError: disk full"
+    with LoopCase(agent=HelloAgent(), url=engine.url, sync=sync) as case, pytest.raises(LoopError, match=sentence):
+        case.loop.run()
 
 
 def test_tasks_that_cannot_be_made_are_named(engine: ScriptedEngine) -> None:
     def make_task(rng: Any) -> dict[str, Any]:
         raise KeyError("difficulty")
 
-    with LoopCase(agent=HelloAgent(), url=engine.url, tasks=make_task) as case:
-        with pytest.raises(LoopError, match=r"^iteration 1: failed with KeyError: 'difficulty' \(test_loop_parts\.py, line"):
-            case.loop.run()
+    sentence = r"^iteration 1: failed with KeyError: 'difficulty' \(test_loop_parts\.py, line"
+    with LoopCase(agent=HelloAgent(), url=engine.url, tasks=make_task) as case, pytest.raises(LoopError, match=sentence):
+        case.loop.run()
 
 
 def test_sync_and_async_functions_with_and_without_the_iteration_are_all_called(engine: ScriptedEngine) -> None:
