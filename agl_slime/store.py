@@ -113,6 +113,7 @@ class BridgeStore(InMemoryLightningStore):
         self._unreleased_limit = self.retention.unreleased_bytes or self._memory_capacity_bytes // 2
         self._warned = False
         self._holding = False
+        self._from_attempt = False
         self._watch = WatchList()
         self._dead_worker_seconds = dead_worker_seconds
         self._next_worker_check = 0.0
@@ -259,6 +260,20 @@ class BridgeStore(InMemoryLightningStore):
         with self.collections.lock:
             self.collections.trim_resources(_RESOURCES_KEPT)
         return update
+
+    async def _unlocked_update_attempt_and_rollout(self, collections: Any, *args: Any, **kwargs: Any) -> Any:
+        """An attempt's end must not change a rollout that has its own: one that was cancelled, or failed by the watchdog, stays so, though the agent
+        comes to an end later."""
+        self._from_attempt = True  # under the lock, and nothing suspends before it is taken back
+        try:
+            return await super()._unlocked_update_attempt_and_rollout(collections, *args, **kwargs)
+        finally:
+            self._from_attempt = False
+
+    async def _unlocked_update_rollout_only(self, collections: Any, rollout_id: str, *args: Any, **kwargs: Any) -> Any:
+        if self._from_attempt and (rollout := self.collections.rollout(rollout_id)) is not None and rollout.status in _FINISHED:
+            return rollout, []
+        return await super()._unlocked_update_rollout_only(collections, rollout_id, *args, **kwargs)
 
     async def _post_update_rollout(self, rollouts: Sequence[tuple[Rollout, Sequence[str]]], skip_enqueue: bool = False) -> None:
         await super()._post_update_rollout(rollouts, skip_enqueue=skip_enqueue)

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agl_slime._agl import AttemptedRollout, ExecutionEvent, Hook, LitAgent, LitAgentRunner
+from agl_slime._agl import AttemptedRollout, ExecutionEvent, Hook, LightningStore, LitAgent, LitAgentRunner
 from agl_slime.errors import ConfigError
 from agl_slime.runner.guard import GuardedAgent
+from agl_slime.runner.lag import LagMonitor
 from agl_slime.runner.recording import current_recording
 from agl_slime.runner.tracer import ContextTracer
 
@@ -27,50 +28,87 @@ FinishedListener = Callable[[str], None]
 class RunnerSettings:
     """How one process executes rollouts.
 
-    ``max_concurrent``: rollouts in flight; a rollout that waits for the engine costs tens of kilobytes. ``claim_batch``: most rollouts claimed in one
-    store call, so that several runners share a short queue. ``poll_interval_s``: pause between looks at an empty queue, cut short by ``wake``.
-    ``timeout_s``: time limit of rollouts whose own configuration has none. ``heartbeat_interval_s``: as Agent Lightning's; 0 is off.
+    ``max_concurrent``: rollouts in flight; a rollout that waits for the engine costs tens of kilobytes. ``max_sync_threads``: rollouts in flight of
+    an agent that is not async, each in a thread. ``claim_batch``: most rollouts claimed in one store call; a runner begins with few and doubles as
+    long as it gets all it asks for, so that several runners share a short queue. ``poll_interval_s``: pause between looks at an empty queue, cut
+    short by ``wake``. ``timeout_s``: time limit of rollouts whose own configuration has none. ``heartbeat_interval_s``: as Agent Lightning's; 0 is
+    off. ``flush_spans`` and ``flush_interval_s``: spans of an attempt that still runs are written when there are so many, or when they have waited so
+    long (and within a third of the rollout's ``unresponsive_seconds``). ``lag_warning_s``: a warning names the agent that blocks the event loop for
+    so long; 0 is off.
     """
 
     max_concurrent: int = 1024
+    max_sync_threads: int = 256
     claim_batch: int = 128
     poll_interval_s: float = 0.05
     timeout_s: float | None = None
     heartbeat_interval_s: float = 10.0
+    flush_spans: int = 64
+    flush_interval_s: float = 30.0
+    lag_warning_s: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.max_concurrent < 1:
-            raise ConfigError(f"max_concurrent must be at least 1, got {self.max_concurrent}")
+        for name in ("max_concurrent", "max_sync_threads", "claim_batch", "flush_spans"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("poll_interval_s", "flush_interval_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
+        for name in ("heartbeat_interval_s", "lag_warning_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be 0 (off) or more seconds, got {getattr(self, name)}")
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise ConfigError(f"timeout_s must be positive or None, got {self.timeout_s}")
+
+
+# A runner whose queue was empty asks for this many rollouts at first, and gives others a moment before it asks for twice as many.
+_FIRST_CLAIM = 8
+_CLAIM_PAUSE_S = 0.002
 
 
 class ConcurrentRunner(LitAgentRunner[Any]):
     """A ``LitAgentRunner`` that keeps up to ``max_concurrent`` rollouts in flight on one event loop.
 
     ``on_finished`` is called on the runner's loop with the rollout's id after each attempt has reached its end in the store; it must not block.
+    ``name`` is how the store knows this runner; runners of one store need different ones.
     """
 
     def __init__(
-        self, *, settings: RunnerSettings | None = None, tracer: ContextTracer | None = None, on_finished: FinishedListener | None = None
+        self,
+        *,
+        settings: RunnerSettings | None = None,
+        tracer: ContextTracer | None = None,
+        on_finished: FinishedListener | None = None,
+        name: str | None = None,
     ) -> None:
         self.settings = settings or RunnerSettings()
+        self._context_tracer = tracer or ContextTracer(flush_spans=self.settings.flush_spans)
         super().__init__(
-            tracer or ContextTracer(),
+            self._context_tracer,
             poll_interval=self.settings.poll_interval_s,
             heartbeat_interval=self.settings.heartbeat_interval_s,
             heartbeat_launch_mode="asyncio",
         )
         self._on_finished = on_finished
+        self._name = name
         self._guard: GuardedAgent | None = None
         self._in_flight: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
         self._stopping = False
+        self._cancelling = False
+        self._limit = self.settings.max_concurrent
+        self._next_claim = _FIRST_CLAIM
+        self.lag: LagMonitor | None = None
 
     def init(self, agent: LitAgent[Any], *, hooks: Sequence[Hook] | None = None, **kwargs: Any) -> None:
         super().init(agent, hooks=hooks, **kwargs)
-        self._guard = GuardedAgent(agent=agent, default_timeout_s=self.settings.timeout_s)
+        settings = self.settings
+        self._guard = GuardedAgent(agent=agent, default_timeout_s=settings.timeout_s, flush_interval_s=settings.flush_interval_s)
+        if not agent.is_async():
+            self._limit = min(settings.max_concurrent, settings.max_sync_threads)
+        if settings.lag_warning_s:
+            self.lag = LagMonitor(agent_name=type(agent).__name__, threshold_s=settings.lag_warning_s)
 
     def get_agent(self) -> LitAgent[Any]:
         """The agent under guard: what Agent Lightning's step calls."""
@@ -78,8 +116,12 @@ class ConcurrentRunner(LitAgentRunner[Any]):
             raise ValueError("The runner has no agent yet: call init() first.")
         return self._guard  # type: ignore[return-value]  # the guard passes everything else through
 
+    def get_worker_id(self) -> str:
+        return self._name or super().get_worker_id()
+
     @property
     def in_flight(self) -> int:
+        """Rollouts that are being executed."""
         return len(self._in_flight)
 
     # -- from any thread --------------------------------------------------------------------------------------------------------------------
@@ -88,9 +130,14 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         """Look at the queue now rather than at the next poll."""
         self._on_loop(lambda: self._wake.set() if self._wake else None)
 
+    def cancel(self, rollout_id: str) -> None:
+        """Cancel the agent that runs this rollout, if one does; its attempt then fails with the reason ``cancelled``."""
+        self._on_loop(lambda: self._guard.cancel(rollout_id) if self._guard is not None else None)
+
     def stop(self, *, cancel: bool = True) -> None:
         """End ``iter``: claim nothing more, and either cancel what is in flight or let it finish."""
         self._stopping = True
+        self._cancelling = self._cancelling or cancel
 
         def act() -> None:
             if cancel and self._guard is not None:
@@ -112,36 +159,76 @@ class ConcurrentRunner(LitAgentRunner[Any]):
     # -- the loop ---------------------------------------------------------------------------------------------------------------------------
 
     async def iter(self, *, event: ExecutionEvent | None = None) -> None:
-        """Execute rollouts from the store until ``stop`` is called or ``event`` is set; then wait for those in flight."""
+        """Execute rollouts from the store until ``stop`` is called or ``event`` is set; then wait for those in flight. When this is cancelled, so are
+        they."""
         store = self.get_store()
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         stop_heartbeat = self._start_heartbeat_loop(store)
+        unsubscribe = self._listen_for_cancellations(store)
+        flusher = asyncio.create_task(self._context_tracer.flush_for_ever(), name=f"{self.get_worker_id()}-flusher")
+        if self.lag is not None:
+            self.lag.start()
         try:
             while not self._should_stop(event):
                 self._wake.clear()
                 if not await self._claim():
                     await self._idle()
-            if self._in_flight:
-                await asyncio.wait(self._in_flight)
+            await self._drain()
+        except asyncio.CancelledError:
+            self.stop(cancel=True)
+            if self._guard is not None:
+                self._guard.cancel_all()
+            await self._drain()
+            raise
         finally:
+            flusher.cancel()
+            unsubscribe()
+            if self.lag is not None:
+                self.lag.stop()
             if stop_heartbeat is not None:
                 await stop_heartbeat()
+
+    async def _drain(self) -> None:
+        # what was claimed just before the end may not have reached its agent yet, where cancel_all finds it
+        while self._in_flight:
+            await asyncio.wait(self._in_flight, timeout=0.2)
+            if self._cancelling and self._guard is not None:
+                self._guard.cancel_all()
+
+    def _listen_for_cancellations(self, store: LightningStore) -> Callable[[], None]:
+        """A rollout that somebody cancels in a store of this process stops here, too."""
+        subscribe = getattr(store, "subscribe_finished", None)
+        if subscribe is None:
+            return lambda: None
+        return subscribe(lambda rollout: self.cancel(rollout.rollout_id) if rollout.status == "cancelled" else None)
 
     def _should_stop(self, event: ExecutionEvent | None) -> bool:
         return self._stopping or (event is not None and event.is_set())
 
     async def _claim(self) -> bool:
         """Claim and start what there is room for; whether anything was claimed."""
-        room = min(self.settings.max_concurrent - len(self._in_flight), self.settings.claim_batch)
-        if room <= 0:
+        limit = min(self._room(), self._next_claim)
+        if limit <= 0:
             return False
-        claimed = await self.get_store().dequeue_many_rollouts(limit=room, worker_id=self.get_worker_id())
+        claimed = await self.get_store().dequeue_many_rollouts(limit=limit, worker_id=self.get_worker_id())
         for rollout in claimed:
             task = asyncio.create_task(self._execute(rollout), name=rollout.rollout_id)
             self._in_flight.add(task)
             task.add_done_callback(self._retire)
+        if len(claimed) < limit:
+            self._next_claim = max(_FIRST_CLAIM, self._next_claim // 2)
+        elif limit == self._next_claim < self.settings.claim_batch:
+            self._next_claim = min(2 * self._next_claim, self.settings.claim_batch)
+            await asyncio.sleep(_CLAIM_PAUSE_S)
         return bool(claimed)
+
+    def _room(self) -> int:
+        room = self._limit - len(self._in_flight)
+        if self._guard is not None and self._guard.sync_threads.running:
+            # threads that were abandoned still run: as many may hang as may run, and not one more
+            room = min(room, 2 * self._limit - self._guard.sync_threads.running)
+        return room
 
     async def _idle(self) -> None:
         assert self._wake is not None
@@ -155,7 +242,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("Rollout %s broke outside of its agent: %s", task.get_name(), error, exc_info=error)
         # With a full house the loop waits for room: a finished rollout makes some.
-        if self._wake is not None and len(self._in_flight) >= self.settings.max_concurrent - 1:
+        if self._wake is not None and len(self._in_flight) >= self._limit - 1:
             self._wake.set()
 
     async def _execute(self, rollout: AttemptedRollout) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from agl_slime._agl import LitAgent, NamedResources, Rollout, emit_exception
 from agl_slime.errors import RewardError, RolloutError, RolloutTimeoutError
-from agl_slime.threads import run_in_thread
+from agl_slime.runner.recording import current_recording
+from agl_slime.runner.sync_threads import SyncThreads
 
 # Attribute of the exception span that names why the attempt failed, as one stable word for counting.
 FAILURE_REASON = "agl_slime.failure.reason"
@@ -23,13 +24,32 @@ FAILURE_REASON = "agl_slime.failure.reason"
 _CANCEL_GRACE_S = 2.0
 
 
+class _Run:
+    """One agent at work. ``cancel`` cancels it, and lets whoever waits go on when it does not end within the grace period."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.inner = asyncio.ensure_future(work)
+        self.given_up: asyncio.Future[None] = self._loop.create_future()
+
+    def cancel(self) -> None:
+        self.inner.cancel()
+        self._loop.call_later(_CANCEL_GRACE_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if not self.given_up.done():
+            self.given_up.set_result(None)
+
+
 class GuardedAgent:
     """Runs one agent's rollouts under guard; everything else is the agent's own (hooks see it as the agent)."""
 
-    def __init__(self, *, agent: LitAgent[Any], default_timeout_s: float | None = None) -> None:
+    def __init__(self, *, agent: LitAgent[Any], default_timeout_s: float | None = None, flush_interval_s: float | None = None) -> None:
         self._agent = agent
         self._default_timeout_s = default_timeout_s
-        self._running: set[asyncio.Task[Any]] = set()
+        self._flush_interval_s = flush_interval_s
+        self._running: dict[str, _Run] = {}
+        self.sync_threads = SyncThreads()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
@@ -47,9 +67,16 @@ class GuardedAgent:
 
     def cancel_all(self) -> int:
         """Cancel every agent that is running; each attempt then fails with the reason ``cancelled``. Returns how many."""
-        for task in self._running:
-            task.cancel()
+        for run in self._running.values():
+            run.cancel()
         return len(self._running)
+
+    def cancel(self, rollout_id: str) -> bool:
+        """Cancel the agent that runs this rollout, if one does."""
+        run = self._running.get(rollout_id)
+        if run is not None:
+            run.cancel()
+        return run is not None
 
     async def _run(
         self,
@@ -60,7 +87,12 @@ class GuardedAgent:
         rollout: Rollout,
     ) -> Any:
         work: Coroutine[Any, Any, Any]
-        work = method(task, resources, rollout) if self._agent.is_async() else run_in_thread(sync_method, task, resources, rollout)
+        if self._agent.is_async():
+            work = method(task, resources, rollout)
+        else:
+            work = self.sync_threads.run(f"agl-slime-agent-{rollout.rollout_id}", sync_method, task, resources, rollout)
+        if (recording := current_recording.get()) is not None:
+            recording.flush_after_s = self._flush_after_s(rollout)
         try:
             result = await self._with_time_limit(_contained(work), rollout)
             check_result(result)
@@ -69,28 +101,35 @@ class GuardedAgent:
             raise
         return result
 
+    def _flush_after_s(self, rollout: Rollout) -> float | None:
+        # the store takes an attempt without new spans for dead after unresponsive_seconds: show life well within them
+        silence = rollout.config.unresponsive_seconds
+        limits = [limit for limit in (self._flush_interval_s, silence / 3 if silence is not None else None) if limit is not None]
+        return min(limits) if limits else None
+
     async def _with_time_limit(self, work: Coroutine[Any, Any, Any], rollout: Rollout) -> Any:
         limit = rollout.config.timeout_seconds or self._default_timeout_s
-        inner = asyncio.ensure_future(work)
-        self._running.add(inner)
+        run = _Run(work)
+        inner = run.inner
+        self._running[rollout.rollout_id] = run
         try:
-            await asyncio.wait({inner}, timeout=limit)
-            timed_out = not inner.done()
-            if timed_out:
+            await asyncio.wait({inner, run.given_up}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not inner.done() and not run.given_up.done():
                 inner.cancel()
                 await asyncio.wait({inner}, timeout=_CANCEL_GRACE_S)
+                how = "was cancelled" if inner.done() else "ignored its cancellation; it was abandoned"
+                raise RolloutTimeoutError(f"The agent ran past its limit of {limit:g} s and {how}.")
             if not inner.done():
-                raise RolloutTimeoutError(f"The agent ran past its limit of {limit:g} s and ignored its cancellation; it was abandoned.")
-            if timed_out:
-                raise RolloutTimeoutError(f"The agent ran past its limit of {limit:g} s and was cancelled.")
+                raise RolloutError("The rollout was cancelled; its agent ignored that and was abandoned.", reason="cancelled")
             if inner.cancelled():
-                raise RolloutError("The rollout was cancelled because the runner stops.", reason="cancelled")
+                raise RolloutError("The rollout was cancelled.", reason="cancelled")
             return inner.result()
         except asyncio.CancelledError:
             inner.cancel()
             raise
         finally:
-            self._running.discard(inner)
+            if self._running.get(rollout.rollout_id) is run:
+                del self._running[rollout.rollout_id]
 
 
 async def _contained(work: Coroutine[Any, Any, Any]) -> Any:

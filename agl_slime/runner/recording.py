@@ -1,17 +1,20 @@
 """Which rollout the running code belongs to, and the spans it has produced so far.
 
 The current recording lives in a ``contextvars.ContextVar``: asyncio tasks and ``asyncio.to_thread`` inherit it, so spans of nested tasks and of
-threads land on the rollout that started them, however many rollouts share the process.
+threads land on the rollout that started them, however many rollouts share the process. ``agl_slime.runner.propagation`` carries it into threads and
+executors that Python starts without a context.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from agl_slime._agl import Span
+from agl_slime._agl import LightningStore, Span
 
 # A span is built once its sequence id is known: the store numbers the spans of an attempt when they are written.
 SpanBuilder = Callable[[str, str, int], Span]
@@ -19,14 +22,24 @@ SpanBuilder = Callable[[str, str, int], Span]
 
 @dataclass(eq=False)
 class Recording:
-    """The spans of one attempt that are not written yet, in the order in which they ended. Any thread may add."""
+    """The spans of one attempt that are not written yet, in the order in which they ended. Any thread may add.
+
+    ``flush_after_s``: a span waits at most about this long to be written. ``flush_spans`` of them are written at once, and then ``on_full`` is
+    called, on the thread that added the last one.
+    """
 
     rollout_id: str
     attempt_id: str
+    store: LightningStore | None = None
+    flush_after_s: float | None = None
+    flush_spans: int | None = None
+    on_full: Callable[[Recording], None] | None = None
     closed: bool = False
     written: list[Span] = field(default_factory=list)
     _pending: list[SpanBuilder] = field(default_factory=list)
+    _pending_since: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _writing: asyncio.Lock | None = None
 
     def add(self, builder: SpanBuilder) -> bool:
         """Keep a span for the next write; ``False`` when the attempt is over and the span came too late."""
@@ -34,14 +47,50 @@ class Recording:
             if self.closed:
                 return False
             self._pending.append(builder)
-            return True
+            count = len(self._pending)
+            if count == 1:
+                self._pending_since = time.monotonic()
+        if count == self.flush_spans and self.on_full is not None:
+            self.on_full(self)
+        return True
 
-    def take(self, *, close: bool = False) -> list[SpanBuilder]:
-        """The spans to write now; with ``close`` none are taken in after this."""
+    def due(self, now: float) -> bool:
+        """Whether spans have waited for ``flush_after_s`` at ``now`` (``time.monotonic``)."""
+        return bool(self._pending) and self.flush_after_s is not None and now - self._pending_since >= self.flush_after_s
+
+    async def write(self, *, close: bool = False) -> None:
+        """Write what is there to the store, in one call each for the numbers and the spans; with ``close`` nothing is taken in after this. What could
+        not be written stays for the next time, and the error is raised."""
+        if self._writing is not None or not close:  # the usual attempt is written once, at its end, and needs no lock
+            self._writing = self._writing or asyncio.Lock()
+            async with self._writing:
+                await self._write(close=close)
+        else:
+            await self._write(close=True)
+
+    async def _write(self, *, close: bool) -> None:
         with self._lock:
             pending, self._pending = self._pending, []
             self.closed = self.closed or close
-            return pending
+        if not pending:
+            return
+        try:
+            spans = await self._store_spans(pending)
+        except BaseException:
+            with self._lock:
+                self._pending[:0] = pending
+            raise
+        self.written.extend(spans)
+
+    async def _store_spans(self, builders: list[SpanBuilder]) -> list[Span]:
+        key = (self.rollout_id, self.attempt_id)
+        if self.store is None:
+            first = len(self.written) + 1
+            return [build(*key, number) for number, build in enumerate(builders, first)]
+        numbers = await self.store.get_many_span_sequence_ids([key] * len(builders))
+        spans = [build(*key, number) for build, number in zip(builders, numbers, strict=True)]
+        await self.store.add_many_spans(spans)
+        return spans
 
 
 current_recording: ContextVar[Recording | None] = ContextVar("agl_slime_recording", default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 from collections.abc import Sequence
@@ -14,6 +15,21 @@ from agl_slime.errors import LoopError
 from agl_slime.runner.concurrent import ConcurrentRunner, FinishedListener, RunnerSettings
 
 logger = logging.getLogger(__name__)
+
+_frozen = False
+
+
+def freeze_startup_objects() -> None:
+    """Take what exists now out of the garbage collector's sight, once per process.
+
+    Imports alone leave some hundred thousand objects that live for ever; every full collection walked them, which cost a quarter of the CPU time of a
+    short rollout and pauses of a tenth of a second. They are freed by their reference counts as before.
+    """
+    global _frozen
+    if not _frozen:
+        _frozen = True
+        gc.collect()
+        gc.freeze()
 
 
 class RunnerThread:
@@ -31,8 +47,9 @@ class RunnerThread:
         hooks: Sequence[Hook] = (),
         on_finished: FinishedListener | None = None,
         worker_id: int = 0,
+        name: str | None = None,
     ) -> None:
-        self.runner = ConcurrentRunner(settings=settings, on_finished=on_finished)
+        self.runner = ConcurrentRunner(settings=settings, on_finished=on_finished, name=name)
         self._agent = agent
         self._store = store
         self._hooks = hooks
@@ -43,6 +60,7 @@ class RunnerThread:
     def start(self) -> RunnerThread:
         if self._thread is not None:
             raise LoopError("The runner was started already; make a new RunnerThread to run again.")
+        freeze_startup_objects()
         ready = threading.Event()
         self._thread = threading.Thread(target=self._main, args=(ready,), name="agl-slime-runner", daemon=True)
         self._thread.start()

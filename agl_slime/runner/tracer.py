@@ -4,12 +4,16 @@ Agent Lightning's own tracer keeps one rollout per process and submits each span
 context variable, gathers the spans of an attempt in memory and writes them in one call when the attempt ends, so an agent never waits for the store
 in the middle of its work.
 
+A long attempt's spans are written before that, so that the store's watchdog sees life: whenever there are ``flush_spans`` of them, and when the
+oldest has waited for the recording's ``flush_after_s``.
+
 Spans come from two sides: Agent Lightning's emitters (``emit_reward`` and the rest, through ``create_span``), and any OpenTelemetry instrumentation
 inside the agent, through a span processor on the global tracer provider.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -34,13 +38,24 @@ from agl_slime._agl import (
     get_active_tracer,
     set_active_tracer,
 )
+from agl_slime.runner.propagation import propagate, stop_propagating
 from agl_slime.runner.recording import Recording, SpanBuilder, current_recording
 
 logger = logging.getLogger(__name__)
 
+# How often recordings are looked at for spans that have waited long enough.
+_FLUSH_TICK_S = 0.5
+
 
 class ContextTracer(Tracer):
     """Routes each span to the rollout whose code is running; see the module's docstring."""
+
+    def __init__(self, *, flush_spans: int = 64) -> None:
+        super().__init__()
+        self._flush_spans = flush_spans
+        self._open: set[Recording] = set()
+        self._flushing: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- life cycle -----------------------------------------------------------------------------------------------------------------------
 
@@ -48,10 +63,44 @@ class ContextTracer(Tracer):
         super().init_worker(worker_id, store)
         _attach_processor()
         _activate(self)
+        propagate()
 
     def teardown_worker(self, worker_id: int) -> None:
+        stop_propagating()
         _deactivate()
         super().teardown_worker(worker_id)
+
+    async def flush_for_ever(self) -> None:
+        """Write spans of attempts that still run as they become due, until cancelled. The runner has it run beside its rollouts."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            while True:
+                await asyncio.sleep(_FLUSH_TICK_S)
+                now = time.monotonic()
+                for recording in [recording for recording in self._open if recording.due(now)]:
+                    self._flush(recording)
+        finally:
+            self._loop = None
+
+    def _flush(self, recording: Recording) -> None:
+        task = asyncio.ensure_future(self._write_early(recording))
+        self._flushing.add(task)
+        task.add_done_callback(self._flushing.discard)
+
+    async def _write_early(self, recording: Recording) -> None:
+        try:
+            await recording.write()
+        except Exception as error:  # the spans stay, and the end of the attempt tries again
+            logger.warning("Spans of rollout %s could not be written yet: %s", recording.rollout_id, error)
+
+    def _on_full(self, recording: Recording) -> None:
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            return  # nobody flushes: the end of the attempt writes them all
+        try:
+            loop.call_soon_threadsafe(self._flush, recording)
+        except RuntimeError:
+            logger.debug("The runner's loop closed before the spans of rollout %s could be written early.", recording.rollout_id)
 
     def trace_context(
         self,
@@ -64,8 +113,10 @@ class ContextTracer(Tracer):
         """The scope of one attempt; on leaving it, also by an exception, its spans are written to the store in one call."""
         if (rollout_id is None) != (attempt_id is None):
             raise ValueError("trace_context needs rollout_id and attempt_id together, or neither")
-        recording = Recording(rollout_id or "rollout-untracked", attempt_id or "attempt-untracked")
-        return _AttemptScope(recording, (store or self._store) if rollout_id is not None else None)
+        if rollout_id is None or attempt_id is None:
+            return _AttemptScope(self, Recording("rollout-untracked", "attempt-untracked"))
+        recording = Recording(rollout_id, attempt_id, store=store or self._store, flush_spans=self._flush_spans, on_full=self._on_full)
+        return _AttemptScope(self, recording)
 
     # -- spans ----------------------------------------------------------------------------------------------------------------------------
 
@@ -110,40 +161,35 @@ class _AttemptScope(AbstractAsyncContextManager[Recording]):
     """Makes a recording current, and writes it when left. The context variable keeps the finished recording, so that ``get_last_trace`` works after
     the scope."""
 
-    def __init__(self, recording: Recording, store: LightningStore | None) -> None:
+    def __init__(self, tracer: ContextTracer, recording: Recording) -> None:
+        self._tracer = tracer
         self._recording = recording
-        self._store = store
 
     async def __aenter__(self) -> Recording:
         current_recording.set(self._recording)
+        self._tracer._open.add(self._recording)
         return self._recording
 
     async def __aexit__(self, *exc_info: object) -> None:
-        recording = self._recording
-        builders = recording.take(close=True)
-        if not builders:
-            return
-        if self._store is None:
-            recording.written.extend(build(recording.rollout_id, recording.attempt_id, i) for i, build in enumerate(builders, 1))
-            return
-        key = (recording.rollout_id, recording.attempt_id)
-        sequence_ids = await self._store.get_many_span_sequence_ids([key] * len(builders))
-        spans = [build(*key, sequence_id) for build, sequence_id in zip(builders, sequence_ids, strict=True)]
-        await self._store.add_many_spans(spans)
-        recording.written.extend(spans)
+        self._tracer._open.discard(self._recording)
+        await self._recording.write(close=True)
 
 
 class _RecordingSpanProcessor(SpanProcessor):
-    """Hands finished OpenTelemetry spans to the recording that was current where they *started*: they may end in a callback thread without context.
+    """Hands finished OpenTelemetry spans to the recording of the code that *started* them: they may end in a callback thread without context.
 
-    What ends is a copy of what started, so the two are matched by trace and span id; a span that never ends is forgotten with its recording.
+    A span whose parent is under way in some recording belongs there, wherever it starts: code that hands a parent on explicitly knows better than the
+    thread it runs in. Any other belongs to the current recording. What ends is a copy of what started, so the two are matched by trace and span id; a
+    span that never ends is forgotten with its recording.
     """
 
     def __init__(self) -> None:
         self._started: WeakValueDictionary[tuple[int, int], Recording] = WeakValueDictionary()
 
     def on_start(self, span: SdkSpan, parent_context: Context | None = None) -> None:
-        recording = current_recording.get()
+        parent = span.parent
+        recording = self._started.get((parent.trace_id, parent.span_id)) if parent is not None else None
+        recording = recording or current_recording.get()
         if recording is not None:
             self._started[_key_of(span)] = recording
 

@@ -24,6 +24,16 @@ from agl_slime.store_collections import BridgeCollections
         (InMemoryLightningStore, "_unlocked_get_running_rollouts", ["self", "collections"]),
         (CollectionBasedLightningStore, "_scan_for_unhealthy_rollouts", ["self"]),
         (CollectionBasedLightningStore, "_find_and_update_unhealthy_rollouts", ["self", "collections"]),
+        (
+            CollectionBasedLightningStore,
+            "_unlocked_update_attempt_and_rollout",
+            ["self", "collections", "rollout_id", "attempt_id", "status", "worker_id", "last_heartbeat_time", "metadata"],
+        ),
+        (
+            CollectionBasedLightningStore,
+            "_unlocked_update_rollout_only",
+            ["self", "collections", "rollout_id", "input", "mode", "resources_id", "status", "config", "metadata"],
+        ),
         (InMemoryLightningCollections, "atomic", ["self", "mode", "snapshot", "labels", "kwargs"]),
         (ListBasedCollection, "tracking_context", ["self", "operation", "collection"]),
         (LitAgentRunner, "_step_impl", ["self", "next_rollout", "raise_on_exception"]),

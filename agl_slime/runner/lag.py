@@ -1,0 +1,87 @@
+"""Notices code that blocks an event loop, and names it.
+
+One agent that sleeps, computes or asks a slow judge on the event loop stops thousands of rollouts. A task on the loop notes the time every quarter of
+a second; a thread looks at the note, and when it is old, at what the loop's thread is doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+# Frames of these packages are how the agent's code is called, not what it does.
+_PLUMBING = ("asyncio", "agl_slime/runner", "agentlightning", "opentelemetry", "concurrent/futures", "threading.py", "contextvars")
+
+
+class LagMonitor:
+    """Warns once per loop when nothing else ran on it for ``threshold_s``; ``start`` and ``stop`` on the loop."""
+
+    def __init__(self, *, agent_name: str, threshold_s: float = 1.0) -> None:
+        self._agent_name = agent_name
+        self._threshold_s = threshold_s
+        self._ticked = time.monotonic()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._ticker: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
+        self.warning: str | None = None
+        """What was warned about."""
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._tick()
+        self._thread = threading.Thread(target=self._watch, name="agl-slime-lag-monitor", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._ticker is not None:
+            self._ticker.cancel()
+
+    def _tick(self) -> None:
+        assert self._loop is not None
+        self._ticked = time.monotonic()
+        self._ticker = self._loop.call_later(_TICK_S, self._tick)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_TICK_S):
+            if time.monotonic() - self._ticked > self._threshold_s + _TICK_S:
+                self._warn()
+                return
+
+    def _warn(self) -> None:
+        place = _place_of(sys._current_frames().get(self._loop_thread))
+        try:
+            task = asyncio.current_task(self._loop)
+        except RuntimeError:
+            task = None
+        rollout = f" in rollout {task.get_name()}" if task is not None else ""
+        self.warning = (
+            f"{self._agent_name} blocks the runner's event loop: nothing else ran for {self._threshold_s:g} s{rollout}, at {place}. "
+            "All rollouts of this process wait meanwhile; use async calls, `asyncio.to_thread`, or a sync rollout()."
+        )
+        logger.warning(self.warning)
+
+
+def _place_of(frame: FrameType | None) -> str:
+    """The innermost line that is neither plumbing nor the standard library's, else the innermost line."""
+    if frame is None:
+        return "an unknown place"
+    stack = traceback.extract_stack(frame)
+    library = sys.prefix, sys.base_prefix
+    own = [entry for entry in stack if not any(part in entry.filename.replace("\\", "/") for part in _PLUMBING)]
+    chosen = next((entry for entry in reversed(own) if not entry.filename.startswith(library)), own[-1] if own else stack[-1])
+    return f"{chosen.filename}:{chosen.lineno} ({chosen.name})"
+
+
+__all__ = ["LagMonitor"]
