@@ -51,12 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(arguments: list[str]) -> int:
     errors = Console(stderr=True)
     try:
-        config = tyro.cli(TrainConfig, prog="train.py", args=arguments)
+        own, slime_flags = _split_at_dashes(arguments)
+        config = tyro.cli(TrainConfig, prog="train.py", args=own)
         console = Console()
         _configure_logging(errors)
         from agl_slime.training_run import run_training  # Agent Lightning takes seconds to import; --help should not
 
-        _run_until_signal(run_training(config, console=console))
+        _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
     except (KeyboardInterrupt, asyncio.CancelledError):
         errors.print("Interrupted; what was written is kept.", highlight=False)
         return 130
@@ -67,6 +68,14 @@ def _train(arguments: list[str]) -> int:
         errors.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
     return 0
+
+
+def _split_at_dashes(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Our flags, and after ``--`` slime's."""
+    if "--" not in arguments:
+        return arguments, []
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
 
 
 def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:

@@ -35,9 +35,18 @@ from agl_slime.trainers.base import Trainer
 logger = logging.getLogger(__name__)
 
 
-async def run_training(config: TrainConfig, *, console: Console | None = None) -> RunResult:
-    """A whole run. Raises ``AglSlimeError`` with one sentence when it cannot start or go on; leaves no process and no thread behind."""
+async def run_training(config: TrainConfig, *, slime_flags: Sequence[str] = (), console: Console | None = None) -> RunResult:
+    """A whole run. Raises ``AglSlimeError`` with one sentence when it cannot start or go on; leaves no process and no thread behind.
+
+    ``slime_flags`` are slime's own, for ``--trainer slime``.
+    """
     console = console or Console()
+    if config.trainer == "slime":
+        from agl_slime.slime.run import run_slime_training
+
+        return await run_slime_training(config, slime_flags, console=console)
+    if slime_flags:
+        raise ConfigError(f"flags after -- are slime's, and the trainer is {config.trainer}: add --trainer slime, or leave out {slime_flags[0]!r}")
     agent = await run_in_thread(load_agent, config.agent)
     configure_agent(agent, scheduler=config.multi_turn_scheduler, max_turns=config.max_turns, plugins=config.external_plugins)
     tasks = _tasks_of(config, agent)

@@ -1,0 +1,82 @@
+"""``python train.py --trainer slime`` on a CPU: the loop is ours, the manager, placement groups, actors' group and weight updates are slime's.
+
+python -m tests.slime.programs.driver DIRECTORY STEPS embedded|router
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import ray
+import requests
+import yaml
+
+from agl_slime.cli import main as command_line
+from agl_slime.sglang.embedded.process import EmbeddedEngine
+from tests.slime.programs.common import make_policy, start_ray
+from tests.slime.programs.loop import router
+from tests.slime.support import model_flags, report
+
+
+def main(directory: Path, steps: int, engines: str) -> None:
+    from tests.slime.cpu import register_cpu
+
+    register_cpu()
+    model = make_policy(directory)
+    metrics = directory / "metrics.jsonl"
+    settings = directory / "agl.yaml"
+    settings.write_text(yaml.safe_dump({"agl_actor_cls": "tests.slime.cpu.CpuTrainActor", "agl_metrics": str(metrics)}))
+    with ExitStack() as stack:
+        workers = [stack.enter_context(EmbeddedEngine(model)).url for _ in range(2 if engines == "router" else 1)]
+        url = workers[0]
+        if engines == "router":
+            url = f"http://127.0.0.1:{stack.enter_context(router())}"
+            for worker in workers:
+                requests.post(f"{url}/workers", json={"url": worker}, timeout=10).raise_for_status()
+            wait_for_workers(url, len(workers))
+        start_ray(num_gpus=1, setup_hook="tests.slime.cpu.register_cpu")
+        stack.callback(ray.shutdown)
+        began = time.monotonic()
+        code = command_line(
+            [
+                *("train", "--trainer", "slime", "--sglang-url", url, "--model-path", str(model), "--num-iterations", str(steps)),
+                *("--rollout-batch-size", "16", "--n-samples-per-prompt", "4", "--eval-interval", "0"),
+                *("--output-dir", str(directory / "run"), "--"),
+                *model_flags(model),
+                *("--num-gpus-per-node", "1", "--micro-batch-size", "1", "--custom-config-path", str(settings)),
+                *("--update-weight-mode", "full", "--update-weight-transport", "disk", "--update-weight-disk-dir", str(directory / "weights")),
+                *("--save", str(directory / "checkpoint"), "--save-interval", str(steps)),
+            ]
+        )
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        own = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+        report(
+            {
+                "code": code,
+                "trained_equals_sampled": all(line["train/tokens_trained"] == line["rollout/tokens_sampled"] for line in own),
+                "seconds": round(time.monotonic() - began, 1),
+                "rewards": [round(line["reward"], 3) for line in lines],
+                "versions": [requests.get(f"{worker}/model_info", timeout=10).json()["weight_version"] for worker in workers],
+                "sampled": [requests.get(f"{worker}/server_info", timeout=10).json()["tokens_sampled"] for worker in workers],
+                "logprob_diff_max": [round(line["train/logprob_diff_max"], 6) for line in lines],
+                "checkpoint": sorted(path.name for path in (directory / "checkpoint").iterdir()) if (directory / "checkpoint").is_dir() else [],
+                "files": sorted(path.name for path in (directory / "run").iterdir()),
+            }
+        )
+
+
+def wait_for_workers(url: str, n: int) -> None:
+    for _ in range(200):
+        listed = requests.get(f"{url}/workers", timeout=5).json()["workers"]
+        if sum(bool(worker.get("is_healthy")) for worker in listed) >= n:
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"the router lists {listed}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,73 @@
+"""What can be said about slime as a trainer without slime."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from agl_slime.cli import main
+from agl_slime.errors import MissingDependencyError
+from agl_slime.slime.versions import periodic_action
+from agl_slime.trainers.slime import SlimeRunSettings, require_slime
+
+
+@pytest.fixture
+def without_slime(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> Any:
+        return None if name.split(".")[0] == "slime" else find(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+
+
+@pytest.mark.usefixtures("without_slime")
+def test_without_slime_one_sentence_says_what_to_install(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "--trainer", "slime", "--sglang-url", "http://127.0.0.1:1", "--", "--lr", "1e-6"]) == 2
+    error = capsys.readouterr().err
+    assert "slime is not installed" in error
+    assert "git clone https://github.com/THUDM/slime" in error
+    assert "Traceback" not in error
+    with pytest.raises(MissingDependencyError):
+        require_slime()
+
+
+def test_slimes_flags_without_slime_as_the_trainer_are_refused(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "--", "--lr", "1e-6"]) == 2
+    assert "--trainer slime" in capsys.readouterr().err
+
+
+def _flags(**settings: Any) -> list[str]:
+    defaults = {"model": "/model", "num_rollout": 3, "rollout_batch_size": 4, "n_samples_per_prompt": 2, "temperature": 0.7, "max_new_tokens": 9}
+    return SlimeRunSettings(**{**defaults, **settings}).flags()
+
+
+def _value(flags: list[str], name: str) -> str:
+    return flags[flags.index(name) + 1]
+
+
+def test_the_loops_settings_become_slimes_flags():
+    flags = _flags(engine_urls=("http://10.0.0.1:30000", "http://10.0.0.2:30000"), router=("10.0.0.9", 3000))
+    assert _value(flags, "--global-batch-size") == "8"
+    assert flags[flags.index("--rollout-external-engine-addrs") + 1 :][:2] == ["10.0.0.1:30000", "10.0.0.2:30000"]
+    assert (_value(flags, "--sglang-router-ip"), _value(flags, "--sglang-router-port")) == ("10.0.0.9", "3000")
+    assert "--rollout-num-gpus" not in flags
+    assert _value(flags, "--data-source-path") == "agl_slime.AGLDataSource"
+
+
+def test_engines_that_slime_launches_get_a_router_at_a_known_port():
+    flags = _flags(rollout_num_gpus=8, router=(None, 3100))
+    assert _value(flags, "--rollout-num-gpus") == "8"
+    assert _value(flags, "--sglang-router-port") == "3100"
+    assert "--sglang-router-ip" not in flags
+    assert "--rollout-external-engine-addrs" not in flags
+
+
+@pytest.mark.parametrize(
+    ("rollout_id", "interval", "per_epoch", "due"),
+    [(0, None, None, False), (1, 2, None, True), (2, 2, None, False), (9, 100, None, True), (4, 100, 5, True), (3, 100, 5, False)],
+)
+def test_when_something_periodic_is_due(rollout_id: int, interval: int | None, per_epoch: int | None, due: bool):
+    assert periodic_action(rollout_id, interval, per_epoch, 10) is due
