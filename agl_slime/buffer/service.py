@@ -46,6 +46,7 @@ class _Task:
     process: GeneratorProcess | None = None
     run_no: int | None = None
     run_key: str = ""
+    restarts: int = 0
 
 
 class RolloutBuffer:
@@ -68,6 +69,8 @@ class RolloutBuffer:
         )
         self._writer = _Writer(self.store)
         self._url = ""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._restarting: set[asyncio.Future[None]] = set()
 
     # -- life --------------------------------------------------------------------------------------------------------------------------------------
 
@@ -81,12 +84,16 @@ class RolloutBuffer:
     async def start(self, url: str) -> None:
         """Start the generators of a former life again. ``url`` is where generators reach this buffer."""
         self._url = url.rstrip("/")
+        self._loop = asyncio.get_running_loop()
         for name, run in self.store.last_runs().items():
             if run["state"] == "running":
                 await self._take_up(self._tasks[name], run)
 
     async def close(self) -> None:
         """End the generators and the writer; what was written is kept when there is a run directory."""
+        self._loop = None
+        for restart in list(self._restarting):
+            restart.cancel()
         processes = [task.process for task in self._tasks.values() if task.process is not None]
         await asyncio.gather(*(run_in_thread(process.stop, "interrupted") for process in processes))
         await run_in_thread(self._writer.stop)
@@ -173,6 +180,7 @@ class RolloutBuffer:
         task.group_size = group_size
         await run_in_thread(self.store.set_task, task.name, self._pipeline(task.name, group_size))
         task.run_no = await run_in_thread(self.store.start_run, task.name, payload)
+        task.restarts = 0
         self._launch(task, payload, skip)
         return task.run_no, again
 
@@ -225,10 +233,32 @@ class RolloutBuffer:
             return  # the buffer ends: the run is taken up when it starts again
         if state in ("failed", "stalled"):
             logger.error("The generator of %s %s: %s", name, state, error)
+            task = self._tasks[name]
+            if task.restarts < self.settings.generator_restarts and self._loop is not None and not self._loop.is_closed():
+                task.restarts += 1
+                self._loop.call_soon_threadsafe(self._restart_later, task, run_no, state, error)
+                return
         try:
             self.store.end_run(run_no, state, error)
         except sqlite3.Error as failure:
             logger.error("The end of run %d of %s could not be recorded: %s", run_no, name, failure)
+
+    def _restart_later(self, task: _Task, run_no: int, state: str, error: str) -> None:
+        restart = asyncio.ensure_future(self._restart(task, run_no, state, error))
+        self._restarting.add(restart)
+        restart.add_done_callback(self._restarting.discard)
+        restart.add_done_callback(_look_at)
+
+    async def _restart(self, task: _Task, run_no: int, state: str, error: str) -> None:
+        """Take a failed run up where its items end, after a pause that grows with the number of failures."""
+        try:
+            await asyncio.sleep(min(60.0, 0.25 * 4**task.restarts))
+            async with task.lock:
+                if task.run_no == run_no:  # not replaced meanwhile
+                    await self._take_up(task, self.store.last_runs()[task.name])
+        except BufferRequestError:
+            logger.exception("The generator of %s could not be started again.", task.name)
+            await run_in_thread(self.store.end_run, run_no, state, error)
 
     def _input_file(self, given: Any) -> Path:
         if not isinstance(given, str) or "\0" in given:
@@ -260,6 +290,8 @@ class RolloutBuffer:
         for name, task in list(self._tasks.items()):
             run = runs.get(name)
             told = {key: run[key] for key in ("no", "state", "error", "started", "ended")} if run is not None else None
+            if told is not None:
+                told["restarts"] = task.restarts
             if told is not None and task.process is not None and task.process.running:
                 told["silent_s"] = round(task.process.silent_s, 3)
             tasks[name] = {**self.store.describe(name), "run": told}

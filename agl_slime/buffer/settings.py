@@ -57,6 +57,8 @@ class BufferSettings:
     """Seconds within which a request must have arrived and a batch must have been made."""
     generator_stall_s: float = 3600.0
     """End a generator that has not asked anything of the buffer for so many seconds; 0 is never."""
+    generator_restarts: int = 3
+    """How often a run whose generator failed or stalled is taken up again, where its items end."""
     keep_delivered_groups: int | None = None
     """Groups that were handed out and are kept for a trainer that lost them; 4096 with --run-dir and 256 without when not given."""
 
@@ -73,6 +75,8 @@ class BufferSettings:
         for name in ("max_buffer_size", "max_body_mb", "request_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
+        if self.generator_restarts < 0:
+            raise ConfigError(f"--generator-restarts must not be negative, got {self.generator_restarts}")
         if self.generator_stall_s < 0:
             raise ConfigError(f"--generator-stall-s must be 0 (never) or more, got {self.generator_stall_s}")
         if (self.keep_delivered_groups or 0) < 0:

@@ -146,6 +146,25 @@ async def test_a_generator_that_hangs_is_ended_and_recorded(tmp_path):
         assert run["error"] == "nothing was heard of it for 1 s"
 
 
+async def test_a_generator_that_fails_is_started_again_where_its_items_end(tmp_path):
+    """It dies after the second item, with one group done and nothing of the next: the second try makes only what is missing."""
+    died = tmp_path / "died"
+    die = f"""
+            import os, signal
+            if instance_id == "id1" and not os.path.exists({str(died)!r}):
+                open({str(died)!r}, "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            for n in range("""
+    add_generator(tmp_path, "sums", WRITES_TWO_PER_INSTANCE.replace("\n            for n in range(", die))
+    async with BufferServer(settings=settings_for(tmp_path, generator_restarts=1)) as server, Client(server.url) as client:
+        await client.post("/start_rollout", start_payload(tmp_path, skip_instance_ids=[]))
+        run = await eventually(lambda: _run_is(client, "sums", "finished"))
+        assert run["restarts"] == 1
+        assert [entry["uid"] for entry in await client.read()] == ["id0.0", "id0.1", "id1.0", "id1.1", "id2.0", "id2.1"]
+        _, stats = await client.get("/stats")
+        assert stats["items"]["opened"] == 6
+
+
 async def test_a_new_run_ends_the_one_before(tmp_path):
     add_generator(tmp_path, "slow", 'import time\nTASK_TYPE = "slow"\ndef run_rollout(data):\n    time.sleep(3600)\n')
     async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:

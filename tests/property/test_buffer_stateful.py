@@ -76,6 +76,9 @@ class BufferMachine(RuleBasedStateMachine):
             assert conflicts
             return
         assert isinstance(result, WriteResult)
+        for item in items:
+            if item["uid"] in self.accepted and self.store.ledger.is_open(f"{TASK}/{item['uid']}"):
+                assert self.accepted[item["uid"]] == item  # an item that is held must not be taken for another
         fresh = {item["uid"]: item for item in items if item["uid"] not in self.accepted}
         assert (result.written, result.duplicates) == (len(fresh), len(items) - len(fresh))
         self.accepted.update(fresh)
@@ -170,6 +173,8 @@ class BufferMachine(RuleBasedStateMachine):
         assert counts.opened == counts.open + counts.ready + sum(counts.closed.values())
         with_reader = sum(1 for n in self.out.values() if n > 0)
         assert counts.ready + counts.closed.get(Outcome.TRAINED, 0) == with_reader
+        undecided = self.store.undecided(TASK)
+        assert self.store.held_items == sum(group.count for group in undecided)
         assert counts.open <= self.store.held_items
         for uid in self.accepted:
             if self.store.ledger.is_open(f"{TASK}/{uid}"):
@@ -177,4 +182,4 @@ class BufferMachine(RuleBasedStateMachine):
 
 
 TestBuffer = BufferMachine.TestCase
-TestBuffer.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBuffer.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
