@@ -26,19 +26,20 @@ def check_loss_scale(scale: Any) -> LossScale:
 def untrained_turns(scale: LossScale, turns: Sequence[Turn]) -> tuple[int, ...]:
     """Indices of the turns that are context only. ``ConfigError`` when that would be all of them, or a function returns another weight than 0 or
     1."""
-    if scale == "default" or not turns:
+    sampled = [index for index, turn in enumerate(turns) if len(turn.response_ids)]  # an answer that was aborted at once has nothing to train
+    if scale == "default" or not sampled:
         return ()
     if scale == "last_round":
-        return tuple(range(len(turns) - 1))
+        return tuple(sampled[:-1])
     assert callable(scale)
     left_out = []
-    for index, turn in enumerate(turns):
-        messages = [*map(dict, turn.messages or ()), {"role": "assistant", "content": turn.text}]
+    for index in sampled:
+        messages = [*map(dict, turns[index].messages or ()), {"role": "assistant", "content": turns[index].text}]
         weight = scale(messages, index + 1, len(turns))
         if weight not in (0, 1):
             raise ConfigError(f"loss_scale must return 0 or 1 for each answer, got {weight!r} for answer {index + 1}; weights cannot be trained with")
         if not weight:
             left_out.append(index)
-    if len(left_out) == len(turns):
-        raise ConfigError(f"loss_scale leaves all {len(turns)} answers of a rollout out; nothing could be trained")
+    if len(left_out) == len(sampled):
+        raise ConfigError(f"loss_scale leaves all {len(sampled)} answers of a rollout out; nothing could be trained")
     return tuple(left_out)

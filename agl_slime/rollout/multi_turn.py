@@ -48,7 +48,8 @@ class MultiTurnRollout(Rollout):
         tool_parser: How the model writes calls; by default as its chat template shows.
         trace_dir, trace_callback, success_callback: See ``TraceWriter``.
 
-    A trajectory comes back with its own keys and:
+    A trajectory has ``messages``, and perhaps ``tools``: schemas to show in place of the manager's (an empty list: none), and ``id``. It comes back
+    with its own keys and:
 
     - ``messages``: the conversation, tool results included.
     - ``input_ids``, ``labels``, ``logprobs``: one entry per token of the whole sequence. ``labels`` are -100 where a token is not trained,
@@ -149,7 +150,7 @@ class _Row:
     def __init__(self, trajectory: Trajectory, tools: Any, tokenizer: ChatTokenizer, templates: dict[str, ChatTemplate]) -> None:
         self.given = trajectory
         self.tools = tools
-        schemas = trajectory.get("tools") or (tools.schemas if tools is not None else None)
+        schemas = trajectory.get("tools", tools.schemas if tools is not None else None) or None  # an empty list: none are shown
         template = templates.setdefault(repr(schemas), ChatTemplate(tokenizer=tokenizer, tools=schemas))
         self.context = ChatContext(tokenizer=tokenizer, messages=trajectory["messages"], template=template)
         self.turns: list[Turn] = []
