@@ -3,7 +3,8 @@
 Stock Agent Lightning can be asked for finished rollouts only by a walk through every rollout ever stored, or by waiting for named ids.
 ``StoreService`` serves a ``BridgeStore`` with Agent Lightning's own server and adds one route to it: ``POST /agl_slime/v1/finished`` with ``{"epoch",
 "after", "wait_s"}`` answers with the ids of the rollouts that ended after position ``after``, as soon as there are any, so following a store costs
-the same however long it has lived. ``RemoteStore`` is Agent Lightning's client with that route.
+the same however long it has lived. ``RemoteStore`` is Agent Lightning's client with that route. A further route takes many calls of a runner at once;
+see ``agl_slime.store_batch``.
 
 Delivery is at least once. A position is a number within an *epoch*, the life of one server; the last 100,000 ends are kept. A follower that comes
 with another epoch, or from too far behind, is told so and looks through the store once.
@@ -184,7 +185,10 @@ class StoreService:
         self.stop()
 
     def _add_routes(self, token: str | None) -> None:
-        from fastapi.responses import JSONResponse
+        from fastapi import Request
+        from fastapi.responses import JSONResponse, Response
+
+        from agl_slime.store_batch import BATCH_PATH, execute_batch  # builds on the client below
 
         app = self._server.app
         assert app is not None
@@ -193,8 +197,13 @@ class StoreService:
             position = FeedPosition(str(request.get("epoch", "")), int(request.get("after", 0)))
             return await self.feed.wait(position, float(request.get("wait_s", 0.0)))
 
+        async def batch(request: Any) -> Response:
+            return Response(await execute_batch(self._store, await request.body()), media_type="application/json")
+
+        batch.__annotations__["request"] = Request  # postponed annotations hide it from FastAPI
         # POST: the dashboard of Agent Lightning's server answers every GET
         app.post(FEED_PATH)(finished)
+        app.post(BATCH_PATH)(batch)
         if token:
             expected = f"Bearer {token}"
 

@@ -124,6 +124,11 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         """Rollouts that are being executed."""
         return len(self._in_flight)
 
+    @property
+    def stopping(self) -> bool:
+        """Whether ``stop`` was called."""
+        return self._stopping
+
     # -- from any thread --------------------------------------------------------------------------------------------------------------------
 
     def wake(self) -> None:

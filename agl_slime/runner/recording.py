@@ -88,9 +88,7 @@ class Recording:
             first = len(self.written) + 1
             return [build(*key, number) for number, build in enumerate(builders, first)]
         numbers = await self.store.get_many_span_sequence_ids([key] * len(builders))
-        spans = [build(*key, number) for build, number in zip(builders, numbers, strict=True)]
-        await self.store.add_many_spans(spans)
-        return spans
+        return [*await self.store.add_many_spans([build(*key, number) for build, number in zip(builders, numbers, strict=True)])]
 
 
 current_recording: ContextVar[Recording | None] = ContextVar("agl_slime_recording", default=None)

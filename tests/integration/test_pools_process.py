@@ -1,0 +1,172 @@
+"""Runner processes: real ones, against a real store over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime._agl import LLM, EnqueueRolloutRequest, LitAgent, RolloutConfig, emit_reward, find_final_reward
+from agl_slime.errors import ConfigError, LoopError
+from agl_slime.runner.concurrent import RunnerSettings
+from agl_slime.runner.plan import RunnerPlan
+from agl_slime.runner.pools import ProcessPool, StoreAccess, make_runners
+from agl_slime.runner.thread import RunnerThread
+from agl_slime.runner.worker import READY, WorkerSpec, process_main
+from agl_slime.store import BridgeStore
+
+pytestmark = pytest.mark.slow  # every process imports Agent Lightning: seconds of a core each
+
+SETTINGS = RunnerSettings(poll_interval_s=0.02, heartbeat_interval_s=1.0)
+
+
+class EchoAgent(LitAgent[Any]):
+    """Rewards with the task's number. May be told to end its process, once, or to wait."""
+
+    async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> None:
+        if (flag := task.get("die_unless")) and not Path(flag).exists():
+            Path(flag).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(2_000):
+            if "wait_for" not in task or Path(task["wait_for"]).exists():
+                break
+            await asyncio.sleep(0.02)
+        for _ in range(task.get("spans", 0)):
+            emit_reward(-1.0)
+        emit_reward(float(task["n"]))
+
+
+class PoisonAgent(LitAgent[Any]):
+    async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class UnpicklableAgent(LitAgent[Any]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep = lambda: None
+
+
+async def prepared(tasks: Sequence[dict[str, Any]], **config: Any) -> tuple[BridgeStore, list[str]]:
+    store = BridgeStore()
+    await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")})
+    requests = [EnqueueRolloutRequest(input=task, mode="train", config=RolloutConfig(**config)) for task in tasks]
+    return store, [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+
+
+async def ends(store: BridgeStore, ids: Sequence[str]) -> list[Any]:
+    return [await asyncio.wait_for(store.wait_for_rollout(rollout_id, timeout=60), 65) for rollout_id in ids]
+
+
+def gone(pids: Sequence[int]) -> bool:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+async def test_two_processes_share_the_work_and_nothing_is_left_running(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    tasks = [{"n": n, "spans": n % 3, **({"wait_for": str(go)} if n < 40 else {})} for n in range(120)]
+    store, ids = await prepared(tasks)
+    pool = ProcessPool(agent=EchoAgent(), access=StoreAccess(store), processes=2, settings=SETTINGS)
+    await asyncio.to_thread(pool.start)
+    pids = pool.pids
+    assert len(pids) == 2
+    for _ in range(1_500):  # until both have come up and taken a share
+        workers = {attempt.worker_id for attempt in [await store.get_latest_attempt(rollout_id) for rollout_id in ids] if attempt is not None}
+        if len(workers) == 2 or (len(workers) == 1 and store.usage().queued == 0):
+            break
+        await asyncio.sleep(0.02)
+    go.touch()
+    more = [r.rollout_id for r in await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"n": n}, mode="train") for n in range(50)])]
+    pool.wake()
+    for n, rollout in enumerate(await ends(store, [*ids, *more])):
+        assert rollout.status == "succeeded"
+        spans = [*await store.query_spans(rollout.rollout_id, "latest")]
+        assert find_final_reward(spans) == rollout.input["n"]
+        assert [span.sequence_id for span in spans] == list(range(1, len(spans) + 1))
+        assert len(spans) == (n % 3 if n < 120 else 0) + 1
+    # called on an event loop, as the training loop does
+    assert pool.stop()
+    assert gone(pids)
+    assert pool.failure is None
+
+
+async def test_rollouts_of_a_process_that_dies_are_executed_by_another(tmp_path: Path) -> None:
+    tasks: list[dict[str, Any]] = [{"n": n} for n in range(20)]
+    tasks[7]["die_unless"] = str(tmp_path / "died")
+    store, ids = await prepared(tasks, max_attempts=1)
+    pool = ProcessPool(agent=EchoAgent(), access=StoreAccess(store), processes=1, settings=SETTINGS, max_restarts=1)
+    await asyncio.to_thread(pool.start)
+    try:
+        rollouts = await ends(store, ids)
+    finally:
+        assert await asyncio.to_thread(pool.stop)
+    assert (tmp_path / "died").exists()
+    for n, rollout in enumerate(rollouts):
+        assert rollout.status == "succeeded"
+        assert find_final_reward([*await store.query_spans(rollout.rollout_id, "latest")]) == n
+    assert len(await store.query_attempts(ids[7])) == 2
+
+
+async def test_an_agent_that_kills_every_process_ends_the_pool_with_a_reason() -> None:
+    store, [poison] = await prepared([{"n": 0}])
+    pool = ProcessPool(agent=PoisonAgent(), access=StoreAccess(store), processes=1, settings=SETTINGS, max_restarts=0)
+    await asyncio.to_thread(pool.start)
+    for _ in range(3_000):
+        if pool.failure is not None:
+            break
+        await asyncio.sleep(0.02)
+    assert isinstance(pool.failure, LoopError)
+    assert "killed by signal 9" in str(pool.failure)
+    await asyncio.to_thread(pool.stop)
+    assert (await store.get_rollout_by_id(poison)).status == "requeuing"  # type: ignore[union-attr]  # another pool may try it
+
+
+async def test_a_process_whose_pool_is_gone_ends_by_itself() -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    spec = WorkerSpec(agent=EchoAgent(), store_url="http://127.0.0.1:1", store_token=None, settings=SETTINGS, name="orphan")
+    process = context.Process(target=process_main, args=(spec, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    assert await asyncio.to_thread(ours.poll, 60)
+    assert ours.recv() == READY
+    ours.close()  # what the kernel does when the pool's process dies
+    await asyncio.to_thread(process.join, 30)
+    assert process.exitcode == 0
+
+
+async def test_stopping_cancels_in_the_other_processes_and_says_so(tmp_path: Path) -> None:
+    store, ids = await prepared([{"n": 0, "wait_for": str(tmp_path / "never")}])
+    pool = ProcessPool(agent=EchoAgent(), access=StoreAccess(store), processes=1, settings=SETTINGS)
+    await asyncio.to_thread(pool.start)
+    for _ in range(1_000):
+        if store.usage().running:
+            break
+        await asyncio.sleep(0.02)
+    assert await asyncio.to_thread(pool.stop)
+    assert (await store.get_rollout_by_id(ids[0])).status == "failed"  # type: ignore[union-attr]
+
+
+def test_an_agent_that_cannot_travel_is_one_sentence() -> None:
+    pool = ProcessPool(agent=UnpicklableAgent(), access=StoreAccess(BridgeStore()), processes=1, settings=SETTINGS)
+    with pytest.raises(ConfigError, match="UnpicklableAgent cannot be sent to another process"):
+        pool.start()
+    assert pool.pids == []
+
+
+def test_a_plan_makes_its_runners() -> None:
+    store = BridgeStore()
+    assert isinstance(make_runners("inproc", agent=EchoAgent(), store=store), RunnerThread)
+    assert isinstance(make_runners(RunnerPlan("process", 3), agent=EchoAgent(), store=store), ProcessPool)

@@ -1,0 +1,62 @@
+"""Runners as Ray actors; starts a real Ray on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime._agl import find_final_reward
+from agl_slime.runner.plan import RunnerPlan
+from agl_slime.runner.pools import StoreAccess, make_runners
+from tests.integration.test_pools_process import SETTINGS, EchoAgent, ends, gone, prepared
+
+
+@pytest.mark.ray
+async def test_ray_actors_execute_rollouts_and_a_dead_one_is_replaced(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    from agl_slime.runner.ray_pool import RayPool
+
+    pid_file = tmp_path / "pid"
+    tasks: list[dict[str, Any]] = [{"n": n} for n in range(30)]
+    tasks[5]["die_unless"] = str(tmp_path / "died")
+    tasks[6]["pid_to"] = str(pid_file)
+    store, ids = await prepared(tasks, max_attempts=1)
+    pool = RayPool(agent=PidAgent(), access=StoreAccess(store), actors=1, settings=SETTINGS, max_restarts=1)
+    await asyncio.to_thread(pool.start)
+    try:
+        rollouts = await ends(store, ids)
+    finally:
+        assert await asyncio.to_thread(pool.stop)
+    assert (tmp_path / "died").exists()
+    for n, rollout in enumerate(rollouts):
+        assert rollout.status == "succeeded"
+        assert find_final_reward([*await store.query_spans(rollout.rollout_id, "latest")]) == n
+    assert gone([int(pid_file.read_text())])
+
+
+class PidAgent(EchoAgent):
+    """Leaves its process's id where it is told to."""
+
+    async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> None:
+        if "pid_to" in task:
+            Path(task["pid_to"]).write_text(str(os.getpid()))
+        if (flag := task.get("die_unless")) and not Path(flag).exists():
+            Path(flag).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        await super().rollout_async(task, resources, rollout)
+
+
+def test_ray_that_is_not_installed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from agl_slime.errors import MissingDependencyError
+    from agl_slime.store import BridgeStore
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingDependencyError, match="pip install"):
+        make_runners(RunnerPlan("ray", 2), agent=EchoAgent(), store=BridgeStore())
