@@ -44,9 +44,12 @@ def is_valid_group(group: Group, min_valid_group_size: int, task_type: str = "")
 def filter_item(item: Item, task_type: str = "", *, reward_range: tuple[float, float] | None = (0.0, 1.0)) -> bool:
     """Keep items that have an instance id, a finite reward within ``reward_range`` (``None``: any), and messages or token ids.
 
-    Failed rollouts are written with a reward outside of the range, -1 by custom, and end here.
+    Failed rollouts end here: they are written with a reward outside of the range, -1 by custom, or with an ``error`` in their ``extra_info``.
     """
     if item.get("instance_id") is None:
+        return False
+    extra = item.get("extra_info")
+    if isinstance(extra, Mapping) and extra.get("error"):
         return False
     if not isinstance(item.get("messages"), list) and not isinstance(item.get("tokens"), list):
         return False

@@ -12,12 +12,16 @@ import openai
 import pytest
 from aiohttp import web
 
+from agl_slime import Generation, SGLangLitAgent
 from agl_slime.buffer.client import BufferUnreachableError, BufferWriter
 from agl_slime.buffer.discovery import SHIPPED_GENERATORS, discover_generators
 from agl_slime.buffer.errors import BufferRequestError
-from agl_slime.buffer.generators import base_generator
+from agl_slime.buffer.generators import agl_generator, base_generator
+from agl_slime.buffer.samples import SampleMaker
 from agl_slime.buffer.server import BufferServer
+from agl_slime.errors import ConfigError
 from tests.buffer_cases import Client, add_generator, eventually, make_item, settings_for
+from tests.vocabularies import chat_tokenizer
 
 
 class ChatEngine:
@@ -66,7 +70,7 @@ def adds(asked: dict[str, Any]) -> tuple[str, str, int]:
 def test_the_shipped_directory_has_no_broken_generator():
     found = discover_generators(SHIPPED_GENERATORS)
     assert found.problems == {}
-    assert "math" in found.generators
+    assert set(found.generators) == {"math", "agl"}
 
 
 async def test_the_math_generator_goes_from_payload_to_groups(tmp_path):
@@ -114,9 +118,8 @@ async def test_an_aborted_answer_is_continued_with_what_is_left(monkeypatch):
 
 async def test_an_aborted_answer_without_room_left_is_cut_off(monkeypatch):
     monkeypatch.setattr(base_generator, "_PAUSE_S", 0.001)
-    async with ChatEngine(lambda asked: ("word", "abort", 8)) as engine:
-        async with openai.AsyncOpenAI(api_key="none", base_url=f"{engine.url}/v1") as client:
-            messages, finish_reason = await base_generator.query_single_turn(client, [{"role": "user", "content": "?"}], {"max_tokens": 16})
+    async with ChatEngine(lambda asked: ("word", "abort", 8)) as engine, openai.AsyncOpenAI(api_key="none", base_url=f"{engine.url}/v1") as client:
+        messages, finish_reason = await base_generator.query_single_turn(client, [{"role": "user", "content": "?"}], {"max_tokens": 16})
     assert (messages[-1]["content"], finish_reason) == ("wordword", "length")
 
 
@@ -246,3 +249,48 @@ async def test_a_buffer_that_stays_away_is_told(tmp_path):
     async with BufferWriter(url=url, give_up_s=0.2) as writer:
         with pytest.raises(BufferUnreachableError, match=r"took nothing for 0\.2 s"):
             await writer.write(make_item("1"))
+
+
+async def test_an_agent_lightning_agent_fills_the_buffer_with_the_engines_tokens(tmp_path):
+    """Real store, runner, tracer and buffer; only the model is scripted. One task fails: its items say why and its group is left out."""
+    tokenizer = chat_tokenizer("anthropic", "chatml")
+    answer = (*tokenizer.encode("4", add_special_tokens=False), tokenizer.eos_token_id)
+
+    class Engine:
+        async def generate(self, input_ids: Any, sampling: Any, **_: Any) -> Generation:
+            assert sampling.max_new_tokens == 16
+            log_probs = tuple(-0.5 for _ in answer)
+            return Generation(output_ids=answer, log_probs=log_probs, text="4", finish_reason="stop", prompt_tokens=len(input_ids))
+
+    class Adder(SGLangLitAgent):
+        def compute_reward(self, task: dict[str, Any], response: str) -> float:
+            if task["instance_id"] == "math_1":
+                raise RuntimeError("the judge is away")
+            return 1.0 if response == task["label"] else 0.0
+
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        data = {
+            "remote_engine_url": "http://127.0.0.1:9",
+            "remote_buffer_url": server.url,
+            "input_file": write_problems(tmp_path, 4),
+            "num_repeat_per_sample": "2",
+            "num_process": 3,
+            "sampling_params": {"max_tokens": 16},
+        }
+        await agl_generator.run_agent(Adder(tokenizer=tokenizer, client=Engine()), data)
+        items = await client.read()
+        _, stats = await client.get("/stats")
+    assert Counter(entry["instance_id"] for entry in items) == {"math_0": 2, "math_2": 2, "math_3": 2}
+    assert stats["task_types"]["math"]["groups_refused"] == {"too_few_valid_items": 1}
+    assert {(entry["instance_id"], entry["raw_reward"]) for entry in items} == {("math_0", 0.0), ("math_2", 0.0), ("math_3", 1.0)}
+    groups = [SampleMaker(masks=None, normalized=False).group([entry]) for entry in items]
+    for (sample,) in groups:
+        assert tuple(sample.tokens[-sample.response_length :]) == answer
+        assert sample.rollout_log_probs == [-0.5] * len(answer)
+        assert sample.metadata["token_source"] == "engine"
+
+
+def test_the_agent_is_named_by_whoever_starts_the_buffer(monkeypatch):
+    monkeypatch.delenv("AGL_SLIME_AGENT", raising=False)
+    with pytest.raises(ConfigError, match="set AGL_SLIME_AGENT=module:Class"):
+        agl_generator.run_rollout({"agent": "os:system"})

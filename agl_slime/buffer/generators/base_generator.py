@@ -13,17 +13,15 @@ import logging
 import math
 import random
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from agl_slime.buffer.client import BufferWriter, item_of
 from agl_slime.buffer.errors import BufferRequestError
 from agl_slime.buffer.generators.math_reward import boxed_reward
-from agl_slime.errors import ConfigError, RewardError
+from agl_slime.buffer.generators.work import FAILED_REWARD, WorkPlan, read_rows, run_bounded
+from agl_slime.errors import RewardError
 from agl_slime.groups.stages import Item
 from agl_slime.threads import DaemonThreadPool
 
@@ -33,9 +31,6 @@ TASK_TYPE = "math"
 
 # Sent with every request; generators in the style of slime's documentation fill it before they start.
 SAMPLING_PARAMS: dict[str, Any] = {}
-
-# The reward that marks a rollout that failed; the default filter leaves it out.
-FAILED_REWARD = -1.0
 
 _ATTEMPTS = 6
 _PAUSE_S = 0.5
@@ -125,13 +120,12 @@ class BaseGenerator:
         self._engine_url = url if "/v1" in url else f"{url}/v1"
         self._buffer_url = remote_buffer_url
         self._buffer_token = buffer_token
-        self._repeats = num_repeat_per_sample
         self._concurrency = max(1, num_process)
         self._task_type = task_type
         self._sampling = {**SAMPLING_PARAMS, **({} if max_tokens is None else {"max_tokens": max_tokens}), **(sampling_params or {})}
-        self._skip = Counter(_id_key(instance_id) for instance_id in skip_instance_ids or ())
-        self._partial = Counter({_id_key([group["instance_id"], group.get("group_id")]): int(group["items"]) for group in partial_groups or ()})
-        self._seed = seed
+        self._plan = WorkPlan(
+            num_repeat_per_sample=num_repeat_per_sample, skip_instance_ids=skip_instance_ids or (), partial_groups=partial_groups or (), seed=seed
+        )
 
     def entry(self, input_file: str, rollout_func: Callable[..., Any], reward_func: Callable[..., Any], num_epoch: int = 1) -> None:
         """Run to the end of the last epoch."""
@@ -142,38 +136,16 @@ class BaseGenerator:
         is_async = inspect.iscoroutinefunction(rollout_func)
         client = self._make_client(is_async)
         pool = DaemonThreadPool(max_workers=self._concurrency, name="rollout")
-        running: set[asyncio.Task[None]] = set()
         try:
             async with BufferWriter(url=self._buffer_url, token=self._buffer_token) as writer:
-                async for row, epoch in self._work(rows, num_epoch):
-                    if len(running) >= self._concurrency:
-                        done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                        _raise_first(done)
-                    running.add(asyncio.create_task(self._one(row, epoch, client, rollout_func, reward_func, pool, writer)))
-                if running:
-                    done, running = await asyncio.wait(running)
-                    _raise_first(done)
+                work = self._plan.of(rows, num_epoch)
+                rollouts = (self._one(row, epoch, client, rollout_func, reward_func, pool, writer) for row, epoch in work)
+                await run_bounded(rollouts, limit=self._concurrency)
         finally:
-            for task in running:
-                task.cancel()
             pool.shutdown()
             closed = client.close()
             if inspect.isawaitable(closed):
                 await closed
-
-    async def _work(self, rows: Sequence[dict[str, Any]], num_epoch: int) -> AsyncIterator[tuple[dict[str, Any], int]]:
-        """What is to be made, one entry per item, in an order that depends on the seed and the epoch only."""
-        for epoch in range(num_epoch):
-            order = list(rows)
-            random.Random(f"{self._seed}:{epoch}").shuffle(order)
-            for row in order:
-                key = _id_key(row["instance_id"])
-                if self._skip[key] > 0:
-                    self._skip[key] -= 1
-                    continue
-                there = self._partial.pop(_id_key([row["instance_id"], epoch]), 0)
-                for _ in range(self._repeats - there):
-                    yield row, epoch
 
     async def _one(
         self,
@@ -214,36 +186,10 @@ class BaseGenerator:
         return kind(api_key="none", base_url=self._engine_url, max_retries=5, timeout=3600.0)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Instances from a JSON-lines file: ``prompt`` (chat messages or text) and ``instance_id`` (the number of the line when missing)."""
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().splitlines()):
-        if not line.strip():
-            continue
-        row = orjson.loads(line)
-        prompt = row.get("prompt")
-        if isinstance(prompt, str):
-            row["prompt"] = [{"role": "user", "content": prompt}]
-        elif not isinstance(prompt, list):
-            raise ConfigError(f"{path}, line {number + 1}: prompt is of type {type(prompt).__name__}; expected chat messages or text")
-        row.setdefault("instance_id", number)
-        rows.append(row)
-    return rows
-
-
 async def _call(pool: DaemonThreadPool, function: Callable[..., Any], *args: Any) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(*args)
     return await asyncio.wrap_future(pool.submit(functools.partial(function, *args)))
-
-
-def _id_key(value: Any) -> bytes:
-    return orjson.dumps(value)
-
-
-def _raise_first(tasks: Iterable[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.result()
 
 
 def run_rollout(data: dict[str, Any]) -> None:

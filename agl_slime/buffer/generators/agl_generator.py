@@ -1,0 +1,119 @@
+"""Any Agent Lightning agent as a generator: rollouts through a store, items with the engine's token ids and log-probs.
+
+Which agent runs is said by whoever starts the buffer, not by a request: ``AGL_SLIME_AGENT=module:Class agl-slime buffer``. The lines of the input
+file are its tasks. An item has the tokens of its rollout's one Sample, or ``samples`` when the rollout forked into several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agl_slime.buffer.client import BufferWriter, item_of
+from agl_slime.buffer.errors import BufferRequestError
+from agl_slime.buffer.generators.work import FAILED_REWARD, WorkPlan, read_rows, run_bounded
+from agl_slime.errors import ConfigError
+from agl_slime.groups.outcome import MemberResult
+from agl_slime.groups.stages import Item
+
+logger = logging.getLogger(__name__)
+
+TASK_TYPE = "agl"
+AGENT_VARIABLE = "AGL_SLIME_AGENT"
+
+
+def run_rollout(data: dict[str, Any]) -> None:
+    """What the buffer calls with the payload of ``/start_rollout``."""
+    path = os.environ.get(AGENT_VARIABLE)
+    if not path:
+        raise ConfigError(f"the generator {TASK_TYPE!r} needs an agent: set {AGENT_VARIABLE}=module:Class where the buffer is started")
+    from agl_slime.loading import load_agent
+
+    asyncio.run(run_agent(load_agent(path), data))
+
+
+async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | None = None) -> None:
+    """Run every task of the input file as often as the payload says, and write each end, good or bad, to the buffer."""
+    from agl_slime._agl import LLM, EnqueueRolloutRequest, Rollout, RolloutConfig  # seconds to import
+    from agl_slime.collector import collect
+    from agl_slime.runner.concurrent import RunnerSettings
+    from agl_slime.runner.thread import RunnerThread
+    from agl_slime.store import BridgeStore
+
+    rows = read_rows(Path(data["input_file"])) if data.get("input_file") else []
+    plan = WorkPlan(
+        num_repeat_per_sample=int(data["num_repeat_per_sample"]),
+        skip_instance_ids=data.get("skip_instance_ids") or (),
+        partial_groups=data.get("partial_groups") or (),
+    )
+    concurrency = int(data.get("num_process", 100))
+    sampling = dict(data.get("sampling_params") or {})
+    model = str(data.get("tokenizer_path") or "")
+    store = BridgeStore()
+    await store.add_resources({"main_llm": LLM(endpoint=data["remote_engine_url"], model=model, sampling_parameters=sampling)})
+    ended: dict[str, asyncio.Future[None]] = {}
+    loop = asyncio.get_running_loop()
+
+    def end_of(rollout_id: str) -> asyncio.Future[None]:
+        return ended.setdefault(rollout_id, loop.create_future())
+
+    def mark(rollout_id: str) -> None:
+        if not (end := end_of(rollout_id)).done():
+            end.set_result(None)
+
+    def tell(rollout: Rollout) -> None:
+        loop.call_soon_threadsafe(mark, rollout.rollout_id)
+
+    store.subscribe_finished(tell)
+    config = RolloutConfig(timeout_seconds=float(data.get("rollout_timeout", 1800.0)))
+
+    async def one(row: Mapping[str, Any], epoch: int) -> None:
+        """One rollout from the queue to the buffer. It counts as running until it is stored, so that a full buffer holds the agents back."""
+        request = EnqueueRolloutRequest(input=dict(row), mode="train", config=config)
+        (rollout,) = await store.enqueue_many_rollouts([request])
+        runner.wake()
+        member: MemberResult | None = None
+        while member is None:  # the end of an attempt that is tried again is not the rollout's
+            await end_of(rollout.rollout_id)
+            del ended[rollout.rollout_id]
+            member = await collect(store, rollout.rollout_id)
+        await store.release([rollout.rollout_id])
+        try:
+            await writer.write(item_of_member(member, row, epoch))
+        except BufferRequestError as error:
+            logger.error("An item of %s was refused: %s", row["instance_id"], error)
+
+    with RunnerThread(agent=agent, store=store, settings=RunnerSettings(max_concurrent=concurrency)) as runner:
+        async with BufferWriter(url=data["remote_buffer_url"], token=buffer_token) as writer:
+            await run_bounded((one(row, epoch) for row, epoch in plan.of(rows, int(data.get("num_epoch", 1)))), limit=concurrency)
+
+
+def item_of_member(member: MemberResult, row: Mapping[str, Any], epoch: int) -> Item:
+    """The item of a finished rollout. One that failed has ``FAILED_REWARD`` and says why in its ``extra_info``."""
+    extra = {key: value for key, value in row.items() if key not in ("instance_id", "prompt", "messages")}
+    place = {"instance_id": row["instance_id"], "group_id": epoch}
+    if not member.ok or member.reward is None or not member.samples:
+        error = f"{member.failure}: {member.failure_message}" if not member.ok else "the rollout has no sample to train on"
+        return item_of(uid=member.rollout_id, **place, messages=list(row["prompt"]), reward=FAILED_REWARD, extra_info={**extra, "error": error})
+    parts = [
+        {
+            "tokens": list(sample.tokens),
+            "response_length": sample.response_length,
+            "loss_mask": sample.loss_mask,
+            "rollout_log_probs": sample.rollout_log_probs,
+            "response": sample.response,
+            "weight_versions": list(sample.weight_versions),
+            "finish_reason": "length" if sample.status == type(sample).Status.TRUNCATED else "stop",
+        }
+        for sample in member.samples
+    ]
+    last = member.samples[-1]
+    prompt = last.prompt if isinstance(last.prompt, list) else [{"role": "user", "content": last.prompt}]
+    extra |= {"rewards": member.rewards, "round_number": member.turns, "finish_reason": parts[-1]["finish_reason"]}
+    messages = [*prompt, {"role": "assistant", "content": last.response}]
+    tokens = parts[0] if len(parts) == 1 else {"samples": parts}
+    return item_of(uid=member.rollout_id, **place, messages=messages, reward=member.reward, extra_info=extra, **tokens)
