@@ -24,6 +24,7 @@ _HOME = {
     "SGLangClient": "agl_slime.sglang.client",
     "SGLangLitAgent": "agl_slime.rollout.agent",
     "Sample": "agl_slime.types",
+    "SlimeAlgorithm": "agl_slime.algorithm",
     "SamplingParams": "agl_slime.sglang.payloads",
     "Trajectory": "agl_slime.trace.trajectory",
     "rollout_to_sample": "agl_slime.trace.converter",
@@ -31,6 +32,7 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
+    from agl_slime.algorithm import SlimeAlgorithm
     from agl_slime.datasource import AGLDataSource
     from agl_slime.loop import LoopSettings, OnlineRLLoop
     from agl_slime.rollout.agent import SGLangLitAgent
@@ -72,6 +74,7 @@ __all__ = [
     "SGLangLitAgent",
     "Sample",
     "SamplingParams",
+    "SlimeAlgorithm",
     "Trajectory",
     "rollout_to_sample",
     "rollout_to_samples",

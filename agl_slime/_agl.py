@@ -12,6 +12,7 @@ import os
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
+from agentlightning.algorithm.base import Algorithm
 from agentlightning.emitter.exception import emit_exception
 from agentlightning.emitter.reward import emit_reward, find_final_reward, find_reward_spans, get_rewards_from_span
 from agentlightning.execution.events import ExecutionEvent
@@ -44,6 +45,7 @@ from agentlightning.types import (
 
 __all__ = [
     "LLM",
+    "Algorithm",
     "Attempt",
     "AttemptedRollout",
     "EnqueueRolloutRequest",

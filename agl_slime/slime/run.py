@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -18,20 +18,20 @@ from agl_slime.config import TrainConfig
 from agl_slime.datasource import AGLDataSource, DataSourceSettings
 from agl_slime.errors import ConfigError
 from agl_slime.groups.policy import CompleteGroup
-from agl_slime.loading import load_agent
 from agl_slime.loop import OnlineRLLoop, RunResult
 from agl_slime.report import StandardReporters, open_run_dir
 from agl_slime.report.metrics import TOKENS_TRAINED
-from agl_slime.rollout.configure import configure_agent
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.discovery import find_workers
 from agl_slime.store import BridgeStore
 from agl_slime.store_feed import StoreService
-from agl_slime.tasks import read_tasks
 from agl_slime.threads import run_in_thread
 from agl_slime.tokenizer import load_tokenizer
 from agl_slime.trainers.slime import SlimeRunSettings, SlimeTrainer, parse_slime_args, require_slime
+
+if TYPE_CHECKING:
+    from agl_slime.training_run import GivenParts
 
 logger = logging.getLogger(__name__)
 
@@ -39,22 +39,21 @@ logger = logging.getLogger(__name__)
 _MANAGER_TIMEOUT_S = 300.0
 
 
-async def run_slime_training(config: TrainConfig, slime_flags: Sequence[str], *, console: Console) -> RunResult:
-    """A whole run with slime as the trainer. Raises ``AglSlimeError`` with one sentence when it cannot start or go on.
+async def run_slime_training(config: TrainConfig, slime_flags: Sequence[str], *, console: Console, given: GivenParts | None = None) -> RunResult:
+    """A whole run with slime as the trainer. Raises ``AglSlimeError`` with one sentence when it cannot start or go on. ``given`` as in
+    ``run_training``; its store must be a ``BridgeStore`` of this process, which is then served to slime's manager.
 
     The store is served on ``AGL_SLIME_STORE_HOST`` (127.0.0.1 by default); Ray on several hosts needs an address that the manager's host reaches, and
     then a token is made for the run, or taken from ``AGL_SLIME_STORE_TOKEN``.
     """
     require_slime()
-    from agl_slime.training_run import _loop_settings, _sampling, _tasks_of, _Transcripts
+    from agl_slime.training_run import _agent_and_tasks, _loop_settings, _sampling, _Transcripts
 
     if config.model_path is None:
         raise ConfigError("--trainer slime needs --model-path: the Hugging Face checkpoint that actors and engines start from")
-    agent = await run_in_thread(load_agent, config.agent)
-    configure_agent(agent, scheduler=config.multi_turn_scheduler, max_turns=config.max_turns, plugins=config.external_plugins)
-    tasks = _tasks_of(config, agent)
-    val_path = config.eval_tasks or config.tasks
-    val_tasks: Any = read_tasks(val_path) if val_path is not None else None
+    if given is not None and not isinstance(given.store, BridgeStore):
+        raise ConfigError(f"slime's manager needs a store that can be served to it, got {type(given.store).__name__}: use agl_slime.BridgeStore()")
+    agent, tasks, val_tasks = await _agent_and_tasks(config, given)
     model_path = config.model_path.resolve()
     engines, router, agents_url = await _engines(config)
     settings = SlimeRunSettings(
@@ -79,7 +78,7 @@ async def run_slime_training(config: TrainConfig, slime_flags: Sequence[str], *,
     token = os.environ.get("AGL_SLIME_STORE_TOKEN") or (None if host in ("127.0.0.1", "localhost", "::1") else secrets.token_hex(16))
     with ExitStack() as stack:
         stack.callback(reporters.close)
-        store = BridgeStore()
+        store = given.store if given is not None and isinstance(given.store, BridgeStore) else BridgeStore()
         service = StoreService(store=store, host=host, token=token)
         await run_in_thread(service.start)
         stack.callback(service.stop)
@@ -104,6 +103,7 @@ async def run_slime_training(config: TrainConfig, slime_flags: Sequence[str], *,
             slime_train_fn=steps.train,
             weight_sync_fn=steps.sync,
             settings=_loop_settings(config),
+            resources=given.resources if given is not None else None,
             runner_settings=RunnerSettings(max_concurrent=config.max_concurrent),
             reporter=reporters,
             run_settings=asdict(config),

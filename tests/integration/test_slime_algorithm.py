@@ -1,0 +1,75 @@
+"""``SlimeAlgorithm`` as Agent Lightning's users write it: their Trainer, their runners and store; the local trainer in slime's place."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason='the local trainer needs torch: pip install "agl-slime[local]"')
+
+from agents.lookup import LookupAgent
+from agl_slime import BridgeStore, ConcurrentRunner, SlimeAlgorithm
+from agl_slime._agl import LLM, NamedResources, Rollout
+from agl_slime.errors import ConfigError
+
+agl_trainer = pytest.importorskip("agentlightning.trainer")
+execution = pytest.importorskip("agentlightning.execution.shared_memory")
+
+
+class HintedAgent(LookupAgent):
+    """Asks for a resource of its own beside the model."""
+
+    seen: list[Any] = []
+
+    async def rollout_async(self, task: dict[str, Any], resources: NamedResources, rollout: Rollout) -> None:
+        self.seen.append((type(resources["main_llm"]).__name__, getattr(resources["judge"], "model", None)))
+        await super().rollout_async(task, resources, rollout)
+
+
+def make_tasks(n: int, seed: int) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    return [LookupAgent().make_task(rng) for _ in range(n)]
+
+
+def fit(algorithm: SlimeAlgorithm, agent: Any, *, val: bool = False) -> None:
+    trainer = agl_trainer.Trainer(
+        algorithm=algorithm,
+        store=BridgeStore(),
+        runner=ConcurrentRunner(),
+        strategy=execution.SharedMemoryExecutionStrategy(main_thread="algorithm", n_runners=1, graceful_delay=1.0),
+        initial_resources={"judge": LLM(endpoint="http://127.0.0.1:1", model="judge")},
+    )
+    trainer.fit(agent, make_tasks(256, 1), val_dataset=make_tasks(64, 2) if val else None)
+
+
+@pytest.mark.slow
+def test_the_reward_rises_under_agent_lightnings_own_trainer(policy_dir: Path, tmp_path: Path):
+    algorithm = SlimeAlgorithm(model_path=policy_dir, trainer="local", num_iterations=8, eval_interval=8, output_dir=tmp_path / "run")
+    HintedAgent.seen.clear()
+    fit(algorithm, HintedAgent(), val=True)
+    assert algorithm.result is not None
+    rewards = algorithm.result.reward_means
+    assert len(rewards) == 8
+    assert fmean(rewards[-2:]) > fmean(rewards[:2]) + 0.2, rewards
+    assert set(HintedAgent.seen) == {("LLM", "judge")}
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert "val/reward_mean" in lines[-1]
+
+
+def test_settings_that_the_algorithm_does_not_have_are_named():
+    with pytest.raises(ConfigError, match="has no setting 'learning_rate'"):
+        SlimeAlgorithm(model_path="/model", learning_rate=1)
+    with pytest.raises(ConfigError, match="trainer must be"):
+        SlimeAlgorithm(model_path="/model", trainer="verl")
+
+
+async def test_an_empty_data_set_is_refused(policy_dir: Path):
+    algorithm = SlimeAlgorithm(model_path=policy_dir, trainer="local")
+    algorithm.set_store(BridgeStore())
+    with pytest.raises(ConfigError, match="train_dataset is empty"):
+        await algorithm.run([])
