@@ -80,8 +80,12 @@ def _identifier(item: Item, name: str, position: int) -> str | int | None:
     value = item.get(name)
     if value is None:
         return None
+    if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53:
+        value = int(value)  # 3.0 is an integer in JSON Schema; beyond 2**53 it may have been another one
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise BufferRequestError(f"item {position}: {name} is of type {type(value).__name__}; expected a string or an integer")
     if isinstance(value, str) and not 0 < len(value) <= _LONGEST_ID:
         raise BufferRequestError(f"item {position}: {name} has {len(value)} characters; expected 1 to {_LONGEST_ID}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise BufferRequestError(f"item {position}: {name} is {value}; expected an integer of at most 64 bits")
     return value

@@ -235,6 +235,8 @@ def _task_of_path(request: web.Request) -> str | None:
 
 def _optional(asked: dict[str, Any], name: str, kind: type) -> Any:
     value = asked.get(name)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)  # 3.0 is an integer in JSON Schema
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         raise BufferRequestError(f"{name} is of type {type(value).__name__}; expected {kind.__name__}")
     return value

@@ -415,7 +415,8 @@ def _group_size(payload: Mapping[str, Any]) -> int:
     """``num_repeat_per_sample``; slime's client sends it as text."""
     given = payload.get("num_repeat_per_sample", 1)
     try:
-        size = int(given) if isinstance(given, (int, str)) and not isinstance(given, bool) else 0
+        whole = isinstance(given, float) and given.is_integer()  # 3.0 is an integer in JSON Schema
+        size = int(given) if (isinstance(given, (int, str)) or whole) and not isinstance(given, bool) else 0
     except ValueError:
         size = 0
     if not 1 <= size <= 1_000_000:
