@@ -84,7 +84,9 @@ async def run_slime_training(config: TrainConfig, slime_flags: Sequence[str], *,
         stack.callback(service.stop)
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         # as in the manager's process: slime wants exactly n_samples_per_prompt rollouts in every group
-        source = stack.enter_context(AGLDataSource(store=store, tokenizer=tokenizer, settings=DataSourceSettings(policy=CompleteGroup())))
+        source = stack.enter_context(
+            AGLDataSource(store=store, tokenizer=tokenizer, settings=DataSourceSettings(policy=CompleteGroup(), release=False))
+        )
         # the loop enqueues, so the manager's data source must not
         args.agl_store_url, args.agl_store_token, args.agl_tasks, args.prompt_data = service.url, token, None, None
         args.agl_get_timeout_s = _MANAGER_TIMEOUT_S
