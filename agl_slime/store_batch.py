@@ -69,7 +69,7 @@ async def _execute(store: LightningStore, call: dict[str, Any]) -> Any:
 class _Batcher:
     """Gathers the calls of one event loop and sends them."""
 
-    def __init__(self, store: WorkerStore) -> None:
+    def __init__(self, store: RemoteStore) -> None:
         self._store = store
         self._waiting: list[tuple[dict[str, Any], asyncio.Future[Any]]] = []
         self._senders: set[asyncio.Task[None]] = set()

@@ -1,0 +1,112 @@
+"""Batched store calls over real HTTP, against the same calls in process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from agl_slime._agl import LLM
+from agl_slime.store import BridgeStore
+from agl_slime.store_batch import WorkerStore
+from agl_slime.store_feed import StoreService
+from tests.unit.test_store_hooks import make_span
+from tests.unit.test_store_retention import claim, enqueue
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[BridgeStore, str]]:
+    store = BridgeStore()
+    with StoreService(store=store, token="t") as service:
+        yield store, service.url
+
+
+async def test_ends_of_many_rollouts_travel_together_and_each_gets_its_own_result(served: tuple[BridgeStore, str]) -> None:
+    store, url = served
+    ids = await enqueue(store, 40)
+    remote = WorkerStore(url, token="t")
+    batches: list[int] = []
+    batcher = remote._batcher()
+    post = batcher._post
+
+    async def counted(calls: list[dict[str, object]]) -> list[dict[str, object]]:
+        batches.append(len(calls))
+        return await post(calls)
+
+    batcher._post = counted  # type: ignore[method-assign, assignment]
+    claimed = await remote.dequeue_many_rollouts(limit=40, worker_id="w")
+
+    async def end(number: int) -> None:
+        attempt = claimed[number].attempt
+        numbers = await remote.get_many_span_sequence_ids([(attempt.rollout_id, attempt.attempt_id)] * (number % 4))
+        written = await remote.add_many_spans([make_span(attempt.rollout_id, attempt.attempt_id, n, text=f"{number}") for n in numbers])
+        assert [span.sequence_id for span in written] == list(range(1, number % 4 + 1))
+        assert (await remote.update_attempt(attempt.rollout_id, attempt.attempt_id, status="succeeded")).status == "succeeded"
+
+    await asyncio.gather(*(end(number) for number in range(40)))
+    assert sum(batches) == 80
+    assert len(batches) < 20
+    for number, rollout_id in enumerate(ids):
+        rollout = await store.get_rollout_by_id(rollout_id)
+        assert rollout is not None
+        assert rollout.status == "succeeded"
+        spans = await store.query_spans(rollout_id, "latest")
+        assert [span.attributes["text"] for span in spans] == [str(number)] * (number % 4)
+    await remote.close()
+
+
+async def test_a_call_that_fails_does_not_stop_the_others(served: tuple[BridgeStore, str]) -> None:
+    store, url = served
+    await enqueue(store, 1)
+    claimed = await claim(store)
+    remote = WorkerStore(url, token="t")
+    good, bad = await asyncio.gather(
+        remote.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="failed"),
+        remote.update_attempt("ro-unknown", "at-unknown", status="failed"),
+        return_exceptions=True,
+    )
+    assert getattr(good, "status", None) == "failed"
+    assert isinstance(bad, ValueError)
+    assert "ro-unknown" in str(bad)
+    await remote.close()
+
+
+async def test_spans_that_are_sent_twice_are_stored_once(served: tuple[BridgeStore, str]) -> None:
+    store, url = served
+    await enqueue(store, 1)
+    claimed = await claim(store)
+    remote = WorkerStore(url, token="t")
+    span = make_span(claimed.rollout_id, claimed.attempt.attempt_id, 0)
+    await remote.add_many_spans([span])
+    await remote.add_many_spans([span])
+    assert len(await store.query_spans(claimed.rollout_id)) == 1
+    await remote.close()
+
+
+async def test_a_store_that_restarts_meanwhile_is_waited_for() -> None:
+    store = BridgeStore()
+    await enqueue(store, 1)
+    claimed = await claim(store)
+    service = await asyncio.to_thread(StoreService(store=store, token="t").start)
+    url, port = service.url, int(service.url.rsplit(":", 1)[1])
+    await asyncio.to_thread(service.stop)
+    remote = WorkerStore(url, token="t")
+    update = asyncio.create_task(remote.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded"))
+    await asyncio.wait({update}, timeout=0.3)
+    assert not update.done()
+    again = await asyncio.to_thread(StoreService(store=store, token="t", port=port).start)
+    assert (await asyncio.wait_for(update, 20)).status == "succeeded"
+    await remote.close()
+    await asyncio.to_thread(again.stop)
+
+
+async def test_resources_are_fetched_once_in_a_while(served: tuple[BridgeStore, str]) -> None:
+    store, url = served
+    update = await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")})
+    remote = WorkerStore(url, token="t")
+    first = await remote.get_resources_by_id(update.resources_id)
+    assert first == update
+    assert await remote.get_resources_by_id(update.resources_id) is first
+    assert await remote.get_resources_by_id("rs-unknown") is None
+    await remote.close()
