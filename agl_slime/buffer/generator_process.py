@@ -38,7 +38,7 @@ class GeneratorProcess:
         self._last_heard = time.monotonic()
         self._ended = threading.Event()
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("wb") as log:
+        with log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "agl_slime.buffer.generator_main", str(path.resolve())],
                 stdin=subprocess.PIPE,

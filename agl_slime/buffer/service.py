@@ -47,6 +47,7 @@ class _Task:
     run_no: int | None = None
     run_key: str = ""
     restarts: int = 0
+    last_error: str = ""
 
 
 class RolloutBuffer:
@@ -180,7 +181,7 @@ class RolloutBuffer:
         task.group_size = group_size
         await run_in_thread(self.store.set_task, task.name, self._pipeline(task.name, group_size))
         task.run_no = await run_in_thread(self.store.start_run, task.name, payload)
-        task.restarts = 0
+        task.restarts, task.last_error = 0, ""
         self._launch(task, payload, skip)
         return task.run_no, again
 
@@ -234,6 +235,7 @@ class RolloutBuffer:
         if state in ("failed", "stalled"):
             logger.error("The generator of %s %s: %s", name, state, error)
             task = self._tasks[name]
+            task.last_error = error
             if task.restarts < self.settings.generator_restarts and self._loop is not None and not self._loop.is_closed():
                 task.restarts += 1
                 self._loop.call_soon_threadsafe(self._restart_later, task, run_no, state, error)
@@ -292,6 +294,7 @@ class RolloutBuffer:
             told = {key: run[key] for key in ("no", "state", "error", "started", "ended")} if run is not None else None
             if told is not None:
                 told["restarts"] = task.restarts
+                told["error"] = told["error"] or task.last_error
             if told is not None and task.process is not None and task.process.running:
                 told["silent_s"] = round(task.process.silent_s, 3)
             tasks[name] = {**self.store.describe(name), "run": told}
