@@ -31,6 +31,7 @@ from agl_slime.groups.assembler import GroupAssembler
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.outcome import GroupResult, MemberResult, Outcome
 from agl_slime.groups.policy import CompleteGroup, GroupPolicy, MinimumViableGroup
+from agl_slime.release import Releaser
 from agl_slime.types import DataSource, Sample, set_rollout_id
 
 if TYPE_CHECKING:  # loaded only when slime builds the data source
@@ -47,11 +48,13 @@ GroupListener = Callable[[GroupResult], None]
 class DataSourceSettings:
     """``get_timeout_s``: longest wait of ``get_samples`` before it says that nothing came. ``poll_interval_s``: pause between looks at a store that
     does not tell of finished rollouts; a look never takes more than a tenth of the time. ``policy``: when a group is fit to train on. ``blocking``:
-    without it ``get_samples`` returns at once with what is ready, perhaps nothing.
+    without it ``get_samples`` returns at once with what is ready, perhaps nothing. ``release``: tell the store which rollouts need not be kept any
+    more; off for a second reader of the same store.
     """
 
     get_timeout_s: float = 600.0
     blocking: bool = True
+    release: bool = True
     poll_interval_s: float = 0.1
     policy: GroupPolicy = field(default_factory=MinimumViableGroup)
 
@@ -114,6 +117,7 @@ class AGLDataSource(DataSource):
         self._progress = FollowProgress()
         self._evaluations: dict[str, GroupResult | None] = {}  # validation groups that `evaluate` waits for
         self._demand = self._make_demand()
+        self._releaser = Releaser(store if self.settings.release else None, saves=getattr(args, "save", None) is not None)
         self._feed = _CompletionFeed(self)
         if store is not None:
             self._feed.start()
@@ -230,6 +234,7 @@ class AGLDataSource(DataSource):
                 demand=self._demand.state() if self._demand is not None else None,
             )
         save_state(Path(directory), rollout_id, state)
+        self._releaser.saved(waiting)
 
     def load(self, rollout_id: Any = None) -> None:
         """Read what ``save`` wrote for that step (``args.load``); does nothing when there is none, as on a fresh start."""
@@ -337,6 +342,7 @@ class AGLDataSource(DataSource):
             self._collecting.discard(rollout_id)
         if member is not None:
             self._settle(member)
+            await self._releaser.read(rollout_id)
 
     def _settle(self, member: MemberResult) -> None:
         self.ledger.open(member.rollout_id)  # a rollout that nobody announced is opened by its end

@@ -18,6 +18,7 @@ import aiohttp
 import orjson
 
 from agl_slime._agl import Attempt, LightningStore, ResourcesUpdate, Span
+from agl_slime.store import BridgeStore
 from agl_slime.store_feed import RemoteStore
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,10 @@ async def _execute(store: LightningStore, call: dict[str, Any]) -> Any:
     if call["op"] == "attempt":
         attempt = await store.update_attempt(call["rollout_id"], call["attempt_id"], **call["fields"])
         return attempt.model_dump(mode="json")
+    if call["op"] == "release":
+        if not isinstance(store, BridgeStore):
+            raise TypeError(f"a {type(store).__name__} does not release rollouts")
+        return await store.release(call["rollout_ids"])
     raise ValueError(f"there is no call {call['op']!r}")
 
 
@@ -125,6 +130,11 @@ class _Batcher:
                 await asyncio.sleep(delay)
 
 
+async def call_once(store: RemoteStore, call: dict[str, Any]) -> Any:
+    """One call in a request of its own."""
+    return await _Batcher(store).call(call)
+
+
 class WorkerStore(RemoteStore):
     """The store of a runner in another process: ends of rollouts travel in batches, resources are fetched once a second at most."""
 
@@ -179,4 +189,4 @@ class WorkerStore(RemoteStore):
         return update
 
 
-__all__ = ["BATCH_PATH", "WorkerStore", "execute_batch"]
+__all__ = ["BATCH_PATH", "WorkerStore", "call_once", "execute_batch"]

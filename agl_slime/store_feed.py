@@ -20,7 +20,7 @@ import socket
 import threading
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -234,6 +234,12 @@ class RemoteStore(LightningStoreClient):
         if self._token:
             session.headers["Authorization"] = f"Bearer {self._token}"
         return session
+
+    async def release(self, rollout_ids: Sequence[str]) -> int:
+        """As ``BridgeStore.release``, over HTTP."""
+        from agl_slime.store_batch import call_once
+
+        return await call_once(self, {"op": "release", "rollout_ids": list(rollout_ids)})
 
     async def follow_finished(self, position: FeedPosition, *, wait_s: float = 20.0) -> AsyncIterator[FeedPage]:
         """Pages of ended rollouts from ``position`` on, for ever.

@@ -10,9 +10,9 @@ import pytest
 from agl_slime._agl import LLM
 from agl_slime.store import BridgeStore
 from agl_slime.store_batch import WorkerStore
-from agl_slime.store_feed import StoreService
+from agl_slime.store_feed import RemoteStore, StoreService
 from tests.unit.test_store_hooks import make_span
-from tests.unit.test_store_retention import claim, enqueue
+from tests.unit.test_store_retention import claim, enqueue, execute
 
 
 @pytest.fixture
@@ -109,4 +109,13 @@ async def test_resources_are_fetched_once_in_a_while(served: tuple[BridgeStore, 
     assert first == update
     assert await remote.get_resources_by_id(update.resources_id) is first
     assert await remote.get_resources_by_id("rs-unknown") is None
+    await remote.close()
+
+
+async def test_releasing_over_http(served: tuple[BridgeStore, str]) -> None:
+    store, url = served
+    ids = await execute(store, 3)
+    remote = RemoteStore(url, token="t")
+    assert await remote.release(ids[:2]) == 2
+    assert store.usage().released == 2
     await remote.close()
