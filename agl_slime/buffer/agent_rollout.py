@@ -13,7 +13,8 @@ attribute of ``args``                   environment                             
 ``rollout_task_type``                   ``AGL_SLIME_BUFFER_TASK_TYPE``          which generator (``math``)
 ``agent_rollout_eval_task_type``        ``AGL_SLIME_BUFFER_EVAL_TASK_TYPE``     generator of evaluations; without it there are none
 ``fetch_trajectory_retry_times``                                                failed requests before giving up (-1: never)
-``loss_mask_type``                                                              loss mask of items without token ids (``auto``)
+``loss_mask_type``                                                              loss mask of items without token ids (``auto``); or
+                                                                                ``module:Class``
 ``num_epoch``, ``rollout_num_process``                                          passed to the generator (3, 100)
 ======================================  ======================================  ==========================================================
 
@@ -26,6 +27,7 @@ its checkpoints: a resumed run names them to the buffer, and groups that were ha
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 import os
@@ -540,7 +542,14 @@ def _get_json(url: str, token: str | None, body: Mapping[str, Any] | None = None
 def _mask_generator(settings: AgentRolloutSettings) -> LossMaskGenerator | None:
     if settings.hf_checkpoint is None:
         return None
-    return get_loss_mask_generator(load_tokenizer(settings.hf_checkpoint), settings.loss_mask_type)
+    tokenizer = load_tokenizer(settings.hf_checkpoint)
+    module_name, colon, name = settings.loss_mask_type.partition(":")
+    if not colon:
+        return get_loss_mask_generator(tokenizer, settings.loss_mask_type)
+    try:
+        return getattr(importlib.import_module(module_name), name)(tokenizer)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"loss_mask_type {settings.loss_mask_type!r} cannot be loaded: {error}") from error
 
 
 def _run(work: Any) -> Any:

@@ -19,6 +19,7 @@ from agl_slime.buffer.server import BufferServer
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from tests.buffer_cases import Client, add_generator, make_item, settings_for
+from tests.vocabularies import chat_tokenizer
 
 GENERATOR = """
     import json, urllib.request
@@ -373,3 +374,25 @@ async def test_without_args_the_environment_says_what_is_needed(tmp_path, monkey
         monkeypatch.setenv("AGL_SLIME_BUFFER_TASK_TYPE", "sums")
         output = await call(None, 2, SimpleNamespace(n_samples_per_prompt=2))
         assert [[sample.metadata["uid"] for sample in group] for group in output.samples] == [["0.1.0", "0.1.1"]]
+
+
+async def test_a_loss_mask_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch):
+    (tmp_path / "my_masks.py").write_text(
+        "from agl_slime.trace.masks import MaskGenerator\n\n\n"
+        "class CustomTaskMask(MaskGenerator):\n"
+        "    def get_loss_mask(self, messages, tools=None):\n"
+        "        return [7, 8, 9], [0, 1, 1]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    chat_tokenizer("anthropic", "chatml").save_pretrained(tmp_path / "tokenizer")
+    code = GENERATOR.replace('"tokens": [1, 2, 3], "response_length": 2, "rollout_log_probs": [-0.5, -1.0],', "")
+    add_generator(tmp_path, "sums", code)
+    async with BufferServer(settings=settings_for(tmp_path)) as server:
+        args = args_for(server.url, tmp_path, hf_checkpoint=str(tmp_path / "tokenizer"), loss_mask_type="my_masks:CustomTaskMask")
+        output = await call(args, 0, DataBuffer())
+        sample = output.samples[0][0]
+        assert (sample.tokens, sample.loss_mask, sample.metadata["token_source"]) == ([7, 8, 9], [1, 1], "retokenized")
+        agent_rollout.forget_sessions()
+        args.loss_mask_type = "my_masks:Missing"
+        with pytest.raises(ConfigError, match="'my_masks:Missing' cannot be loaded"):
+            await call(args, 1, DataBuffer())
