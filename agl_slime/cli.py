@@ -1,6 +1,6 @@
 """The command line. Errors are one sentence on stderr, never a traceback; Ctrl-C ends within seconds and keeps what was written.
 
-Exit codes: 0 finished, 1 the run could not go on, 2 a flag or file cannot be used, 130 interrupted.
+Exit codes: 0 finished, 1 the run could not go on, 2 a flag or file cannot be used, 130 interrupted. ``AGL_SLIME_DEBUG=1`` shows tracebacks.
 """
 
 from __future__ import annotations
@@ -10,15 +10,23 @@ import logging
 import os
 import signal
 import sys
+import threading
+import traceback
 from collections.abc import Coroutine, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import tyro
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.text import Text
 
 from agl_slime.config import TrainConfig
-from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
+from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError, spell_exception
+from agl_slime.loading import check_files
+
+# With this variable set, tracebacks and the package's debug messages are shown.
+DEBUG_VARIABLE = "AGL_SLIME_DEBUG"
 
 COMMANDS = {
     "train": "train an agent online",
@@ -50,22 +58,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(arguments: list[str]) -> int:
     errors = Console(stderr=True)
+    debug = bool(os.environ.get(DEBUG_VARIABLE))
+    _sigterm_as_sigint()
     try:
         own, slime_flags = _split_at_dashes(arguments)
         config = tyro.cli(TrainConfig, prog="train.py", args=own)
+        check_files(config)
         console = Console()
-        _configure_logging(errors)
-        from agl_slime.training_run import run_training  # Agent Lightning takes seconds to import; --help should not
+        _configure_logging(errors, debug=debug)
+        with console.status("loading ...") if console.is_terminal else nullcontext():
+            from agl_slime.training_run import run_training  # Agent Lightning takes seconds to import; --help should not
 
         _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
     except (KeyboardInterrupt, asyncio.CancelledError):
         errors.print("Interrupted; what was written is kept.", highlight=False)
         return 130
     except (ConfigError, MissingDependencyError) as error:
-        errors.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        _tell(errors, str(error), error, debug)
         return 2
     except AglSlimeError as error:
-        errors.print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        _tell(errors, str(error), error, debug)
+        return 1
+    except Exception as error:  # a mistake of ours; the person who runs this is not the one who can use a traceback
+        _tell(errors, f"{spell_exception(error)}; this should not happen: please report it with what {DEBUG_VARIABLE}=1 shows", error, debug)
         return 1
     return 0
 
@@ -76,6 +91,19 @@ def _split_at_dashes(arguments: list[str]) -> tuple[list[str], list[str]]:
         return arguments, []
     at = arguments.index("--")
     return arguments[:at], arguments[at + 1 :]
+
+
+def _tell(console: Console, text: str, error: BaseException, debug: bool) -> None:
+    # as Text: rich would take parts of paths for markup and :names: for emoji
+    console.print(Text(f"error: {' '.join(text.split())}", style="red"), soft_wrap=True)
+    if debug:
+        traceback.print_exception(error)
+
+
+def _sigterm_as_sigint() -> None:
+    """Until the event loop has handlers of its own, SIGTERM is what Ctrl-C is: nothing has to be said twice."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
@@ -104,12 +132,23 @@ def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
     asyncio.run(run())
 
 
-def _configure_logging(console: Console) -> None:
-    handler = RichHandler(console=console, show_time=False, show_path=False, rich_tracebacks=False)
+def _configure_logging(console: Console, *, debug: bool) -> None:
+    handler = RichHandler(console=console, show_time=False, show_path=False, rich_tracebacks=False, markup=False)
+    handler.setFormatter(logging.Formatter("%(message)s") if debug else _OneLine("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    if debug:
+        logging.getLogger("agl_slime").setLevel(logging.DEBUG)
+        return
     handler.addFilter(_not_reported_elsewhere)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
-    for noisy in ("agentlightning", "httpx", "LiteLLM"):
+    for noisy in ("agentlightning", "httpx", "LiteLLM", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
+class _OneLine(logging.Formatter):
+    """What happened, without its traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return record.getMessage()
 
 
 def _not_reported_elsewhere(record: logging.LogRecord) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from agl_slime import errors
 from agl_slime._agl import LightningStore, Rollout, Span
-from agl_slime.errors import RolloutError, spell_exception
+from agl_slime.errors import RolloutError, spell_exception, spell_place
 from agl_slime.groups.outcome import MemberResult, Outcome
 from agl_slime.threads import run_in_thread
 from agl_slime.trace.attributes import USAGE_OUTPUT_TOKENS
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 _FAILURE_REASON = "agl_slime.failure.reason"
 _EXCEPTION_MESSAGE = "exception.message"
 _EXCEPTION_TYPE = "exception.type"
+_EXCEPTION_STACKTRACE = "exception.stacktrace"
+_FRAME = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
 
 # Above this many attribute characters a conversion takes longer than a loop should wait (about 2 ms).
 _HEAVY_TRACE_CHARS = 200_000
@@ -88,7 +92,12 @@ def failure_of(spans: Sequence[Span], *, attempt_status: str) -> tuple[str, str]
     for span in reversed(spans):
         reason = span.attributes.get(_FAILURE_REASON) or span.attributes.get(_EXCEPTION_TYPE)
         if reason:
-            return str(reason), str(span.attributes.get(_EXCEPTION_MESSAGE, ""))
+            message, place = str(span.attributes.get(_EXCEPTION_MESSAGE, "")), ""
+            if reason == span.attributes.get(_EXCEPTION_TYPE) and not hasattr(errors, str(reason)):
+                # not an error of ours, whose sentence says enough: of the agent's code, whose author wants to know where
+                frames = _FRAME.findall(str(span.attributes.get(_EXCEPTION_STACKTRACE, "")))
+                place = spell_place([(file, int(line)) for file, line in frames])
+            return str(reason), message + (f" ({place})" if place else "")
     return attempt_status, f"the store marked the attempt as {attempt_status}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -89,12 +90,21 @@ class TrainConfig:
             "max_attempts",
             "max_concurrent",
             "eval_rollouts",
+            "actor_num_nodes",
+            "actor_num_gpus_per_node",
         ):
             if getattr(self, flag) < 1:
                 raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(self, flag)}")
-        if self.temperature <= 0:
+        for flag in ("eval_interval", "seed", "rollout_num_gpus"):
+            if getattr(self, flag) < 0:
+                never = " (never)" if flag == "eval_interval" else ""
+                raise ConfigError(f"--{flag.replace('_', '-')} must be 0{never} or more, got {getattr(self, flag)}")
+        if not 0 < self.temperature < math.inf:
             raise ConfigError(f"--temperature must be above 0 (training needs samples that differ), got {self.temperature}")
-        if self.rollout_timeout <= 0:
+        if not self.rollout_timeout > 0:
             raise ConfigError(f"--rollout-timeout must be above 0 seconds, got {self.rollout_timeout}")
-        if self.eval_interval < 0:
-            raise ConfigError(f"--eval-interval must be 0 (never) or more, got {self.eval_interval}")
+        if self.trainer == "local" and self.n_samples_per_prompt == 1 and self.local.rewards_normalization:
+            raise ConfigError(
+                "--n-samples-per-prompt 1: with one rollout per prompt there is nothing to compare its reward with and nothing would be learned; "
+                "use 2 or more, or --local.no-rewards-normalization"
+            )

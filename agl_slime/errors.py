@@ -6,8 +6,12 @@ class also derives from the standard type that fits, so ``except ValueError`` an
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+
+_NOT_THE_USERS = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parent), "<")
 
 
 class AglSlimeError(Exception):
@@ -112,9 +116,18 @@ class TrainerError(AglSlimeError, RuntimeError):
 
 
 def spell_exception(error: BaseException) -> str:
-    """Any exception in one line, with the place that raised it: ``KeyError: 'label' (my_agent.py, line 12)``."""
+    """Any exception in one line, with the place it comes from: ``KeyError: 'label' (my_agent.py, line 12)``."""
     message = " ".join(str(error).split())
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     # a SyntaxError names its file and line itself
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames and not isinstance(error, SyntaxError) else ""
-    return (f"{type(error).__name__}: {message}" if message else type(error).__name__) + place
+    place = "" if isinstance(error, SyntaxError) else spell_place(frames)
+    return (f"{type(error).__name__}: {message}" if message else type(error).__name__) + (f" ({place})" if place else "")
+
+
+def spell_place(frames: Sequence[tuple[str, int]]) -> str:
+    """File and line of the innermost frame that is neither a library's nor this package's, else of the innermost one; empty without frames."""
+    own = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS) and "site-packages" not in frame[0]]
+    if not frames:
+        return ""
+    file, line = (own or frames)[-1]
+    return f"{Path(file).name}, line {line}"

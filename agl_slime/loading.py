@@ -9,7 +9,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from agl_slime.config import TrainConfig
 from agl_slime.errors import ConfigError, spell_exception
+from agl_slime.tasks import read_tasks
+
+
+def check_files(config: TrainConfig) -> None:
+    """Raise ``ConfigError`` when a file that the settings name cannot be used: within milliseconds, before anything is loaded or started."""
+    for flag, path in (("--tasks", config.tasks), ("--eval-tasks", config.eval_tasks)):
+        if path is not None:
+            read_tasks(path, flag=flag)
+    if config.model_path is not None and not (config.model_path / "config.json").is_file():
+        raise ConfigError(
+            f"--model-path {config.model_path}: there is no Hugging Face checkpoint (no config.json); leave the flag out to make a tiny policy"
+        )
 
 
 def load_agent(path: str) -> Any:

@@ -104,6 +104,8 @@ class OnlineRLLoop:
         val_tasks: Tasks of validation rollouts; ``None`` draws them from ``tasks`` with another seed when those are generated.
         reporter: Takes the run's events; ``run_settings`` and ``output_dir`` are told to it.
         on_groups: Called with the iteration and its settled training groups before they are trained on; for transcripts and the like.
+        check_alive: Called about once a second while nothing ends; raises when something that the run needs, such as the engine, has died.
+        began: ``time.monotonic()`` of the moment from which reports count the run's time; by default when ``run`` is called.
     """
 
     def __init__(
@@ -123,6 +125,8 @@ class OnlineRLLoop:
         run_settings: Mapping[str, Any] | None = None,
         output_dir: Path | None = None,
         on_groups: Callable[[int, Sequence[GroupResult]], None] | None = None,
+        check_alive: Callable[[], None] | None = None,
+        began: float | None = None,
     ) -> None:
         self.settings = settings or LoopSettings()
         if agent is not None and not store.capabilities.get("thread_safe"):
@@ -143,6 +147,8 @@ class OnlineRLLoop:
         self._run_settings = dict(run_settings or {})
         self._output_dir = output_dir
         self._on_groups = on_groups
+        self._check_alive = check_alive
+        self._began = began
         self._version = "0"
         self._resources_id: str | None = None
         self._iteration = 0
@@ -172,6 +178,7 @@ class OnlineRLLoop:
                 output_dir=self._output_dir,
                 num_iterations=settings.num_iterations,
                 rollouts_per_iteration=settings.rollout_batch_size * settings.n_samples_per_prompt,
+                at=time.monotonic() if self._began is None else self._began,
             )
         )
         reason = "interrupted"
@@ -292,6 +299,8 @@ class OnlineRLLoop:
                 if self._runner is not None and self._runner.failure is not None:
                     raise LoopError(f"the runner ended: {self._runner.failure}") from self._runner.failure
                 self.data_source.raise_if_dead()
+                if self._check_alive is not None:
+                    self._check_alive()
 
     async def _step(self, name: str, function: StepFn, iteration: int) -> Any:
         """Call the training or the sync function; what is not an error of ours becomes one sentence that says where it comes from."""

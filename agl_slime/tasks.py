@@ -68,14 +68,14 @@ def as_task_source(tasks: TaskSource | Iterable[Task] | Callable[[random.Random]
     return ShuffledTasks(tasks=list(tasks), seed=seed)  # type: ignore[arg-type]
 
 
-def read_tasks(path: str | Path) -> list[Task]:
-    """Tasks from a JSON-lines file, one object per line. Raises ``ConfigError`` naming the line that is not one."""
+def read_tasks(path: str | Path, *, flag: str = "--tasks") -> list[Task]:
+    """Tasks from a JSON-lines file, one object per line. Raises ``ConfigError`` naming ``flag``, the file and the line that is not one."""
     file = Path(path)
     try:
         # not splitlines(): a JSON string may hold U+2028 and other characters that it takes for line ends
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--tasks {file}: cannot be read ({error})") from error
+        raise ConfigError(f"{flag} {file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     tasks: list[Task] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -83,10 +83,10 @@ def read_tasks(path: str | Path) -> list[Task]:
         try:
             task = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"--tasks {file}, line {number}: not JSON ({error})") from error
+            raise ConfigError(f"{flag} {file}, line {number}: not JSON ({error})") from error
         if not isinstance(task, dict):
-            raise ConfigError(f"--tasks {file}, line {number}: expected an object, got {type(task).__name__}")
+            raise ConfigError(f"{flag} {file}, line {number}: expected an object, got {type(task).__name__}")
         tasks.append(task)
     if not tasks:
-        raise ConfigError(f"--tasks {file}: holds no tasks")
+        raise ConfigError(f"{flag} {file}: holds no tasks")
     return tasks

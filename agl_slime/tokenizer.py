@@ -38,5 +38,5 @@ def load_tokenizer(path: str | Path) -> Any:
             try:
                 _loaded[key] = AutoTokenizer.from_pretrained(key)
             except (OSError, ValueError) as error:
-                raise ConfigError(f"no tokenizer can be loaded from {key!r}: {error}") from error
+                raise ConfigError(f"no tokenizer can be loaded from {key!r}: {' '.join(str(error).split())[:300]}") from error
         return _loaded[key]

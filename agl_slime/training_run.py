@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from rich.console import Console
 from agl_slime._agl import LLM, LitAgent
 from agl_slime.config import TrainConfig
 from agl_slime.datasource import AGLDataSource
-from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
 from agl_slime.groups.outcome import GroupResult
-from agl_slime.loading import load_agent
+from agl_slime.loading import check_files, load_agent
 from agl_slime.loop import LoopSettings, OnlineRLLoop, RunResult, Tasks
 from agl_slime.report import StandardReporters, TranscriptItem, TranscriptsSampled, choose_rollouts, open_run_dir, transcript_sample
 from agl_slime.report.metrics import TOKENS_TRAINED
@@ -41,6 +42,8 @@ async def run_training(config: TrainConfig, *, slime_flags: Sequence[str] = (), 
     ``slime_flags`` are slime's own, for ``--trainer slime``.
     """
     console = console or Console()
+    began = time.monotonic()
+    check_files(config)
     if config.trainer == "slime":
         from agl_slime.slime.run import run_slime_training
 
@@ -53,20 +56,18 @@ async def run_training(config: TrainConfig, *, slime_flags: Sequence[str] = (), 
     val_tasks: Tasks | None = read_tasks(config.eval_tasks) if config.eval_tasks is not None else None
     if val_tasks is None and config.eval_interval and config.tasks is not None:
         val_tasks = read_tasks(config.tasks)
-    if config.model_path is not None and not (config.model_path / "config.json").is_file():
-        raise ConfigError(
-            f"--model-path {config.model_path}: there is no Hugging Face checkpoint (no config.json); leave the flag out to make a tiny policy"
-        )
     described = await _probe(config.sglang_url) if config.sglang_url is not None else None
     run = open_run_dir(config.output_dir, agent=config.agent, settings=asdict(config), overwrite=config.overwrite)
     reporters = StandardReporters(run, console=console, view=config.view, title=config.agent)
     try:
         model_path = await _model_path(config, agent, described, run.path, console)
-        async with _engine_url(config, model_path, console) as url:
-            trainer = await run_in_thread(_make_trainer, config, model_path)
+        tokenizer = await run_in_thread(load_tokenizer, model_path)
+        loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path))  # while the engine starts, in a process of its own
+        loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # if the engine fails first, nobody asks
+        async with _engine(config, model_path, console) as (url, check_engine):
+            trainer = await loading
             weights = WeightPublisher(trainer=trainer, base_url=url, directory=run.path / "weights")
             await weights.push(0)  # the engine and the trainer start from the same weights, whatever the server had loaded
-            tokenizer = await run_in_thread(load_tokenizer, model_path)
             with AGLDataSource(store=(store := BridgeStore()), tokenizer=tokenizer) as source:
                 loop = OnlineRLLoop(
                     store=store,
@@ -83,6 +84,8 @@ async def run_training(config: TrainConfig, *, slime_flags: Sequence[str] = (), 
                     run_settings=asdict(config),
                     output_dir=run.path,
                     on_groups=_Transcripts(reporters, tokenizer, seed=config.seed).take,
+                    check_alive=check_engine,
+                    began=began,
                 )
                 return await loop.run_async()
     finally:
@@ -190,26 +193,42 @@ async def _model_path(config: TrainConfig, agent: Any, described: EngineDescript
         raise ConfigError(f"--model-path is needed: {config.agent} has no `demonstrations` that a tiny policy could learn its format from")
     from agl_slime.sglang.embedded.policy import make_policy
 
-    with console.status("Making a tiny policy …"):
+    with _step(console, "making a tiny policy"):
         return await run_in_thread(make_policy, run_dir / "policy", seed=config.seed, demonstrations=demonstrations)
 
 
 @asynccontextmanager
-async def _engine_url(config: TrainConfig, model_path: Path, console: Console) -> AsyncIterator[str]:
-    """The URL of the engine: the given one, or an embedded engine's that lives as long as the scope."""
+async def _engine(config: TrainConfig, model_path: Path, console: Console) -> AsyncIterator[tuple[str, Callable[[], None] | None]]:
+    """The URL of the engine, and a function that raises when it has died: of the given one, or an embedded one that lives as long as the scope."""
     if config.sglang_url is not None:
-        yield config.sglang_url
+        yield config.sglang_url, None
         return
     from agl_slime.sglang.embedded.process import EmbeddedEngine
 
     engine = EmbeddedEngine(model_path=model_path)
     try:
-        with console.status("Starting the embedded engine …"):
+        with _step(console, "starting the embedded engine"):
             await run_in_thread(engine.start)
-        yield engine.url
+
+        def check() -> None:
+            if not engine.alive:
+                raise LoopError(f"the embedded engine has died; its last words: {engine.stderr_tail() or 'none'}")
+
+        yield engine.url, check
     finally:
         # also when start was cut short: the process may be there already
         await asyncio.shield(run_in_thread(engine.stop))
+
+
+@contextmanager
+def _step(console: Console, text: str) -> Iterator[None]:
+    """Says what takes a while: on a terminal as long as it takes, elsewhere in a line."""
+    if console.is_terminal:
+        with console.status(f"{text} ..."):
+            yield
+    else:
+        print(f"{text} ...", file=console.file, flush=True)
+        yield
 
 
 def _make_trainer(config: TrainConfig, model_path: Path) -> Trainer:

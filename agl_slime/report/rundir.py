@@ -91,7 +91,8 @@ def open_run_dir(
         if changed and not (resume or overwrite):
             some = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
             raise ConfigError(
-                f"output directory {run.path} holds a run with other settings ({some}); choose another directory, or resume or overwrite that run"
+                f"output directory {run.path} holds a run with other settings ({some}); "
+                "choose another --output-dir, or replace that run with --overwrite"
             )
     elif resume:
         raise ConfigError(f"output directory {run.path} holds no run to resume ({CONFIG} is missing)")

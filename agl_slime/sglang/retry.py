@@ -133,8 +133,13 @@ def error_message(body: str, limit: int = 500) -> str:
     for key in ("error", "message", "detail"):
         if isinstance(found, Mapping) and found.get(key):
             found = found[key]
-    text = " ".join((found if isinstance(found, str) else json.dumps(found)).split()) if found else ""
+    text = " ".join(_plain(found if isinstance(found, str) else json.dumps(found)).split()) if found else ""
     return text if len(text) <= limit else text[:limit] + "…"
+
+
+def _plain(text: str) -> str:
+    """Without the tags, when it is a page of some web server."""
+    return re.sub(r"<style.*?</style>|<[^<>]*>", " ", text, flags=re.DOTALL) if re.match(r"\s*<(!doctype|html)", text, re.IGNORECASE) else text
 
 
 def context_limit(error: ContextOverflowError) -> int | None:

@@ -52,7 +52,9 @@ def test_settings_may_be_a_dataclass_and_secrets_are_not_written(tmp_path: Path)
 def test_a_run_with_other_settings_is_refused_and_untouched(tmp_path: Path) -> None:
     fill(open_run_dir(tmp_path, agent="a", settings=SETTINGS))
     other = {**SETTINGS, "seed": 1, "trainer": {"lr": 1e-3, "clip": 0.2}}
-    with pytest.raises(ConfigError, match=r"holds a run with other settings \(seed, trainer\.lr\); choose another directory, or resume or overwrite"):
+    with pytest.raises(
+        ConfigError, match=r"holds a run with other settings \(seed, trainer\.lr\); choose another --output-dir, or replace that run with --overwrite"
+    ):
         open_run_dir(tmp_path, agent="a", settings=other)
     assert json.loads((tmp_path / "config.json").read_text()) == SETTINGS
     assert (tmp_path / "metrics.jsonl").exists()
