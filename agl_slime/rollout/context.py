@@ -17,14 +17,14 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from agl_slime.errors import ConfigError
-from agl_slime.rollout.template import WINDOW_FROM, Addition, ChatTemplate, Message
+from agl_slime.rollout.template import WINDOW_FROM, Addition, ChatTemplate, Message, Rendering
 from agl_slime.sglang.payloads import Generation
 from agl_slime.tokenizer import ChatTokenizer
 from agl_slime.trace.codec import TokenArray
@@ -66,6 +66,7 @@ class _Plan:
     fork: ForkReason | None
     open_seams: int
     continues: bool  # the last message is an assistant's and the answer goes on with it
+    rendering: Rendering | None = None  # of the whole conversation, less a partial answer, where it was made
 
     @property
     def length(self) -> int:
@@ -100,6 +101,7 @@ class ChatContext:
         self._turns: list[_Turn] = []
         self._seen: list[Message] = []  # the held messages as they were, to notice edits
         self._asked: tuple[_Plan, list[Message]] | None = None  # the last prompt and the messages that it was made of
+        self._rendering: Rendering | None = None  # of the messages before the last answer
         self._whole_at = 0  # number of messages when the whole conversation was last rendered
         self._windows = True
 
@@ -138,6 +140,7 @@ class ChatContext:
             )
         self._asked = None
         self._turns = [turn for turn in self._turns if turn.end <= plan.kept]
+        self._rendering = plan.rendering
         self._tokens.cut(plan.kept)
         self._tokens.extend(plan.added)
         self._tokens.extend(generation.output_ids)
@@ -178,19 +181,24 @@ class ChatContext:
         addition = self._addition(messages[:-1] if continues else messages, last.n_messages)
         if addition is None:
             return self._forked(last.n_messages - 1, continues=continues, reason=ForkReason.TEMPLATE)
-        return self._joined(last.end, addition.text.removeprefix(last.stop_text), addition.opening, continues=continues, fork=None)
+        return self._added(last, addition, continues=continues, fork=None)
+
+    def _added(self, turn: _Turn, addition: Addition, *, continues: bool, fork: ForkReason | None) -> _Plan:
+        """What is held up to the end of ``turn``, then what the template adds."""
+        text = addition.text.removeprefix(turn.stop_text)
+        return self._joined(turn.end, text, addition.opening, addition.rendering, continues=continues, fork=fork)
 
     def _addition(self, messages: Sequence[Message], held: int) -> Addition | None:
         """What the template adds after message ``held - 1``, from as few messages as that takes; see the module ``template``."""
         if not self._windows or len(messages) < WINDOW_FROM:
-            return self._template.addition(messages, held, whole=True)
+            return self._template.addition(messages, held, whole=True, asked=self._rendering)
         ends = self._template.addition(messages, held, whole=False)
-        if len(messages) >= 2 * self._whole_at:
-            self._whole_at = len(messages)
-            whole = self._template.addition(messages, held, whole=True)
-            self._windows = whole == ends
-            return whole
-        return ends
+        if len(messages) < 2 * self._whole_at:
+            return ends and replace(ends, rendering=None)
+        self._whole_at = len(messages)
+        whole = self._template.addition(messages, held, whole=True)
+        self._windows = (whole and (whole.text, whole.opening)) == (ends and (ends.text, ends.opening))
+        return whole
 
     def _continued(self, last: _Turn) -> _Plan | None:
         """The last answer goes on: with its own tokens as far as its message still says what they say. ``None`` when its message says something else
@@ -206,7 +214,7 @@ class ChatContext:
         keep = last.start + n
         fork = None if keep == last.end else ForkReason.BRANCH if n == len(ids) else ForkReason.EDITED_HISTORY
         added, seam = self._encode_after(said[len(text) :], self._tokens.last(keep))
-        return _Plan(keep, tuple(added), last.place, fork, seam, continues=True)
+        return _Plan(keep, tuple(added), last.place, fork, seam, continues=True, rendering=self._rendering)
 
     def _forked(self, same: int, *, continues: bool, reason: ForkReason) -> _Plan:
         """A prompt that keeps the longest part of what is held that the template still renders in the same way, and renders the rest. ``same``
@@ -228,7 +236,7 @@ class ChatContext:
         if turn.n_messages <= min(same, len(base)):  # its answer stands as well?
             addition = self._template.addition(base, turn.n_messages, whole=True)
             if addition is not None:
-                return self._joined(turn.end, addition.text.removeprefix(turn.stop_text), addition.opening, continues=continues, fork=reason)
+                return self._added(turn, addition, continues=continues, fork=reason)
         return self._rendered(turn.place, continues=continues, fork=reason)
 
     def _rendered(self, kept: _Place | None, *, continues: bool, fork: ForkReason | None) -> _Plan:
@@ -236,9 +244,10 @@ class ChatContext:
         base = self.messages[:-1] if continues else self.messages
         rendered = self._template.render_prompt(base)
         skip = len(self._template.render(base[: kept.n_messages], opening=False)) if kept is not None else 0
-        return self._joined(kept.length if kept is not None else 0, rendered.text[skip:], rendered.opening, continues=continues, fork=fork)
+        keep = kept.length if kept is not None else 0
+        return self._joined(keep, rendered.text[skip:], rendered.opening or "", rendered, continues=continues, fork=fork)
 
-    def _joined(self, keep: int, text: str, opening: str, *, continues: bool, fork: ForkReason | None) -> _Plan:
+    def _joined(self, keep: int, text: str, opening: str, rendering: Rendering | None, *, continues: bool, fork: ForkReason | None) -> _Plan:
         """The first ``keep`` ids, then ``text``, ``opening`` and the partial answer that the conversation may end with."""
         # the opening apart where that changes nothing, so that the place before it is known and can be kept when the template drops the answer
         apart = self._template.begins_with_added_token(opening)
@@ -250,7 +259,7 @@ class ChatContext:
             seams += seam
             if apart and number == 0:
                 place = _Place(len(self.messages) - continues, keep + len(added))
-        return _Plan(keep, tuple(added), place, fork, seams, continues)
+        return _Plan(keep, tuple(added), place, fork, seams, continues, rendering)
 
     def _unchanged(self) -> int:
         """How many of the held messages are as they were."""

@@ -34,12 +34,23 @@ _SYSTEM_ROLES = frozenset({"system", "developer"})
 
 
 @dataclass(frozen=True, slots=True)
+class Rendering:
+    """Messages as text, and apart from it the ``opening`` of an answer to them; ``None`` when it cannot be told apart and is in the text."""
+
+    text: str
+    opening: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Addition:
-    """``text`` is what the template writes after a sampled answer up to the end of the new messages, ``opening`` what it writes before the next
-    answer."""
+    """``text`` is what the template writes after a sampled answer up to the end of the new messages, ``opening`` what it writes before the next one.
+
+    ``rendering`` is what both were told from, where that was the whole conversation.
+    """
 
     text: str
     opening: str
+    rendering: Rendering | None
 
 
 class ChatTemplate:
@@ -60,10 +71,10 @@ class ChatTemplate:
         assert isinstance(text, str)
         return text
 
-    def render_prompt(self, messages: Sequence[Message]) -> Addition:
-        """The whole conversation as text and the opening of the next answer apart; the opening is empty when it cannot be told apart."""
+    def render_prompt(self, messages: Sequence[Message]) -> Rendering:
+        """The whole conversation, and the opening of the next answer."""
         whole, closed = self.render(messages, opening=True), self.render(messages, opening=False)
-        return Addition(closed, whole[len(closed) :]) if whole.startswith(closed) else Addition(whole, "")
+        return Rendering(closed, whole[len(closed) :]) if whole.startswith(closed) else Rendering(whole, None)
 
     @property
     def closing(self) -> str:
@@ -83,24 +94,26 @@ class ChatTemplate:
             self._added_tokens = tuple(token for token in added if token)
         return bool(self._added_tokens) and text.startswith(self._added_tokens)
 
-    def addition(self, messages: Sequence[Message], held: int, *, whole: bool) -> Addition | None:
+    def addition(self, messages: Sequence[Message], held: int, *, whole: bool, asked: Rendering | None = None) -> Addition | None:
         """What follows the answer ``messages[held - 1]``; ``None`` when the template renders what is held differently once the new messages follow.
 
-        ``whole`` renders the whole conversation; otherwise its ends may be enough (see the module's text).
+        ``whole`` renders the whole conversation; otherwise its ends may be enough (see the module's text). ``asked`` is the rendering of the messages
+        before that answer, where it is known.
         """
         before, answer, new = messages[: held - 1], messages[held - 1], messages[held:]
         if not whole:
             before = _ends(before, new)
-        start, asked = self.render(before, opening=False), self.render(before, opening=True)
-        if not asked.startswith(start):
-            return None
+        if asked is None or not whole:
+            asked = self.render_prompt(before)
+        if asked.opening is None:
+            return None  # nobody can tell where an answer begins
         rendered = self.render_prompt([*before, answer, *new])
-        if not rendered.text.startswith(start):
+        if not rendered.text.startswith(asked.text):
             return None
-        rest = rendered.text[len(start) :]
-        sampled = asked[len(start) :] + str(answer.get("content") or "") + self.closing
-        end = self._end_of_answer(rest, sampled, [*before, answer], start)
-        return None if end is None else Addition(self.closing + rest[end:], rendered.opening)
+        rest = rendered.text[len(asked.text) :]
+        sampled = asked.opening + str(answer.get("content") or "") + self.closing
+        end = self._end_of_answer(rest, sampled, [*before, answer], asked.text)
+        return None if end is None else Addition(self.closing + rest[end:], rendered.opening or "", rendered)
 
     def _end_of_answer(self, rest: str, sampled: str, messages: Sequence[Message], start: str) -> int | None:
         """Where in ``rest`` the answer ends, its closing included, if it is there as ``sampled`` but for white space and empty blocks."""

@@ -31,7 +31,7 @@ def test_an_answer_without_tokens_is_not_the_last_round() -> None:
 
 
 def test_weights_nothing_at_all_and_other_values_are_refused() -> None:
-    with pytest.raises(ConfigError, match="must return 0 or 1 for each answer, got 0.5 for answer 1"):
+    with pytest.raises(ConfigError, match=r"must return 0 or 1 for each answer, got 0\.5 for answer 1"):
         untrained_turns(lambda messages, turn, turns: 0.5, turns([1]))
     with pytest.raises(ConfigError, match="leaves all 2 answers"):
         untrained_turns(lambda messages, turn, turns: 0, turns([1], [2]))
