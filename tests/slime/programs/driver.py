@@ -18,7 +18,7 @@ import yaml
 from agl_slime.cli import main as command_line
 from agl_slime.sglang.embedded.process import EmbeddedEngine
 from tests.slime.programs.common import make_policy, start_ray
-from tests.slime.programs.loop import router
+from tests.slime.routers import sglang_router
 from tests.slime.support import model_flags, report
 
 
@@ -34,10 +34,7 @@ def main(directory: Path, steps: int, engines: str) -> None:
         workers = [stack.enter_context(EmbeddedEngine(model)).url for _ in range(2 if engines == "router" else 1)]
         url = workers[0]
         if engines == "router":
-            url = f"http://127.0.0.1:{stack.enter_context(router())}"
-            for worker in workers:
-                requests.post(f"{url}/workers", json={"url": worker}, timeout=10).raise_for_status()
-            wait_for_workers(url, len(workers))
+            url = stack.enter_context(sglang_router(workers))
         start_ray(num_gpus=1, setup_hook="tests.slime.cpu.register_cpu")
         stack.callback(ray.shutdown)
         began = time.monotonic()
@@ -67,15 +64,6 @@ def main(directory: Path, steps: int, engines: str) -> None:
                 "files": sorted(path.name for path in (directory / "run").iterdir()),
             }
         )
-
-
-def wait_for_workers(url: str, n: int) -> None:
-    for _ in range(200):
-        listed = requests.get(f"{url}/workers", timeout=5).json()["workers"]
-        if sum(bool(worker.get("is_healthy")) for worker in listed) >= n:
-            return
-        time.sleep(0.1)
-    raise TimeoutError(f"the router lists {listed}")
 
 
 if __name__ == "__main__":

@@ -11,11 +11,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import socket
-import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ import requests
 from agl_slime.sglang.embedded.process import EmbeddedEngine
 from agl_slime.slime_hooks import log_eval_rollout
 from tests.slime.programs.common import make_policy, slime_args, start_ray, write_tasks
+from tests.slime.routers import sglang_router
 from tests.slime.support import report
 
 GROUPS, SIZE = 16, 4
@@ -44,13 +42,13 @@ def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str])
 
     register_cpu()
     metrics = directory / "metrics.jsonl"
-    with router() as address:
+    with sglang_router() as address:
         flags = [
             *("--num-rollout", str(steps), "--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(SIZE)),
             *("--global-batch-size", str(GROUPS * SIZE), "--micro-batch-size", "1", "--rollout-temperature", "1.0"),
             *("--rollout-max-response-len", "48"),
             *("--rollout-external-engine-addrs", *(url.removeprefix("http://") for url in engines)),
-            *("--sglang-router-ip", "127.0.0.1", "--sglang-router-port", str(address)),
+            *("--sglang-router-ip", "127.0.0.1", "--sglang-router-port", address.rpartition(":")[2]),
             *("--update-weight-mode", "full", "--update-weight-transport", "disk", "--update-weight-disk-dir", str(directory / "weights")),
             *("--update-weight-disk-keep-files",),
             *("--save", str(directory / "checkpoint"), "--save-interval", str(steps)),
@@ -106,30 +104,6 @@ def log_eval(rollout_id: int, args: Any, data: dict[str, Any], extra_metrics: di
     with open(args.agl_eval_log, "a") as lines:
         lines.write(json.dumps(means) + "\n")
     return log_eval_rollout(rollout_id, args, data, extra_metrics)
-
-
-@contextmanager
-def router() -> Any:
-    """A real sglang-router without workers, which slime registers; yields its port."""
-    port, metrics_port = _free_port(), _free_port()
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port), "--policy", "manual"]
-    process = subprocess.Popen([*command, "--prometheus-port", str(metrics_port), "--log-level", "error"])
-    try:
-        for _ in range(300):
-            try:
-                requests.get(f"http://127.0.0.1:{port}/workers", timeout=1)
-                break
-            except requests.ConnectionError:
-                time.sleep(0.1)
-        yield port
-    finally:
-        process.terminate()
-        process.wait(10)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,52 @@
+"""A real sglang-router in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+
+@contextmanager
+def sglang_router(workers: Sequence[str] = (), *, policy: str = "manual", flags: Sequence[str] = ()) -> Iterator[str]:
+    """Routes to ``workers``, and to those that are registered later; yields its URL once all workers are healthy."""
+    port, metrics_port = _free_port(), _free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port), "--policy", policy]
+    command += ["--prometheus-port", str(metrics_port), "--log-level", "error", *flags]
+    if workers:
+        command += ["--worker-urls", *workers]
+    process = subprocess.Popen(command)
+    try:
+        deadline = time.monotonic() + 30
+        while (listed := _workers(url)) is None or sum(bool(worker.get("is_healthy")) for worker in listed) < len(workers):
+            assert process.poll() is None, f"the router ended with {process.returncode}"
+            assert time.monotonic() < deadline, f"the router lists {listed}"
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+
+
+def _workers(url: str) -> list[dict[str, object]] | None:
+    try:
+        with urllib.request.urlopen(f"{url}/workers", timeout=5) as answer:
+            return json.load(answer)["workers"]
+    except (OSError, ValueError):
+        return None
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]

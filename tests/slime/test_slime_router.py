@@ -1,0 +1,102 @@
+"""Through a real sglang-router with two workers: affinity, weight sync, and a worker that dies in the middle of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import random
+import shutil
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agents.lookup import LookupAgent
+from agl_slime import AGLDataSource, BridgeStore, DiskWeightSync, RunnerThread, SamplingParams, SGLangClient
+from agl_slime._agl import LLM, EnqueueRolloutRequest, RolloutConfig
+from agl_slime.groups.outcome import Outcome
+from agl_slime.sglang.embedded.process import EmbeddedEngine
+from agl_slime.tokenizer import load_tokenizer
+from tests.slime.routers import sglang_router
+
+pytestmark = [
+    pytest.mark.slime,
+    pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="needs the router: pip install sglang-router==0.3.2"),
+]
+
+
+@pytest.fixture
+def engines(policy_dir: Path) -> Iterator[list[EmbeddedEngine]]:
+    with EmbeddedEngine(policy_dir) as one, EmbeddedEngine(policy_dir) as two:
+        yield [one, two]
+
+
+def get(url: str, path: str) -> dict[str, object]:
+    with urllib.request.urlopen(url + path, timeout=10) as answer:
+        return json.load(answer)
+
+
+def sampled(engine: EmbeddedEngine) -> int:
+    return int(str(get(engine.url, "/server_info")["tokens_sampled"]))
+
+
+async def test_the_requests_of_one_rollout_stay_on_one_worker(engines: list[EmbeddedEngine]):
+    sampling = SamplingParams(max_new_tokens=4)
+    chosen: list[int] = []
+    with sglang_router([engine.url for engine in engines]) as url:
+        async with SGLangClient(base_url=url) as client:
+            for key in range(12):
+                before = [sampled(engine) for engine in engines]
+                for _ in range(4):
+                    await client.generate([5, 6, 7], sampling, routing_key=f"rollout-{key}")
+                grown = [sampled(engine) > count for engine, count in zip(engines, before, strict=True)]
+                assert sum(grown) == 1, f"the four requests of rollout {key} went to {sum(grown)} workers"
+                chosen.append(grown.index(True))
+    assert set(chosen) == {0, 1}
+
+
+async def test_a_weight_sync_through_the_router_reaches_both_workers(engines: list[EmbeddedEngine], policy_dir: Path, tmp_path: Path):
+    weights = shutil.copytree(policy_dir, tmp_path / "weights")
+    with sglang_router([engine.url for engine in engines]) as url:
+        report = await DiskWeightSync(base_url=url).push(str(weights), "17")
+    assert len(report.workers) == 2
+    assert [get(engine.url, "/model_info")["weight_version"] for engine in engines] == ["17", "17"]
+
+
+def test_a_worker_that_dies_in_the_middle_of_a_run_loses_nothing(engines: list[EmbeddedEngine], policy_dir: Path):
+    groups, size = 24, 4
+    rng = random.Random(0)
+    agent = LookupAgent()
+    store = BridgeStore()
+    ended = 0
+
+    def one_ended(_: object) -> None:
+        nonlocal ended
+        ended += 1
+        if ended == groups:  # a quarter of the way
+            engines[1]._process.kill()  # type: ignore[union-attr]  # as the kernel would: no goodbye
+
+    flags = ["--health-check-interval-secs", "1", "--health-failure-threshold", "1", "--cb-failure-threshold", "2"]
+    with sglang_router([engine.url for engine in engines], flags=flags) as url:
+        unsubscribe = store.subscribe_finished(one_ended)
+        llm = LLM(endpoint=url, model=str(policy_dir), sampling_parameters={"temperature": 1.0, "max_new_tokens": 48})
+        asyncio.run(store.add_resources({"main_llm": llm}))
+        config = RolloutConfig(timeout_seconds=120, max_attempts=3, retry_condition=["failed", "timeout", "unresponsive"])
+        requests = [
+            EnqueueRolloutRequest(input=task, mode="train", config=config, metadata={"group_id": str(number), "group_size": size})
+            for number, task in enumerate(agent.make_task(rng) for _ in range(groups))
+            for _ in range(size)
+        ]
+        with AGLDataSource(store=store, tokenizer=load_tokenizer(policy_dir), n_samples_per_prompt=size) as source:
+            rollouts = asyncio.run(store.enqueue_many_rollouts(requests))
+            source.opened([rollout.rollout_id for rollout in rollouts])
+            with RunnerThread(agent=agent, store=store):
+                taken = source.get_samples(groups)
+            counts = source.ledger.counts()
+        unsubscribe()
+    assert not engines[1].alive
+    assert len(taken) == groups
+    assert all(len({sample.metadata["agl_rollout_id"] for sample in group}) == size for group in taken)
+    assert counts.closed == {Outcome.TRAINED: groups * size}
