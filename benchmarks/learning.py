@@ -36,7 +36,7 @@ def main() -> int:
     table = Table(title=f"{options.agent}, load average {os.getloadavg()[0]:.1f} at the start, {os.cpu_count()} cores")
     for column in ("seed", "start", "end", "best", f"first ≥ {GOAL}", "s to it", "whole s", "max log-prob diff", "ratio dev"):
         table.add_column(column, justify="right")
-    console = Console()
+    console = Console(width=120)
     ends, seconds = [], []
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         with tempfile.TemporaryDirectory() as directory:
