@@ -26,7 +26,6 @@ class RolloutFacts:
     unknown_tools: int = 0
     tool_errors: int = 0
     tool_timeouts: int = 0
-    forks: Counter[str] = field(default_factory=Counter)
     open_seams: int = 0
     untrained_turns: tuple[int, ...] = ()
 

@@ -127,10 +127,9 @@ class RolloutSession:
             if not self.turns:
                 raise  # nothing was sampled: the task itself does not fit
             raise self._stopped(StopReason.CONTEXT_OVERFLOW, str(error)) from error
-        before = (context.forks.copy(), context.open_seams)
+        seams = context.open_seams
         context.add_answer(prompt_ids, generation)
-        self.facts.forks.update({reason.value: n for reason, n in (context.forks - before[0]).items()})
-        self.facts.open_seams += context.open_seams - before[1]
+        self.facts.open_seams += context.open_seams - seams
         self._record(Turn.from_generation(context.prompt_view(len(prompt_ids)), generation, messages=asked), started)
         self.facts.stop_reason = of_finish_reason(generation.finish_reason)
         return Answer(generation.text, generation.finish_reason, generation)

@@ -29,18 +29,24 @@ class Trajectory:
 
     @property
     def response(self) -> str:
-        """The text of the last answer; empty when there is none."""
-        return self.turns[-1].text if self.turns else ""
+        """The text of the last answer, with the part of it that was there before the last call went on with it; empty when there is none."""
+        if not self.turns:
+            return ""
+        asked = self.turns[-1].messages
+        begun = str(asked[-1].get("content") or "") if asked and asked[-1].get("role") == "assistant" else ""
+        return begun + self.turns[-1].text
 
     @property
     def messages(self) -> Messages:
         """The last call's messages with its answer, where calls recorded theirs; else the answers alone."""
         if not self.turns:
             return ()
-        answer = {"role": "assistant", "content": self.response}
-        if self.turns[-1].messages is not None:
-            return (*self.turns[-1].messages, answer)
-        return tuple({"role": "assistant", "content": turn.text} for turn in self.turns)
+        asked = self.turns[-1].messages
+        if asked is None:
+            return tuple({"role": "assistant", "content": turn.text} for turn in self.turns)
+        if asked and asked[-1].get("role") == "assistant":
+            return (*asked[:-1], {**asked[-1], "content": self.response})
+        return (*asked, {"role": "assistant", "content": self.response})
 
     @property
     def sampled_tokens(self) -> int:

@@ -161,6 +161,18 @@ async def test_a_continuation_is_one_message_and_trains_each_token_once() -> Non
     assert len(samples) == 2  # the first answer ended with a stop token, which the continued one does not have
 
 
+async def test_the_reward_of_a_continued_answer_sees_all_of_it() -> None:
+    seen: list[Any] = []
+
+    class Judged(Agent):
+        async def score(self, task: dict[str, Any], trajectory: Any) -> float:
+            seen.append((trajectory.response, [message["content"] for message in trajectory.messages]))
+            return 1.0
+
+    await rollout(Judged, ["Two.", " three."], scheduler=GoOn(max_turns=5))
+    assert seen == [("Two. But wait, three.", ["How many?", "Two. But wait, three."])]
+
+
 async def test_turns_that_are_used_up_and_answers_that_are_cut_off_end_a_scheduled_rollout() -> None:
     finished, _ = await rollout(Agent, ["Two.", "Four."], scheduler=Retry, max_turns=2)
     (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
