@@ -106,6 +106,7 @@ class Connection:
 def make_bodies(options: Options, *, count: int) -> list[bytes]:
     """Items of groups in the order in which concurrent generators write them."""
     rng = random.Random(0)
+    long = "".join(rng.choices("abcdefgh \n", k=int(options.item_kb * 1000) + 5000))
     bodies = []
     for n in range(count):
         item = {"uid": f"{n:032x}", "instance_id": f"instance_{n // options.group_size}", "reward": float(rng.random() < 0.5), "extra_info": {}}
@@ -117,7 +118,8 @@ def make_bodies(options: Options, *, count: int) -> list[bytes]:
                 "messages": [],
             }
         else:
-            text = "".join(rng.choices("abcdefgh \n", k=int(options.item_kb * 1000) - 250))
+            start = rng.randrange(5000)
+            text = long[start : start + int(options.item_kb * 1000) - 250]
             item["messages"] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
         bodies.append(json.dumps(item).encode())
     return bodies

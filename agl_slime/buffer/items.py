@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +16,13 @@ _LONGEST_ID = 1024
 
 @dataclass(frozen=True, slots=True)
 class WrittenItem:
-    """An item that may be stored. ``key`` names its group within the task type, ``body`` is its JSON. Two items with one uid are
-    the same when their checksums are: it tells a repeated request from a uid that is used twice, nothing more."""
+    """An item that may be stored. ``key`` names its group within the task type, ``body`` is its JSON."""
 
     uid: str
     instance_id: Any
     key: str
     reward: float | None
     body: bytes
-    checksum: int
 
 
 def parse_json(raw: bytes) -> Any:
@@ -72,7 +69,6 @@ def check_item(item: Any, position: int = 0, *, raw: bytes | None = None) -> Wri
         key=orjson.dumps(instance_id if group_id is None else [instance_id, group_id]).decode(),
         reward=float(reward) if isinstance(reward, (int, float)) else None,
         body=body,
-        checksum=zlib.crc32(body),
     )
 
 

@@ -29,7 +29,7 @@ from agl_slime.groups.pipeline import FinishedGroup, GroupPipeline, GroupSnapsho
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS items (
-    no INTEGER PRIMARY KEY, group_no INTEGER NOT NULL, rollout_id TEXT NOT NULL, time REAL NOT NULL, checksum INTEGER NOT NULL, body BLOB NOT NULL
+    no INTEGER PRIMARY KEY, group_no INTEGER NOT NULL, rollout_id TEXT NOT NULL, time REAL NOT NULL, body BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS items_of_group ON items (group_no);
 CREATE TABLE IF NOT EXISTS groups (
@@ -241,9 +241,9 @@ class ItemStore:
             rollout_id = f"{request.task}/{item.uid}"
             twin = fresh.get(rollout_id) or (stored[rollout_id].item if rollout_id in stored else None)
             if twin is not None:
-                same = twin.checksum == item.checksum
+                same = _same_json(twin.body, item.body)
             elif rollout_id in known:
-                same = known[rollout_id] == item.key and self._checksum_of(request.task, item.key, rollout_id) in (None, item.checksum)
+                same = known[rollout_id] == item.key and self._holds_same(request.task, item, rollout_id)
             else:
                 fresh[rollout_id] = item
                 continue
@@ -265,19 +265,20 @@ class ItemStore:
     def _insert(self, stored: Mapping[str, _NewItem]) -> None:
         """Few statements for many rows: each statement lets go of the interpreter lock and has to wait to get it back."""
         self.ledger.open_many([(rollout_id, new.item.key) for rollout_id, new in stored.items()])
-        rows = [(new.no, new.group_no, rollout_id, new.time, new.item.checksum, new.item.body) for rollout_id, new in stored.items()]
+        rows = [(new.no, new.group_no, rollout_id, new.time, new.item.body) for rollout_id, new in stored.items()]
         for start in range(0, len(rows), 100):
             chunk = rows[start : start + 100]
-            marks = ", ".join("(?, ?, ?, ?, ?, ?)" for _ in chunk)
+            marks = ", ".join("(?, ?, ?, ?, ?)" for _ in chunk)
             self._database.connection.execute(
-                f"INSERT INTO items (no, group_no, rollout_id, time, checksum, body) VALUES {marks}", [value for row in chunk for value in row]
+                f"INSERT INTO items (no, group_no, rollout_id, time, body) VALUES {marks}", [value for row in chunk for value in row]
             )
 
-    def _checksum_of(self, task: str, key: str, rollout_id: str) -> int | None:
-        """The checksum of an item that is still held; ``None`` when its group is decided and gone: its uid is used up, whatever it held."""
-        query = "SELECT checksum FROM groups JOIN items ON group_no = groups.no WHERE key = ? AND task = ? AND rollout_id = ?"
-        row = self._database.connection.execute(query, (key, task, rollout_id)).fetchone()
-        return row[0] if row else None
+    def _holds_same(self, task: str, item: WrittenItem, rollout_id: str) -> bool:
+        """Whether a known item has this content; nothing is held against one whose group is decided and gone: its uid is used up, whatever it
+        held."""
+        query = "SELECT body FROM groups JOIN items ON group_no = groups.no WHERE key = ? AND task = ? AND rollout_id = ?"
+        row = self._database.connection.execute(query, (item.key, task, rollout_id)).fetchone()
+        return row is None or _same_json(row[0], item.body)
 
     def _start_group(self, index: TaskIndex, task: str, item: WrittenItem) -> OpenGroup:
         instance_id = orjson.dumps(item.instance_id).decode()
@@ -658,3 +659,7 @@ class ItemStore:
 
 def _join(decided: Iterable[_Decision]) -> bytes:
     return b"[" + b",".join(decision.json for decision in decided if decision.json) + b"]"
+
+
+def _same_json(one: bytes, other: bytes) -> bool:
+    return one == other or orjson.loads(one) == orjson.loads(other)
