@@ -193,6 +193,10 @@ class ConcurrentRunner(LitAgentRunner[Any]):
                 self.lag.stop()
             if stop_heartbeat is not None:
                 await stop_heartbeat()
+            # connections belong to this loop, and Agent Lightning's own Trainer has no place for an agent to close them
+            close = getattr(self._agent, "aclose", None)
+            if close is not None:
+                await close()
 
     async def _drain(self) -> None:
         # what was claimed just before the end may not have reached its agent yet, where cancel_all finds it
