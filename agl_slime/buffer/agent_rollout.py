@@ -110,8 +110,7 @@ def _said(args: Any, name: str, variable: str) -> str | None:
     return getattr(args, name, None) or os.environ.get(variable) or None
 
 
-# -- the documented functions
-# --------------------------------------------------------------------------------------------------------------------------
+# -- the documented functions ----------------------------------------------------------------------------------------------------------------------
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
@@ -259,8 +258,7 @@ def start_payload(args: Any, metadata: Mapping[str, Any] | None, *, task_type: s
     }
 
 
-# -- a session with a buffer
-# ---------------------------------------------------------------------------------------------------------------------------
+# -- a session with a buffer -----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -346,8 +344,7 @@ class AgentRolloutSession:
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    # -- internals
-    # -------------------------------------------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------------------------------------------
 
     async def _fetch(self, wanted: int | None) -> dict[str, Any]:
         """Wait until the buffer gives something; it goes to ``surplus``. Returns what was told about it."""
@@ -453,8 +450,7 @@ def forget_sessions() -> None:
         _sessions.clear()
 
 
-# -- internals
-# -------------------------------------------------------------------------------------------------------------------------------------------
+# -- internals -------------------------------------------------------------------------------------------------------------------------------------
 
 
 async def _evaluate(args: Any, rollout_id: int, data_source: Any) -> RolloutFnEvalOutput:

@@ -102,8 +102,7 @@ class RolloutBuffer:
         if self._own_logs is not None:
             self._own_logs.cleanup()
 
-    # -- items
-    # -----------------------------------------------------------------------------------------------------------------------------------------
+    # -- items -------------------------------------------------------------------------------------------------------------------------------------
 
     def task_for(self, name: str | None) -> str:
         """The task type that a request without a path of its own means. Raises ``BufferRequestError`` when that cannot be said."""
@@ -149,8 +148,7 @@ class RolloutBuffer:
         )
         return await self._in_time(reading, f"the groups of {task!r} could not be decided", claim)
 
-    # -- generators
-    # ------------------------------------------------------------------------------------------------------------------------------------
+    # -- generators --------------------------------------------------------------------------------------------------------------------------------
 
     async def start_rollout(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         """Start the generator of ``payload["task_type"]``; a run of the same task type is ended first."""
@@ -278,8 +276,7 @@ class RolloutBuffer:
             raise BufferRequestError(f"input_file {given!r}: there is no such file")
         return path
 
-    # -- figures
-    # ---------------------------------------------------------------------------------------------------------------------------------------
+    # -- figures -----------------------------------------------------------------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, Any]:
         """Everything that is counted, for ``/stats``."""
@@ -314,8 +311,7 @@ class RolloutBuffer:
             "generator_problems": dict(self._discovery.problems),
         }
 
-    # -- internals
-    # -------------------------------------------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------------------------------------------
 
     @property
     def _generator_directory(self) -> Path:

@@ -188,7 +188,7 @@ class ItemStore:
     def close(self) -> None:
         self._database.close()
 
-    # -- task types ----------------------------------------------------------------------------------------------------------------------------------
+    # -- task types --------------------------------------------------------------------------------------------------------------------------------
 
     def set_task(self, task: str, pipeline: GroupPipeline) -> None:
         """Decide the groups of a task type with this pipeline from now on; those that wait are looked at again."""
@@ -212,7 +212,7 @@ class ItemStore:
         with self._database.reading() as connection:
             return [row[0] for row in connection.execute("SELECT DISTINCT task FROM groups ORDER BY task")]
 
-    # -- writing -------------------------------------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------------------------------------------------------
 
     def write(self, requests: Sequence[WriteRequest]) -> list[WriteResult | BufferRequestError]:
         """Store the items of several requests in one transaction. A request is stored as a whole or answered with an error.
@@ -308,7 +308,7 @@ class ItemStore:
         if (full or group.busy) and index.accepting.get(group.key) is group:
             del index.accepting[group.key]
 
-    # -- reading -------------------------------------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------------------------------------------------------
 
     def read(
         self, task: str, *, max_groups: int | None = None, request_id: str | None = None, ack: Iterable[str] = (), claim: Claim | None = None
@@ -449,8 +449,7 @@ class ItemStore:
         else:
             self._drop_groups([no])
 
-    # -- after the hand-out
-    # ----------------------------------------------------------------------------------------------------------------------------
+    # -- after the hand-out ------------------------------------------------------------------------------------------------------------------------
 
     def acknowledge(self, task: str, request_ids: Iterable[str]) -> int:
         """The reader holds the answers to these requests for good: their items count as trained. Returns the number of groups."""
@@ -543,8 +542,7 @@ class ItemStore:
         decided = [decision for group in open_groups if (decision := self._decide(pipeline, group)) is not None]
         return Batch(sum(len(decision.finished.data) for decision in decided), _join(decided), orjson.loads(row[1]))
 
-    # -- runs of generators
-    # ----------------------------------------------------------------------------------------------------------------------------
+    # -- runs of generators ------------------------------------------------------------------------------------------------------------------------
 
     def start_run(self, task: str, payload: dict[str, Any]) -> int:
         """Record that a generator runs; earlier ones of the task type have been replaced."""
@@ -583,8 +581,7 @@ class ItemStore:
         with self._database.reading():
             return list(self._tasks[task].by_age.values())
 
-    # -- figures
-    # ---------------------------------------------------------------------------------------------------------------------------------------
+    # -- figures -----------------------------------------------------------------------------------------------------------------------------------
 
     @property
     def held_items(self) -> int:
@@ -609,8 +606,7 @@ class ItemStore:
     def _group_name(self, no: int) -> str:
         return f"{self.database_id}:{no}"
 
-    # -- internals
-    # -------------------------------------------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------------------------------------------
 
     def _snapshot(self, group: OpenGroup) -> GroupSnapshot:
         with self._database.reading() as connection:

@@ -173,7 +173,7 @@ class PersistentLedger:
                 reasons[outcome, reason] = n
         return LedgerCounts(plain.get("opened", 0), plain.get("open", 0), plain.get("ready", 0), closed, reasons)
 
-    # -- instances -----------------------------------------------------------------------------------------------------------------------------------
+    # -- instances ---------------------------------------------------------------------------------------------------------------------------------
 
     def finish_instance(self, instance_id: str) -> None:
         """A group of this instance has been dealt with: a resumed run skips it, once per time said."""

@@ -149,7 +149,7 @@ class GroupPipeline:
         """A pipeline with the stages found under their documented names; other names are ignored."""
         return cls(settings=settings, **{name: functions[name] for name in STAGE_NAMES if name in functions})
 
-    # -- a snapshot at once ---------------------------------------------------------------------------------------------------------------------
+    # -- a snapshot at once ------------------------------------------------------------------------------------------------------------------------
 
     def process(self, groups: Iterable[GroupSnapshot], *, now: float, max_groups: int | None = None) -> PipelineResult:
         """Run the five stages over a snapshot; stop after ``max_groups`` valid groups. The snapshot's items are not changed."""
@@ -166,7 +166,7 @@ class GroupPipeline:
                 valid += group.valid
         return PipelineResult(data=[item for group in finished for item in group.data], meta_info=meta_info, finished=finished)
 
-    # -- stage by stage ---------------------------------------------------------------------------------------------------------------------------
+    # -- stage by stage ----------------------------------------------------------------------------------------------------------------------------
 
     def meta_info(self, groups: Iterable[GroupSnapshot]) -> dict[str, Any]:
         """Stage 1 over everything that is there. What a stage of somebody else's breaks is reported under ``error``, beside the default's figures."""
@@ -201,7 +201,7 @@ class GroupPipeline:
         except Exception as error:  # one group that breaks a stage is recorded; the others go on
             return self._refused(snapshot, REASON_STAGE_ERROR, f"{type(error).__name__}: {error}", timed_out)
 
-    # -- internals ----------------------------------------------------------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------------------------------------------------------
 
     def _judge(self, snapshot: GroupSnapshot, items: list[Item], needed: int) -> tuple[bool, bool]:
         answer = self._is_valid((snapshot.instance_id, items), needed, self.settings.task_type)

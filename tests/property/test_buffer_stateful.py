@@ -182,4 +182,4 @@ class BufferMachine(RuleBasedStateMachine):
 
 
 TestBuffer = BufferMachine.TestCase
-TestBuffer.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestBuffer.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
