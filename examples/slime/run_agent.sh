@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# slime's own train.py on an Agent Lightning agent, for one machine with GPUs. Needs a slime installation (Megatron, SGLang) and a checkpoint in both forms:
+#
+#   SLIME_DIR=~/slime MODEL=~/Qwen3-0.6B MODEL_TORCH_DIST=~/Qwen3-0.6B_torch_dist examples/slime/run_agent.sh
+#
+# MODEL_ARGS_FILE is the file of slime's scripts/models that fits the model. Everything after the script's name is passed on to slime and wins.
+set -euo pipefail
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+repository="$(cd "$here/../.." && pwd)"
+: "${SLIME_DIR:?set SLIME_DIR to the checkout of slime}" "${MODEL:?set MODEL to the Hugging Face checkpoint}"
+: "${MODEL_TORCH_DIST:?set MODEL_TORCH_DIST to the same checkpoint as tools/convert_hf_to_torch_dist.py of slime writes it}"
+save="${SAVE:-$PWD/runs/slime}"
+num_gpus="${NUM_GPUS:-$(nvidia-smi -L | wc -l)}"
+# shellcheck disable=SC1090
+source "${MODEL_ARGS_FILE:-$SLIME_DIR/scripts/models/qwen3-0.6B.sh}"
+
+CKPT_ARGS=(--hf-checkpoint "$MODEL" --ref-load "$MODEL_TORCH_DIST" --load "$save" --save "$save" --save-interval 20)
+
+# The hooks. Prompts come from the agent's make_task(rng); with --prompt-data FILE.jsonl every line is a task.
+AGL_ARGS=(
+  --data-source-path agl_slime.AGLDataSource
+  --rollout-function-path agl_slime.slime_hooks.generate_rollout
+  --eval-function-path agl_slime.slime_hooks.generate_rollout
+  --custom-reward-post-process-path agl_slime.slime_hooks.normalize_rewards
+  --dynamic-sampling-filter-path agl_slime.slime_hooks.keep_nonzero_variance
+  --custom-rollout-log-function-path agl_slime.slime_hooks.log_rollout
+  --custom-eval-rollout-log-function-path agl_slime.slime_hooks.log_eval_rollout
+  --custom-config-path "${AGL_CONFIG:-$here/agl.yaml}"
+)
+ROLLOUT_ARGS=(
+  --num-rollout 200
+  --rollout-batch-size 32
+  --n-samples-per-prompt 8
+  --global-batch-size 256
+  --rollout-max-response-len 1024
+  --rollout-temperature 1
+  --rollout-num-gpus-per-engine 1
+  --sglang-mem-fraction-static 0.7
+)
+TRAIN_ARGS=(
+  --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.28
+  --optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98
+  --use-dynamic-batch-size --max-tokens-per-gpu 9216
+  --attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 --attention-backend flash
+)
+
+export PYTHONPATH="$repository:$SLIME_DIR:${MEGATRON_DIR:-$HOME/Megatron-LM}${PYTHONPATH:+:$PYTHONPATH}"
+export CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONUNBUFFERED=1
+exec python "$SLIME_DIR/train.py" --actor-num-nodes 1 --actor-num-gpus-per-node "$num_gpus" --num-gpus-per-node "$num_gpus" --colocate \
+  "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${AGL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${TRAIN_ARGS[@]}" "$@"

@@ -1,0 +1,47 @@
+"""Online RL under ``agentlightning.Trainer``, as its users write it for other algorithms: on this machine, with the local trainer, in about a minute.
+
+On a machine with slime and GPUs: ``SlimeAlgorithm(model_path=…, slime_flags=[…], rollout_num_gpus=…)`` and nothing else changes.
+Run it with ``python examples/slime/trainer_fit.py``.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else Agent Lightning waits for a price list
+
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import agentlightning as agl
+from agentlightning.execution.shared_memory import SharedMemoryExecutionStrategy
+
+from agents.lookup import LookupAgent
+from agl_slime import BridgeStore, ConcurrentRunner, SlimeAlgorithm
+from agl_slime.sglang.embedded.policy import make_policy
+
+
+def main() -> None:
+    agent, rng = LookupAgent(), random.Random(0)
+    train = [agent.make_task(rng) for _ in range(512)]
+    val = [agent.make_task(rng) for _ in range(64)]
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_policy(Path(directory) / "policy", seed=0, demonstrations=agent.demonstrations)
+        algorithm = SlimeAlgorithm(model_path=model, trainer="local", num_iterations=10, eval_interval=10, output_dir=Path(directory) / "run")
+        trainer = agl.Trainer(
+            algorithm=algorithm,
+            store=BridgeStore(),
+            runner=ConcurrentRunner(),
+            strategy=SharedMemoryExecutionStrategy(main_thread="algorithm", n_runners=1),
+        )
+        trainer.fit(agent, train, val_dataset=val)
+    assert algorithm.result is not None
+    print("reward per iteration:", [round(reward, 2) for reward in algorithm.result.reward_means])
+
+
+if __name__ == "__main__":
+    main()
