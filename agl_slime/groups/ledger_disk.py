@@ -6,7 +6,7 @@ back what was trained after it: a resumed trainer has forgotten those steps, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -153,10 +153,21 @@ class PersistentLedger:
         with self._database.reading() as connection:
             return [row[0] for row in connection.execute("SELECT rollout_id FROM ledger_rollouts WHERE state = 0 AND state < 2")]
 
+    def recent_ids(self) -> list[str]:
+        """Closed rollouts that are still remembered by id, in the order in which they ended."""
+        with self._database.reading() as connection:
+            return [row[0] for row in connection.execute("SELECT rollout_id FROM ledger_rollouts WHERE state = 2 ORDER BY closed_no")]
+
+    def remember(self, rollout_ids: Iterable[str]) -> None:
+        """These closed in another account of the run: they are not counted here, and reports of them are recognised as late."""
+        query = "INSERT OR IGNORE INTO ledger_rollouts (rollout_id, state, closed_no) VALUES (?, 2, ?)"
+        with self._database.transaction() as connection:
+            connection.executemany(query, [(rollout_id, self._closed_no) for rollout_id in rollout_ids])
+
     def outcome_of(self, rollout_id: str) -> tuple[Outcome, str] | None:
         """How the rollout ended, with its reason; ``None`` while it has not, or when it is no longer remembered."""
         with self._database.reading() as connection:
-            query = "SELECT outcome, reason FROM ledger_rollouts WHERE rollout_id = ? AND state = 2"
+            query = "SELECT outcome, reason FROM ledger_rollouts WHERE rollout_id = ? AND state = 2 AND outcome IS NOT NULL"
             row = connection.execute(query, (rollout_id,)).fetchone()
         return (Outcome(row[0]), row[1]) if row else None
 

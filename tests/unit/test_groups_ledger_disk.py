@@ -48,6 +48,16 @@ def test_instances_are_finished_as_often_as_they_are_said_to_be(ledger):
     assert ledger.open_ids() == ["r4"]
 
 
+def test_rollouts_of_another_account_are_recognised_and_not_counted(ledger):
+    ledger.open("r1")
+    ledger.close("r1", Outcome.TRAINED)
+    ledger.remember(["r1", "old"])
+    assert not ledger.open("old")
+    assert not ledger.close("old", Outcome.FAILED)
+    assert sorted(ledger.recent_ids()) == ["old", "r1"]
+    assert ledger.counts().closed == {Outcome.TRAINED: 1}
+
+
 def test_the_account_goes_on_after_the_file_is_opened_again(tmp_path):
     first = PersistentLedger(path=tmp_path / "ledger.sqlite")
     first.open_many([("r1", "a"), ("r2", "a"), ("r3", "b")])
