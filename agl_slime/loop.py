@@ -102,6 +102,7 @@ class OnlineRLLoop:
         weight_sync_fn: ``(iteration) -> version or None``: brings the new weights to SGLang; ``None`` as a version means the iteration's number. Sync
         or async.
         val_tasks: Tasks of validation rollouts; ``None`` draws them from ``tasks`` with another seed when those are generated.
+        resources: What agents find beside ``main_llm``.
         reporter: Takes the run's events; ``run_settings`` and ``output_dir`` are told to it.
         on_groups: Called with the iteration and its settled training groups before they are trained on; for transcripts and the like.
         check_alive: Called about once a second while nothing ends; raises when something that the run needs, such as the engine, has died.
@@ -120,6 +121,7 @@ class OnlineRLLoop:
         weight_sync_fn: StepFn | None = None,
         val_tasks: Tasks | None = None,
         settings: LoopSettings | None = None,
+        resources: NamedResources | None = None,
         runner_settings: RunnerSettings | None = None,
         reporter: Reporter | None = None,
         run_settings: Mapping[str, Any] | None = None,
@@ -142,6 +144,7 @@ class OnlineRLLoop:
         self._llm = llm
         self._train_fn = slime_train_fn
         self._sync_fn = weight_sync_fn
+        self._resources = dict(resources or {})
         self._runner_settings = runner_settings
         self._reporter = reporter
         self._run_settings = dict(run_settings or {})
@@ -334,7 +337,7 @@ class OnlineRLLoop:
 
     async def _publish_weights(self, version: str) -> None:
         """A resources snapshot per weight version: a rollout names the one that it was enqueued under."""
-        resources: NamedResources = {LLM_RESOURCE: self._llm}
+        resources: NamedResources = {**self._resources, LLM_RESOURCE: self._llm}
         self._version = version
         self._resources_id = (await self.store.add_resources(resources)).resources_id
 

@@ -8,13 +8,13 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from agl_slime._agl import LLM, LitAgent
+from agl_slime._agl import LLM, LightningStore, LitAgent, NamedResources
 from agl_slime.config import TrainConfig
 from agl_slime.datasource import AGLDataSource
 from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
@@ -36,10 +36,23 @@ from agl_slime.trainers.base import Trainer
 logger = logging.getLogger(__name__)
 
 
-async def run_training(config: TrainConfig, *, slime_flags: Sequence[str] = (), console: Console | None = None) -> RunResult:
+@dataclass(frozen=True, kw_only=True)
+class GivenParts:
+    """What a run is given by a program that has its own store and runners, instead of making it from its settings."""
+
+    store: LightningStore
+    tasks: Tasks
+    val_tasks: Tasks | None = None
+    resources: NamedResources = field(default_factory=dict)
+    """Resources beside the model, for agents that ask for them."""
+
+
+async def run_training(
+    config: TrainConfig, *, slime_flags: Sequence[str] = (), given: GivenParts | None = None, console: Console | None = None
+) -> RunResult:
     """A whole run. Raises ``AglSlimeError`` with one sentence when it cannot start or go on; leaves no process and no thread behind.
 
-    ``slime_flags`` are slime's own, for ``--trainer slime``.
+    ``slime_flags`` are slime's own, for ``--trainer slime``. With ``given`` the agent is run by others.
     """
     console = console or Console()
     began = time.monotonic()
@@ -47,15 +60,10 @@ async def run_training(config: TrainConfig, *, slime_flags: Sequence[str] = (), 
     if config.trainer == "slime":
         from agl_slime.slime.run import run_slime_training
 
-        return await run_slime_training(config, slime_flags, console=console)
+        return await run_slime_training(config, slime_flags, given=given, console=console)
     if slime_flags:
         raise ConfigError(f"flags after -- are slime's, and the trainer is {config.trainer}: add --trainer slime, or leave out {slime_flags[0]!r}")
-    agent = await run_in_thread(load_agent, config.agent)
-    configure_agent(agent, scheduler=config.multi_turn_scheduler, max_turns=config.max_turns, plugins=config.external_plugins)
-    tasks = _tasks_of(config, agent)
-    val_tasks: Tasks | None = read_tasks(config.eval_tasks) if config.eval_tasks is not None else None
-    if val_tasks is None and config.eval_interval and config.tasks is not None:
-        val_tasks = read_tasks(config.tasks)
+    agent, tasks, val_tasks = await _agent_and_tasks(config, given)
     described = await _probe(config.sglang_url) if config.sglang_url is not None else None
     run = open_run_dir(config.output_dir, agent=config.agent, settings=asdict(config), overwrite=config.overwrite)
     reporters = StandardReporters(run, console=console, view=config.view, title=config.agent)
@@ -68,7 +76,8 @@ async def run_training(config: TrainConfig, *, slime_flags: Sequence[str] = (), 
             trainer = await loading
             weights = WeightPublisher(trainer=trainer, base_url=url, directory=run.path / "weights")
             await weights.push(0)  # the engine and the trainer start from the same weights, whatever the server had loaded
-            with AGLDataSource(store=(store := BridgeStore()), tokenizer=tokenizer) as source:
+            store = given.store if given is not None else BridgeStore()
+            with AGLDataSource(store=store, tokenizer=tokenizer) as source:
                 loop = OnlineRLLoop(
                     store=store,
                     agent=agent,
@@ -84,6 +93,7 @@ async def run_training(config: TrainConfig, *, slime_flags: Sequence[str] = (), 
                     run_settings=asdict(config),
                     output_dir=run.path,
                     on_groups=_Transcripts(reporters, tokenizer, seed=config.seed).take,
+                    resources=given.resources if given is not None else None,
                     check_alive=check_engine,
                     began=began,
                 )
@@ -161,6 +171,16 @@ class _Transcripts:
 
 
 # -- the parts of a run ------------------------------------------------------------------------------------------------------------------------
+
+
+async def _agent_and_tasks(config: TrainConfig, given: GivenParts | None) -> tuple[LitAgent[Any] | None, Tasks, Tasks | None]:
+    """The agent to run here (``None`` when others run it), its tasks and those of validations."""
+    if given is not None:
+        return None, given.tasks, given.val_tasks
+    agent = await run_in_thread(load_agent, config.agent)
+    configure_agent(agent, scheduler=config.multi_turn_scheduler, max_turns=config.max_turns, plugins=config.external_plugins)
+    val_path = config.eval_tasks or (config.tasks if config.eval_interval else None)
+    return agent, _tasks_of(config, agent), read_tasks(val_path) if val_path is not None else None
 
 
 def _tasks_of(config: TrainConfig, agent: LitAgent[Any]) -> Tasks:
