@@ -44,6 +44,12 @@ def require_slime(*modules: str) -> Path:
     return root
 
 
+def require_disk_updates(root: Path) -> None:
+    """Skip where slime cannot bring full weights to an engine over disk, the one way that needs no GPU."""
+    if "--update-weight-transport" not in (root / "slime" / "utils" / "arguments.py").read_text():
+        pytest.skip("this slime has no full weight updates over disk, the one way that needs no GPU: they came with v0.3.1")
+
+
 def environment(root: Path) -> dict[str, str]:
     """Variables under which slime's code, the stand-ins and this repository are importable, in the program and in its Ray workers."""
     python_path = os.pathsep.join([str(STANDINS), str(root), str(REPOSITORY)])

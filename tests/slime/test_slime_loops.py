@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.slime.support import require_slime, run_program
+from tests.slime.support import require_disk_updates, require_slime, run_program
 
 STEPS = 12
 
@@ -18,6 +18,7 @@ STEPS = 12
 @pytest.mark.parametrize("loop", ["train", "train_async"])
 def test_the_reward_rises_in_slimes_own_loop(loop: str, tmp_path: Path):
     root = require_slime("ray", "torch", "transformers", "sglang_router")
+    require_disk_updates(root)
     _judge(run_program(root, "loop", tmp_path, loop, str(STEPS), "embedded", timeout_s=420), loop, engines=1)
 
 
@@ -27,6 +28,7 @@ def test_the_reward_rises_in_slimes_own_loop(loop: str, tmp_path: Path):
 @pytest.mark.parametrize("loop", ["train", "train_async"])
 def test_the_reward_rises_in_slimes_own_loop_with_a_real_sglang(loop: str, tmp_path: Path):
     root = require_slime("ray", "torch", "transformers", "sglang_router")
+    require_disk_updates(root)
     from tests.slime.programs.common import make_policy
     from tests.slime.sglang_server import serve_sglang
 

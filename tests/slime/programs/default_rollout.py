@@ -6,6 +6,7 @@ python -m tests.slime.programs.default_rollout DIRECTORY
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,13 @@ def main(directory: Path) -> None:
         ]
         config = {"agl_agent": "agents.lookup:LookupAgent", "agl_tasks": str(write_tasks(directory / "tasks.jsonl", 200)), "agl_get_timeout_s": 60}
         args = slime_args(flags, model=model, config=config, directory=directory)
-        report({"default": run_default(args), "fully_async": run_fully_async(args)})
+        args.rollout_num_gpus = args.rollout_num_gpus or 1  # up to v0.3.0 it is not counted from external engines
+        report({"default": run_default(args), "fully_async": run_fully_async(args) if has_fully_async() else None})
+
+
+def has_fully_async() -> bool:
+    """Up to v0.2.4 it was an example, which takes prompts that are text only."""
+    return importlib.util.find_spec("slime.rollout.fully_async_rollout") is not None
 
 
 def run_default(args: Any) -> dict[str, Any]:
@@ -52,7 +59,8 @@ def run_fully_async(args: Any) -> dict[str, Any]:
         for step in range(BATCHES):
             output = module.generate_rollout_fully_async(args, step, source)
             batches.append(getattr(output, "samples", output))
-        module._stop_global_worker()
+        stop = getattr(module, "_stop_global_worker", None) or module.stop_global_worker
+        stop()
         return judge(batches, source)
 
 
