@@ -13,8 +13,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Coroutine, Sequence
-from contextlib import nullcontext
-from typing import Any
+from contextlib import nullcontext, suppress
+from typing import Any, NoReturn
 
 import tyro
 from rich.console import Console
@@ -54,6 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return assign_instance_ids(rest)
     return _train(rest)
+
+
+def run(argv: Sequence[str] | None = None) -> NoReturn:
+    """``main`` as the whole of a process."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = main(arguments)
+    except SystemExit as end:  # of --help, or of flags that cannot be parsed
+        code = end.code if isinstance(end.code, int) else 2
+    if arguments[:1] == ["train"]:
+        # Reports, engine and store are closed by now. A thread may still be in the middle of native code (training, an import, an agent that was
+        # given up), and the interpreter's ordinary end would wait for it for seconds, or abort.
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _train(arguments: list[str]) -> int:
@@ -157,4 +174,4 @@ def _not_reported_elsewhere(record: logging.LogRecord) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -109,3 +110,29 @@ def test_it_ends_when_its_parent_is_killed(policy_dir: Path) -> None:
         finally:
             parent.send_signal(signal.SIGKILL)
     assert until(lambda: gone(child), 5)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.02])
+def test_stopping_it_while_another_thread_starts_it_leaves_no_process(delay_s: float, policy_dir: Path) -> None:
+    import psutil
+
+    before = {child.pid for child in psutil.Process().children()}
+    engine = EmbeddedEngine(policy_dir)
+    ended: list[BaseException | None] = []
+
+    def start() -> None:
+        try:
+            engine.start()
+        except BaseException as error:
+            ended.append(error)
+        else:
+            ended.append(None)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    time.sleep(delay_s)  # where in the start it is caught must not matter
+    engine.stop()
+    thread.join(20)
+    assert len(ended) == 1
+    assert ended[0] is not None
+    assert [child for child in psutil.Process().children() if child.pid not in before and child.status() != psutil.STATUS_ZOMBIE] == []

@@ -52,6 +52,8 @@ class EmbeddedEngine:
         self._process: subprocess.Popen[str] | None = None
         self._stderr: IO[bytes] | None = None
         self._url: str | None = None
+        self._lock = threading.Lock()
+        self._stopped = False
 
     @property
     def url(self) -> str:
@@ -74,24 +76,33 @@ class EmbeddedEngine:
         Raises ``EngineError`` with the child's own last words when it ends early, ``EngineTimeoutError`` when it is not ready within
         ``start_timeout_s``.
         """
-        if self._process is not None:
-            raise EngineError("the embedded engine is already started")
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - kept open for the child's life; a pipe nobody reads would fill and block it
-        # one BLAS/OpenMP thread: more are slower for a model this small, and they would fight the trainer for the cores
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", **self._env}
-        self._process = subprocess.Popen(
-            self._command(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._stderr, env=env, text=True, start_new_session=True
-        )
+        with self._lock:
+            if self._stopped:
+                raise EngineError("the embedded engine was stopped; make a new one")
+            if self._process is not None:
+                raise EngineError("the embedded engine is already started")
+            process = self._process = self._spawn()
         try:
-            self._url = self._wait_ready()
+            self._url = self._wait_ready(process)
         except BaseException:
             self.stop()
             raise
         return self
 
+    def _spawn(self) -> subprocess.Popen[str]:
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - kept open for the child's life; a pipe nobody reads would fill and block it
+        # one BLAS/OpenMP thread: more are slower for a model this small, and they would fight the trainer for the cores
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", **self._env}
+        return subprocess.Popen(
+            self._command(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._stderr, env=env, text=True, start_new_session=True
+        )
+
     def stop(self) -> None:
-        """End the process: SIGTERM, and SIGKILL after ``stop_timeout_s``. Doing it twice is fine."""
-        process, self._process, self._url = self._process, None, None
+        """End the process: SIGTERM, and SIGKILL after ``stop_timeout_s``. Doing it twice is fine, also from another thread than the one that is in
+        ``start``: no process is left behind, and none is started afterwards."""
+        with self._lock:
+            self._stopped = True
+            process, self._process, self._url = self._process, None, None
         if process is not None:
             if process.poll() is None:
                 process.terminate()
@@ -108,11 +119,12 @@ class EmbeddedEngine:
 
     def stderr_tail(self) -> str:
         """The last lines that the process wrote to standard error."""
-        if self._stderr is None:
+        stderr = self._stderr
+        if stderr is None or stderr.closed:
             return ""
         # the child shares the file's position, so it must not be moved: read through a descriptor of its own where the platform has one
-        size = os.fstat(self._stderr.fileno()).st_size
-        return os.pread(self._stderr.fileno(), _STDERR_TAIL, max(0, size - _STDERR_TAIL)).decode(errors="replace").strip()
+        size = os.fstat(stderr.fileno()).st_size
+        return os.pread(stderr.fileno(), _STDERR_TAIL, max(0, size - _STDERR_TAIL)).decode(errors="replace").strip()
 
     def __enter__(self) -> EmbeddedEngine:
         return self.start()
@@ -141,15 +153,16 @@ class EmbeddedEngine:
             command += ["--served-model-name", settings.served_model_name]
         return command
 
-    def _wait_ready(self) -> str:
-        process = self._process
-        assert process is not None
+    def _wait_ready(self, process: subprocess.Popen[str]) -> str:
         assert process.stdout is not None
         lines: queue.Queue[str] = queue.Queue()
         stdout = process.stdout
 
         def read() -> None:
-            lines.put(stdout.readline())  # an empty line means that the process ended
+            try:
+                lines.put(stdout.readline())  # an empty line means that the process ended
+            except ValueError:  # closed by stop() from another thread
+                lines.put("")
 
         threading.Thread(target=read, name="embedded-engine-ready", daemon=True).start()
         started = time.monotonic()

@@ -1,0 +1,194 @@
+"""Ctrl-C, SIGTERM and SIGKILL on a real ``python train.py``: it ends within seconds, leaves nothing running and keeps what was written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# what the user is promised after Ctrl-C
+WITHIN_S = 5.0
+
+
+class Run:
+    """A ``train.py`` in a process of its own, read line by line."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._ended = False
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip("\n"))
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def until(self, start: str, timeout_s: float = 120.0) -> None:
+        """Wait until a line begins so."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or any(line.startswith(start) for line in self.lines), timeout_s)
+        assert any(line.startswith(start) for line in self.lines), self.text
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self) -> tuple[int, float]:
+        """The exit code, and the seconds until it came."""
+        began = time.monotonic()
+        code = self.process.wait(60)
+        took = time.monotonic() - began
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._ended, 10)
+        return code, took
+
+
+@contextmanager
+def train(*flags: str | Path) -> Iterator[Run]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, str(REPOSITORY / "train.py"), "--view", "lines", *map(str, flags)]
+    # a session of its own, so that a signal to the test is not one to it
+    process = subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        yield Run(process)
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+            child.kill()
+        process.kill()
+        process.wait(10)
+        assert process.stdout is not None
+
+
+def gone(processes: list[psutil.Process], within_s: float) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
+    return not [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def check_metrics(directory: Path, at_least: int) -> None:
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(1, len(rows) + 1))
+    assert len(rows) >= at_least
+
+
+def test_ctrl_c_in_the_middle_of_an_iteration(policy_dir: Path, tmp_path: Path) -> None:
+    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000", "--eval-interval", "0") as run:
+        run.until("iter 2/1000")
+        [engine] = run.children()
+        run.process.send_signal(signal.SIGINT)
+        code, took = run.end()
+        assert (code, "Traceback" in run.text) == (130, False), run.text
+        assert took < WITHIN_S, run.text
+        assert gone([engine], 1.0)
+    assert run.lines[-1] == "Interrupted; what was written is kept."
+    assert "stopped: interrupted" in run.text
+    check_metrics(tmp_path / "out", at_least=2)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    ledger = summary["ledger"]
+    assert summary["reason"] == "interrupted"
+    assert ledger["open"] == 0
+    assert ledger["opened"] == sum(count for name, count in ledger.items() if name != "opened")
+
+
+@pytest.mark.slow
+def test_sigterm_is_the_same(policy_dir: Path, tmp_path: Path) -> None:
+    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000") as run:
+        run.until("iter 1/1000")
+        [engine] = run.children()
+        run.process.send_signal(signal.SIGTERM)
+        code, took = run.end()
+        assert (code, "Traceback" in run.text) == (130, False), run.text
+        assert took < WITHIN_S, run.text
+        assert gone([engine], 1.0)
+    check_metrics(tmp_path / "out", at_least=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+@pytest.mark.parametrize("line", ["making a tiny policy", "starting the embedded engine"])
+def test_a_signal_while_it_starts(line: str, number: signal.Signals, tmp_path: Path) -> None:
+    with train("--output-dir", tmp_path / "out") as run:
+        run.until(line)
+        if line.startswith("starting"):
+            deadline = time.monotonic() + 10
+            while not run.children() and time.monotonic() < deadline:
+                time.sleep(0.02)
+        children = run.children()
+        run.process.send_signal(number)
+        code, took = run.end()
+        assert (code, "Traceback" in run.text) == (130, False), run.text
+        assert took < WITHIN_S, run.text
+        assert gone(children, 1.0)
+    assert run.lines[-1] == "Interrupted; what was written is kept."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.5, 2.0])
+def test_ctrl_c_while_it_imports(after_s: float, tmp_path: Path) -> None:
+    with train("--output-dir", tmp_path / "out") as run:
+        time.sleep(after_s)  # there is nothing to wait for: it says nothing yet
+        run.process.send_signal(signal.SIGINT)
+        code, took = run.end()
+        assert (code, "Traceback" in run.text) == (130, False), run.text
+        assert took < WITHIN_S
+
+
+@pytest.mark.slow
+def test_kill_9_leaves_no_engine(policy_dir: Path, tmp_path: Path) -> None:
+    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000", "--eval-interval", "0") as run:
+        run.until("iter 1/1000")
+        children = run.children()
+        assert children
+        run.process.kill()
+        run.end()
+        assert gone(children, 5.0)
+    check_metrics(tmp_path / "out", at_least=1)
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_ends_the_run_with_one_sentence(policy_dir: Path, tmp_path: Path) -> None:
+    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000", "--eval-interval", "0") as run:
+        run.until("iter 1/1000")
+        [engine] = run.children()
+        engine.kill()
+        code, took = run.end()
+        assert (code, "Traceback" in run.text) == (1, False), run.text
+        assert took < 20
+    assert run.lines[-1].startswith("error: ")
+    assert "embedded engine has died" in run.lines[-1]
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_it_at_once(policy_dir: Path, tmp_path: Path) -> None:
+    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000", "--eval-interval", "0") as run:
+        run.until("iter 1/1000")
+        children = run.children()
+        run.process.send_signal(signal.SIGINT)
+        run.process.send_signal(signal.SIGINT)
+        code, took = run.end()
+        assert code == 130
+        assert took < WITHIN_S
+        assert gone(children, 5.0)
+    check_metrics(tmp_path / "out", at_least=1)
