@@ -268,8 +268,10 @@ class AGLDataSource(DataSource):
             self.notify(rollout_id)
 
     def __len__(self) -> int:
-        """Number of groups that are ready."""
-        return len(self._ready)
+        """Number of tasks in an epoch where this data source has a file of them, from which slime computes ``--num-epoch``; else the groups that are
+        ready."""
+        epoch = self._connection.epoch_size if self._connection is not None else None
+        return len(self._ready) if epoch is None else epoch
 
     # -- what the loop calls -----------------------------------------------------------------------------------------------------------------
 

@@ -42,8 +42,11 @@ class Connection:
             self._runner = RunnerThread(agent=agent, store=self.store)
         else:
             raise ConfigError("there is neither agl_store_url nor agl_agent to connect to")
-        self.tasks = _source(settings.tasks, make_task, seed=settings.seed)
-        self.eval_tasks = _source(settings.eval_tasks, make_task, seed=settings.seed + 1)
+        tasks = read_tasks(settings.tasks, flag="agl_tasks") if settings.tasks is not None else None
+        eval_tasks = read_tasks(settings.eval_tasks, flag="agl_eval_tasks") if settings.eval_tasks is not None else None
+        self.epoch_size = len(tasks) if tasks is not None else None
+        self.tasks = _source(tasks, make_task, seed=settings.seed)
+        self.eval_tasks = _source(eval_tasks, make_task, seed=settings.seed + 1)
         if self._runner is not None and self.tasks is None:
             raise ConfigError(f"{settings.agent} has no tasks: set agl_tasks or --prompt-data to a JSON-lines file, or give it make_task(rng)")
         self._resources_id: str | None = None
@@ -117,7 +120,6 @@ def connect(args: Any) -> Connection | None:
     return None
 
 
-def _source(path: Path | None, make_task: Any, *, seed: int) -> TaskSource | None:
-    if path is not None:
-        return as_task_source(read_tasks(path), seed=seed)
-    return as_task_source(make_task, seed=seed) if make_task is not None else None
+def _source(tasks: list[Task] | None, make_task: Any, *, seed: int) -> TaskSource | None:
+    given = tasks if tasks is not None else make_task
+    return as_task_source(given, seed=seed) if given is not None else None

@@ -121,6 +121,7 @@ def test_an_agent_in_the_manager_s_own_process_needs_nothing_else():
 def test_tasks_are_enqueued_as_they_are_asked_for_and_no_further(tmp_path: Path):
     with service_with_runner() as (store, service):
         with AGLDataSource(args_for(agl_store_url=service.url, agl_tasks=write_tasks(tmp_path / "t.jsonl", 50))) as source:
+            assert len(source) == 50  # what slime computes an epoch from
             check(source.get_samples(3))
             check(source.get_samples(2))
         assert len(asyncio.run(store.query_rollouts())) == 10
