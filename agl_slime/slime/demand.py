@@ -38,6 +38,7 @@ class Demand:
     drawn: int = 0
     _under_way: dict[str, Task] = field(default_factory=dict)
     _again: deque[Task] = field(default_factory=deque)
+    _enqueueing: set[str] = field(default_factory=set)
     _dropped_in_a_row: int = 0
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -54,10 +55,12 @@ class Demand:
             if missing <= 0:
                 return
             groups = [(uuid.uuid4().hex, task) for task in self._next(missing)]
+            self._enqueueing = {group_id for group_id, _ in groups}
             for group_id, task in groups:
                 self._under_way[group_id] = task
                 self.announce(group_id, self.size, "train")
             self.opened(await self.connection.enqueue(groups, size=self.size, mode="train"))
+            self._enqueueing = set()
 
     def settled(self, group: GroupResult) -> None:
         """A training group has settled. Raises ``DataSourceError`` when none is fit to train on any more."""
@@ -73,12 +76,16 @@ class Demand:
         self._under_way.clear()
 
     def state(self) -> dict[str, Any]:
-        return {"drawn": self.drawn, "under_way": dict(self._under_way), "again": list(self._again)}
+        # what may not have reached the store yet is better run twice than waited for in vain
+        unsure = [self._under_way[group_id] for group_id in self._enqueueing if group_id in self._under_way]
+        under_way = {group_id: task for group_id, task in self._under_way.items() if group_id not in self._enqueueing}
+        return {"drawn": self.drawn, "under_way": under_way, "again": [*self._again, *unsure]}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken; its groups count as under way until ``restart`` says that they are gone."""
-        self.tasks.next_batch(state["drawn"] - self.drawn) if state["drawn"] > self.drawn else []
-        self.drawn = max(self.drawn, state["drawn"])
+        if state["drawn"] > self.drawn:
+            self.tasks.next_batch(state["drawn"] - self.drawn)  # the order depends on the seed only
+            self.drawn = state["drawn"]
         self._under_way.update(state["under_way"])
         self._again.extend(state["again"])
 
