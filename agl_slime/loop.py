@@ -29,7 +29,7 @@ from agl_slime.groups.outcome import GroupResult, MemberResult
 from agl_slime.loop_metrics import collect_metrics, eval_metrics
 from agl_slime.report import IterationFinished, PhaseStarted, Reporter, RolloutFinished, RunFinished, RunStarted
 from agl_slime.report.events import Event
-from agl_slime.report.metrics import ITERATION_S, REWARD_MEAN, VAL_REWARD_MEAN, WEIGHTS_VERSION
+from agl_slime.report.metrics import ITERATION_S, REWARD_MEAN, VAL_REWARD_MEAN, VAL_START_REWARD_MEAN, WEIGHTS_VERSION
 from agl_slime.rollout.agent import LLM_RESOURCE
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
@@ -38,9 +38,6 @@ from agl_slime.tasks import Task, TaskSource, as_task_source
 from agl_slime.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
-
-# The validation before the first step stands in the first iteration's line; val/reward_mean is always with the weights after the iteration.
-VAL_START_REWARD_MEAN = "val/start_reward_mean"
 
 # Of an exception's message in the sentence that says why a run stopped; a judge may put a whole page into one.
 _LONGEST_MESSAGE = 300

@@ -223,9 +223,9 @@ async def _engine(config: TrainConfig, model_path: Path, console: Console) -> As
     if config.sglang_url is not None:
         yield config.sglang_url, None
         return
-    from agl_slime.sglang.embedded.process import EmbeddedEngine
+    from agl_slime.sglang.embedded.process import EmbeddedEngine, EmbeddedEngineSettings
 
-    engine = EmbeddedEngine(model_path=model_path)
+    engine = EmbeddedEngine(model_path, settings=EmbeddedEngineSettings(random_seed=config.seed))
     try:
         with _step(console, "starting the embedded engine"):
             await run_in_thread(engine.start)

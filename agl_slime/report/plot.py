@@ -33,8 +33,8 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
     if find_spec("matplotlib") is None:
         raise MissingDependencyError(NOT_INSTALLED)
     rows = m.read_metrics(metrics_path)
-    reward, val = _column(rows, m.REWARD_MEAN), _column(rows, m.VAL_REWARD_MEAN)
-    val += [(iteration + 1, value) for iteration, value in _column(rows, m.VAL_FINAL_REWARD_MEAN)]  # after the step, as the next would start
+    reward, val = _column(rows, m.REWARD_MEAN), _column(rows, m.VAL_START_REWARD_MEAN)
+    val += [(iteration + 1, value) for iteration, value in _column(rows, m.VAL_REWARD_MEAN)]  # after the step: with what the next one samples with
     if not (reward or val):
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -114,9 +114,9 @@ class ProgressState:
 
 
 def latest_validation(metrics: Mapping[str, Any]) -> float | None:
-    """The validation reward of the iteration: the one after the last step where there is one."""
-    final = m.number(metrics, m.VAL_FINAL_REWARD_MEAN)
-    return final if final is not None else m.number(metrics, m.VAL_REWARD_MEAN)
+    """The validation reward of the iteration: with the weights after it where there is one, else of the start."""
+    after = m.number(metrics, m.VAL_REWARD_MEAN)
+    return after if after is not None else m.number(metrics, m.VAL_START_REWARD_MEAN)
 
 
 def spell_version(version: Any) -> str:

@@ -81,7 +81,7 @@ def _reward(total: dict[str, Any], row: Mapping[str, Any]) -> None:
             total["reward_first"] = reward
         if total["reward_best"] is None or reward > total["reward_best"]:
             total["reward_best"], total["reward_best_iteration"] = reward, row["iteration"]
-    for key in (m.VAL_REWARD_MEAN, m.VAL_FINAL_REWARD_MEAN):
+    for key in (m.VAL_START_REWARD_MEAN, m.VAL_REWARD_MEAN):
         if (val := m.number(row, key)) is not None:
             total["val_last"] = val
             if total["val_first"] is None:

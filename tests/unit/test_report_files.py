@@ -126,7 +126,7 @@ def test_unequal_token_counts_and_the_reason_of_a_stop_are_shouted() -> None:
 
 def test_validation_first_and_last_and_nothing_invented() -> None:
     total = sum_up(
-        [{"iteration": 1, "val/reward_mean": 0.1}, {"iteration": 2}, {"iteration": 3, "val/reward_mean": 0.5, "val_final/reward_mean": 0.6}]
+        [{"iteration": 1, "val/start_reward_mean": 0.1}, {"iteration": 2}, {"iteration": 3, "val/start_reward_mean": 0.5, "val/reward_mean": 0.6}]
     )
     assert (total["val_first"], total["val_last"]) == (0.1, 0.6)
     assert total["reward_first"] is total["tokens_trained"] is total["logprob_diff_first"] is total["first_ratio_dev_max"] is None

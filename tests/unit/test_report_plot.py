@@ -43,7 +43,7 @@ def test_the_image_shows_reward_validation_and_health(tmp_path: Path) -> None:
         {"train/logprob_diff_max": None},
         {"rollout/reward_std": None, "rollout/reward_min": None},
         {"rollout/reward_mean": None, "val/reward_mean": 0.3},
-        {"val_final/reward_mean": 0.3, "train/logprob_diff_max": 1.0},
+        {"val/start_reward_mean": 0.3, "train/logprob_diff_max": 1.0},
     ],
 )
 @pytest.mark.parametrize("count", [1, 3])

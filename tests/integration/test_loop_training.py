@@ -1,0 +1,102 @@
+"""The whole circle for real: embedded engine, agents, spans, samples, local trainer, weights back into the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
+
+from agl_slime.config import TrainConfig
+from agl_slime.report import read_metrics
+from agl_slime.report.metrics import REQUIRED_KEYS
+from agl_slime.sglang.embedded import EmbeddedEngine
+from agl_slime.training_run import run_training
+
+
+def run(config: TrainConfig) -> str:
+    """The run's output, without colours."""
+    out = io.StringIO()
+    asyncio.run(run_training(config, console=Console(file=out, width=120)))
+    return out.getvalue()
+
+
+def model_info(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}/model_info", timeout=10) as answer:
+        return json.loads(answer.read())
+
+
+@pytest.fixture(scope="module")
+def finished(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
+    """Six iterations of the two-turn agent on an engine of its own: the run's directory, its output, and what the engine says afterwards."""
+    directory = tmp_path_factory.mktemp("run") / "out"
+    with EmbeddedEngine(policy_dir) as engine:
+        config = TrainConfig(model_path=policy_dir, sglang_url=engine.url, num_iterations=6, eval_interval=3, eval_rollouts=8, output_dir=directory)
+        text = run(config)
+        return directory, text, model_info(engine.url)
+
+
+def test_every_line_of_metrics_has_what_reports_need(finished: tuple[Path, str, dict[str, Any]]) -> None:
+    rows = read_metrics(finished[0] / "metrics.jsonl")
+    assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
+        assert {name for name in ("iteration", *REQUIRED_KEYS) if row[name] is None} == set()
+        assert (row["rollout/count"], row["rollout/failed"], row["rollout/groups_ready"]) == (64, 0, 16)
+        assert 0 <= row["rollout/reward_mean"] <= 1
+        assert row["perf/tokens_per_s"] > 0
+
+
+def test_the_trainer_sees_what_the_engine_sampled(finished: tuple[Path, str, dict[str, Any]]) -> None:
+    for row in read_metrics(finished[0] / "metrics.jsonl"):
+        assert row["train/logprob_diff_max"] <= 1e-4
+        assert row["train/first_ratio_dev_max"] <= 1e-3
+        # the engine's own count, the samples' masks and the trainer's count
+        assert row["rollout/tokens_sampled"] == row["rollout/tokens_under_mask"] == row["train/tokens_trained"] > 0
+        assert row["trace/retokenized"] == 0
+
+
+def test_versions_go_up_and_the_engine_has_the_last_one(finished: tuple[Path, str, dict[str, Any]]) -> None:
+    directory, _, info = finished
+    assert [row["weights/version"] for row in read_metrics(directory / "metrics.jsonl")] == ["1", "2", "3", "4", "5", "6"]
+    assert info["weight_version"] == "6"
+    assert Path(info["model_path"]) == directory / "weights" / "v000006"
+    assert sorted(path.name for path in (directory / "weights").iterdir()) == ["v000005", "v000006"]
+
+
+def test_validations_are_of_the_start_and_of_every_third_iteration(finished: tuple[Path, str, dict[str, Any]]) -> None:
+    rows = read_metrics(finished[0] / "metrics.jsonl")
+    assert [row["iteration"] for row in rows if row.get("val/reward_mean") is not None] == [3, 6]
+    assert [row["iteration"] for row in rows if row.get("val/start_reward_mean") is not None] == [1]
+    summary = json.loads((finished[0] / "summary.json").read_text())
+    assert summary["val_first"] == rows[0]["val/start_reward_mean"]
+    assert summary["val_last"] == rows[5]["val/reward_mean"]
+
+
+def test_the_run_leaves_its_reports_and_says_where(finished: tuple[Path, str, dict[str, Any]]) -> None:
+    directory, text, _ = finished
+    for name in ("metrics.jsonl", "reward.png", "summary.json", "config.json"):
+        assert (directory / name).stat().st_size > 0
+    assert (directory / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in (directory / "transcripts").glob("*.md"))[0] == "00001.md"
+    for name in ("metrics.jsonl", "reward.png", "transcripts", "summary.json"):
+        assert str(directory / name) in text
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("iter ")] == [f"{number}/6" for number in range(1, 7)]
+    assert "NOT EQUAL" not in text
+    ledger = json.loads((directory / "summary.json").read_text())["ledger"]
+    assert ledger == {"opened": 6 * 64 + 3 * 8, "open": 0, "ready": 0, "trained": 6 * 64, "validated": 3 * 8}
+
+
+@pytest.mark.slow
+def test_the_reward_rises_on_the_default_settings(tmp_path: Path) -> None:
+    text = run(TrainConfig(output_dir=tmp_path / "out", eval_interval=0))
+    rewards = [row["rollout/reward_mean"] for row in read_metrics(tmp_path / "out" / "metrics.jsonl")]
+    assert len(rewards) == 40
+    assert rewards[0] <= 0.35, text
+    assert sum(rewards[-5:]) / 5 >= 0.85, text
