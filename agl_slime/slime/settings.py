@@ -13,7 +13,11 @@ in the YAML file      environment                     meaning
 ``agl_eval_tasks``    ``AGL_SLIME_EVAL_TASKS``        tasks of evaluations as JSON lines
 ``agl_llm_url``       ``AGL_SLIME_LLM_URL``           where agents find the model; else slime's router
 ``agl_get_timeout_s`` ``AGL_SLIME_GET_TIMEOUT_S``     longest wait for a group, in seconds
+``agl_max_attempts``  ``AGL_SLIME_MAX_ATTEMPTS``      how often a rollout is tried, the first time included
+``agl_eval_rollouts`` ``AGL_SLIME_EVAL_ROLLOUTS``     rollouts of an evaluation
 ====================  ==============================  ==================================================================================
+
+and ``agl_rollout_timeout_s`` (``AGL_SLIME_ROLLOUT_TIMEOUT_S``), the time limit of a rollout in seconds.
 """
 
 from __future__ import annotations
