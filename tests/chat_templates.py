@@ -112,6 +112,18 @@ DEFAULT_SYSTEM = (
 )
 
 
+# only the last three tool results are written in full
+FORGETS_RESULTS = """\
+{%- set results = messages | selectattr('role', 'equalto', 'tool') | list | length %}
+{%- set seen = namespace(n=0) %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}{%- set seen.n = seen.n + 1 %}{%- endif %}
+{%- set old = message.role == 'tool' and seen.n <= results - 3 %}
+{{- '<|im_start|>' + message.role + '\\n' + ('[old]' if old else message.content) + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
 @dataclass(frozen=True)
 class Shape:
     """``stops`` are the tokens that end an answer, the usual one first. ``opens_thinking``: an answer begins inside a thinking block."""
@@ -132,5 +144,6 @@ TEMPLATES = {
     "reasoner": Shape(REASONER, ("<｜end▁of▁sentence｜>",), opens_thinking=True),
     "role_markers": Shape(ROLE_MARKERS, ("<|user|>", "<|observation|>", "<|endoftext|>")),
     "default_system": Shape(DEFAULT_SYSTEM, ("<|im_end|>",)),
+    "forgets_results": Shape(FORGETS_RESULTS, ("<|im_end|>",)),
     "bare": Shape(BARE, ("<|endoftext|>",)),
 }

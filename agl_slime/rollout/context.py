@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agl_slime.errors import ConfigError
-from agl_slime.rollout.template import WINDOW_FROM, Addition, ChatTemplate, Message, Rendering
+from agl_slime.rollout.template import WINDOW_FROM, Addition, ChatTemplate, Message, Rendering, same_but_for_blanks
 from agl_slime.sglang.payloads import Generation
 from agl_slime.tokenizer import ChatTokenizer
 from agl_slime.trace.codec import TokenArray
@@ -67,6 +67,8 @@ class _Plan:
     open_seams: int
     continues: bool  # the last message is an assistant's and the answer goes on with it
     rendering: Rendering | None = None  # of the whole conversation, less a partial answer, where it was made
+    opening: str = ""  # of the answer, as text
+    more_text: tuple[str, ...] = ()  # where no rendering was made: what comes after the text before the last answer
 
     @property
     def length(self) -> int:
@@ -102,6 +104,8 @@ class ChatContext:
         self._seen: list[Message] = []  # the held messages as they were, to notice edits
         self._asked: tuple[_Plan, list[Message]] | None = None  # the last prompt and the messages that it was made of
         self._rendering: Rendering | None = None  # of the messages before the last answer
+        self._written: list[str] = []  # what the template wrote for those messages when they were asked with, in pieces
+        self._opening = ""  # what it wrote after them
         self._whole_at = 0  # number of messages when the whole conversation was last rendered
         self._windows = True
 
@@ -140,7 +144,11 @@ class ChatContext:
             )
         self._asked = None
         self._turns = [turn for turn in self._turns if turn.end <= plan.kept]
-        self._rendering = plan.rendering
+        self._rendering, self._opening = plan.rendering, plan.opening
+        if plan.rendering is not None:
+            self._written = [plan.rendering.text]
+        else:
+            self._written += plan.more_text
         self._tokens.cut(plan.kept)
         self._tokens.extend(plan.added)
         self._tokens.extend(generation.output_ids)
@@ -186,7 +194,9 @@ class ChatContext:
     def _added(self, turn: _Turn, addition: Addition, *, continues: bool, fork: ForkReason | None) -> _Plan:
         """What is held up to the end of ``turn``, then what the template adds."""
         text = addition.text.removeprefix(turn.stop_text)
-        return self._joined(turn.end, text, addition.opening, addition.rendering, continues=continues, fork=fork)
+        plan = self._joined(turn.end, text, addition.opening, addition.rendering, continues=continues, fork=fork)
+        more = self._more_text(self.messages[turn.n_messages - 1], addition) if addition.rendering is None else ()
+        return replace(plan, more_text=more)
 
     def _addition(self, messages: Sequence[Message], held: int) -> Addition | None:
         """What the template adds after message ``held - 1``, from as few messages as that takes; see the module ``template``."""
@@ -198,7 +208,16 @@ class ChatContext:
         self._whole_at = len(messages)
         whole = self._template.addition(messages, held, whole=True)
         self._windows = (whole and (whole.text, whole.opening)) == (ends and (ends.text, ends.opening))
+        if whole is not None and whole.rendering is not None:
+            # the ends agree; so must all that was written between the last time and now
+            held_text = "".join((*self._written, *self._more_text(messages[held - 1], whole)))
+            if not same_but_for_blanks(held_text, whole.rendering.text):
+                self._windows = False
+                return None
         return whole
+
+    def _more_text(self, answer: Message, addition: Addition) -> tuple[str, ...]:
+        return self._opening, str(answer.get("content") or ""), addition.text
 
     def _continued(self, last: _Turn) -> _Plan | None:
         """The last answer goes on: with its own tokens as far as its message still says what they say. ``None`` when its message says something else
@@ -214,7 +233,7 @@ class ChatContext:
         keep = last.start + n
         fork = None if keep == last.end else ForkReason.BRANCH if n == len(ids) else ForkReason.EDITED_HISTORY
         added, seam = self._encode_after(said[len(text) :], self._tokens.last(keep))
-        return _Plan(keep, tuple(added), last.place, fork, seam, continues=True, rendering=self._rendering)
+        return _Plan(keep, tuple(added), last.place, fork, seam, continues=True, rendering=self._rendering, opening=self._opening)
 
     def _forked(self, same: int, *, continues: bool, reason: ForkReason) -> _Plan:
         """A prompt that keeps the longest part of what is held that the template still renders in the same way, and renders the rest. ``same``
@@ -259,7 +278,7 @@ class ChatContext:
             seams += seam
             if apart and number == 0:
                 place = _Place(len(self.messages) - continues, keep + len(added))
-        return _Plan(keep, tuple(added), place, fork, seams, continues, rendering)
+        return _Plan(keep, tuple(added), place, fork, seams, continues, rendering, opening)
 
     def _unchanged(self) -> int:
         """How many of the held messages are as they were."""

@@ -6,10 +6,10 @@ meant up to white space and empty blocks (``<think>\\n\\n</think>``): templates 
 about those. Where a template leaves out or moves anything else, it rewrites history and ``Addition`` is ``None``.
 
 Rendering everything in each turn would make a conversation of n turns cost n² renderings of messages. From ``WINDOW_FROM`` messages on, only the ends
-are
-rendered: the system messages, the last user message and what follows it (at least the last ``TAIL`` messages). That is exact for templates that look
-no further back, which all known ones do not; since nobody can know a template, the whole conversation is rendered again each time it has doubled, and
-a template that then says something else is rendered whole from there on. The cost stays linear.
+are rendered: the system messages, the last user message and what follows it (at least the last ``TAIL`` messages). That is exact for templates that
+look no further back. Nobody can know a template, so the whole conversation is rendered again each time it has doubled and compared with all that was
+written before; a template that rewrote something the ends did not show is found then: the prompt forks, and this conversation is rendered whole from
+there on. The cost stays linear.
 """
 
 from __future__ import annotations
@@ -146,6 +146,11 @@ def _ends(before: Sequence[Message], new: Sequence[Message]) -> list[Message]:
         latest = min(len(before) - 1, max(user + 1, len(before) - TAIL))
         tail = next((i for i in range(latest, user, -1) if before[i].get("role") == "assistant"), user + 1)
     return [*before[: min(system, user)], before[user], *before[tail:]]
+
+
+def same_but_for_blanks(a: str, b: str) -> bool:
+    """Whether two texts differ in white space and empty blocks at most."""
+    return a == b or _squash(a) == _squash(b)
 
 
 def _squash(text: str) -> str:

@@ -106,6 +106,13 @@ async def test_why_a_rollout_stopped_is_typed(answers: list[Any], declared: dict
     assert limit is None or len(sample.tokens) <= limit
 
 
+async def test_calls_in_an_answer_that_is_cut_off_are_not_made() -> None:
+    finished, _ = await rollout(ToolAgent, [CALL + " and so on" * 100, "never asked"])
+    (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
+    assert sample.metadata["stop_reason"] == "length"
+    assert sample.metadata["tools"]["calls"] == {}
+
+
 async def test_an_answer_that_stays_aborted_ends_the_rollout() -> None:
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
     finished, _ = await rollout(ToolAgent, [CALL, generation_of(tokenizer, "Thr", finish="abort"), "never asked"])

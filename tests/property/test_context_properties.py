@@ -87,7 +87,7 @@ def test_no_merge_can_reach_across_a_seam_where_markers_end_answers(template: st
     assert conversation.context.open_seams == 0
 
 
-@pytest.mark.parametrize("template", list(TEMPLATES))
+@pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "forgets_results"])
 @settings(max_examples=2, deadline=None)
 @given(data=st.data())
 def test_rendering_the_ends_gives_the_prompts_that_rendering_all_gives(template: str, data: st.DataObject) -> None:

@@ -6,14 +6,16 @@ import logging
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from agl_slime.errors import ConfigError
 from agl_slime.rollout import context as context_module
 from agl_slime.rollout.context import ChatContext, TokenBuffer
 from agl_slime.sglang.payloads import Generation
 from agl_slime.trace.forks import ForkReason
+from tests.chat_templates import CHATML
 from tests.conversations import answer, generation_of
-from tests.vocabularies import chat_tokenizer
+from tests.vocabularies import base_tokenizer, chat_tokenizer
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
 THINKING = "<think>\nLet me count.\n</think>\n\nThree."
@@ -161,6 +163,47 @@ def test_each_class_of_forks_is_logged_once(caplog: pytest.LogCaptureFixture, mo
             answer(context, tokenizer, "Yes.")
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "template" in caplog.text
+
+
+def test_a_template_that_rewrites_the_beginning_forks_although_the_end_is_the_same() -> None:
+    """The beginning changes with the number of messages, in a text of the same length."""
+    source = "{{- '<|im_start|>system\\n' + ('short' if messages | length < 4 else 'long.') + '<|im_end|>\\n' }}" + CHATML
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=source)
+    context = ChatContext(tokenizer=tokenizer, messages=QUESTION)
+    answer(context, tokenizer, "Three.")
+    context.add({"role": "user", "content": "Sure?"})
+    prompt, _ = answer(context, tokenizer, "Yes.")
+    assert text_of(tokenizer, prompt).startswith("<|im_start|>system\nlong.<|im_end|>")
+    assert context.forks == {ForkReason.TEMPLATE: 1}
+
+
+def long_rollout(context: ChatContext, tokenizer: Any, turns: int) -> None:
+    for n in range(turns):
+        answer(context, tokenizer, f"call {n}")
+        context.add({"role": "tool", "content": f"result {n}"})
+
+
+def test_a_template_that_forgets_old_results_forks_in_long_conversations_too() -> None:
+    """Of which only the ends are rendered: they reach as far back as this template looks."""
+    ends, tokenizer = conversation("forgets_results")
+    whole, _ = conversation("forgets_results")
+    whole._windows = False
+    long_rollout(ends, tokenizer, 40)
+    long_rollout(whole, tokenizer, 40)
+    assert ends.forks == whole.forks == {ForkReason.TEMPLATE: 36}
+    assert ends.token_ids.tolist() == whole.token_ids.tolist()
+
+
+def test_a_template_that_looks_further_back_than_the_ends_is_rendered_whole_from_then_on() -> None:
+    """The fourth message disappears once there are more than 50: found when the conversation has doubled, not before and not never."""
+    start, end = "{{- '<|im_start|>' + message.role", "'<|im_end|>\\n' }}"
+    source = CHATML.replace(start, "{%- if not (loop.index0 == 3 and messages | length > 50) %}" + start, 1).replace(end, end + "{%- endif %}", 1)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=source)
+    context = ChatContext(tokenizer=tokenizer, messages=QUESTION)
+    long_rollout(context, tokenizer, 45)
+    assert context.forks == {ForkReason.TEMPLATE: 1}
+    assert not context._windows
+    assert "result 0" not in text_of(tokenizer, context.token_ids)
 
 
 # -- agents that edit -------------------------------------------------------------------------------------------------------------------------
