@@ -9,8 +9,12 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+import pytest
+
 from agl_slime import AGLDataSource
 from tests.integration.test_slime_datasource import AGENT, args_for, check, write_tasks
+
+pytestmark = pytest.mark.slow  # each process imports Agent Lightning
 
 ROOT = Path(__file__).parents[2]
 
