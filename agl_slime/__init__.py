@@ -12,21 +12,26 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AGLDataSource": "agl_slime.datasource",
+    "APIMultiTurnRollout": "agl_slime.rollout.api_multi_turn",
     "Answer": "agl_slime.rollout.session",
     "BridgeStore": "agl_slime.store",
     "ConcurrentRunner": "agl_slime.runner.concurrent",
     "DiskWeightSync": "agl_slime.sglang.weights",
     "Generation": "agl_slime.sglang.payloads",
     "LoopSettings": "agl_slime.loop",
+    "MultiTurnRollout": "agl_slime.rollout.multi_turn",
+    "MultiTurnScheduler": "agl_slime.rollout.scheduler",
     "OnlineRLLoop": "agl_slime.loop",
     "RolloutSession": "agl_slime.rollout.session",
     "RunnerThread": "agl_slime.runner.thread",
     "SGLangClient": "agl_slime.sglang.client",
     "SGLangLitAgent": "agl_slime.rollout.agent",
     "Sample": "agl_slime.types",
-    "SlimeAlgorithm": "agl_slime.algorithm",
     "SamplingParams": "agl_slime.sglang.payloads",
+    "SlimeAlgorithm": "agl_slime.algorithm",
+    "ToolManager": "agl_slime.rollout.tools",
     "Trajectory": "agl_slime.trace.trajectory",
+    "register_scheduler": "agl_slime.rollout.scheduler",
     "rollout_to_sample": "agl_slime.trace.converter",
     "rollout_to_samples": "agl_slime.trace.converter",
 }
@@ -36,7 +41,11 @@ if TYPE_CHECKING:
     from agl_slime.datasource import AGLDataSource
     from agl_slime.loop import LoopSettings, OnlineRLLoop
     from agl_slime.rollout.agent import SGLangLitAgent
+    from agl_slime.rollout.api_multi_turn import APIMultiTurnRollout
+    from agl_slime.rollout.multi_turn import MultiTurnRollout
+    from agl_slime.rollout.scheduler import MultiTurnScheduler, register_scheduler
     from agl_slime.rollout.session import Answer, RolloutSession
+    from agl_slime.rollout.tools import ToolManager
     from agl_slime.runner.concurrent import ConcurrentRunner
     from agl_slime.runner.thread import RunnerThread
     from agl_slime.sglang.client import SGLangClient
@@ -61,12 +70,15 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "AGLDataSource",
+    "APIMultiTurnRollout",
     "Answer",
     "BridgeStore",
     "ConcurrentRunner",
     "DiskWeightSync",
     "Generation",
     "LoopSettings",
+    "MultiTurnRollout",
+    "MultiTurnScheduler",
     "OnlineRLLoop",
     "RolloutSession",
     "RunnerThread",
@@ -75,7 +87,9 @@ __all__ = [
     "Sample",
     "SamplingParams",
     "SlimeAlgorithm",
+    "ToolManager",
     "Trajectory",
+    "register_scheduler",
     "rollout_to_sample",
     "rollout_to_samples",
 ]
