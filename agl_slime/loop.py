@@ -185,9 +185,8 @@ class OnlineRLLoop:
         try:
             await self._publish_weights(self._version)
             if self._agent is not None:
-                self._runner = RunnerThread(
-                    agent=self._agent, store=self.store, settings=self._runner_settings, on_finished=self._completion_hook()
-                ).start()
+                self._runner = RunnerThread(agent=self._agent, store=self.store, settings=self._runner_settings, on_finished=self._completion_hook())
+                await run_in_thread(self._runner.start)
             for iteration in range(1, settings.num_iterations + 1):
                 self._iteration = iteration
                 await self._iterate(iteration)
@@ -200,8 +199,7 @@ class OnlineRLLoop:
             raise LoopError(reason) from error
         finally:
             if self._runner is not None:
-                # joins a thread for at most some seconds, while nothing else has to happen on this loop
-                self._runner.stop(timeout_s=3.0)
+                await asyncio.shield(run_in_thread(self._runner.stop, timeout_s=3.0))
             await self._cancel_outstanding()
             self._emit(RunFinished(reason=reason, summary={"ledger": _spell_ledger(self.data_source)}))
         return RunResult(iterations=settings.num_iterations, reward_means=tuple(self._reward_means), metrics=self._last_metrics)
