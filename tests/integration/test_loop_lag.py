@@ -128,3 +128,16 @@ async def test_a_slow_trainer_and_a_slow_sync_hold_up_nobody(engine: ScriptedEng
 
     with LoopCase(agent=HelloAgent(), url=engine.url, train=slow, sync=slow, num_iterations=2) as case:
         check(await lateness_of_all(case))
+
+
+async def test_the_measurement_sees_an_agent_that_blocks_its_loop(engine: ScriptedEngine) -> None:
+    class Blocks(HelloAgent):
+        async def score(self, task: dict[str, Any], trajectory: Any) -> float:
+            time.sleep(SLOW_S)  # noqa: ASYNC251 - the mistake that users make
+            return 1.0
+
+    with LoopCase(agent=Blocks(), url=engine.url, num_iterations=2, rollout_batch_size=1) as case:
+        found = await lateness_of_all(case)
+    assert found["runner"] > LATE_S
+    assert found["loop"] < LATE_S
+    assert found["data source"] < LATE_S
