@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import threading
 from collections.abc import Sequence
@@ -13,23 +12,9 @@ from typing import Any
 from agl_slime._agl import Hook, LightningStore, LitAgent
 from agl_slime.errors import LoopError
 from agl_slime.runner.concurrent import ConcurrentRunner, FinishedListener, RunnerSettings
+from agl_slime.runner.garbage import tune_garbage_collector
 
 logger = logging.getLogger(__name__)
-
-_frozen = False
-
-
-def freeze_startup_objects() -> None:
-    """Take what exists now out of the garbage collector's sight, once per process.
-
-    Imports alone leave some hundred thousand objects that live for ever; every full collection walked them, which cost a quarter of the CPU time of a
-    short rollout and pauses of a tenth of a second. They are freed by their reference counts as before.
-    """
-    global _frozen
-    if not _frozen:
-        _frozen = True
-        gc.collect()
-        gc.freeze()
 
 
 class RunnerThread:
@@ -60,7 +45,7 @@ class RunnerThread:
     def start(self) -> RunnerThread:
         if self._thread is not None:
             raise LoopError("The runner was started already; make a new RunnerThread to run again.")
-        freeze_startup_objects()
+        tune_garbage_collector()
         ready = threading.Event()
         self._thread = threading.Thread(target=self._main, args=(ready,), name="agl-slime-runner", daemon=True)
         self._thread.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 from agl_slime._agl import LitAgent
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
+from agl_slime.runner.garbage import tune_garbage_collector
 from agl_slime.store_batch import WorkerStore
 
 logger = logging.getLogger(__name__)
@@ -68,8 +68,7 @@ def process_main(spec: WorkerSpec, control: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {spec.name}: %(message)s")
     logging.getLogger("agentlightning").setLevel(logging.CRITICAL)  # failures are in the store, with their reasons
-    gc.collect()
-    gc.freeze()
+    tune_garbage_collector()
     worker = Worker(spec)
     signal.signal(signal.SIGTERM, lambda *_: worker.runner.stop())
     threading.Thread(target=_obey, args=(worker.runner, control), name="agl-slime-control", daemon=True).start()

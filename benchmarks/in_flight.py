@@ -1,0 +1,256 @@
+"""Rollouts in flight: how many one process holds, how near to the ideal they come, and what each costs.
+
+    python -m benchmarks.in_flight [--quick]
+
+A rollout asks a scripted engine once over HTTP, which answers after 2 s. With ``n`` in flight the ideal is ``n / 2`` rollouts per second. Beside ours
+stands stock Agent Lightning (``LitAgentRunner``, ``OtelTracer``, its own store server and client) with the same agent in 1, 4 and 8 processes,
+polling a hundred times as often as its default and without its OTLP exporter, which does not work with OpenTelemetry 1.45. Every case runs in a fresh
+process.
+
+*CPU* is the CPU time per rollout of all processes but the engine's. *kB in flight* is what resident memory grows by, per rollout, when as many are
+waiting for the engine. *per GB* is rollouts per second and gigabyte of resident memory, store included. Takes about 3 minutes; ``--quick`` 1 minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from benchmarks.common import (
+    PATIENCE_S,
+    REPO,
+    Countdown,
+    Peak,
+    Stopwatch,
+    console,
+    cpu_seconds,
+    llm_resources,
+    load,
+    print_table,
+    question_agent,
+    quiet,
+    requests,
+    resident_bytes,
+    scripted_engine,
+    settle_memory,
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer cases, fewer rollouts")
+    parser.add_argument("--latency", type=float, default=2.0, help="seconds until the engine answers")
+    parser.add_argument("--rounds", type=int, default=6, help="rollouts per place in flight")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--count", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--url", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case == "stock-worker":
+        quiet()
+        asyncio.run(stock_worker(options.url, options.count))
+        return 0
+    if options.case:
+        quiet()
+        case = {"ours": ours, "stock": stock}[options.case]
+        with scripted_engine(latency_s=options.latency) as engine:
+            print(json.dumps(asyncio.run(case(engine, options.count, options.rounds))))
+        return 0
+
+    rounds = 3 if options.quick else options.rounds
+    cases = (
+        [("ours", 256), ("ours", 1024), ("stock", 1)]
+        if options.quick
+        else [("ours", n) for n in (256, 1024, 4096)] + [("stock", n) for n in (1, 4, 8)]
+    )
+    results = [(name, count, run_case(name, count, rounds, options.latency)) for name, count in cases]
+    stock_best = max((r["rate"] / r["gb"] for name, _, r in results if name == "stock"), default=0.0)
+    rows = []
+    for name, count, r in results:
+        ideal = count / options.latency
+        label = f"agl-slime, 1 process, {count:,} in flight" if name == "ours" else f"Agent Lightning, {count} process{'es' if count > 1 else ''}"
+        rows.append(
+            [
+                label,
+                f"{r['rate']:.1f}",
+                f"{ideal:.1f}",
+                f"{r['rate'] / ideal:.0%}",
+                f"{r['cpu_ms']:.2f}",
+                f"{r['kb_in_flight']:.0f}" if name == "ours" else "-",
+                f"{r['gb'] * 1024:.0f}",
+                f"{r['rate'] / r['gb']:.1f}",
+                f"{r['rate'] / r['gb'] / stock_best:.0f}x" if stock_best else "-",
+                f"{r['load']:.1f}",
+            ]
+        )
+    columns = ["", "rollouts/s", "ideal", "of ideal", "CPU ms", "kB in flight", "RSS MB", "per GB", "vs stock", "load"]
+    print_table(f"In flight: {options.latency:g} s of simulated model time, {rounds} rounds", columns, rows)
+    return 0
+
+
+def run_case(name: str, count: int, rounds: int, latency: float) -> dict[str, Any]:
+    console.print(f"{name} {count} … ({load()})", highlight=False)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.in_flight",
+        "--case",
+        name,
+        "--count",
+        str(count),
+        "--rounds",
+        str(rounds),
+        "--latency",
+        str(latency),
+    ]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} {count} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+async def ours(engine: str, count: int, rounds: int) -> dict[str, Any]:
+    from agl_slime.runner.concurrent import RunnerSettings
+    from agl_slime.runner.thread import RunnerThread
+    from agl_slime.store import BridgeStore, Retention
+
+    store = BridgeStore(retention=Retention(released_rollouts=0))
+    await store.add_resources(llm_resources(engine))
+    settings = RunnerSettings(max_concurrent=count)
+    ended: list[str] = []
+    store.subscribe_finished(lambda rollout: ended.append(rollout.rollout_id))
+    with RunnerThread(agent=question_agent(), store=store, settings=settings) as runner:
+        await execute(store, runner, 64)  # imports, code paths and pools that are made once
+        await store.release(ended)
+        ended.clear()
+        # one round for the memory: what is there beside the waiting rollouts must not grow meanwhile
+        settle_memory()
+        before = resident_bytes()
+        with Peak() as peak:
+            await execute(store, runner, count)
+        in_flight_bytes = (peak.bytes - before) / count
+        await store.release(ended)
+        ended.clear()
+        total = count * rounds
+        watch = Stopwatch()
+        with Peak() as peak:
+            done = asyncio.Event()
+            consumer = asyncio.create_task(consume(store, ended, done))
+            await execute(store, runner, total)
+            wall, cpu = watch.wall, watch.cpu
+            done.set()
+            await consumer
+    statuses = store.usage()
+    assert statuses.running == 0
+    return {
+        "rate": total / wall,
+        "cpu_ms": 1e3 * cpu / total,
+        "kb_in_flight": in_flight_bytes / 1e3,
+        "gb": peak.bytes / 2**30,
+        "load": os.getloadavg()[0],
+    }
+
+
+async def execute(store: Any, runner: Any, count: int) -> None:
+    """Enqueue so many rollouts and wait for their ends."""
+    left = Countdown(count)
+    failed: list[str] = []
+
+    def ended(rollout: Any) -> None:
+        if rollout.status != "succeeded":
+            failed.append(rollout.rollout_id)
+        left.down()
+
+    unsubscribe = store.subscribe_finished(ended)
+    await store.enqueue_many_rollouts(requests(count))
+    runner.wake()
+    await left.wait(PATIENCE_S)
+    unsubscribe()
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {count} rollouts failed")
+
+
+async def consume(store: Any, ended: list[str], done: asyncio.Event) -> None:
+    """Release what has ended, as a data source does."""
+    while not done.is_set():
+        batch, ended[:] = list(ended), []
+        await store.release(batch)
+        await asyncio.sleep(0.2)
+
+
+async def stock(engine: str, count: int, rounds: int) -> dict[str, Any]:
+    from agentlightning import InMemoryLightningStore, LightningStoreServer
+
+    from agl_slime.store_feed import _free_port
+
+    store = InMemoryLightningStore(thread_safe=True)
+    server = LightningStoreServer(store=store, host="127.0.0.1", port=_free_port("127.0.0.1"))
+    await server.start()
+    workers = []
+    try:
+        await store.add_resources(llm_resources(engine))
+        command = [sys.executable, "-m", "benchmarks.in_flight", "--case", "stock-worker", "--url", server.endpoint]
+        workers = [subprocess.Popen([*command, "--count", str(n)], cwd=REPO, stdout=subprocess.PIPE, text=True) for n in range(count)]
+        for worker in workers:
+            assert worker.stdout is not None
+            line = await asyncio.to_thread(worker.stdout.readline)
+            if line.strip() != "ready":
+                raise RuntimeError("a stock worker did not start")
+        await stock_execute(store, count)
+        total = count * max(rounds, 3)
+        watch, cpu_before = Stopwatch(), sum(cpu_seconds(worker.pid) for worker in workers)
+        with Peak(["self", *(worker.pid for worker in workers)]) as peak:
+            await stock_execute(store, total)
+        wall, cpu = watch.wall, watch.cpu + sum(cpu_seconds(worker.pid) for worker in workers) - cpu_before
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait(10)
+        await server.stop()
+    return {"rate": total / wall, "cpu_ms": 1e3 * cpu / total, "kb_in_flight": 0, "gb": peak.bytes / 2**30, "load": os.getloadavg()[0]}
+
+
+async def stock_execute(store: Any, count: int) -> None:
+    rollouts = await store.enqueue_many_rollouts(requests(count))
+    deadline = time.monotonic() + PATIENCE_S
+    for rollout in rollouts:
+        while (found := await store.get_rollout_by_id(rollout.rollout_id)).status not in ("succeeded", "failed", "cancelled"):
+            if time.monotonic() > deadline:
+                raise RuntimeError("stock rollouts did not end")
+            await asyncio.sleep(0.02)
+        if found.status != "succeeded":
+            raise RuntimeError(f"a stock rollout ended as {found.status}")
+
+
+async def stock_worker(url: str, number: int) -> None:
+    from agentlightning import LightningStoreClient, LitAgentRunner, OtelTracer
+
+    class Client(LightningStoreClient):
+        # Its OTLP exporter does not find the store with OpenTelemetry 1.45 and waits 10 s per span; without it every span is a call of its own.
+        @property
+        def capabilities(self) -> Any:
+            return {**super().capabilities, "otlp_traces": False}
+
+    runner: LitAgentRunner[Any] = LitAgentRunner(tracer=OtelTracer(), poll_interval=0.05, interval_jitter=0.0)
+    runner.init(question_agent())
+    runner.init_worker(number, Client(url))
+    parent = os.getppid()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    print("ready", flush=True)
+    await runner.iter()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""A server that answers as SGLang's ``/generate`` does, always the same, after a given time; it costs as little as a Python server can.
+
+Prints its URL and serves until it is terminated. Connections are kept alive; requests on one connection are answered in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import random
+import resource
+
+
+def answer(tokens: int) -> bytes:
+    rng = random.Random(0)
+    pairs = [[-rng.random(), rng.randrange(10, 250), None] for _ in range(tokens)]
+    body = {
+        "text": "x" * tokens,
+        "output_ids": [pair[1] for pair in pairs],
+        "meta_info": {
+            "id": "r",
+            "finish_reason": {"type": "stop", "matched": None},
+            "prompt_tokens": 32,
+            "completion_tokens": tokens,
+            "cached_tokens": 0,
+            "weight_version": "0",
+            "output_token_logprobs": pairs,
+        },
+    }
+    return _response(json.dumps(body).encode())
+
+
+def _response(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+_INFO = _response(json.dumps({"model_path": "scripted", "weight_version": "0", "is_generation": True, "urls": [], "workers": []}).encode())
+
+
+class Engine(asyncio.Protocol):
+    def __init__(self, *, latency_s: float, reply: bytes) -> None:
+        self._latency_s = latency_s
+        self._reply = reply
+        self._buffer = b""
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
+            head = self._buffer[:end].lower()
+            at = head.find(b"content-length:")
+            length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+            if len(self._buffer) < end + 4 + length:
+                return
+            path = head.split(b" ", 2)[1]
+            self._buffer = self._buffer[end + 4 + length :]
+            if path == b"/generate":
+                self._loop.call_later(self._latency_s, self._send, self._reply)
+            else:
+                self._send(_INFO)
+
+    def _send(self, reply: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(reply)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--latency", type=float, default=2.0, help="seconds")
+    parser.add_argument("--tokens", type=int, default=32, help="per answer")
+    options = parser.parse_args()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    gc.freeze()
+    reply = answer(options.tokens)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Engine(latency_s=options.latency, reply=reply), "127.0.0.1", 0, backlog=8192)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
