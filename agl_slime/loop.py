@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 import random
 import time
 import uuid
@@ -27,10 +28,11 @@ from agl_slime.datasource import AGLDataSource
 from agl_slime.errors import AglSlimeError, ConfigError, LoopError, spell_exception
 from agl_slime.groups.outcome import GroupResult, MemberResult
 from agl_slime.loop_metrics import collect_metrics, eval_metrics
-from agl_slime.report import IterationFinished, PhaseStarted, Reporter, RolloutFinished, RunFinished, RunStarted
+from agl_slime.report import IterationFinished, PhaseStarted, Reporter, RolloutFinished, RunFinished, RunStarted, Warning
 from agl_slime.report.events import Event
 from agl_slime.report.metrics import ITERATION_S, REWARD_MEAN, VAL_REWARD_MEAN, VAL_START_REWARD_MEAN, WEIGHTS_VERSION
 from agl_slime.rollout.agent import LLM_RESOURCE
+from agl_slime.rollout.alarms import alike_answers, tool_never_fired
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store import BridgeStore
@@ -142,6 +144,7 @@ class OnlineRLLoop:
         self._train_fn = slime_train_fn
         self._sync_fn = weight_sync_fn
         self._resources = dict(resources or {})
+        self._best_reward = -math.inf
         self._runner_settings = runner_settings
         self._reporter = reporter
         self._run_settings = dict(run_settings or {})
@@ -217,6 +220,7 @@ class OnlineRLLoop:
         groups = await self._collect(self._tasks.next_batch(settings.rollout_batch_size), size=settings.n_samples_per_prompt, mode="train")
         collect_s = time.monotonic() - collecting
         metrics.update(collect_metrics(groups, collect_s=collect_s))
+        self._sound_alarms(groups)
         if self._on_groups is not None:
             self._on_groups(iteration, groups)
         self._stop_if_hopeless(iteration, groups)
@@ -237,6 +241,16 @@ class OnlineRLLoop:
         self._reward_means.append(metrics[REWARD_MEAN])
         self._last_metrics = metrics
         self._emit(IterationFinished(iteration=iteration, metrics=metrics))
+
+    def _sound_alarms(self, groups: Sequence[GroupResult]) -> None:
+        """Warn of a tool that never fires and of answers that have become all alike. Alike answers that earn the best reward so far are what
+        learning looks like; alike answers that earn less cannot be told apart by any baseline."""
+        self._best_reward = max([self._best_reward, *(reward for group in groups for reward in group.rewards)])
+        short = [group.succeeded for group in groups if group.rewards and max(group.rewards) < self._best_reward]
+        for text in tool_never_fired([member for group in groups for member in group.succeeded]):
+            self._emit(Warning(text=text, key=text.partition(" was")[0]))
+        for text in alike_answers(short):
+            self._emit(Warning(text=text, key="alike_answers"))
 
     async def _evaluate(self, iteration: int) -> dict[str, Any]:
         """Validation rollouts with the current weights: scored, reported, never trained on."""
