@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Coroutine, Sequence
 from contextlib import nullcontext, suppress
@@ -59,11 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(argv: Sequence[str] | None = None) -> NoReturn:
     """``main`` as the whole of a process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    training = arguments[:1] == ["train"]
+    if training:  # until the event loop has handlers of its own, SIGTERM is what Ctrl-C is
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         code = main(arguments)
     except SystemExit as end:  # of --help, or of flags that cannot be parsed
         code = end.code if isinstance(end.code, int) else 2
-    if arguments[:1] == ["train"]:
+    if training:
         # Reports, engine and store are closed by now. A thread may still be in the middle of native code (training, an import, an agent that was
         # given up), and the interpreter's ordinary end would wait for it for seconds, or abort.
         with suppress(OSError):
@@ -76,7 +78,6 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
 def _train(arguments: list[str]) -> int:
     errors = Console(stderr=True)
     debug = bool(os.environ.get(DEBUG_VARIABLE))
-    _sigterm_as_sigint()
     try:
         own, slime_flags = _split_at_dashes(arguments)
         config = tyro.cli(TrainConfig, prog="train.py", args=own)
@@ -115,12 +116,6 @@ def _tell(console: Console, text: str, error: BaseException, debug: bool) -> Non
     console.print(Text(f"error: {' '.join(text.split())}", style="red"), soft_wrap=True)
     if debug:
         traceback.print_exception(error)
-
-
-def _sigterm_as_sigint() -> None:
-    """Until the event loop has handlers of its own, SIGTERM is what Ctrl-C is: nothing has to be said twice."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
