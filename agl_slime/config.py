@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from agl_slime.errors import ConfigError
+from agl_slime.runner.plan import RunnerPlan
 from agl_slime.trainers.settings import LocalTrainerSettings
 
 DEFAULT_AGENT = "agents.lookup:LookupAgent"
@@ -43,7 +44,11 @@ class TrainConfig:
     max_attempts: int = 1
     """How often a failed rollout is tried, the first time included."""
     max_concurrent: int = 1024
-    """Rollouts in flight in this process."""
+    """Rollouts in flight, in each runner."""
+    runners: str = "inproc"
+    """Where the agent runs: inproc (a thread of this process), process:N (N processes) or ray:N (N Ray actors)."""
+    store_host: str = "127.0.0.1"
+    """Address on which runners outside of this process reach the store; Ray on several hosts needs one of this machine's."""
 
     multi_turn_scheduler: str | None = None
     """Scheduler that decides what follows each answer, by the name it is registered under."""
@@ -79,6 +84,7 @@ class TrainConfig:
     """Settings of the local trainer; its temperature and seed are those above."""
 
     def __post_init__(self) -> None:
+        RunnerPlan.parse(self.runners)
         module, _, name = self.agent.partition(":")
         if not module or not name:
             raise ConfigError(f"--agent {self.agent!r}: expected module:Class, for example {DEFAULT_AGENT}")

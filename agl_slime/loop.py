@@ -34,7 +34,8 @@ from agl_slime.report.metrics import ITERATION_S, REWARD_MEAN, VAL_REWARD_MEAN, 
 from agl_slime.rollout.agent import LLM_RESOURCE
 from agl_slime.rollout.alarms import alike_answers, tool_never_fired
 from agl_slime.runner.concurrent import RunnerSettings
-from agl_slime.runner.thread import RunnerThread
+from agl_slime.runner.plan import RunnerPlan
+from agl_slime.runner.pools import RunnerPool, make_runners
 from agl_slime.store import BridgeStore
 from agl_slime.tasks import Task, TaskSource, as_task_source
 from agl_slime.threads import run_in_thread
@@ -102,6 +103,8 @@ class OnlineRLLoop:
         or async.
         val_tasks: Tasks of validation rollouts; ``None`` draws them from ``tasks`` with another seed when those are generated.
         resources: What agents find beside ``main_llm``.
+        runners: Where the agent runs: ``inproc`` (a thread of this process), ``process:N`` or ``ray:N``; ``runner_settings`` are those of each.
+        store_host: The address on which the store is served to runners outside of this process.
         reporter: Takes the run's events; ``run_settings`` and ``output_dir`` are told to it.
         on_groups: Called with the iteration and its settled training groups before they are trained on; for transcripts and the like.
         check_alive: Called about once a second while nothing ends; raises when something that the run needs, such as the engine, has died.
@@ -122,6 +125,8 @@ class OnlineRLLoop:
         settings: LoopSettings | None = None,
         resources: NamedResources | None = None,
         runner_settings: RunnerSettings | None = None,
+        runners: RunnerPlan | str = "inproc",
+        store_host: str = "127.0.0.1",
         reporter: Reporter | None = None,
         run_settings: Mapping[str, Any] | None = None,
         output_dir: Path | None = None,
@@ -146,6 +151,8 @@ class OnlineRLLoop:
         self._resources = dict(resources or {})
         self._best_reward = -math.inf
         self._runner_settings = runner_settings
+        self._runners = runners
+        self._store_host = store_host
         self._reporter = reporter
         self._run_settings = dict(run_settings or {})
         self._output_dir = output_dir
@@ -158,7 +165,7 @@ class OnlineRLLoop:
         self._settled: asyncio.Queue[GroupResult] = asyncio.Queue()
         self._waiting: set[str] = set()  # groups that have not settled
         self._outstanding: list[str] = []  # their rollouts, ended ones among them
-        self._runner: RunnerThread | None = None
+        self._runner: RunnerPool | None = None
         self._empty_in_a_row = 0
         self._reward_means: list[float] = []
         self._last_metrics: dict[str, Any] = {}
@@ -188,7 +195,14 @@ class OnlineRLLoop:
         try:
             await self._publish_weights(self._version)
             if self._agent is not None:
-                self._runner = RunnerThread(agent=self._agent, store=self.store, settings=self._runner_settings, on_finished=self._completion_hook())
+                self._runner = make_runners(
+                    self._runners,
+                    agent=self._agent,
+                    store=self.store,
+                    settings=self._runner_settings,
+                    on_finished=self._completion_hook(),
+                    store_host=self._store_host,
+                )
                 await run_in_thread(self._runner.start)
             for iteration in range(1, settings.num_iterations + 1):
                 self._iteration = iteration

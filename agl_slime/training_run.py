@@ -89,6 +89,8 @@ async def run_training(
                     weight_sync_fn=weights.push,
                     settings=_loop_settings(config),
                     runner_settings=RunnerSettings(max_concurrent=config.max_concurrent),
+                    runners=config.runners,
+                    store_host=config.store_host,
                     reporter=reporters,
                     run_settings=asdict(config),
                     output_dir=run.path,

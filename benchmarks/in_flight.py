@@ -192,11 +192,11 @@ async def stock(engine: str, count: int, rounds: int) -> dict[str, Any]:
     store = InMemoryLightningStore(thread_safe=True)
     server = LightningStoreServer(store=store, host="127.0.0.1", port=_free_port("127.0.0.1"))
     await server.start()
-    workers = []
+    workers: list[subprocess.Popen[str]] = []
     try:
         await store.add_resources(llm_resources(engine))
         command = [sys.executable, "-m", "benchmarks.in_flight", "--case", "stock-worker", "--url", server.endpoint]
-        workers = [subprocess.Popen([*command, "--count", str(n)], cwd=REPO, stdout=subprocess.PIPE, text=True) for n in range(count)]
+        workers = [start_worker([*command, "--count", str(n)]) for n in range(count)]
         for worker in workers:
             assert worker.stdout is not None
             line = await asyncio.to_thread(worker.stdout.readline)
@@ -214,6 +214,10 @@ async def stock(engine: str, count: int, rounds: int) -> dict[str, Any]:
             worker.wait(10)
         await server.stop()
     return {"rate": total / wall, "cpu_ms": 1e3 * cpu / total, "kb_in_flight": 0, "gb": peak.bytes / 2**30, "load": os.getloadavg()[0]}
+
+
+def start_worker(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True)
 
 
 async def stock_execute(store: Any, count: int) -> None:

@@ -23,7 +23,7 @@ class RunnerPlan:
         kind, colon, count = text.partition(":")
         number = int(count) if count.isascii() and count.isdigit() else 0
         if kind not in get_args(RunnerKind) or (kind == "inproc") == bool(colon) or (colon and number < 1):
-            raise ConfigError(f"runners {text!r}: expected inproc, process:N or ray:N with N at least 1, for example process:4")
+            raise ConfigError(f"--runners {text!r}: expected inproc, process:N or ray:N with N at least 1, for example process:4")
         return cls(kind=kind, count=number or 1)  # type: ignore[arg-type]  # checked above
 
     def __str__(self) -> str:

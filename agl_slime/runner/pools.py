@@ -202,9 +202,10 @@ class ProcessPool:
         self._say("wake")
 
     def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
-        with self._lock:
+        with self._changed:
             self._stopping = True
             workers = list(self._workers.values())
+            self._changed.notify_all()
         self._say("stop" if cancel else "drain")
         deadline = time.monotonic() + timeout_s
         for worker in workers:
@@ -256,7 +257,14 @@ class ProcessPool:
         finally:
             theirs.close()
         with self._lock:
-            self._workers[spec.name] = _WorkerProcess(spec, process, ours)
+            late = self._stopping
+            if not late:
+                self._workers[spec.name] = _WorkerProcess(spec, process, ours)
+        if late:  # stopped meanwhile, by another thread, which did not know of this one
+            process.kill()
+            process.join()
+            process.close()
+            ours.close()
 
     def _say(self, command: Command) -> None:
         with self._lock:
@@ -269,7 +277,11 @@ class ProcessPool:
 
     def _wait_for_the_first(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or any(w.ready for w in self._workers.values()), _START_TIMEOUT_S)
+            self._changed.wait_for(
+                lambda: self._stopping or self._failure is not None or any(worker.ready for worker in self._workers.values()), _START_TIMEOUT_S
+            )
+            if self._stopping:
+                raise LoopError("The runners were stopped before they had started.")
             if self._failure is not None:
                 raise LoopError(f"The runners could not start: {self._failure}") from self._failure
             if not any(worker.ready for worker in self._workers.values()):
