@@ -44,11 +44,11 @@ class LookupDemonstrations:
 
     A task is ``{"key": "kz", "answer": "72"}``. ``blur_call`` and ``blur_answer`` are the shares of imperfect first and second turns that are not
     right; of those, ``unsure`` evade and the others have one symbol wrong. Whole wrong words would teach the policy not to copy at all (measured: the
-    share of right calls falls from 0.3 to 0.05). With these defaults training starts from a reward of 0.1 to 0.25.
+    share of right calls falls from 0.3 to 0.05). With these defaults training starts from a reward of 0.1 to 0.2.
     """
 
-    blur_call: float = 0.5
-    blur_answer: float = 0.4
+    blur_call: float = 0.65
+    blur_answer: float = 0.5
     unsure: float = 0.85
     length: int = 2
 
