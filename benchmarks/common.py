@@ -33,9 +33,11 @@ console = Console(width=150 if not sys.stdout.isatty() else None)
 
 
 @contextmanager
-def scripted_engine(*, latency_s: float, tokens: int = 32) -> Iterator[str]:
-    """The URL of a server that answers every ``/generate`` after ``latency_s`` with ``tokens`` ids and log-probs."""
-    command = [sys.executable, str(REPO / "benchmarks" / "scripted_engine.py"), "--latency", str(latency_s), "--tokens", str(tokens)]
+def scripted_engine(*, latency_s: float, spread_s: float = 0.0, tokens: int = 32) -> Iterator[str]:
+    """The URL of a server that answers every ``/generate`` with ``tokens`` ids and log-probs after ``latency_s``, give or take half of
+    ``spread_s``."""
+    command = [sys.executable, str(REPO / "benchmarks" / "scripted_engine.py")]
+    command += ["--latency", str(latency_s), "--spread", str(spread_s), "--tokens", str(tokens)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
