@@ -159,7 +159,7 @@ class TemplateMask(MaskGenerator):
 
         special = getattr(self.tokenizer, "special_tokens_map", {})
         options = {"add_generation_prompt": False, "return_assistant_tokens_mask": True, **special}
-        tool_list = [dict(tool) for tool in tools] if tools else None
+        tool_list: list[Any] | None = [dict(tool) for tool in tools] if tools else None
         rendered, marked = render_jinja_template([[dict(message) for message in messages]], tools=tool_list, chat_template=source, **options)
         answers = [message for message in messages if message.get("role") == "assistant"]
         spans = [(int(start), int(end)) for start, end in marked[0]]
