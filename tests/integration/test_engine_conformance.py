@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,9 +54,7 @@ def server(request: pytest.FixtureRequest, policy_dir: Path, tmp_path_factory: p
         return
     if not os.environ.get(SGLANG_PYTHON):
         pytest.skip(f"{SGLANG_PYTHON} does not name a Python with SGLang; scripts/sglang_cpu.sh sets one up")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port_for_sglang()
     log = tmp_path_factory.mktemp("sglang") / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -67,9 +67,19 @@ def server(request: pytest.FixtureRequest, policy_dir: Path, tmp_path_factory: p
         _wait_healthy(f"http://127.0.0.1:{port}", process, log)
         yield Server(f"http://127.0.0.1:{port}", policy_dir, real=True)
     finally:
-        # SGLang's workers are children of this process and in its group
-        os.killpg(process.pid, signal.SIGKILL)
+        # SGLang's workers are children of this process and in its group; none are left when it ended by itself
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait(10)
+
+
+def _free_port_for_sglang() -> int:
+    """SGLang also takes ports up to 10,000 above its own and refuses to start when they do not exist."""
+    for port in random.sample(range(20_000, 50_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    pytest.fail("no free port between 20000 and 50000")
 
 
 def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path, limit_s: float = 240.0) -> None:
