@@ -10,13 +10,12 @@ many as are asked for.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from agl_slime._agl import LightningStore
 from agl_slime.collector import collect
+from agl_slime.completion_feed import CompletionFeed
 from agl_slime.datasource_state import DataSourceState, load_state, not_a_state, save_state
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.follow import FollowProgress
@@ -98,6 +98,7 @@ class AGLDataSource(DataSource):
             settings = settings or DataSourceSettings(get_timeout_s=slime.get_timeout_s, blocking=slime.blocking, policy=CompleteGroup())
         self.settings = settings or DataSourceSettings()
         self.ledger = Ledger()
+        self.poll_interval_s = self.settings.poll_interval_s
         self._store: LightningStore | None = store
         self._tokenizer = tokenizer
         self._reward_key: str | None = getattr(args, "reward_key", None)
@@ -106,19 +107,19 @@ class AGLDataSource(DataSource):
         self._assembler = GroupAssembler(policy=self.settings.policy)
         self._ready: deque[list[Sample]] = deque()
         self._ready_members: dict[int, list[str]] = {}  # group_index -> rollout ids, for the ledger
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         self._next_index = 0
         self._next_group_index = 0
         self._next_rollout_number = 0
         self._failure: BaseException | None = None
         self._stopped = False
-        self._announced = False
+        self.announced = False
         self._collecting: set[str] = set()
-        self._progress = FollowProgress()
+        self.progress = FollowProgress()
         self._evaluations: dict[str, GroupResult | None] = {}  # validation groups that `evaluate` waits for
         self._demand = self._make_demand()
         self._releaser = Releaser(store if self.settings.release else None, saves=getattr(args, "save", None) is not None)
-        self._feed = _CompletionFeed(self)
+        self._feed = CompletionFeed(owner=self, store=store)
         if store is not None:
             self._feed.start()
         if self._connection is not None:
@@ -137,7 +138,7 @@ class AGLDataSource(DataSource):
             return _placeholder_groups(first, num_samples, self.n_samples_per_prompt)
         self.demand(num_samples if self.settings.blocking else getattr(self.args, "rollout_batch_size", None) or num_samples)
         deadline = time.monotonic() + self.settings.get_timeout_s
-        with self._changed:
+        with self.changed:
             while len(self._ready) < num_samples and self.settings.blocking:
                 self.raise_if_dead()
                 if self._ready and not self._in_flight():
@@ -145,7 +146,7 @@ class AGLDataSource(DataSource):
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     break
-                self._changed.wait(min(remaining, 1.0))
+                self.changed.wait(min(remaining, 1.0))
             self.raise_if_dead()
             if not self._ready and num_samples > 0 and self.settings.blocking:
                 counts = self.ledger.counts()
@@ -166,7 +167,7 @@ class AGLDataSource(DataSource):
         store, or to look through one that tells of nothing: until then a saved state may be loaded."""
         self._feed.begin()
         if self._demand is not None:
-            with self._changed:
+            with self.changed:
                 self._demand.raise_wanted(groups)
             self._feed.submit(self._demand.top_up())
 
@@ -181,18 +182,18 @@ class AGLDataSource(DataSource):
         self._feed.begin()
         groups = [(uuid.uuid4().hex, task) for task in connection.eval_tasks.next_batch(connection.settings.eval_rollouts)]
         names = [group_id for group_id, _ in groups]
-        with self._changed:
+        with self.changed:
             self._evaluations.update(dict.fromkeys(names))
             for group_id in names:
                 self._assembler.announce(group_id, size=1, mode="val")
         self._feed.submit(self._enqueue_evaluation(groups))
         deadline = time.monotonic() + self.settings.get_timeout_s
-        with self._changed:
+        with self.changed:
             while any(self._evaluations[name] is None for name in names):
                 self.raise_if_dead()
                 if time.monotonic() > deadline:
                     raise DataSourceError(f"evaluation {rollout_id} did not end within {self.settings.get_timeout_s:g} s")
-                self._changed.wait(1.0)
+                self.changed.wait(1.0)
             results = [self._evaluations.pop(name) for name in names]
         members = [member for group in results if group is not None for member in group.succeeded]
         if not members:
@@ -210,16 +211,16 @@ class AGLDataSource(DataSource):
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
         """Give groups back; they are handed out again before newer ones."""
-        with self._changed:
+        with self.changed:
             self._ready.extendleft(reversed(samples))
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def save(self, rollout_id: Any) -> None:
         """Write the groups that wait and the counters beside the checkpoint (``args.save``), under the id of the step."""
         directory = getattr(self.args, "save", None)
         if directory is None:
             return
-        with self._changed:
+        with self.changed:
             groups = [[sample.to_dict() for sample in group] for group in self._ready]
             waiting = [*dict.fromkeys([*(member.rollout_id for member in self._assembler.members_waiting()), *self._collecting])]
             state = DataSourceState(
@@ -230,7 +231,7 @@ class AGLDataSource(DataSource):
                 members=[self._ready_members.get(_group_index(group), []) for group in self._ready],
                 waiting=waiting,
                 ended=sorted(set(self.ledger.recent_ids()) - set(waiting)) if self._feed.looks else None,
-                follow=self._progress.state(),
+                follow=self.progress.state(),
                 demand=self._demand.state() if self._demand is not None else None,
             )
         save_state(Path(directory), rollout_id, state)
@@ -246,7 +247,7 @@ class AGLDataSource(DataSource):
             groups = [[Sample.from_dict(sample) for sample in group] for group in state.groups]
         except (KeyError, TypeError, ValueError) as error:
             raise not_a_state(Path(directory), rollout_id, error) from error
-        with self._changed:
+        with self.changed:
             self.ledger.remember(state.ended or [])
             for samples, members in zip(groups, state.members or [[]] * len(groups), strict=True):
                 self._ready.append(samples)
@@ -258,12 +259,12 @@ class AGLDataSource(DataSource):
             self._next_group_index = max(self._next_group_index, state.group_index)
             self._next_rollout_number = max(self._next_rollout_number, state.rollout_number)
             if state.follow is not None:
-                self._progress.restore(state.follow)
+                self.progress.restore(state.follow)
             if self._demand is not None and state.demand is not None:
                 self._demand.restore(state.demand)
                 if not hasattr(self._store, "follow_finished"):
                     self._demand.restart()  # the store was in the process that saved
-            self._changed.notify_all()
+            self.changed.notify_all()
         for rollout_id in state.waiting or []:
             self.notify(rollout_id)
 
@@ -277,8 +278,8 @@ class AGLDataSource(DataSource):
 
     def expect(self, group_id: str, *, size: int, mode: str = "train") -> None:
         """Announce a group before its rollouts are enqueued: its size and mode, so that failures settle it too."""
-        with self._changed:
-            self._announced = True
+        with self.changed:
+            self.announced = True
             self._assembler.announce(group_id, size=size, mode=mode)
 
     def opened(self, rollout_ids: Sequence[str]) -> None:
@@ -289,12 +290,12 @@ class AGLDataSource(DataSource):
     def abandon(self, rollout_ids: Sequence[str], *, group_ids: Iterable[str] = (), reason: str) -> None:
         """These will not end any more, or nobody waits for them: cancelled in the ledger for ``reason``, their groups forgotten, and late reports of
         them ignored."""
-        with self._changed:
+        with self.changed:
             self._assembler.forget(group_ids)
             for rollout_id in rollout_ids:
                 if self.ledger.is_open(rollout_id):
                     self.ledger.close(rollout_id, Outcome.CANCELLED, reason)
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def listen(self, *, on_member: MemberListener | None = None, on_group: GroupListener | None = None) -> None:
         """Call these for each rollout that has ended and each group that has settled from now on; on the data source's thread, so they must be
@@ -308,11 +309,11 @@ class AGLDataSource(DataSource):
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the thread; waiting calls raise. Safe to call twice."""
-        with self._changed:
+        with self.changed:
             if self._stopped:
                 return
             self._stopped = True
-            self._changed.notify_all()
+            self.changed.notify_all()
         if self._connection is not None:
             self._connection.stop()
         if self._store is not None:
@@ -326,7 +327,7 @@ class AGLDataSource(DataSource):
 
     # -- on the background thread ----------------------------------------------------------------------------------------------------------------
 
-    async def _take(self, rollout_id: str) -> None:
+    async def take(self, rollout_id: str) -> None:
         """Read, convert and settle one rollout that may have ended."""
         if rollout_id in self._collecting:
             return
@@ -348,8 +349,8 @@ class AGLDataSource(DataSource):
 
     def _settle(self, member: MemberResult) -> None:
         self.ledger.open(member.rollout_id)  # a rollout that nobody announced is opened by its end
-        with self._changed:
-            self._progress.settle(member.rollout_id)
+        with self.changed:
+            self.progress.settle(member.rollout_id)
             if not self.ledger.is_open(member.rollout_id):
                 return  # reported twice
             default_size = member.group_size or (self.n_samples_per_prompt if member.mode == "train" else 1)
@@ -362,7 +363,7 @@ class AGLDataSource(DataSource):
                 self._settle_group(group)
             elif group is not None and group.group_id in self._evaluations:
                 self._evaluations[group.group_id] = group
-            self._changed.notify_all()
+            self.changed.notify_all()
         if group is not None and group.mode == "train" and self._demand is not None:
             self._demand.settled(group)
             if not group.ready:
@@ -412,15 +413,15 @@ class AGLDataSource(DataSource):
         assert self._connection is not None
         self.opened(await self._connection.enqueue(groups, size=1, mode="val"))
 
-    async def _store_restarted(self) -> None:
+    async def store_restarted(self) -> None:
         """What was in flight in the store's former life is lost: it is counted, and enqueued again where it came from here."""
         logger.warning("The store was restarted; %d rollouts in flight are lost.", self.ledger.counts().open)
-        with self._changed:
+        with self.changed:
             lost = {member.rollout_id for member in self._assembler.members_waiting()} | set(self.ledger.open_ids())
             for rollout_id in lost:
                 self.ledger.close(rollout_id, Outcome.CANCELLED, "store_restarted")
             self._assembler.clear()
-            self._progress.reset()
+            self.progress.reset()
         if self._connection is not None:
             await self._connection.forget()
         if self._demand is not None:
@@ -431,7 +432,7 @@ class AGLDataSource(DataSource):
 
     def _in_flight(self) -> bool:
         # Without announcements nobody knows what is still to come: wait for the deadline.
-        return self._connection is not None or not self._announced or self.ledger.counts().open > 0 or len(self._assembler) > 0
+        return self._connection is not None or not self.announced or self.ledger.counts().open > 0 or len(self._assembler) > 0
 
     def raise_if_dead(self) -> None:
         """Raise ``DataSourceError`` when the thread has ended."""
@@ -442,169 +443,10 @@ class AGLDataSource(DataSource):
         if self._connection is not None:
             self._connection.raise_if_dead()
 
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
+    def fail(self, error: BaseException) -> None:
+        with self.changed:
             self._failure = error
-            self._changed.notify_all()
-
-
-class _CompletionFeed:
-    """The thread of a data source: where ids of finished rollouts come in, by subscription, by hand or by looking."""
-
-    def __init__(self, source: AGLDataSource) -> None:
-        self._source = source
-        self._store: Any = source._store
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._queue: asyncio.Queue[str | None] | None = None
-        self._ready = threading.Event()
-        self._begun = asyncio.Event()
-        self._submitted: set[asyncio.Future[None]] = set()
-        # neither tells of ends nor lists them: the store is looked through
-        self.looks = not hasattr(self._store, "subscribe_finished") and not hasattr(self._store, "follow_finished")
-        self._thread = threading.Thread(target=self._main, name="agl-slime-datasource", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-        self._ready.wait()
-
-    def push(self, rollout_id: str | None) -> None:
-        queue = self._queue
-        if queue is not None:
-            self._on_loop(queue.put_nowait, rollout_id)
-
-    def begin(self) -> None:
-        """Follow a remote store from the position that is known now, or look through a plain one."""
-        self._on_loop(self._begun.set)
-
-    def submit(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run this on the thread's loop; if it fails, the data source has failed."""
-        if not self._on_loop(self._start, work):
-            work.close()
-
-    def _on_loop(self, callback: Callable[..., Any], *args: Any) -> bool:
-        """Have the thread's loop call this; ``False`` when it has ended, which whoever waits for samples is told elsewhere."""
-        loop = self._loop
-        if loop is None or loop.is_closed():
-            return False
-        try:
-            loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:  # it closed between the check and the call
-            return False
-        return True
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(self._guarded(work))
-        self._submitted.add(task)  # a task that only its loop knows may be collected while it runs
-        task.add_done_callback(self._submitted.discard)
-
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except Exception as error:  # nobody waits for it; whoever waits for samples must hear of it
-            logger.debug("The data source could not enqueue rollouts.", exc_info=error)
-            self._source._fail(error)
-
-    def stop(self, timeout_s: float) -> None:
-        self.push(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
-
-    def _main(self) -> None:
-        try:
-            asyncio.run(self._serve())
-        except BaseException as error:  # the thread has no caller; whoever waits for samples must hear of it
-            logger.debug("The data source's thread ended.", exc_info=error)
-            self._source._fail(error)
-        finally:
-            self._ready.set()
-
-    async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue = asyncio.Queue()
-        subscribe = getattr(self._store, "subscribe_finished", None)
-        unsubscribe = subscribe(lambda rollout: self.push(rollout.rollout_id)) if subscribe is not None else None
-        follow = getattr(self._store, "follow_finished", None)
-        look: Coroutine[Any, Any, None] = (
-            self._look_at_open() if subscribe is not None else self._follow(follow) if follow is not None else self._look_for_all()
-        )
-        looker = asyncio.create_task(look)
-        looker.add_done_callback(self._looker_ended)
-        takers: set[asyncio.Task[None]] = set()
-        self._ready.set()
-        try:
-            while (rollout_id := await self._queue.get()) is not None:
-                taker = asyncio.create_task(self._source._take(rollout_id))
-                takers.add(taker)
-                taker.add_done_callback(takers.discard)
-                taker.add_done_callback(self._taker_ended)
-        finally:
-            looker.cancel()
-            if unsubscribe is not None:
-                unsubscribe()
-            if takers:
-                await asyncio.wait(takers, timeout=1.0)
-            if follow is not None:
-                await self._store.close()
-
-    def _taker_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._source._fail(error)
-
-    def _looker_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._source._fail(error)
-
-    async def _look_at_open(self) -> None:
-        """A safety net under the subscription: rollouts in flight are asked about now and then, so that the store's watchdog runs and nothing that
-        ended unseen is waited for."""
-        while True:
-            await asyncio.sleep(max(5.0, self._source.settings.poll_interval_s))
-            for rollout_id in self._source.ledger.open_ids():
-                self.push(rollout_id)
-
-    async def _follow(self, follow: Callable[[Any], Any]) -> None:
-        """A remote store's feed, from the loaded position on; what comes twice is recognised by the ledger."""
-        await self._begun.wait()
-        progress = self._source._progress
-        async for page in follow(progress.position):
-            if progress.position.epoch and page["epoch"] != progress.position.epoch:
-                await self._source._store_restarted()
-            with self._source._changed:
-                fresh = progress.take(page)
-            if page["missed"]:
-                logger.warning("This data source is too far behind the store's feed; looking through the whole store once.")
-                fresh = [rollout.rollout_id for rollout in await _query_finished(self._store)]
-            for rollout_id in fresh:
-                self.push(rollout_id)
-
-    async def _look_for_all(self) -> None:
-        """Without a subscription: ask about the rollouts in flight, and look through the store for rollouts that nobody announced."""
-        seen_finished: set[str] = set()
-        while True:
-            began = time.monotonic()
-            open_ids = self._source.ledger.open_ids()
-            if open_ids or self._source._announced:
-                for rollout_id in open_ids:
-                    self.push(rollout_id)
-            elif self._begun.is_set():  # until samples are asked for, a saved state may be loaded that says what was dealt with
-                # Walks every rollout that the store holds: for small runs and tests. Loops announce what they enqueue.
-                for rollout in await _query_finished(self._store):
-                    if rollout.rollout_id not in seen_finished:
-                        seen_finished.add(rollout.rollout_id)
-                        self.push(rollout.rollout_id)
-            cost = time.monotonic() - began
-            await asyncio.sleep(max(self._source.settings.poll_interval_s, 9 * cost))
-
-
-async def _query_finished(store: LightningStore) -> Sequence[Any]:
-    for _ in range(10):
-        try:
-            return [*await store.query_rollouts(status_in=["succeeded", "failed", "cancelled"])]
-        except RuntimeError as error:
-            # a store that is not thread-safe may change while it is walked; look again
-            if "changed size" not in str(error):
-                raise
-    return []
+            self.changed.notify_all()
 
 
 def _connect(args: Any) -> Connection | None:

@@ -190,11 +190,11 @@ def enqueue(url: str, group_id: str, n: int, *, size: int = 2) -> list[str]:
 
 def wait_until(source: AGLDataSource, settled: int) -> None:
     """Until the source knows of so many rollouts."""
-    with source._changed:
+    with source.changed:
         for _ in range(400):
             if source.ledger.counts().opened >= settled:
                 return
-            source._changed.wait(0.05)
+            source.changed.wait(0.05)
     pytest.fail(f"only {source.ledger.counts().opened} of {settled} rollouts became known")
 
 
