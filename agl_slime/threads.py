@@ -10,7 +10,7 @@ import asyncio
 import contextvars
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, TypeVar
@@ -76,3 +76,26 @@ async def run_in_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
     context = contextvars.copy_context()
     call = partial(context.run, fn, *args, **kwargs)
     return await asyncio.wrap_future(_shared_pool.submit(call))
+
+
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine, for code that is not async; also where the calling thread has a running loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(asyncio.run(work))
+        except BaseException as error:  # belongs to the caller
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="agl-slime-blocking", daemon=True)
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return outcome[0]

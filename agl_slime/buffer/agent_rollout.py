@@ -38,7 +38,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +47,7 @@ import aiohttp
 from agl_slime.buffer.samples import SampleMaker, agree
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.groups.stages import Item
-from agl_slime.threads import run_in_thread
+from agl_slime.threads import run_blocking, run_in_thread
 from agl_slime.tokenizer import load_tokenizer
 from agl_slime.trace.masks import LossMaskGenerator, get_loss_mask_generator
 from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
@@ -116,8 +116,8 @@ def _said(args: Any, name: str, variable: str) -> str | None:
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """What slime calls, from a plain thread: ``rollout_batch_size`` groups, or the results of an evaluation."""
     if evaluation:
-        return _run(_evaluate(args, rollout_id, data_source))
-    groups = _run(generate_agent_rollout(args, rollout_id, data_source))
+        return run_blocking(_evaluate(args, rollout_id, data_source))
+    groups = run_blocking(generate_agent_rollout(args, rollout_id, data_source))
     return RolloutFnTrainOutput(samples=groups, metrics=_session_of(args, data_source).take_metrics())
 
 
@@ -546,26 +546,3 @@ def _mask_generator(settings: AgentRolloutSettings) -> LossMaskGenerator | None:
         return getattr(importlib.import_module(module_name), name)(tokenizer)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"loss_mask_type {settings.loss_mask_type!r} cannot be loaded: {error}") from error
-
-
-def _run(work: Any) -> Any:
-    """Run a coroutine to its end from a plain thread, or beside a loop that runs in this one."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    result: list[Any] = []
-    failure: list[BaseException] = []
-
-    def run(call: Callable[[], Any] = lambda: asyncio.run(work)) -> None:
-        try:
-            result.append(call())
-        except BaseException as error:  # belongs to the caller
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name="agl-slime-agent-rollout", daemon=True)
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return result[0]

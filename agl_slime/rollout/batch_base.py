@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.rollout.tools import ToolManager
@@ -14,15 +12,14 @@ from agl_slime.rollout.tools import ToolManager
 Trajectory = dict[str, Any]
 """``messages`` and any other columns in; the same with what the rollout adds out."""
 
-T = TypeVar("T")
-
 
 class Rollout(ABC):
     """Trajectories in, the same number of trajectories out, in their order, with ``messages``, ``turns``, ``stop_reason`` and ``truncated``."""
 
     @abstractmethod
     def __call__(self, trajectories: list[Trajectory], **kwargs: Any) -> list[Trajectory]:
-        raise NotImplementedError
+        """Run ``trajectories`` to their ends."""
+        ...
 
     @classmethod
     def remote(cls, *args: Any, **kwargs: Any) -> Any:
@@ -45,26 +42,3 @@ def managers_for(tools: Any, trajectories: Sequence[Trajectory]) -> list[Any]:
     if not isinstance(tools, ToolManager) and not hasattr(tools, "run") and callable(tools):
         return [tools(trajectory) for trajectory in trajectories]
     return [tools] * len(trajectories)
-
-
-def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, for code that is not async; also where the calling thread has a running loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    outcome: list[T] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(asyncio.run(work))
-        except BaseException as error:  # belongs to the caller
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name="agl-slime-blocking", daemon=True)
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return outcome[0]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.errors import ConfigError, EngineProtocolError
-from agl_slime.rollout.batch_base import Rollout, Trajectory, managers_for, run_blocking
+from agl_slime.rollout.batch_base import Rollout, Trajectory, managers_for
 from agl_slime.rollout.context import ChatContext
 from agl_slime.rollout.sampler import Sampler
 from agl_slime.rollout.stop import StopReason
@@ -27,6 +27,7 @@ from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolParser, get_tool_pa
 from agl_slime.rollout.tools import ToolResult
 from agl_slime.rollout.traces import Predicate, TraceWriter
 from agl_slime.sglang.payloads import Generation, SamplingParams
+from agl_slime.threads import run_blocking
 from agl_slime.tokenizer import ChatTokenizer
 from agl_slime.trace.segments import Segment, merge_turns
 from agl_slime.trace.turn import Turn

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from agl_slime.rollout.batch_base import run_blocking
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.payloads import Generation, SamplingParams
 from agl_slime.sglang.transport import ClientSettings
+from agl_slime.threads import run_blocking
 
 InputFeature = Mapping[str, Any]
 """``input_ids``: the prompt's token ids."""

@@ -52,7 +52,7 @@ class MaskGenerator:
         self.tokenizer: MaskTokenizer = tokenizer
 
     def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must implement get_loss_mask(messages, tools)")
 
     def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
         return [next((len(mask) - at for at, trained in enumerate(mask) if trained), 0) for mask in loss_masks]
