@@ -3,11 +3,12 @@
 Stock Agent Lightning can be asked for finished rollouts only by a walk through every rollout ever stored, or by waiting for named ids.
 ``StoreService`` serves a ``BridgeStore`` with Agent Lightning's own server and adds one route to it: ``POST /agl_slime/v1/finished`` with ``{"epoch",
 "after", "wait_s"}`` answers with the ids of the rollouts that ended after position ``after``, as soon as there are any, so following a store costs
-the same however long it has lived. ``RemoteStore`` is Agent Lightning's client with that route. A further route takes many calls of a runner at once;
+the same however long it has lived. ``POST /agl_slime/v1/cancelled`` is the same for those that ended as cancelled: what runners elsewhere follow, who
+need not hear of any other end. ``RemoteStore`` is Agent Lightning's client with these routes. A further route takes many calls of a runner at once;
 see ``agl_slime.store_batch``.
 
-Delivery is at least once. A position is a number within an *epoch*, the life of one server; the last 100,000 ends are kept. A follower that comes
-with another epoch, or from too far behind, is told so and looks through the store once.
+Delivery is at least once. A position is a number within an *epoch*, the life of one server; the last 100,000 ends are kept, and the last 10,000 that
+are cancellations. A follower that comes with another epoch, or from too far behind, is told so and looks through the store once.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ from agl_slime.store import BridgeStore
 logger = logging.getLogger(__name__)
 
 FEED_PATH = "/agl_slime/v1/finished"
+CANCELLED_PATH = "/agl_slime/v1/cancelled"
 
 _WINDOW = 100_000
+_CANCELLED_WINDOW = 10_000
 _PAGE = 10_000
 _LONGEST_WAIT_S = 60.0
 # A server that restarts is back within moments; one that is gone for this long will not come back.
@@ -62,7 +65,7 @@ class FeedPosition:
 
 
 class FinishedFeed:
-    """The ends of a store's rollouts, numbered from 1 in the order in which they happened. Thread-safe."""
+    """The ends of a store's rollouts, or those of one kind, numbered from 1 in the order in which they happened. Thread-safe."""
 
     def __init__(self, *, window: int = _WINDOW) -> None:
         self.epoch = uuid.uuid4().hex
@@ -73,7 +76,7 @@ class FinishedFeed:
         self._closed = False
 
     def append(self, rollout: Rollout) -> None:
-        """A rollout has ended; the store's listener."""
+        """A rollout has ended."""
         with self._lock:
             self._ids.append(rollout.rollout_id)
             self._last += 1
@@ -143,6 +146,7 @@ class StoreService:
         from agentlightning.utils.server_launcher import PythonServerLauncherArgs
 
         self.feed = FinishedFeed()
+        self.cancellations = FinishedFeed(window=_CANCELLED_WINDOW)
         self._store = store
         access_host = "127.0.0.1" if _is_loopback(host) else host
         arguments = PythonServerLauncherArgs(
@@ -165,7 +169,7 @@ class StoreService:
     def start(self) -> StoreService:
         if self._unsubscribe is not None:
             raise ConfigError("the store service was started already")
-        self._unsubscribe = self._store.subscribe_finished(self.feed.append)
+        self._unsubscribe = self._store.subscribe_finished(self._take)
         _run_elsewhere(self._server.start)
         return self
 
@@ -176,6 +180,7 @@ class StoreService:
         self._unsubscribe()
         self._unsubscribe = None
         self.feed.close()
+        self.cancellations.close()
         _run_elsewhere(self._server.stop)
 
     def __enter__(self) -> StoreService:
@@ -183,6 +188,11 @@ class StoreService:
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         self.stop()
+
+    def _take(self, rollout: Rollout) -> None:
+        self.feed.append(rollout)
+        if rollout.status == "cancelled":
+            self.cancellations.append(rollout)
 
     def _add_routes(self, token: str | None) -> None:
         from fastapi import Request
@@ -194,8 +204,10 @@ class StoreService:
         assert app is not None
 
         async def finished(request: dict[str, Any]) -> FeedPage:
-            position = FeedPosition(str(request.get("epoch", "")), int(request.get("after", 0)))
-            return await self.feed.wait(position, float(request.get("wait_s", 0.0)))
+            return await _answer(self.feed, request)
+
+        async def cancelled(request: dict[str, Any]) -> FeedPage:
+            return await _answer(self.cancellations, request)
 
         async def batch(request: Any) -> Response:
             return Response(await execute_batch(self._store, await request.body()), media_type="application/json")
@@ -203,6 +215,7 @@ class StoreService:
         batch.__annotations__["request"] = Request  # postponed annotations hide it from FastAPI
         # POST: the dashboard of Agent Lightning's server answers every GET
         app.post(FEED_PATH)(finished)
+        app.post(CANCELLED_PATH)(cancelled)
         app.post(BATCH_PATH)(batch)
         if token:
             expected = f"Bearer {token}"
@@ -241,12 +254,22 @@ class RemoteStore(LightningStoreClient):
 
         return await call_once(self, {"op": "release", "rollout_ids": list(rollout_ids)})
 
-    async def follow_finished(self, position: FeedPosition, *, wait_s: float = 20.0) -> AsyncIterator[FeedPage]:
+    def follow_finished(self, position: FeedPosition, *, wait_s: float = 20.0) -> AsyncIterator[FeedPage]:
         """Pages of ended rollouts from ``position`` on, for ever.
 
         Goes on after interruptions; raises ``DataSourceError`` when the store has been unreachable for two minutes, or serves no feed. The caller
         moves the position.
         """
+        return self._follow(FEED_PATH, position, wait_s=wait_s, patience_s=_UNREACHABLE_S)
+
+    def follow_cancelled(self, position: FeedPosition, *, wait_s: float = 20.0) -> AsyncIterator[FeedPage]:
+        """Pages of cancelled rollouts from ``position`` on, for ever, however long the store is away meanwhile.
+
+        Raises ``DataSourceError`` when the store tells of no cancellations. The caller moves the position.
+        """
+        return self._follow(CANCELLED_PATH, position, wait_s=wait_s, patience_s=None)
+
+    async def _follow(self, path: str, position: FeedPosition, *, wait_s: float, patience_s: float | None) -> AsyncIterator[FeedPage]:
         session = await self._get_session()
         loop = asyncio.get_running_loop()
         unreachable_since: float | None = None
@@ -255,10 +278,10 @@ class RemoteStore(LightningStoreClient):
             payload = {"epoch": position.epoch, "after": position.after, "wait_s": wait_s}
             try:
                 timeout = aiohttp.ClientTimeout(total=wait_s + 10.0)
-                async with session.post(self.server_address_root + FEED_PATH, json=payload, timeout=timeout) as response:
+                async with session.post(self.server_address_root + path, json=payload, timeout=timeout) as response:
                     if response.status in (401, 404, 405):
                         raise DataSourceError(
-                            f"the store at {self.server_address_root} answers {response.status} to {FEED_PATH}: "
+                            f"the store at {self.server_address_root} answers {response.status} to {path}: "
                             + ("its token is needed (AGL_SLIME_STORE_TOKEN)" if response.status == 401 else "serve it with agl_slime's StoreService")
                         )
                     response.raise_for_status()
@@ -266,14 +289,19 @@ class RemoteStore(LightningStoreClient):
             except (aiohttp.ClientError, asyncio.TimeoutError) as error:
                 now = loop.time()
                 unreachable_since = now if unreachable_since is None else unreachable_since
-                if now - unreachable_since > _UNREACHABLE_S:
-                    raise DataSourceError(f"the store at {self.server_address_root} has not answered for {_UNREACHABLE_S:g} s: {error}") from error
+                if patience_s is not None and now - unreachable_since > patience_s:
+                    raise DataSourceError(f"the store at {self.server_address_root} has not answered for {patience_s:g} s: {error}") from error
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 5.0)
                 continue
             unreachable_since, pause_s = None, 0.1
             if page["rollout_ids"] or page["missed"] or page["epoch"] != position.epoch:
                 yield page
+
+
+async def _answer(feed: FinishedFeed, request: dict[str, Any]) -> FeedPage:
+    position = FeedPosition(str(request.get("epoch", "")), int(request.get("after", 0)))
+    return await feed.wait(position, float(request.get("wait_s", 0.0)))
 
 
 def _run_elsewhere(work: Callable[[], Coroutine[Any, Any, None]]) -> None:

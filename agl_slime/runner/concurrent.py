@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agl_slime._agl import AttemptedRollout, ExecutionEvent, Hook, LightningStore, LitAgent, LitAgentRunner
+from agl_slime._agl import AttemptedRollout, ExecutionEvent, Hook, LitAgent, LitAgentRunner
 from agl_slime.errors import ConfigError
+from agl_slime.runner.cancellations import listen_for_cancellations
 from agl_slime.runner.guard import GuardedAgent
 from agl_slime.runner.lag import LagMonitor
 from agl_slime.runner.recording import current_recording
@@ -136,7 +137,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self._on_loop(lambda: self._wake.set() if self._wake else None)
 
     def cancel(self, rollout_id: str) -> None:
-        """Cancel the agent that runs this rollout, if one does; its attempt then fails with the reason ``cancelled``."""
+        """Cancel the agent that runs this rollout, or is about to, if one does; its attempt then fails with the reason ``cancelled``."""
         self._on_loop(lambda: self._guard.cancel(rollout_id) if self._guard is not None else None)
 
     def stop(self, *, cancel: bool = True) -> None:
@@ -170,7 +171,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         stop_heartbeat = self._start_heartbeat_loop(store)
-        unsubscribe = self._listen_for_cancellations(store)
+        unsubscribe = listen_for_cancellations(store, cancel=self.cancel, claimed=self._claimed)
         flusher = asyncio.create_task(self._context_tracer.flush_for_ever(), name=f"{self.get_worker_id()}-flusher")
         if self.lag is not None:
             self.lag.start()
@@ -205,18 +206,17 @@ class ConcurrentRunner(LitAgentRunner[Any]):
             if self._cancelling and self._guard is not None:
                 self._guard.cancel_all()
 
-    def _listen_for_cancellations(self, store: LightningStore) -> Callable[[], None]:
-        """A rollout that somebody cancels in a store of this process stops here, too."""
-        subscribe = getattr(store, "subscribe_finished", None)
-        if subscribe is None:
-            return lambda: None
-        return subscribe(lambda rollout: self.cancel(rollout.rollout_id) if rollout.status == "cancelled" else None)
+    def _claimed(self) -> set[str]:
+        return {task.get_name() for task in self._in_flight}
 
     def _should_stop(self, event: ExecutionEvent | None) -> bool:
         return self._stopping or (event is not None and event.is_set())
 
     async def _claim(self) -> bool:
         """Claim and start what there is room for; whether anything was claimed."""
+        if self._guard is not None:
+            # a rollout that was cancelled before it is asked for will not be handed out
+            self._guard.forget_refusals(claimed=self._claimed)
         limit = min(self._room(), self._next_claim)
         if limit <= 0:
             return False

@@ -31,8 +31,12 @@ class _Run:
         self._loop = asyncio.get_running_loop()
         self.inner = asyncio.ensure_future(work)
         self.given_up: asyncio.Future[None] = self._loop.create_future()
+        self._cancelled = False
 
     def cancel(self) -> None:
+        if self._cancelled:  # told of it twice: a second one would interrupt the agent's cleaning up
+            return
+        self._cancelled = True
         self.inner.cancel()
         self._loop.call_later(_CANCEL_GRACE_S, self._give_up)
 
@@ -49,6 +53,7 @@ class GuardedAgent:
         self._default_timeout_s = default_timeout_s
         self._flush_interval_s = flush_interval_s
         self._running: dict[str, _Run] = {}
+        self._refused: set[str] = set()
         self.sync_threads = SyncThreads()
 
     def __getattr__(self, name: str) -> Any:
@@ -72,11 +77,19 @@ class GuardedAgent:
         return len(self._running)
 
     def cancel(self, rollout_id: str) -> bool:
-        """Cancel the agent that runs this rollout, if one does."""
+        """Cancel the agent that runs this rollout; ``False`` when none does. One that is about to begin with it will not, until ``forget_refusals``
+        says that nobody is."""
         run = self._running.get(rollout_id)
         if run is not None:
             run.cancel()
+        else:
+            self._refused.add(rollout_id)
         return run is not None
+
+    def forget_refusals(self, *, claimed: Callable[[], set[str]]) -> None:
+        """Of what was cancelled and had no agent, only what is among the ``claimed`` can still get one. Costs nothing when there is none."""
+        if self._refused:
+            self._refused &= claimed()
 
     async def _run(
         self,
@@ -87,13 +100,15 @@ class GuardedAgent:
         rollout: Rollout,
     ) -> Any:
         work: Coroutine[Any, Any, Any]
-        if self._agent.is_async():
-            work = method(task, resources, rollout)
-        else:
-            work = self.sync_threads.run(f"agl-slime-agent-{rollout.rollout_id}", sync_method, task, resources, rollout)
         if (recording := current_recording.get()) is not None:
             recording.flush_after_s = self._flush_after_s(rollout)
         try:
+            if rollout.rollout_id in self._refused:
+                raise RolloutError("The rollout was cancelled before its agent had begun.", reason="cancelled")
+            if self._agent.is_async():
+                work = method(task, resources, rollout)
+            else:
+                work = self.sync_threads.run(f"agl-slime-agent-{rollout.rollout_id}", sync_method, task, resources, rollout)
             result = await self._with_time_limit(_contained(work), rollout)
             check_result(result)
         except Exception as error:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,21 @@ class EchoAgent(LitAgent[Any]):
         emit_reward(float(task["n"]))
 
 
+class HangingAgent(LitAgent[Any]):
+    """Waits for what never comes, and leaves a file when it is cancelled; a task without such a file is done at once."""
+
+    async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
+        if "cancelled" not in task:
+            return 1.0
+        Path(task["begun"]).touch()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            Path(task["cancelled"]).touch()
+            raise
+        raise AssertionError("nobody sets the event")
+
+
 class PoisonAgent(LitAgent[Any]):
     async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -63,6 +79,14 @@ async def prepared(tasks: Sequence[dict[str, Any]], **config: Any) -> tuple[Brid
 
 async def ends(store: BridgeStore, ids: Sequence[str]) -> list[Any]:
     return [await asyncio.wait_for(store.wait_for_rollout(rollout_id, timeout=60), 65) for rollout_id in ids]
+
+
+async def appears(file: Path) -> None:
+    for _ in range(3_000):
+        if file.exists():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{file.name} does not appear")
 
 
 def gone(pids: Sequence[int]) -> bool:
@@ -117,6 +141,25 @@ async def test_rollouts_of_a_process_that_dies_are_executed_by_another(tmp_path:
         assert rollout.status == "succeeded"
         assert find_final_reward([*await store.query_spans(rollout.rollout_id, "latest")]) == n
     assert len(await store.query_attempts(ids[7])) == 2
+
+
+async def test_a_rollout_that_is_cancelled_in_the_store_is_cancelled_in_the_process_that_runs_it(tmp_path: Path) -> None:
+    begun, cancelled = tmp_path / "begun", tmp_path / "cancelled"
+    store, [hanging] = await prepared([{"begun": str(begun), "cancelled": str(cancelled)}])
+    pool = ProcessPool(agent=HangingAgent(), access=StoreAccess(store), processes=1, settings=replace(SETTINGS, max_concurrent=1), max_restarts=0)
+    await asyncio.to_thread(pool.start)
+    try:
+        await appears(begun)
+        [waiting] = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={}, mode="train")])
+        await store.update_rollout(hanging, status="cancelled")
+        await appears(cancelled)
+        [done] = await ends(store, [waiting.rollout_id])  # there is room for one: the agent that was cancelled has made it
+        assert done.status == "succeeded"
+        rollout = await store.get_rollout_by_id(hanging)
+        assert rollout is not None
+        assert rollout.status == "cancelled"
+    finally:
+        assert await asyncio.to_thread(pool.stop)
 
 
 async def test_an_agent_that_kills_every_process_ends_the_pool_with_a_reason() -> None:

@@ -1,0 +1,65 @@
+"""How a runner hears that somebody has cancelled a rollout in the store, wherever the store is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+
+from agl_slime._agl import LightningStore
+from agl_slime.errors import DataSourceError
+from agl_slime.store_feed import FeedPosition
+
+logger = logging.getLogger(__name__)
+
+
+def listen_for_cancellations(store: LightningStore, *, cancel: Callable[[str], None], claimed: Callable[[], set[str]]) -> Callable[[], None]:
+    """Call ``cancel(rollout_id)`` for each rollout that is cancelled in the store from now on; the returned function ends that.
+
+    A store of this process calls, on whatever thread; one elsewhere is followed by a task of the running event loop. Stores that tell of no
+    cancellations are not asked. ``cancel`` may be called twice for a rollout, and for rollouts of other runners. ``claimed`` are the ids of this
+    runner's own, which are looked at after a time in which the store could not be heard.
+    """
+    subscribe: Any = getattr(store, "subscribe_finished", None)
+    if subscribe is not None:
+        return subscribe(lambda rollout: cancel(rollout.rollout_id) if rollout.status == "cancelled" else None)
+    if not hasattr(store, "follow_cancelled"):
+        return lambda: None
+    following = asyncio.create_task(_follow(store, cancel, claimed), name="agl-slime-cancellations")
+
+    def end() -> None:
+        following.cancel()
+
+    return end
+
+
+async def _follow(store: Any, cancel: Callable[[str], None], claimed: Callable[[], set[str]]) -> None:
+    position = FeedPosition()
+    try:
+        async for page in store.follow_cancelled(position):
+            for rollout_id in page["rollout_ids"]:
+                cancel(rollout_id)
+            # another life of the server: what was cancelled between the two is in neither's feed
+            if page["missed"] or position.epoch not in ("", page["epoch"]):
+                try:
+                    await _look(store, cancel, claimed())
+                except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+                    logger.debug("The store did not say what was cancelled while it could not be heard (%s); asking again.", error)
+                    continue  # the position stays, so the same page comes again
+            position.epoch, position.after = page["epoch"], page["last"]
+    except DataSourceError as error:
+        logger.info("Rollouts that are cancelled in the store run to their ends here: %s", error)
+    except Exception as error:
+        logger.error("This runner does not hear of cancelled rollouts any more: %s", error, exc_info=error)
+
+
+async def _look(store: Any, cancel: Callable[[str], None], mine: set[str]) -> None:
+    if mine:
+        for rollout in await store.query_rollouts(rollout_id_in=sorted(mine), status_in=["cancelled"]):
+            cancel(rollout.rollout_id)
+
+
+__all__ = ["listen_for_cancellations"]
