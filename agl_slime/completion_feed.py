@@ -14,15 +14,16 @@ from typing import Any, Protocol
 
 from agl_slime._agl import LightningStore
 from agl_slime.follow import FollowProgress
-from agl_slime.groups.ledger import Ledger
+from agl_slime.groups.ledger import RolloutLedger
 
 logger = logging.getLogger(__name__)
 
 
 class FeedOwner(Protocol):
-    """The data source, as its feed sees it. ``take``, ``store_restarted`` run on the feed's loop; ``changed`` guards ``progress``."""
+    """The data source, as its feed sees it. ``take``, ``look_at_groups`` and ``store_restarted`` run on the feed's loop; ``changed`` guards
+    ``progress``."""
 
-    ledger: Ledger
+    ledger: RolloutLedger
     poll_interval_s: float
     progress: FollowProgress
     changed: threading.Condition
@@ -30,6 +31,10 @@ class FeedOwner(Protocol):
 
     async def take(self, rollout_id: str) -> None:
         """Read and settle a rollout that may have ended."""
+        ...
+
+    async def look_at_groups(self) -> None:
+        """Settle the groups that have waited long enough."""
         ...
 
     async def store_restarted(self) -> None:
@@ -44,9 +49,10 @@ class FeedOwner(Protocol):
 class CompletionFeed:
     """The thread of a data source: where ids of finished rollouts come in, by subscription, by hand or by looking."""
 
-    def __init__(self, *, owner: FeedOwner, store: Any) -> None:
+    def __init__(self, *, owner: FeedOwner, store: Any, group_timeout_s: float | None = None) -> None:
         self._owner = owner
         self._store = store
+        self._group_timeout_s = group_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queue: asyncio.Queue[str | None] | None = None
         self._ready = threading.Event()
@@ -120,8 +126,11 @@ class CompletionFeed:
         look: Coroutine[Any, Any, None] = (
             self._look_at_open() if subscribe is not None else self._follow(follow) if follow is not None else self._look_for_all()
         )
-        looker = asyncio.create_task(look)
-        looker.add_done_callback(self._looker_ended)
+        lookers = [asyncio.create_task(look)]
+        if self._group_timeout_s is not None:
+            lookers.append(asyncio.create_task(self._look_at_groups(self._group_timeout_s)))
+        for looker in lookers:
+            looker.add_done_callback(self._looker_ended)
         takers: set[asyncio.Task[None]] = set()
         self._ready.set()
         try:
@@ -131,7 +140,8 @@ class CompletionFeed:
                 taker.add_done_callback(takers.discard)
                 taker.add_done_callback(self._taker_ended)
         finally:
-            looker.cancel()
+            for looker in lookers:
+                looker.cancel()
             if unsubscribe is not None:
                 unsubscribe()
             if takers:
@@ -154,6 +164,12 @@ class CompletionFeed:
             await asyncio.sleep(max(5.0, self._owner.poll_interval_s))
             for rollout_id in self._owner.ledger.open_ids():
                 self.push(rollout_id)
+
+    async def _look_at_groups(self, timeout_s: float) -> None:
+        """Time is what settles a late group: it is looked at a little after its time."""
+        while True:
+            await asyncio.sleep(min(1.0, timeout_s / 10))
+            await self._owner.look_at_groups()
 
     async def _follow(self, follow: Callable[[Any], Any]) -> None:
         """A remote store's feed, from the loaded position on; what comes twice is recognised by the ledger."""

@@ -21,6 +21,8 @@ class DataSourceState:
     rollout_number: int
     members: list[list[str]] | None = None
     """Ids of the rollouts in each group of ``groups``."""
+    instances: list[str | None] | None = None
+    """The task that each group of ``groups`` is one try at."""
     waiting: list[str] | None = None
     """Ids of finished rollouts that are not in ``groups`` yet: their groups wait for others, or they are being read."""
     ended: list[str] | None = None
@@ -29,6 +31,8 @@ class DataSourceState:
     """Position in a remote store's feed."""
     demand: dict[str, Any] | None = None
     """Tasks that were drawn, and those that are under way."""
+    version: int | None = None
+    """Newest weight version that was known."""
 
 
 def state_path(directory: Path, rollout_id: Any) -> Path:

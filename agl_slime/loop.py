@@ -1,8 +1,8 @@
 """``OnlineRLLoop``: collect, train, sync, and again.
 
-Each iteration enqueues ``rollout_batch_size`` tasks, ``n_samples_per_prompt`` rollouts each, waits until every one of them has ended, lets
+Each iteration enqueues ``rollout_batch_size`` tasks, ``n_samples_per_prompt`` rollouts each, waits until their groups have settled, lets
 ``slime_train_fn`` train on the groups that are ready, lets ``weight_sync_fn`` bring the new weights to SGLang, and publishes the new version as a
-resources snapshot in the store.
+resources snapshot in the store. A group that is not fit to train on is replaced by one of another task.
 
 Three threads share the work: the agents run on the runner's event loop, conversion on the data source's, and this loop on the caller's, where nothing
 blocks.
@@ -37,7 +37,7 @@ from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.plan import RunnerPlan
 from agl_slime.runner.pools import RunnerPool, make_runners
 from agl_slime.store import BridgeStore
-from agl_slime.tasks import Task, TaskSource, as_task_source
+from agl_slime.tasks import NumberedTasks, Task, TaskSource, as_task_source
 from agl_slime.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,9 @@ class LoopSettings:
     rollout's configuration.
 
     ``eval_interval``: a validation of ``eval_tasks`` rollouts before the first iteration, after every so many, and at the end; 0 is never.
-    ``max_empty_iterations``: iterations in a row that give nothing to train on before the run stops.
+    ``max_empty_iterations``: iterations in a row that give nothing to train on before the run stops. ``max_replaced_groups``: dropped groups that
+    are replaced in an iteration; by default ``rollout_batch_size``, and 0 replaces none. While every rollout fails, nothing is replaced.
+    ``save_interval``: ``save_fn`` is called after every so many iterations and at the end.
     """
 
     num_iterations: int = 40
@@ -68,12 +70,25 @@ class LoopSettings:
     eval_interval: int = 0
     eval_tasks: int = 32
     max_empty_iterations: int = 3
+    max_replaced_groups: int | None = None
+    save_interval: int = 10
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_iterations", "rollout_batch_size", "n_samples_per_prompt", "max_attempts", "eval_tasks", "max_empty_iterations"):
+        counts = (
+            "num_iterations",
+            "rollout_batch_size",
+            "n_samples_per_prompt",
+            "max_attempts",
+            "eval_tasks",
+            "max_empty_iterations",
+            "save_interval",
+        )
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_replaced_groups is not None and self.max_replaced_groups < 0:
+            raise ConfigError(f"max_replaced_groups must be 0 (none) or more, got {self.max_replaced_groups}")
         if self.eval_interval < 0:
             raise ConfigError(f"eval_interval must be 0 (never) or more, got {self.eval_interval}")
         if not self.rollout_timeout_s > 0:
@@ -81,11 +96,23 @@ class LoopSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoopState:
+    """Where a loop stands after ``iteration``: what a later life needs, beside the states of its trainer and its data source. ``version`` is that of
+    the weights, ``validations`` how often was validated; ``best_reward`` and ``reward_means`` are what the reports go on from."""
+
+    iteration: int = 0
+    version: str = "0"
+    validations: int = 0
+    best_reward: float | None = None
+    reward_means: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """What a finished run returns. ``reward_means`` has one entry per iteration."""
 
     iterations: int
-    reward_means: tuple[float, ...]
+    reward_means: tuple[float | None, ...]
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -103,6 +130,8 @@ class OnlineRLLoop:
         or async.
         val_tasks: Tasks of validation rollouts; ``None`` draws them from ``tasks`` with another seed when those are generated.
         resources: What agents find beside ``main_llm``.
+        save_fn: ``(state) -> None``: writes a checkpoint of the trainer, the data source and this ``LoopState``. Sync or async.
+        start: Where a former life of the run ended; the trainer, the data source and the engine's weights must have been brought there.
         runners: Where the agent runs: ``inproc`` (a thread of this process), ``process:N`` or ``ray:N``; ``runner_settings`` are those of each.
         store_host: The address on which the store is served to runners outside of this process.
         reporter: Takes the run's events; ``run_settings`` and ``output_dir`` are told to it.
@@ -121,6 +150,8 @@ class OnlineRLLoop:
         data_source: AGLDataSource,
         slime_train_fn: StepFn,
         weight_sync_fn: StepFn | None = None,
+        save_fn: Callable[[LoopState], Any] | None = None,
+        start: LoopState | None = None,
         val_tasks: Tasks | None = None,
         settings: LoopSettings | None = None,
         resources: NamedResources | None = None,
@@ -143,13 +174,19 @@ class OnlineRLLoop:
         self.store = store
         self.data_source = data_source
         self._agent = agent
-        self._tasks = as_task_source(tasks, seed=self.settings.seed)
-        self._val_tasks = self._validation_source(tasks, val_tasks)
+        start = start or LoopState()
+        source = as_task_source(tasks, seed=self.settings.seed)
+        self._tasks = NumberedTasks(source=source, finished=data_source.ledger.finished_instances())
+        self._val_tasks = self._validation_source(tasks, val_tasks) or source
+        if start.validations:
+            self._val_tasks.next_batch(start.validations * self.settings.eval_tasks)  # a former life's
+        self._validations = start.validations
         self._llm = llm
         self._train_fn = slime_train_fn
         self._sync_fn = weight_sync_fn
+        self._save_fn = save_fn
         self._resources = dict(resources or {})
-        self._best_reward = -math.inf
+        self._best_reward = -math.inf if start.best_reward is None else start.best_reward
         self._runner_settings = runner_settings
         self._runners = runners
         self._store_host = store_host
@@ -159,15 +196,14 @@ class OnlineRLLoop:
         self._on_groups = on_groups
         self._check_alive = check_alive
         self._began = began
-        self._version = "0"
+        self._version = start.version
         self._resources_id: str | None = None
-        self._iteration = 0
+        self._iteration = start.iteration
         self._settled: asyncio.Queue[GroupResult] = asyncio.Queue()
         self._waiting: set[str] = set()  # groups that have not settled
-        self._outstanding: list[str] = []  # their rollouts, ended ones among them
         self._runner: RunnerPool | None = None
         self._empty_in_a_row = 0
-        self._reward_means: list[float] = []
+        self._reward_means: list[float | None] = list(start.reward_means)
         self._last_metrics: dict[str, Any] = {}
 
     def run(self) -> RunResult:
@@ -204,9 +240,13 @@ class OnlineRLLoop:
                     store_host=self._store_host,
                 )
                 await run_in_thread(self._runner.start)
-            for iteration in range(1, settings.num_iterations + 1):
+            if self._iteration == 0:
+                await self._save()
+            for iteration in range(self._iteration + 1, settings.num_iterations + 1):
                 self._iteration = iteration
                 await self._iterate(iteration)
+                if iteration % settings.save_interval == 0 or iteration == settings.num_iterations:
+                    await self._save()
             reason = "finished"
         except AglSlimeError as error:
             reason = str(error)
@@ -231,7 +271,7 @@ class OnlineRLLoop:
             metrics[VAL_START_REWARD_MEAN] = (await self._evaluate(iteration))[VAL_REWARD_MEAN]
         self._emit(PhaseStarted(iteration=iteration, phase="collect"))
         collecting = time.monotonic()
-        groups = await self._collect(self._tasks.next_batch(settings.rollout_batch_size), size=settings.n_samples_per_prompt, mode="train")
+        groups = await self._collect_groups()
         collect_s = time.monotonic() - collecting
         metrics.update(collect_metrics(groups, collect_s=collect_s))
         self._sound_alarms(groups)
@@ -269,45 +309,59 @@ class OnlineRLLoop:
     async def _evaluate(self, iteration: int) -> dict[str, Any]:
         """Validation rollouts with the current weights: scored, reported, never trained on."""
         self._emit(PhaseStarted(iteration=iteration, phase="eval", rollouts=self.settings.eval_tasks))
-        groups = await self._collect(self._val_tasks.next_batch(self.settings.eval_tasks), size=1, mode="val")
+        self._validations += 1
+        waiting = await self._enqueue([(None, task) for task in self._val_tasks.next_batch(self.settings.eval_tasks)], size=1, mode="val")
+        groups = [await self._next_settled() for _ in range(waiting)]
         return eval_metrics(groups)
 
-    async def _collect(self, tasks: Sequence[Task], *, size: int, mode: str) -> list[GroupResult]:
-        """Enqueue a group per task and wait until each has settled."""
-        waiting = self._waiting = set()
+    async def _collect_groups(self) -> list[GroupResult]:
+        """Enqueue an iteration's groups and wait until each has settled; those that are dropped are replaced, as often as the settings say."""
+        settings = self.settings
+        replacements = settings.rollout_batch_size if settings.max_replaced_groups is None else settings.max_replaced_groups
+        waiting = await self._enqueue(self._tasks.next_batch(settings.rollout_batch_size), size=settings.n_samples_per_prompt, mode="train")
+        settled: list[GroupResult] = []
+        something_works = False
+        while waiting:
+            group = await self._next_settled()
+            waiting -= 1
+            settled.append(group)
+            something_works = something_works or bool(group.succeeded)
+            # an agent that always fails is told of at once, and not run as often again
+            missing = min(sum(not group.ready for group in settled), replacements) if something_works else 0
+            replace = missing - (len(settled) + waiting - settings.rollout_batch_size)
+            if replace > 0:
+                waiting += await self._enqueue(self._tasks.next_batch(replace), size=settings.n_samples_per_prompt, mode="train")
+        return settled
+
+    async def _enqueue(self, tasks: Sequence[tuple[str | None, Task]], *, size: int, mode: str) -> int:
+        """Enqueue a group per instance and task; returns how many."""
         requests: list[EnqueueRolloutRequest] = []
         config = RolloutConfig(
             timeout_seconds=self.settings.rollout_timeout_s,
             max_attempts=self.settings.max_attempts,
             retry_condition=["failed", "timeout", "unresponsive"] if self.settings.max_attempts > 1 else [],
         )
-        for task in tasks:
+        for instance_id, task in tasks:
             group_id = uuid.uuid4().hex
-            waiting.add(group_id)
+            self._waiting.add(group_id)
             # announced before it is enqueued: a rollout may end before the call below returns
             self.data_source.expect(group_id, size=size, mode=mode)
             metadata = {"group_id": group_id, "group_size": size, "iteration": self._iteration, "weight_version": self._version}
+            if instance_id is not None:
+                metadata["instance_id"] = instance_id
             requests.extend(
                 EnqueueRolloutRequest(input=task, mode=mode, resources_id=self._resources_id, config=config, metadata=metadata)  # type: ignore[arg-type]
                 for _ in range(size)
             )
         rollouts = await self.store.enqueue_many_rollouts(requests)
-        self._outstanding = [rollout.rollout_id for rollout in rollouts]
-        self.data_source.opened(self._outstanding)
+        self.data_source.opened(rollouts)
         if self._runner is not None:
             self._runner.wake()
-        settled: list[GroupResult] = []
-        while waiting:
-            group = await self._next_settled()
-            if group.group_id in waiting:
-                waiting.remove(group.group_id)
-                settled.append(group)
-        self._outstanding = []
-        return settled
+        return len(tasks)
 
     async def _cancel_outstanding(self) -> None:
         """What was enqueued and has not ended when the run does: taken from the store's queue, and counted as cancelled."""
-        outstanding, self._outstanding = [name for name in self._outstanding if self.data_source.ledger.is_open(name)], []
+        outstanding = self.data_source.ledger.open_ids()
         if not outstanding:
             return
         cancelling = asyncio.gather(*(self.store.update_rollout(name, status="cancelled") for name in outstanding), return_exceptions=True)
@@ -318,15 +372,31 @@ class OnlineRLLoop:
         self.data_source.abandon(outstanding, group_ids=self._waiting, reason="run_ended")
 
     async def _next_settled(self) -> GroupResult:
+        """The next group of this phase that settles. Raises when the runner, the data source or the engine has died."""
         while True:
             try:
-                return await asyncio.wait_for(self._settled.get(), timeout=1.0)
+                group = await asyncio.wait_for(self._settled.get(), timeout=1.0)
+                if group.group_id in self._waiting:
+                    self._waiting.remove(group.group_id)
+                    return group
             except asyncio.TimeoutError:
                 if self._runner is not None and self._runner.failure is not None:
                     raise LoopError(f"the runner ended: {self._runner.failure}") from self._runner.failure
                 self.data_source.raise_if_dead()
                 if self._check_alive is not None:
                     self._check_alive()
+
+    async def _save(self) -> None:
+        """Have a checkpoint written of where the run stands."""
+        if self._save_fn is not None:
+            state = LoopState(
+                iteration=self._iteration,
+                version=self._version,
+                validations=self._validations,
+                best_reward=None if math.isinf(self._best_reward) else self._best_reward,
+                reward_means=tuple(self._reward_means),
+            )
+            await self._step("writing the checkpoint", lambda _: self._save_fn(state), self._iteration)  # type: ignore[misc]
 
     async def _step(self, name: str, function: StepFn, iteration: int) -> Any:
         """Call the training or the sync function; what is not an error of ours becomes one sentence that says where it comes from."""
@@ -341,7 +411,7 @@ class OnlineRLLoop:
         return f"iteration {self._iteration}: " if self._iteration else "the run "
 
     def _stop_if_hopeless(self, iteration: int, groups: Sequence[GroupResult]) -> None:
-        members = [member for group in groups for member in group.members]
+        members = [member for group in groups for member in group.members if not member.cut_off]
         if not any(member.ok for member in members):
             raise LoopError(f"iteration {iteration}: all {len(members)} rollouts failed: {spell_failures(members)}")
         if any(group.ready for group in groups):
@@ -362,6 +432,7 @@ class OnlineRLLoop:
         """A resources snapshot per weight version: a rollout names the one that it was enqueued under."""
         resources: NamedResources = {**self._resources, LLM_RESOURCE: self._llm}
         self._version = version
+        self.data_source.set_version(version)
         self._resources_id = (await self.store.add_resources(resources)).resources_id
 
     def _completion_hook(self) -> Callable[[str], None] | None:
@@ -386,14 +457,14 @@ class OnlineRLLoop:
         if self._reporter is not None:
             self._reporter.handle(event)
 
-    def _validation_source(self, tasks: Tasks, val_tasks: Tasks | None) -> TaskSource:
+    def _validation_source(self, tasks: Tasks, val_tasks: Tasks | None) -> TaskSource | None:
         if val_tasks is not None:
             return as_task_source(val_tasks, seed=self.settings.seed + 1)
         if callable(tasks) and not hasattr(tasks, "next_batch"):
             return as_task_source(tasks, seed=self.settings.seed + 1)
         if self.settings.eval_interval:
             raise ConfigError("eval_interval is set but there are no val_tasks; pass val_tasks, or set eval_interval to 0")
-        return self._tasks
+        return None
 
 
 def spell_failures(members: Sequence[MemberResult]) -> str:

@@ -16,7 +16,7 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
     """``rollout/…``, ``trace/…`` and ``perf/tokens_per_s`` of the training rollouts of one iteration; ``collect_s`` is what they took, in seconds."""
     members = [member for group in groups for member in group.members]
     rewards = [member.reward for member in members if member.reward is not None]
-    failures = Counter(member.failure for member in members if not member.ok)
+    failures = Counter(member.failure for member in members if not member.ok and not member.cut_off)
     trained = [member for group in groups if group.ready for member in group.succeeded]
     samples = [sample for member in trained for sample in member.samples]
     sampled = sum(member.sampled_tokens for member in members)
@@ -27,6 +27,7 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
         names.REWARD_MAX: max(rewards, default=None),
         names.COUNT: len(members),
         names.FAILED: sum(failures.values()),
+        "rollout/cut_off": sum(member.cut_off for member in members),
         names.RESPONSE_TOKENS: sampled / len(members) if members else None,
         "rollout/turns_mean": fmean(member.turns for member in members) if members else None,
         "rollout/groups_ready": sum(group.ready for group in groups),
@@ -41,6 +42,8 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
     }
     for kind, count in sum((Counter(member.forks) for member in trained), Counter()).items():
         metrics[f"trace/forks/{kind}"] = count
+    for code, count in Counter(group.code or "group_incomplete" for group in groups if not group.ready).items():
+        metrics[f"rollout/dropped/{code}"] = count
     for reason, count in failures.items():
         metrics[f"rollout/failed/{reason}"] = count
     for name in sorted({name for member in members for name in member.rewards} - {"primary"}):

@@ -32,6 +32,7 @@ from typing import Any
 
 from agl_slime.errors import DataSourceError, RewardError
 from agl_slime.groups import normalize
+from agl_slime.groups.filters import EQUAL_REWARDS
 from agl_slime.slime.versions import filter_output, load_by_path
 from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, get_rollout_id
 
@@ -40,8 +41,6 @@ logger = logging.getLogger(__name__)
 # Estimators for which slime normalises rewards per group, and those of them that also divide by the standard deviation.
 _GROUP_RELATIVE = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
 _STD_NORMALIZED = frozenset({"grpo", "gspo", "cispo"})
-# slime's own threshold for "all rewards are equal"
-_EQUAL_REWARDS = 1e-6
 # Between looks at a data source that returns an empty list instead of waiting.
 _EMPTY_PAUSE_S = 0.2
 _EMPTY_PATIENCE_S = 600.0
@@ -214,7 +213,7 @@ def keep_nonzero_variance(args: Any, samples: Sequence[Any], **_: Any) -> Any:
     """Keep a group whose rollouts differ in reward: without a difference there is no advantage. Nested samples are taken too."""
     flat = list(_flat(samples))
     rewards = [_reward(args, sample, position) for position, sample in enumerate(flat)]
-    keep = bool(rewards) and max(rewards) - min(rewards) > _EQUAL_REWARDS
+    keep = bool(rewards) and max(rewards) - min(rewards) > EQUAL_REWARDS
     reason = None if keep else f"zero_std_{round(rewards[0], 1)}" if rewards else "empty"
     return filter_output(keep, reason)
 

@@ -59,6 +59,29 @@ class GeneratedTasks:
         return [self._make_task(self._rng) for _ in range(n)]
 
 
+class NumberedTasks:
+    """Tasks with the names of their instances: the number, from 0, at which each was drawn. Instances that a former life of the run has dealt with
+    are passed over, so a resumed run draws first what was in flight when that life ended. The source must give the same tasks in the same order.
+    """
+
+    def __init__(self, *, source: TaskSource, finished: Iterable[str] = ()) -> None:
+        self._source = source
+        self._finished = set(finished)
+        self._drawn = 0
+
+    def next_batch(self, n: int) -> list[tuple[str, Task]]:
+        """The next ``n`` instances that have not been dealt with."""
+        batch: list[tuple[str, Task]] = []
+        while len(batch) < n:
+            for task in self._source.next_batch(n - len(batch)):
+                instance_id, self._drawn = str(self._drawn), self._drawn + 1
+                if instance_id in self._finished:
+                    self._finished.discard(instance_id)
+                else:
+                    batch.append((instance_id, task))
+        return batch
+
+
 def as_task_source(tasks: TaskSource | Iterable[Task] | Callable[[random.Random], Task], *, seed: int = 0) -> TaskSource:
     """A list of tasks, a function of a random generator, or a ``TaskSource`` as it is."""
     if hasattr(tasks, "next_batch"):

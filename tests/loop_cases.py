@@ -11,6 +11,7 @@ from agl_slime import SGLangLitAgent
 from agl_slime._agl import LLM, LightningStore
 from agl_slime.datasource import AGLDataSource, DataSourceSettings
 from agl_slime.groups.outcome import GroupResult
+from agl_slime.groups.policy import MinimumViableGroup
 from agl_slime.loop import LoopSettings, OnlineRLLoop
 from agl_slime.report.events import Event, IterationFinished, RolloutFinished, RunFinished
 from agl_slime.runner.concurrent import RunnerSettings
@@ -22,6 +23,9 @@ from tests.trace_tokenizers import small_tokenizer
 
 # retries within milliseconds: what is tested is what becomes of an error, not how long a person would wait for it
 QUICK_CLIENT = ClientSettings(backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3, idle_timeout_s=1.0, total_timeout_s=5.0)
+SMALL = {"num_iterations": 1, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_timeout_s": 20.0, "max_replaced_groups": 0}
+# waits for every member of a group, so that all failures are counted
+PATIENT = DataSourceSettings(get_timeout_s=20, policy=MinimumViableGroup(drop_early=False))
 TASKS = [{"prompt": f"say hello to {name}", "name": name} for name in ("Ada", "Alan", "Grace", "Edsger")]
 
 
@@ -97,10 +101,8 @@ class LoopCase:
         **settings: Any,
     ) -> None:
         self.store = store if store is not None else BridgeStore()
-        self.settings = LoopSettings(
-            **{"num_iterations": 1, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_timeout_s": 20.0, **settings}
-        )
-        self.source = AGLDataSource(store=self.store, tokenizer=small_tokenizer(), settings=source_settings or DataSourceSettings(get_timeout_s=20))
+        self.settings = LoopSettings(**{**SMALL, **settings})
+        self.source = AGLDataSource(store=self.store, tokenizer=small_tokenizer(), settings=source_settings or PATIENT)
         self.trainer = Trainer(self.source, n=self.settings.rollout_batch_size)
         self.recorder = Recorder()
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agl_slime._agl import EnqueueRolloutRequest, LightningStore, RolloutConfig, Span, emit_reward
+from agl_slime._agl import EnqueueRolloutRequest, LightningStore, Rollout, RolloutConfig, Span, emit_reward
 from agl_slime.sglang.payloads import WeightSpan
 from agl_slime.trace import attributes as names
 from agl_slime.trace.turn import Turn, TurnEncoder
@@ -13,16 +13,22 @@ from agl_slime.trace.turn import Turn, TurnEncoder
 RESPONSE = (4, 5)
 
 
-def a_turn(number: int = 0) -> Turn:
+def a_turn(number: int = 0, *, version: str = "0") -> Turn:
     """Three prompt tokens, two sampled ones; ``number`` makes it tell-tale."""
     return Turn(
         prompt_ids=[1, 2, 100 + number],
         response_ids=list(RESPONSE),
         log_probs=[-0.5, -0.25],
-        weight_versions=[WeightSpan("0", 0, 2)],
+        weight_versions=[WeightSpan(version, 0, 2)],
         text="hello",
         messages=[{"role": "user", "content": "hi"}],
     )
+
+
+async def enqueue_group(store: LightningStore, group_id: str, *, size: int, instance_id: str | None = None) -> list[Rollout]:
+    """The rollouts of a group as the loop enqueues them."""
+    metadata = {"group_id": group_id, "group_size": size} | ({} if instance_id is None else {"instance_id": instance_id})
+    return [*await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"n": i}, mode="train", metadata=metadata) for i in range(size)])]
 
 
 async def enqueue(

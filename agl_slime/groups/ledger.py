@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 from agl_slime.groups.outcome import Outcome
 
@@ -30,6 +32,38 @@ class LedgerCounts:
     reasons: dict[tuple[Outcome, str], int]
 
 
+class RolloutLedger(Protocol):
+    """What a data source asks of a ledger; ``Ledger`` and ``PersistentLedger`` say what each call does."""
+
+    def batch(self) -> AbstractContextManager[None]: ...
+
+    def open(self, rollout_id: str, *, instance_id: str | None = None) -> bool: ...
+
+    def ready(self, rollout_id: str) -> bool: ...
+
+    def close(self, rollout_id: str, outcome: Outcome, reason: str = "") -> bool: ...
+
+    def open_many(self, rollouts: Sequence[tuple[str, str | None]]) -> int: ...
+
+    def ready_many(self, rollout_ids: Sequence[str]) -> int: ...
+
+    def close_many(self, rollout_ids: Sequence[str], outcome: Outcome, reason: str = "") -> int: ...
+
+    def finish_instance(self, instance_id: str) -> None: ...
+
+    def finished_instances(self) -> list[str]: ...
+
+    def is_open(self, rollout_id: str) -> bool: ...
+
+    def open_ids(self) -> list[str]: ...
+
+    def recent_ids(self) -> list[str]: ...
+
+    def remember(self, rollout_ids: Iterable[str]) -> None: ...
+
+    def counts(self) -> LedgerCounts: ...
+
+
 class Ledger:
     """Thread-safe; every call costs the same however long the run.
 
@@ -45,6 +79,10 @@ class Ledger:
         self._closed: Counter[Outcome] = Counter()
         self._reasons: Counter[tuple[Outcome, str]] = Counter()
         self._recent: OrderedDict[str, None] = OrderedDict()
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Calls inside belong together; in memory that makes no difference."""
+        return nullcontext()
 
     def open(self, rollout_id: str, *, instance_id: str | None = None) -> bool:
         """A rollout is in flight. ``False`` when it is known already."""
@@ -76,6 +114,18 @@ class Ledger:
             self._reasons[outcome, reason] += 1
             self._remember(rollout_id)
             return True
+
+    def open_many(self, rollouts: Sequence[tuple[str, str | None]]) -> int:
+        """``open`` for pairs of rollout and instance; returns how many were new."""
+        return sum(self.open(rollout_id, instance_id=instance_id) for rollout_id, instance_id in rollouts)
+
+    def ready_many(self, rollout_ids: Sequence[str]) -> int:
+        """``ready`` for many; returns how many were open."""
+        return sum(self.ready(rollout_id) for rollout_id in rollout_ids)
+
+    def close_many(self, rollout_ids: Sequence[str], outcome: Outcome, reason: str = "") -> int:
+        """``close`` for many, with one outcome; returns how many had not ended before."""
+        return sum(self.close(rollout_id, outcome, reason) for rollout_id in rollout_ids)
 
     def finish_instance(self, instance_id: str) -> None:
         """A group of this instance has been dealt with: a resumed run skips it, once per time said."""

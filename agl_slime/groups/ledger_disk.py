@@ -6,7 +6,7 @@ back what was trained after it: a resumed trainer has forgotten those steps, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -229,8 +229,19 @@ class PersistentLedger:
                 self._add("open", "", 1)
             for instance_id in {instance_id for _, instance_id, _ in undone if instance_id is not None}:
                 connection.execute("DELETE FROM ledger_finished WHERE instance_id = ? AND closed_no > ?", (instance_id, row[0]))
-            connection.execute("DELETE FROM ledger_checkpoints WHERE closed_no > ?", row)
+            connection.execute("DELETE FROM ledger_checkpoints WHERE closed_no > ? OR step > ?", (*row, step))
             return [rollout_id for rollout_id, _, _ in undone]
+
+    def resume(self, step: int, *, kept: Collection[str], reason: str = "restarted") -> int:
+        """``rewind`` to the checkpoint of ``step`` in a new process, whose data source holds the rollouts ``kept`` ready and knows of no others: what
+        else was in flight or ready is cancelled for ``reason``. Returns how many were; their instances are to be run again."""
+        with self.batch():
+            self.rewind(step)
+            with self._database.reading() as connection:
+                unfinished = [row[0] for row in connection.execute("SELECT rollout_id FROM ledger_rollouts WHERE state < 2")]
+            here = set(kept)
+            self.ready_many([rollout_id for rollout_id in unfinished if rollout_id in here])
+            return self.close_many([rollout_id for rollout_id in unfinished if rollout_id not in here], Outcome.CANCELLED, reason)
 
     def shut(self) -> None:
         """Close the file, if it is this ledger's own."""

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agl_slime.trace.trajectory import Trajectory
 from agl_slime.types import Sample
+
+if TYPE_CHECKING:  # Agent Lightning takes seconds to import
+    from agl_slime._agl import EnqueueRolloutRequest
+
+
+CUT_OFF = ("group_timeout", "group_dropped")
+"""Why a member that was still out when its group settled was cancelled."""
 
 
 class Outcome(str, Enum):
@@ -31,6 +38,7 @@ class MemberResult:
     """One finished rollout as its group sees it: samples and a reward, or a failure with its reason. ``group_size`` is what its metadata says.
 
     ``reward`` is the primary reward, ``rewards`` all named ones. ``sampled_tokens`` counts the tokens that the engine reported to have sampled in it.
+    ``instance_id`` names the task that its group is one try at. ``request`` enqueues it once more, where it failed and may be tried again.
     """
 
     rollout_id: str
@@ -46,6 +54,8 @@ class MemberResult:
     failure_message: str = ""
     outcome_if_failed: Outcome = Outcome.FAILED
     task: Any = None
+    instance_id: str | None = None
+    request: EnqueueRolloutRequest | None = None
     trajectory: Trajectory | None = None
     forks: dict[str, int] = field(default_factory=dict)
 
@@ -53,10 +63,18 @@ class MemberResult:
     def ok(self) -> bool:
         return self.failure is None
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether it was still out when its group settled, and cancelled for that."""
+        return self.failure in CUT_OFF
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """A settled group: ``ready`` with the members to train on, or dropped for ``reason``."""
+    """A settled group: ``ready`` with the members to train on, or dropped for ``reason``, a sentence, and ``code``, a word to count it by.
+
+    ``members`` holds every rollout of the group: tries that were repeated, and those that were still out when it settled (cancelled), too.
+    """
 
     group_id: str
     mode: str
@@ -64,6 +82,12 @@ class GroupResult:
     members: tuple[MemberResult, ...]
     ready: bool
     reason: str = ""
+    code: str = ""
+
+    @property
+    def instance_id(self) -> str | None:
+        """The task that the group is one try at, where its rollouts name it."""
+        return next((member.instance_id for member in self.members if member.instance_id is not None), None)
 
     @property
     def succeeded(self) -> tuple[MemberResult, ...]:

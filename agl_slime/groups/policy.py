@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from agl_slime.errors import ConfigError
 from agl_slime.groups.outcome import MemberResult
@@ -35,7 +35,8 @@ class GroupAction(str, Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgress:
     """Where a group stands. ``failed`` counts members whose last try failed, ``retries_used`` those tries of the group that were repeats;
-    ``waited_s`` is the time since its last member ended, or since it was enqueued.
+    ``waited_s`` is the time since its last member ended, 0 before the first one has: until then its rollouts may not have begun, and each has a
+    time limit of its own.
     """
 
     size: int
@@ -58,7 +59,13 @@ class GroupVerdict:
     retries: int = 0
 
 
+@runtime_checkable
 class LateGroupPolicy(GroupPolicy, Protocol):
+    """A policy that may be asked before all members have ended. ``timeout_s``: after such a wait its answer may change; ``None`` is never."""
+
+    @property
+    def timeout_s(self) -> float | None: ...
+
     def judge(self, progress: GroupProgress) -> GroupVerdict:
         """What to do with the group now."""
         ...
@@ -66,7 +73,16 @@ class LateGroupPolicy(GroupPolicy, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompleteGroup:
-    """Every member must have succeeded: what slime's default rollout function needs, which asserts exact group sizes."""
+    """Every member must have succeeded: what slime's default rollout function needs, which asserts exact group sizes.
+
+    ``timeout_s`` after the last member ended, a group that still waits for others is dropped (``None``: wait for all).
+    """
+
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s must be positive or None, got {self.timeout_s}")
 
     def refuse(self, *, size: int, members: Sequence[MemberResult]) -> str | None:
         good = sum(member.ok for member in members)
@@ -75,7 +91,8 @@ class CompleteGroup:
     def judge(self, progress: GroupProgress) -> GroupVerdict:
         """Wait for the last member, whatever happens on the way."""
         if progress.outstanding:
-            return GroupVerdict(action=GroupAction.WAIT)
+            late = self.timeout_s is not None and progress.waited_s > self.timeout_s
+            return GroupVerdict(action=GroupAction.DROP, reason="timeout") if late else GroupVerdict(action=GroupAction.WAIT)
         return _ended(progress, needed=progress.size)
 
 
@@ -96,6 +113,7 @@ class RetryGroup(CompleteGroup):
     max_retries: int = 1
 
     def __post_init__(self) -> None:
+        CompleteGroup.__post_init__(self)
         if self.max_retries < 0:
             raise ConfigError(f"max_retries must not be negative, got {self.max_retries}")
 
@@ -114,12 +132,14 @@ class MinimumViableGroup:
 
     Failed members are run again while the floor is out of reach without them, up to ``max_retries`` in the whole group. ``timeout_s`` after the last
     member ended, a group does not wait for the others any more: it is used when the floor is reached and dropped when not (``None``: wait for all).
+    A group that cannot reach the floor any more is dropped at once with ``drop_early``, else when all its members have ended.
     """
 
     min_ratio: float = 0.7
     min_members: int = 2
     max_retries: int = 0
     timeout_s: float | None = None
+    drop_early: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.min_ratio <= 1:
@@ -145,7 +165,8 @@ class MinimumViableGroup:
             retry = _retry(progress, budget=self.max_retries, wanted=short)
             if retry is not None and retry.retries == short:
                 return retry
-            return GroupVerdict(action=GroupAction.DROP, reason="floor_out_of_reach")
+            if self.drop_early or not progress.outstanding:
+                return GroupVerdict(action=GroupAction.DROP, reason="floor_out_of_reach" if progress.outstanding else "group_incomplete")
         if progress.outstanding:
             if self.timeout_s is None or progress.waited_s <= self.timeout_s:
                 return GroupVerdict(action=GroupAction.WAIT)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agl_slime._agl import LLM, EnqueueRolloutRequest, LightningStore, RolloutConfig
+from agl_slime._agl import LLM, EnqueueRolloutRequest, LightningStore, Rollout, RolloutConfig
 from agl_slime.errors import ConfigError, DataSourceError
+from agl_slime.groups.filters import zero_variance
+from agl_slime.groups.policy import CompleteGroup, RetryGroup
 from agl_slime.loading import load_agent
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.slime.settings import PluginSettings
@@ -16,6 +18,9 @@ from agl_slime.store import BridgeStore
 from agl_slime.store_feed import RemoteStore
 from agl_slime.tasks import Task, TaskSource, as_task_source, read_tasks
 from agl_slime.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:  # which builds a Connection
+    from agl_slime.datasource import DataSourceSettings
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +56,20 @@ class Connection:
             raise ConfigError(f"{settings.agent} has no tasks: set agl_tasks or --prompt-data to a JSON-lines file, or give it make_task(rng)")
         self._resources_id: str | None = None
 
+    def data_source_settings(self) -> DataSourceSettings:
+        """slime wants exactly ``n_samples_per_prompt`` rollouts per group: failed ones are run again, an incomplete group is replaced."""
+        from agl_slime.datasource import DataSourceSettings
+
+        settings = self.settings
+        retries, timeout_s = settings.group_max_retries, settings.group_timeout_s
+        return DataSourceSettings(
+            get_timeout_s=settings.get_timeout_s,
+            blocking=settings.blocking,
+            policy=RetryGroup(max_retries=retries, timeout_s=timeout_s) if retries else CompleteGroup(timeout_s=timeout_s),
+            group_filter=zero_variance if settings.drop_zero_variance else None,
+            max_staleness=settings.max_staleness,
+        )
+
     def tokenizer(self) -> Any:
         """The tokenizer of slime's ``--hf-checkpoint``; ``None`` when there is no such directory (samples are then decoded as the engine did)."""
         model = self.settings.model
@@ -68,15 +87,14 @@ class Connection:
         """The store has begun another life: publish the resources again before the next rollout."""
         self._resources_id = None
 
-    async def enqueue(self, groups: Sequence[tuple[str, Task]], *, size: int, mode: str) -> list[str]:
-        """Enqueue ``size`` rollouts per (group id, task); returns their ids."""
+    async def enqueue(self, groups: Sequence[tuple[str, Task]], *, size: int, mode: str) -> list[Rollout]:
+        """Enqueue ``size`` rollouts per (group id, task)."""
         if self._resources_id is None:
             self._resources_id = await self.publish(self.settings.sampling or {})
         requests = [self.request(task, group_id=group_id, size=size, mode=mode) for group_id, task in groups for _ in range(size)]
-        rollouts = await self.store.enqueue_many_rollouts(requests)
-        if self._runner is not None:
-            self._runner.wake()
-        return [rollout.rollout_id for rollout in rollouts]
+        rollouts = [*await self.store.enqueue_many_rollouts(requests)]
+        self.wake_runner()
+        return rollouts
 
     async def publish(self, sampling: dict[str, Any] | Any) -> str:
         """A resources snapshot with the engine and these sampling parameters; returns its id."""

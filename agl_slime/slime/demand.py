@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from agl_slime._agl import Rollout
 from agl_slime.errors import DataSourceError
 from agl_slime.groups.outcome import GroupResult
 from agl_slime.slime.connection import Connection
@@ -25,14 +26,14 @@ _HOPELESS = 8
 class Demand:
     """Enqueues groups of training tasks. All methods belong to the data source's loop, but for ``raise_wanted`` and ``taken``.
 
-    ``announce(group_id, size, mode)`` and ``opened(rollout_ids)`` are the data source's; ``ready()`` counts its ready groups.
+    ``announce(group_id, size, mode)`` and ``opened(rollouts)`` are the data source's; ``ready()`` counts its ready groups.
     """
 
     connection: Connection
     tasks: TaskSource
     size: int
     announce: Callable[[str, int, str], None]
-    opened: Callable[[list[str]], None]
+    opened: Callable[[list[Rollout]], None]
     ready: Callable[[], int]
     wanted: int = 0
     drawn: int = 0

@@ -17,7 +17,10 @@ in the YAML file      environment                     meaning
 ``agl_eval_rollouts`` ``AGL_SLIME_EVAL_ROLLOUTS``     rollouts of an evaluation
 ====================  ==============================  ==================================================================================
 
-and ``agl_rollout_timeout_s`` (``AGL_SLIME_ROLLOUT_TIMEOUT_S``), the time limit of a rollout in seconds.
+and, named alike in the environment, ``agl_rollout_timeout_s`` (time limit of a rollout, in seconds), ``agl_group_max_retries`` (failed rollouts
+of a group that are run again, beside the tries of each), ``agl_group_timeout_s`` (a group is replaced when so long after its last rollout ended
+others are still out), ``agl_max_staleness`` (most weight versions that tokens may be behind the newest that was seen) and
+``agl_drop_zero_variance`` (1: groups whose rewards are all the same are replaced).
 """
 
 from __future__ import annotations
@@ -55,6 +58,10 @@ class PluginSettings:
     eval_rollouts: int = 32
     seed: int = 0
     blocking: bool = True
+    group_max_retries: int = 0
+    group_timeout_s: float | None = None
+    max_staleness: int | None = None
+    drop_zero_variance: bool = False
 
     def __post_init__(self) -> None:
         if self.store_url is not None and self.agent is not None:
@@ -67,6 +74,12 @@ class PluginSettings:
         for name in ("get_timeout_s", "rollout_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"agl_{name} must be above 0 seconds, got {getattr(self, name)}")
+        if self.group_timeout_s is not None and not self.group_timeout_s > 0:
+            raise ConfigError(f"agl_group_timeout_s must be above 0 seconds, got {self.group_timeout_s}")
+        for name in ("group_max_retries", "max_staleness"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"agl_{name} must be 0 or more, got {value}")
         for name in ("max_attempts", "eval_rollouts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"agl_{name} must be at least 1, got {getattr(self, name)}")
@@ -84,10 +97,10 @@ class PluginSettings:
             value = getattr(args, f"agl_{name}", None)
             return value if value is not None else environ.get(f"AGL_SLIME_{name.upper()}") or default
 
-        def number(name: str, default: float, kind: type = float) -> Any:
+        def number(name: str, default: float | None, kind: type = float) -> Any:
             value = read(name, default)
             try:
-                return kind(value)
+                return None if value is None else kind(value)
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"agl_{name} must be a number, got {value!r}") from error
 
@@ -111,6 +124,10 @@ class PluginSettings:
             rollout_timeout_s=number("rollout_timeout_s", 1800.0),
             eval_rollouts=number("eval_rollouts", 32, int),
             seed=int(getattr(args, "rollout_seed", None) or 0),
+            group_max_retries=number("group_max_retries", 0, int),
+            group_timeout_s=number("group_timeout_s", None),
+            max_staleness=number("max_staleness", None, int),
+            drop_zero_variance=str(read("drop_zero_variance", "")).lower() in ("1", "true", "yes"),
             blocking="fully_async" not in (getattr(args, "rollout_function_path", None) or ""),
         )
 

@@ -8,6 +8,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from agl_slime._agl import InMemoryLightningStore, Span, emit_reward
 from agl_slime.datasource import AGLDataSource, DataSourceSettings
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.groups.outcome import GroupResult, MemberResult, Outcome
-from agl_slime.groups.policy import CompleteGroup
+from agl_slime.groups.policy import CompleteGroup, MinimumViableGroup
 from agl_slime.store import BridgeStore
 from agl_slime.types import Sample, get_rollout_id
 from tests.store_cases import RESPONSE, a_turn, enqueue, finish
@@ -91,7 +92,7 @@ async def test_groups_complete_in_any_order_and_each_member_counts_once() -> Non
 
 async def test_a_group_with_too_many_failures_is_dropped_and_the_others_come() -> None:
     store = BridgeStore()
-    with AGLDataSource(store=store, settings=QUICK) as source:
+    with AGLDataSource(store=store, settings=replace(QUICK, policy=MinimumViableGroup(drop_early=False))) as source:
         told = Told(source)
         bad, good = [], []
         for group, ids in (("bad", bad), ("good", good)):

@@ -63,7 +63,7 @@ async def test_ready_groups_half_groups_and_numbers_go_on_where_they_were(tmp_pa
     await finish(store, groups["half"][0])
     await settled(first, 5)
     first.save(3)
-    before = [(sample.index, sample.group_index, get_rollout_id(sample), sample.to_dict()) for sample in first._ready[0]]
+    before = [(sample.index, sample.group_index, get_rollout_id(sample), sample.to_dict()) for sample in first._ready.groups[0].samples]
     first.stop()
 
     with source_over(store, tmp_path) as second:
@@ -169,7 +169,7 @@ async def test_what_json_cannot_hold_is_said_and_the_old_file_stays(tmp_path: Pa
         source.save(0)
         [file] = (tmp_path / "rollout").iterdir()
         before = file.read_text()
-        source._ready[0][0].metadata["odd"] = object()
+        source._ready.groups[0].samples[0].metadata["odd"] = object()
         with pytest.raises(DataSourceError, match="cannot be saved as JSON"):
             source.save(0)
         assert file.read_text() == before

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_slime.groups.assembler import GroupAssembler
-from agl_slime.groups.outcome import GroupResult, MemberResult
-from agl_slime.groups.policy import CompleteGroup, GroupPolicy, MinimumViableGroup
+from agl_slime.groups.filters import zero_variance
+from agl_slime.groups.outcome import GroupResult, MemberResult, Outcome
+from agl_slime.groups.policy import CompleteGroup, FailFast, GroupPolicy, MinimumViableGroup, RetryGroup
 
 
 def member(name: str, group: str = "g", *, failure: str | None = None, mode: str = "train") -> MemberResult:
@@ -59,16 +61,105 @@ def test_a_group_that_nobody_announced_has_the_default_size() -> None:
     assert settled.size == 2
 
 
-def test_failed_members_settle_a_group_that_is_then_dropped_with_the_reason() -> None:
+def test_a_group_is_dropped_as_soon_as_it_cannot_be_saved() -> None:
     groups = assembler(MinimumViableGroup(min_ratio=0.7))
     groups.announce("g", size=4)
-    for name in "abc":
-        groups.add(member(name, failure="timeout" if name != "a" else None))
-    settled = groups.add(member("d"))
+    for name in "abcd":
+        assert groups.enlist("g", name)
+    assert groups.add(member("a")) is None
+    assert groups.add(member("b", failure="timeout")) is None
+    settled = groups.add(member("c", failure="timeout"))
     assert settled is not None
-    assert not settled.ready
-    assert settled.reason == "2 of 4 rollouts succeeded, 3 are needed"
-    assert [one.rollout_id for one in settled.succeeded] == ["a", "d"]
+    assert (settled.ready, settled.code) == (False, "floor_out_of_reach")
+    assert settled.reason == "1 of 4 rollouts succeeded, 3 are needed (too few can still succeed)"
+    assert [one.rollout_id for one in settled.succeeded] == ["a"]
+    assert [(one.rollout_id, one.outcome_if_failed) for one in settled.members if one.cut_off] == [("d", Outcome.CANCELLED)]
+    assert groups.settled_early("g")
+    assert groups.add(member("d")) is None
+    assert not groups.enlist("g", "e")
+    assert len(groups) == 0
+
+
+@pytest.mark.parametrize("policy", [CompleteGroup(), MinimumViableGroup(min_ratio=1.0, drop_early=False)])
+def test_failed_members_settle_a_patient_group_that_is_then_dropped_with_the_reason(policy: GroupPolicy) -> None:
+    groups = assembler(policy)
+    groups.announce("g", size=3)
+    groups.add(member("a"))
+    groups.add(member("b", failure="timeout"))
+    settled = groups.add(member("c"))
+    assert settled is not None
+    assert (settled.ready, settled.reason, settled.code) == (False, policy.refuse(size=3, members=settled.members), "group_incomplete")
+    assert not groups.settled_early("g")
+
+
+def test_a_late_group_settles_with_what_is_there_when_its_time_has_passed() -> None:
+    now = [0.0]
+    groups = GroupAssembler(policy=MinimumViableGroup(min_ratio=0.5, timeout_s=10), clock=lambda: now[0])
+    groups.announce("used", size=4)
+    groups.announce("dropped", size=4)
+    groups.announce("not begun", size=4)
+    for name in "abcd":
+        groups.enlist("used", name)
+    groups.add(member("a", "used"))
+    groups.add(member("x", "dropped"))
+    now[0] = 5.0
+    groups.add(member("b", "used"))
+    now[0] = 10.5
+    [dropped] = groups.late()
+    assert (dropped.group_id, dropped.ready, dropped.code) == ("dropped", False, "timeout")
+    now[0] = 15.5
+    [used] = groups.late()
+    assert (used.group_id, used.ready) == ("used", True)
+    assert [one.rollout_id for one in used.succeeded] == ["a", "b"]
+    assert [one.rollout_id for one in used.members if one.failure == "group_timeout"] == ["c", "d"]
+    now[0] = 1000.0
+    assert groups.late() == []
+    assert len(groups) == 1
+
+
+def test_failed_members_are_run_again_under_the_same_group() -> None:
+    groups = assembler(RetryGroup(max_retries=2))
+    groups.announce("g", size=2)
+    again = replace(member("a", failure="boom"), request="once more")  # type: ignore[arg-type]
+    assert groups.add(again) is None
+    assert groups.take_retries() == [again]
+    assert groups.take_retries() == []
+    assert groups.enlist("g", "a2")
+    assert groups.add(member("b")) is None
+    settled = groups.add(member("a2"))
+    assert settled is not None
+    assert settled.ready
+    assert [one.rollout_id for one in settled.members] == ["b", "a2", "a"]
+    assert [one.rollout_id for one in settled.succeeded] == ["b", "a2"]
+
+
+def test_what_cannot_be_run_again_drops_the_group() -> None:
+    groups = assembler(RetryGroup(max_retries=2))
+    groups.announce("g", size=2)
+    settled = groups.add(member("a", failure="cancelled"))
+    assert settled is not None
+    assert (settled.ready, settled.code) == (False, "not_repeatable")
+    assert groups.take_retries() == []
+
+
+def test_a_filter_drops_what_a_policy_would_train_on() -> None:
+    groups = GroupAssembler(policy=MinimumViableGroup(min_ratio=0.5), group_filter=zero_variance)
+    groups.announce("same", size=2)
+    groups.add(member("a", "same"))
+    same = groups.add(member("b", "same"))
+    assert same is not None
+    assert (same.ready, same.code, same.reason) == (False, "zero_variance", "all rewards are the same")
+    groups.announce("differs", size=3)
+    groups.add(member("c", "differs"))
+    groups.add(replace(member("d", "differs"), reward=0.0))
+    differs = groups.add(member("e", "differs", failure="boom"))
+    assert differs is not None
+    assert differs.ready
+
+
+@pytest.mark.parametrize(("rewards", "word"), [([1.0], None), ([], None), ([0.5, 0.5 + 1e-9], "zero_variance"), ([0.0, 1e-3], None)])
+def test_one_reward_has_no_variance_to_miss(rewards: list[float], word: str | None) -> None:
+    assert zero_variance([replace(member(str(n)), reward=reward) for n, reward in enumerate(rewards)]) == word
 
 
 def test_validation_groups_are_never_ready() -> None:
@@ -100,35 +191,54 @@ def test_clear_forgets_what_has_not_settled() -> None:
     announced=st.sets(st.integers(0, 5)),
     failing=st.sets(st.integers(0, 29)),
     seed=st.integers(0, 2**32),
-    policy=st.sampled_from([CompleteGroup(), MinimumViableGroup(min_ratio=0.5, min_members=1)]),
+    policy=st.sampled_from([CompleteGroup(), FailFast(), RetryGroup(max_retries=2), MinimumViableGroup(min_ratio=0.5, min_members=1)]),
 )
 @settings(deadline=None)
-def test_every_rollout_is_in_exactly_one_result_whatever_the_order(
+def test_every_group_settles_once_and_every_rollout_is_in_its_result(
     sizes: list[int], announced: set[int], failing: set[int], seed: int, policy: GroupPolicy
 ) -> None:
+    """In any order, with repeated reports, unannounced groups, retries that succeed and groups that settle early."""
     members = [(f"g{group}", size, f"r{group}-{number}") for group, size in enumerate(sizes) for number in range(size)]
     failed = {name for index, (_, _, name) in enumerate(members) if index in failing}
     groups = assembler(policy)
-    for group in announced & set(range(len(sizes))):
-        groups.announce(f"g{group}", size=sizes[group])
+    named = {f"g{group}" for group in announced if group < len(sizes)}
+    for group_id in named:
+        groups.announce(group_id, size=sizes[int(group_id[1:])])
+    for group_id, _, name in members:
+        groups.enlist(group_id, name)
     reports = members + random.Random(seed).sample(members, k=len(members) // 2)
     random.Random(seed + 1).shuffle(reports)
     settled: list[GroupResult] = []
     ended: set[str] = set()
-    for group_id, size, name in reports:
-        if name in ended and group_id in {group.group_id for group in settled}:
+    retried: set[str] = set()
+    while reports:
+        group_id, size, name = reports.pop()
+        if name in ended:
             continue  # the ledger keeps reports of rollouts that have ended from getting here
         ended.add(name)
-        result = groups.add(member(name, group_id, failure="boom" if name in failed else None), default_size=size)
+        report = replace(member(name, group_id, failure="boom" if name in failed else None), request="again")  # type: ignore[arg-type]
+        result = groups.add(report, default_size=size)
         if result is not None:
             settled.append(result)
-    assert sorted(one.rollout_id for group in settled for one in group.members) == sorted(name for _, _, name in members)
-    assert len(groups) <= len(announced)
+        for again in groups.take_retries():
+            retried.add(again.rollout_id)
+            assert groups.enlist(again.group_id, again.rollout_id + "-again")
+            reports.insert(0, (again.group_id, size, again.rollout_id + "-again"))
+    assert len({group.group_id for group in settled}) == len(settled) == len(sizes)
+    assert len(groups) == 0
     assert groups.members_waiting() == []
     for group in settled:
-        assert len(group.members) == group.size
-        assert group.ready is (policy.refuse(size=group.size, members=group.members) is None)
-        assert {one.rollout_id for one in group.succeeded} == {one.rollout_id for one in group.members} - failed
+        names = [one.rollout_id for one in group.members]
+        assert len(set(names)) == len(names)
+        if group.group_id in named:
+            assert {name for group_id, _, name in members if group_id == group.group_id} <= set(names), "also when it settled without some"
+        assert {one.rollout_id for one in group.succeeded}.isdisjoint(failed)
+        retries = sum(one.rollout_id in retried for one in group.members)
+        assert retries <= (policy.max_retries if isinstance(policy, RetryGroup) else 0)
+        if group.ready:
+            assert policy.refuse(size=group.size, members=group.succeeded) is None
+        elif not isinstance(policy, MinimumViableGroup):
+            assert any(one.rollout_id in failed for one in group.members)
 
 
 @pytest.mark.parametrize("late", [1, 3])

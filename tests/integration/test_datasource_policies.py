@@ -1,0 +1,200 @@
+"""What a data source does about groups that are late, failing, all alike or too old, over a real store."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from agl_slime._agl import Rollout
+from agl_slime.datasource import AGLDataSource, DataSourceSettings
+from agl_slime.errors import ConfigError
+from agl_slime.groups.filters import zero_variance
+from agl_slime.groups.outcome import Outcome
+from agl_slime.groups.policy import FailFast, GroupPolicy, MinimumViableGroup, RetryGroup
+from agl_slime.store import BridgeStore
+from tests.integration.test_datasource_groups import Told, counts_of, get
+from tests.store_cases import a_turn, enqueue, enqueue_group, finish
+
+SETTINGS = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
+
+
+def source_over(store: BridgeStore, *, policy: GroupPolicy | None = None, max_staleness: int | None = None, filtered: bool = False) -> AGLDataSource:
+    settings = replace(SETTINGS, max_staleness=max_staleness, group_filter=zero_variance if filtered else None)
+    return AGLDataSource(store=store, settings=settings if policy is None else replace(settings, policy=policy))
+
+
+async def opened(source: AGLDataSource, store: BridgeStore, group_id: str, *, size: int, instance_id: str | None = None) -> list[str]:
+    source.expect(group_id, size=size)
+    rollouts = await enqueue_group(store, group_id, size=size, instance_id=instance_id)
+    source.opened(rollouts)
+    return [rollout.rollout_id for rollout in rollouts]
+
+
+async def cancelled_in(store: BridgeStore, rollout_id: str) -> bool:
+    """Waits until the store says that the rollout is cancelled."""
+    ended: asyncio.Queue[Rollout] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def tell(rollout: Rollout) -> None:
+        loop.call_soon_threadsafe(ended.put_nowait, rollout)
+
+    unsubscribe = store.subscribe_finished(tell)
+    try:
+        while True:
+            rollout = await store.get_rollout_by_id(rollout_id)
+            if rollout is not None and rollout.status == "cancelled":
+                return True
+            await asyncio.wait_for(ended.get(), timeout=20)
+    finally:
+        unsubscribe()
+
+
+async def test_a_group_does_not_wait_for_its_last_member_for_ever() -> None:
+    store = BridgeStore()
+    with source_over(store, policy=MinimumViableGroup(min_ratio=0.5, timeout_s=0.2)) as source:
+        told = Told(source)
+        ids = await opened(source, store, "g", size=4)
+        for rollout_id in ids[:3]:
+            await finish(store, rollout_id)
+        [group] = await get(source, 1)
+        assert {sample.metadata["agl_rollout_id"] for sample in group} == set(ids[:3])
+        assert await cancelled_in(store, ids[3])
+        await told.until(lambda: len(told.members) == 4)
+        assert told.failures == ["group_timeout"]
+        await finish(store, ids[3], status="succeeded")  # it ends all the same
+        source.notify(ids[3])
+        other = await opened(source, store, "h", size=1)
+        await finish(store, other[0])
+        await get(source, 1)
+        assert counts_of(source) == {Outcome.TRAINED: 4, Outcome.CANCELLED: 1}
+        assert source.metrics()["agl/cancelled/group_timeout"] == 1
+
+
+async def test_the_first_failure_ends_a_group_that_cannot_be_used_any_more() -> None:
+    store = BridgeStore()
+    with source_over(store, policy=FailFast()) as source:
+        told = Told(source)
+        ids = await opened(source, store, "g", size=3, instance_id="7")
+        await finish(store, ids[0])
+        await finish(store, ids[1], status="failed", reward=None)
+        await told.until(lambda: len(told.groups) == 1)
+        assert await cancelled_in(store, ids[2])
+        assert (told.groups[0].ready, told.groups[0].code) == (False, "member_failed")
+        assert counts_of(source) == {Outcome.FAILED: 1, Outcome.FILTERED: 1, Outcome.CANCELLED: 1}
+        assert source.ledger.finished_instances() == ["7"]
+        late = await enqueue_group(store, "g", size=1)
+        source.opened(late)  # one that was on its way to the store when its group settled
+        assert await cancelled_in(store, late[0].rollout_id)
+        assert source.ledger.counts().reasons[Outcome.CANCELLED, "group_settled"] == 1
+
+
+async def test_failed_members_are_run_again_and_the_group_is_complete() -> None:
+    store = BridgeStore()
+    with source_over(store, policy=RetryGroup(max_retries=2)) as source:
+        told = Told(source)
+        ids = await opened(source, store, "g", size=2, instance_id="3")
+        await finish(store, ids[0])
+        await finish(store, ids[1], status="failed", reward=None)
+        await told.until(lambda: len(told.members) == 2)
+        for status in ("failed", "succeeded"):
+            again = await _next_queued(store, not_among=ids)
+            assert again.metadata is not None
+            assert (again.input, again.metadata["instance_id"], again.metadata["group_id"]) == ({"n": 1}, "3", "g")
+            await finish(store, again.rollout_id, status=status, reward=1.0 if status == "succeeded" else None)
+            ids.append(again.rollout_id)
+        [group] = await get(source, 1)
+        assert [sample.metadata["agl_rollout_id"] for sample in group] == [ids[0], ids[3]]
+        assert counts_of(source) == {Outcome.FAILED: 2, Outcome.TRAINED: 2}
+        assert source.ledger.counts().opened == 4
+        assert source.ledger.finished_instances() == ["3"]
+
+
+async def test_groups_whose_rewards_are_all_the_same_can_be_left_out() -> None:
+    store = BridgeStore()
+    with source_over(store, filtered=True) as source:
+        told = Told(source)
+        same = await opened(source, store, "same", size=2)
+        differs = await opened(source, store, "differs", size=2)
+        for rollout_id in same:
+            await finish(store, rollout_id, reward=1.0)
+        for reward, rollout_id in enumerate(differs):
+            await finish(store, rollout_id, reward=float(reward))
+        [group] = await get(source, 2)
+        assert {sample.metadata["agl_rollout_id"] for sample in group} == set(differs)
+        assert [(one.group_id, one.code) for one in told.groups] == [("same", "zero_variance"), ("differs", "")]
+        assert source.ledger.counts().reasons[Outcome.FILTERED, "zero_variance"] == 2
+
+
+async def test_old_weights_are_refused_at_admission_and_at_hand_out() -> None:
+    store = BridgeStore()
+    with source_over(store, max_staleness=1) as source:
+        told = Told(source)
+        source.set_version("5")
+        fresh = await opened(source, store, "fresh", size=2, instance_id="0")
+        waits = await opened(source, store, "waits", size=2, instance_id="1")
+        old = await opened(source, store, "old", size=2, instance_id="2")
+        for ids, version in ((fresh, "5"), (waits, "4"), (old, "3")):
+            for rollout_id in ids:
+                await finish(store, rollout_id, turns=[a_turn(version=version)])
+        await told.until(lambda: len(told.groups) == 3)
+        assert told.failures == ["stale", "stale"] or told.failures == ["stale", "group_dropped"]
+        assert source.metrics()["agl/groups_ready"] == 2
+        source.set_version(6)  # "waits" is two versions behind now
+        [group] = await get(source, 1)
+        assert {sample.metadata["agl_rollout_id"] for sample in group} == set(fresh)
+        counts = source.ledger.counts()
+        assert counts.reasons[Outcome.STALE, "waited_too_long"] == 2
+        assert counts.reasons[Outcome.STALE, "stale"] >= 1
+        assert counts.closed[Outcome.TRAINED] == 2
+        assert sorted(source.ledger.finished_instances()) == ["0", "1", "2"]
+
+
+async def test_versions_are_learned_from_what_was_sampled_where_nobody_says_them() -> None:
+    store = BridgeStore()
+    with source_over(store, max_staleness=0) as source:
+        first, second = await enqueue(store, 2)
+        await finish(store, first, turns=[a_turn(version="1")])
+        await finish(store, second, turns=[a_turn(version="2")])
+        [group] = await get(source, 1)
+        assert group[0].metadata["agl_rollout_id"] == second
+
+
+async def test_versions_that_are_no_numbers_are_never_too_old() -> None:
+    store = BridgeStore()
+    with source_over(store, max_staleness=0) as source:
+        source.set_version("after-lunch")
+        for rollout_id in await enqueue(store, 1):
+            await finish(store, rollout_id, turns=[a_turn(version="default")])
+        assert len(await get(source, 1)) == 1
+
+
+async def test_groups_that_are_given_back_keep_their_rollouts_and_their_instance() -> None:
+    store = BridgeStore()
+    with source_over(store) as source:
+        ids = await opened(source, store, "g", size=2, instance_id="9")
+        for rollout_id in ids:
+            await finish(store, rollout_id)
+        groups = await get(source, 1)
+        source.add_samples(groups)
+        state = source.state()
+        assert (state.members, state.instances) == ([ids], ["9"])
+        assert await get(source, 1) == groups
+        assert source.ledger.finished_instances() == ["9"]
+        assert counts_of(source) == {Outcome.TRAINED: 2}
+
+
+def test_a_negative_staleness_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_staleness must be 0 or more"):
+        DataSourceSettings(max_staleness=-1)
+
+
+async def _next_queued(store: BridgeStore, *, not_among: list[str]) -> Rollout:
+    """The rollout that the data source enqueues; it does so on its own thread."""
+    for _ in range(2000):
+        for rollout in await store.query_rollouts(status_in=["queuing"]):
+            if rollout.rollout_id not in not_among:
+                return rollout
+        await asyncio.sleep(0.01)
+    raise AssertionError("nothing was enqueued again")
