@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 FinishedListener = Callable[[str], None]
 
+_RESTARTS_PER_WORKER = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSettings:
@@ -35,7 +37,8 @@ class RunnerSettings:
     short by ``wake``. ``timeout_s``: time limit of rollouts whose own configuration has none. ``heartbeat_interval_s``: as Agent Lightning's; 0 is
     off. ``flush_spans`` and ``flush_interval_s``: spans of an attempt that still runs are written when there are so many, or when they have waited so
     long (and within a third of the rollout's ``unresponsive_seconds``). ``lag_warning_s``: a warning names the agent that blocks the event loop for
-    so long; 0 is off.
+    so long; 0 is off. ``max_restarts``: dead workers that a pool of processes or Ray actors replaces in all; ``None`` is three per worker, enough for
+    accidents, not for an agent that kills every process it runs in.
     """
 
     max_concurrent: int = 1024
@@ -47,6 +50,7 @@ class RunnerSettings:
     flush_spans: int = 64
     flush_interval_s: float = 30.0
     lag_warning_s: float = 1.0
+    max_restarts: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_concurrent", "max_sync_threads", "claim_batch", "flush_spans"):
@@ -58,8 +62,14 @@ class RunnerSettings:
         for name in ("heartbeat_interval_s", "lag_warning_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be 0 (off) or more seconds, got {getattr(self, name)}")
+        if self.max_restarts is not None and self.max_restarts < 0:
+            raise ConfigError(f"max_restarts must be 0 or more, or None for three per worker, got {self.max_restarts}")
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise ConfigError(f"timeout_s must be positive or None, got {self.timeout_s}")
+
+    def restarts(self, workers: int) -> int:
+        """How many dead workers a pool of so many replaces."""
+        return _RESTARTS_PER_WORKER * workers if self.max_restarts is None else self.max_restarts
 
 
 # A runner whose queue was empty asks for this many rollouts at first, and gives others a moment before it asks for twice as many.

@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 120.0
 # After the time to stop, a worker that is terminated has this long before it is killed.
 _TERMINATE_S = 2.0
-# Replacements per worker of the pool: enough for accidents, not for an agent that kills every process it runs in.
-_RESTARTS_PER_WORKER = 3
 
 
 class RunnerPool(Protocol):
@@ -147,7 +145,6 @@ class ProcessPool:
     Args:
         agent: travels to the workers by pickle; its class must be importable there.
         processes: how many.
-        max_restarts: dead workers that are replaced in all; by default three per worker.
     """
 
     def __init__(
@@ -157,13 +154,12 @@ class ProcessPool:
         access: StoreAccess,
         processes: int,
         settings: RunnerSettings | None = None,
-        max_restarts: int | None = None,
     ) -> None:
         self._agent = agent
         self._access = access
         self._settings = settings or RunnerSettings()
         self._count = processes
-        self._restarts_left = _RESTARTS_PER_WORKER * processes if max_restarts is None else max_restarts
+        self._restarts_left = self._settings.restarts(processes)
         self._context = multiprocessing.get_context("spawn")
         self._workers: dict[str, _WorkerProcess] = {}
         self._lock = threading.Lock()
@@ -182,6 +178,12 @@ class ProcessPool:
         """Process ids of the workers that live."""
         with self._lock:
             return [worker.process.pid for worker in self._workers.values() if worker.process.pid is not None and worker.process.is_alive()]
+
+    @property
+    def ready_pids(self) -> list[int]:
+        """Of those the ones that have come up and execute rollouts."""
+        with self._lock:
+            return [w.process.pid for w in self._workers.values() if w.ready and w.process.pid is not None and w.process.is_alive()]
 
     def start(self) -> ProcessPool:
         if self._watcher is not None:
@@ -206,6 +208,9 @@ class ProcessPool:
             self._stopping = True
             workers = list(self._workers.values())
             self._changed.notify_all()
+        for worker in workers:
+            if not worker.ready:  # it is importing, hears nothing yet, and has nothing in flight
+                worker.process.terminate()
         self._say("stop" if cancel else "drain")
         deadline = time.monotonic() + timeout_s
         for worker in workers:
@@ -288,6 +293,15 @@ class ProcessPool:
                 raise LoopError(f"No runner process was ready within {_START_TIMEOUT_S:g} s.")
 
     def _watch(self) -> None:
+        try:
+            self._watch_workers()
+        except Exception as error:  # a replacement that could not be started: whoever waits for rollouts must hear of it
+            logger.error("The runner processes are not watched any more: %s", error, exc_info=error)
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _watch_workers(self) -> None:
         """Waits for what the workers say and for their ends."""
         while True:
             with self._lock:

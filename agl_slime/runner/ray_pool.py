@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 180.0
 _LOOK_S = 0.5
-_RESTARTS_PER_ACTOR = 3
 
 
 class RunnerActor:
@@ -61,7 +60,6 @@ class RayPool:
     Args:
         access: the store; workers on other hosts must reach its address, so a Ray of several nodes needs another host than the loopback.
         num_cpus: CPUs that Ray reserves for each.
-        max_restarts: dead actors that are replaced in all; by default three per actor.
     """
 
     def __init__(
@@ -72,7 +70,6 @@ class RayPool:
         actors: int,
         settings: RunnerSettings | None = None,
         num_cpus: float = 1.0,
-        max_restarts: int | None = None,
     ) -> None:
         try:
             self._ray: Any = importlib.import_module("ray")
@@ -83,7 +80,7 @@ class RayPool:
         self._count = actors
         self._settings = settings or RunnerSettings()
         self._num_cpus = num_cpus
-        self._restarts_left = _RESTARTS_PER_ACTOR * actors if max_restarts is None else max_restarts
+        self._restarts_left = self._settings.restarts(actors)
         self._actors: dict[str, _Actor] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()

@@ -130,7 +130,7 @@ async def test_rollouts_of_a_process_that_dies_are_executed_by_another(tmp_path:
     tasks: list[dict[str, Any]] = [{"n": n} for n in range(20)]
     tasks[7]["die_unless"] = str(tmp_path / "died")
     store, ids = await prepared(tasks, max_attempts=1)
-    pool = ProcessPool(agent=EchoAgent(), access=StoreAccess(store), processes=1, settings=SETTINGS, max_restarts=1)
+    pool = ProcessPool(agent=EchoAgent(), access=StoreAccess(store), processes=1, settings=replace(SETTINGS, max_restarts=1))
     await asyncio.to_thread(pool.start)
     try:
         rollouts = await ends(store, ids)
@@ -146,7 +146,7 @@ async def test_rollouts_of_a_process_that_dies_are_executed_by_another(tmp_path:
 async def test_a_rollout_that_is_cancelled_in_the_store_is_cancelled_in_the_process_that_runs_it(tmp_path: Path) -> None:
     begun, cancelled = tmp_path / "begun", tmp_path / "cancelled"
     store, [hanging] = await prepared([{"begun": str(begun), "cancelled": str(cancelled)}])
-    pool = ProcessPool(agent=HangingAgent(), access=StoreAccess(store), processes=1, settings=replace(SETTINGS, max_concurrent=1), max_restarts=0)
+    pool = ProcessPool(agent=HangingAgent(), access=StoreAccess(store), processes=1, settings=replace(SETTINGS, max_concurrent=1, max_restarts=0))
     await asyncio.to_thread(pool.start)
     try:
         await appears(begun)
@@ -164,7 +164,7 @@ async def test_a_rollout_that_is_cancelled_in_the_store_is_cancelled_in_the_proc
 
 async def test_an_agent_that_kills_every_process_ends_the_pool_with_a_reason() -> None:
     store, [poison] = await prepared([{"n": 0}])
-    pool = ProcessPool(agent=PoisonAgent(), access=StoreAccess(store), processes=1, settings=SETTINGS, max_restarts=0)
+    pool = ProcessPool(agent=PoisonAgent(), access=StoreAccess(store), processes=1, settings=replace(SETTINGS, max_restarts=0))
     await asyncio.to_thread(pool.start)
     for _ in range(3_000):
         if pool.failure is not None:

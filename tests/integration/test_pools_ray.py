@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ async def test_ray_actors_execute_rollouts_and_a_dead_one_is_replaced(tmp_path: 
     tasks[5]["die_unless"] = str(tmp_path / "died")
     tasks[6]["pid_to"] = str(pid_file)
     store, ids = await prepared(tasks, max_attempts=1)
-    pool = RayPool(agent=PidAgent(), access=StoreAccess(store), actors=1, settings=SETTINGS, max_restarts=1)
+    pool = RayPool(agent=PidAgent(), access=StoreAccess(store), actors=1, settings=replace(SETTINGS, max_restarts=1))
     await asyncio.to_thread(pool.start)
     try:
         rollouts = await ends(store, ids)
