@@ -36,6 +36,8 @@ _RUNNING = frozenset({"preparing", "running"})
 _SPAN_OVERHEAD_BYTES = 2_000
 # A rollout is tried again this often when the processes that ran it died, whatever its own number of attempts; then it counts as what kills them.
 _DEATHS_FORGIVEN = 2
+# Names of runners that are gone which are remembered: what they had sent before their end arrives within moments.
+_GONE_REMEMBERED = 1_000
 # Marks attempts whose runner died, in their metadata.
 WORKER_DIED = "agl_slime.worker_died"
 # Resources snapshots that are kept, one per weight version: rollouts that are this far behind do not exist.
@@ -118,6 +120,7 @@ class BridgeStore(InMemoryLightningStore):
         self._dead_worker_seconds = dead_worker_seconds
         self._next_worker_check = 0.0
         self._judged_dead: dict[str, float] = {}  # worker id -> the heartbeat after which it was judged
+        self._gone: OrderedDict[str, None] = OrderedDict()
 
     # -- ends ------------------------------------------------------------------------------------------------------------------------------
 
@@ -195,13 +198,18 @@ class BridgeStore(InMemoryLightningStore):
 
     # -- workers -----------------------------------------------------------------------------------------------------------------------------
 
-    async def fail_worker(self, worker_id: str, *, reason: str = "the process ended") -> list[str]:
+    async def fail_worker(self, worker_id: str, *, reason: str = "the process ended", gone: bool = False) -> list[str]:
         """A runner is dead: its attempts end as ``unresponsive`` and their rollouts are queued again, also those that have no attempt left, up to
         two times per rollout: it is not their fault. Returns the ids of those rollouts.
 
-        Costs as much as there are rollouts in flight; runners do not die often.
+        ``gone``: it will not come back, and gets no more rollouts: a request for some that it sent before its end may still be under way. Costs as
+        much as there are rollouts in flight; runners do not die often.
         """
         with self.collections.lock:
+            if gone:
+                self._gone[worker_id] = None
+                if len(self._gone) > _GONE_REMEMBERED:
+                    self._gone.popitem(last=False)
             lost = []
             for rollout_id in list(self._running_rollout_ids):
                 attempts = self.collections.attempts_of(rollout_id)
@@ -250,10 +258,12 @@ class BridgeStore(InMemoryLightningStore):
     # -- Agent Lightning's hooks -----------------------------------------------------------------------------------------------------------
 
     async def dequeue_rollout(self, worker_id: str | None = None) -> AttemptedRollout | None:
-        return None if self._holding else await super().dequeue_rollout(worker_id)
+        with self.collections.lock:  # judged and handed out in one step
+            return None if self._holding or worker_id in self._gone else await super().dequeue_rollout(worker_id)
 
     async def dequeue_many_rollouts(self, *, limit: int = 1, worker_id: str | None = None) -> Sequence[AttemptedRollout]:
-        return [] if self._holding else await super().dequeue_many_rollouts(limit=limit, worker_id=worker_id)
+        with self.collections.lock:
+            return [] if self._holding or worker_id in self._gone else await super().dequeue_many_rollouts(limit=limit, worker_id=worker_id)
 
     async def add_resources(self, resources: NamedResources) -> ResourcesUpdate:
         update = await super().add_resources(resources)

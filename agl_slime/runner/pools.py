@@ -123,7 +123,7 @@ class StoreAccess:
         """Hand the rollouts of a dead worker to others. A store elsewhere notices by itself, when the worker's heartbeats stop."""
         if isinstance(self._store, BridgeStore):
             store = self._store
-            _outside_of_any_loop(lambda: asyncio.run(store.fail_worker(name, reason=reason)))
+            _outside_of_any_loop(lambda: asyncio.run(store.fail_worker(name, reason=reason, gone=True)))
 
 
 def worker_names(count: int, *, kind: str) -> list[str]:

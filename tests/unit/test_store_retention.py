@@ -222,6 +222,16 @@ async def test_rollouts_of_a_dead_runner_go_to_others_even_without_attempts_left
     assert (await store.get_latest_attempt(second)).status == "preparing"  # type: ignore[union-attr]
 
 
+async def test_a_runner_that_is_gone_gets_nothing_that_it_asked_for_before() -> None:
+    store = BridgeStore()
+    [only] = await enqueue(store, 1)
+    await store.fail_worker("gone", gone=True)
+    assert await store.dequeue_rollout(worker_id="gone") is None
+    assert await store.dequeue_many_rollouts(limit=4, worker_id="gone") == []
+    await store.fail_worker("silent")  # one that is only not heard of may be back
+    assert (await claim(store, "silent")).rollout_id == only
+
+
 async def test_a_rollout_that_kills_its_runners_is_given_up() -> None:
     store = BridgeStore()
     [poison] = await enqueue(store, max_attempts=1)
