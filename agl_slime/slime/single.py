@@ -1,6 +1,7 @@
 """One Agent Lightning rollout for one slime prompt: what ``agl_slime.slime_hooks.generate`` does.
 
-A thread of this process, started with the first rollout, keeps the connection to the store; slime's event loop only waits.
+A thread of this process, started with the first rollout, keeps the connection to the store; slime's event loop only waits. slime does not say when
+it has no more prompts, so the thread, and the runner where the agent is in this process, live as long as the process, or until ``stop_rollouts``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import logging
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,7 +20,7 @@ from agl_slime.errors import ConfigError, DataSourceError, RolloutError
 from agl_slime.groups.outcome import MemberResult
 from agl_slime.slime.connection import Connection
 from agl_slime.slime.settings import PluginSettings
-from agl_slime.store_feed import FeedPosition
+from agl_slime.store_feed import FeedPosition, RemoteStore
 from agl_slime.types import Sample, set_rollout_id
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ _FROM_ROLLOUT = (
     "weight_versions",
     "prefix_cache_info",
 )
+
+_STOPPED = DataSourceError("the rollouts of this process were stopped")
 
 
 async def run_rollout(args: Any, sample: Sample, sampling_params: Mapping[str, Any], *, evaluation: bool) -> Sample | list[Sample]:
@@ -63,7 +66,7 @@ def _completed(sample: Sample, own: Sample) -> Sample:
 
 
 class SingleRollouts:
-    """Runs rollouts and hands each result to whoever asked for it, from any thread."""
+    """Runs rollouts and hands each result to whoever asked for it, from any thread, until ``stop``."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -73,19 +76,55 @@ class SingleRollouts:
         self._resources: dict[str, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
+        self._unsubscribe: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._main, name="agl-slime-rollouts", daemon=True)
         connection.start()
-        threading.Thread(target=self._main, name="agl-slime-rollouts", daemon=True).start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the runner of this process and the thread; whoever still waits for a rollout gets ``DataSourceError``. Safe to call twice."""
+        self._connection.stop()
+        if self._thread.is_alive():
+            self._on_loop(self._loop.stop)
+            self._thread.join()
 
     def run(self, task: dict[str, Any], sampling_params: Mapping[str, Any], *, mode: str) -> Future[MemberResult]:
         """Enqueue one rollout; the future has its result, succeeded or failed."""
         result: Future[MemberResult] = Future()
-        self._loop.call_soon_threadsafe(lambda: self._start(self._enqueue(task, dict(sampling_params), mode, result), result))
+        if not self._on_loop(lambda: self._start(self._enqueue(task, dict(sampling_params), mode, result), result)):
+            self._refuse(result, _STOPPED)
         return result
+
+    def _on_loop(self, callback: Callable[[], Any]) -> bool:
+        """Have the thread's loop call this; ``False`` when it has ended."""
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            return False
+        return True
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._start(self._follow(), None)
-        self._loop.run_forever()
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(self._end())
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    async def _end(self) -> None:
+        self._unsubscribe()
+        self._failure = _STOPPED
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            self._refuse(future, _STOPPED)
+        if isinstance(self._connection.store, RemoteStore):
+            await self._connection.store.close()
 
     def _start(self, work: Any, result: Future[MemberResult] | None) -> None:
         task = self._loop.create_task(work)
@@ -94,7 +133,7 @@ class SingleRollouts:
 
     def _ended(self, task: asyncio.Task[None], result: Future[MemberResult] | None) -> None:
         self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
+        error = _STOPPED if task.cancelled() else task.exception()
         if error is None:
             return
         if result is not None:
@@ -126,7 +165,7 @@ class SingleRollouts:
         store: Any = self._connection.store
         subscribe = getattr(store, "subscribe_finished", None)
         if subscribe is not None:
-            subscribe(lambda rollout: self._loop.call_soon_threadsafe(self._start, self._look(rollout.rollout_id), None))
+            self._unsubscribe = subscribe(lambda rollout: self._on_loop(lambda: self._start(self._look(rollout.rollout_id), None)))
             return
         position = FeedPosition()
         async for page in store.follow_finished(position):
@@ -157,3 +196,12 @@ def _rollouts_for(args: Any) -> SingleRollouts:
             found = SingleRollouts(Connection(settings))
             _rollouts.append((settings, found))
         return found
+
+
+def stop_rollouts() -> None:
+    """End the runners and threads that rollouts of this process have started; the next rollout starts anew."""
+    with _lock:
+        stopped = [rollouts for _, rollouts in _rollouts]
+        _rollouts.clear()
+    for rollouts in stopped:
+        rollouts.stop()

@@ -18,6 +18,7 @@ from agl_slime import AGLDataSource, RunnerThread, slime_hooks
 from agl_slime._agl import LLM, EnqueueRolloutRequest
 from agl_slime.errors import DataSourceError, RolloutError
 from agl_slime.groups.outcome import Outcome
+from agl_slime.slime.single import stop_rollouts
 from agl_slime.store import BridgeStore
 from agl_slime.store_feed import RemoteStore, StoreService
 from agl_slime.types import RolloutFnEvalOutput, Sample
@@ -259,6 +260,15 @@ async def _cancel(store: BridgeStore, rollout_id: str) -> None:
 # -- one rollout for one prompt ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def stopped_afterwards() -> Iterator[None]:
+    """What ``generate`` starts lives as long as its process, which here has other tests to run."""
+    yield
+    stop_rollouts()
+    assert [thread.name for thread in threading.enumerate() if thread.name in ("agl-slime-rollouts", "agl-slime-runner")] == []
+
+
+@pytest.mark.usefixtures("stopped_afterwards")
 async def test_generate_runs_one_rollout_for_one_prompt_of_slime():
     args = args_for(agl_agent=AGENT)
     given = [Sample(group_index=3, index=i, prompt=f"say {i}", label="x", metadata={"source_name": "chat"}) for i in range(5)]
@@ -270,7 +280,27 @@ async def test_generate_runs_one_rollout_for_one_prompt_of_slime():
         check([[after]], size=1)
 
 
+@pytest.mark.usefixtures("stopped_afterwards")
 async def test_a_failed_rollout_of_generate_is_an_error_with_its_reason():
     args = args_for(agl_agent=f"{HERE}:FlakyAgent")
     with pytest.raises(RolloutError, match="this task has no answer"):
         await slime_hooks.generate(args, Sample(index=0, prompt="x", metadata={"fail": True}), {})
+
+
+@pytest.mark.usefixtures("stopped_afterwards")
+async def test_stopping_tells_those_who_wait_and_the_next_prompt_starts_anew():
+    HeldAgent.release.clear()
+    with service_with_runner(HeldAgent()) as (store, service):
+        args = args_for(agl_store_url=service.url)
+        waiting = asyncio.ensure_future(slime_hooks.generate(args, Sample(index=0, prompt="x"), {}))
+        for _ in range(1_000):
+            if store.usage().running:
+                break
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(stop_rollouts)
+        with pytest.raises(DataSourceError, match="were stopped"):
+            await asyncio.wait_for(waiting, 10)
+        HeldAgent.release.set()
+        sample = await asyncio.wait_for(slime_hooks.generate(args, Sample(index=1, prompt="y"), {}), 20)
+        assert isinstance(sample, Sample)
+        check([[sample]], size=1)
