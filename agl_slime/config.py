@@ -43,6 +43,18 @@ class TrainConfig:
     """Seconds after which a rollout is cancelled and counts as failed."""
     max_attempts: int = 1
     """How often a failed rollout is tried, the first time included."""
+    group_min_ratio: float = 0.7
+    """Share of a group's rollouts that must succeed, and never fewer than 2; 1 is all of them."""
+    group_max_retries: int = 0
+    """Failed rollouts of a group that are run again when the group would fall short without them."""
+    group_timeout: float | None = None
+    """Seconds after the last ended rollout of a group after which the others are not waited for; by default all are."""
+    drop_zero_variance: bool = False
+    """Replace groups whose rewards are all the same: they have no advantages."""
+    max_replaced_groups: int | None = None
+    """Most groups of an iteration that are replaced when they are dropped; by default as many as rollout_batch_size."""
+    max_staleness: int | None = None
+    """Most weight versions that tokens may be behind the policy; by default any number."""
     max_concurrent: int = 1024
     """Rollouts in flight, in each runner."""
     runners: str = "inproc"
@@ -68,6 +80,10 @@ class TrainConfig:
     """Where metrics, plot, transcripts and weights go; a new directory under runs/ by default."""
     overwrite: bool = False
     """Replace an earlier run with other settings in the output directory."""
+    resume: bool = False
+    """Go on with the run in the output directory from its newest checkpoint."""
+    save_interval: int = 10
+    """A checkpoint after every so many iterations and at the end."""
     seed: int = 0
     """Seed of tasks, policy and trainer."""
     view: Literal["auto", "live", "lines"] = "auto"
@@ -95,22 +111,42 @@ class TrainConfig:
             "max_new_tokens",
             "max_attempts",
             "max_concurrent",
+            "save_interval",
             "eval_rollouts",
             "actor_num_nodes",
             "actor_num_gpus_per_node",
         ):
             if getattr(self, flag) < 1:
                 raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(self, flag)}")
-        for flag in ("eval_interval", "seed", "rollout_num_gpus"):
-            if getattr(self, flag) < 0:
+        if not 0 < self.group_min_ratio <= 1:
+            raise ConfigError(f"--group-min-ratio must lie in (0, 1], got {self.group_min_ratio}")
+        if self.group_timeout is not None and not self.group_timeout > 0:
+            raise ConfigError(f"--group-timeout must be above 0 seconds, got {self.group_timeout}")
+        if self.resume and self.output_dir is None:
+            raise ConfigError("--resume needs --output-dir: the directory of the run to go on with")
+        if self.resume and self.overwrite:
+            raise ConfigError("--resume goes on with the run in the output directory and --overwrite replaces it; give one of them")
+        for flag in ("eval_interval", "seed", "rollout_num_gpus", "group_max_retries", "max_replaced_groups", "max_staleness"):
+            if (getattr(self, flag) or 0) < 0:
                 never = " (never)" if flag == "eval_interval" else ""
                 raise ConfigError(f"--{flag.replace('_', '-')} must be 0{never} or more, got {getattr(self, flag)}")
         if not 0 < self.temperature < math.inf:
             raise ConfigError(f"--temperature must be above 0 (training needs samples that differ), got {self.temperature}")
         if not self.rollout_timeout > 0:
             raise ConfigError(f"--rollout-timeout must be above 0 seconds, got {self.rollout_timeout}")
+        if self.trainer == "slime":
+            self._check_slime()
         if self.trainer == "local" and self.n_samples_per_prompt == 1 and self.local.rewards_normalization:
             raise ConfigError(
                 "--n-samples-per-prompt 1: with one rollout per prompt there is nothing to compare its reward with and nothing would be learned; "
                 "use 2 or more, or --local.no-rewards-normalization"
             )
+
+    def _check_slime(self) -> None:
+        """What slime does in its own way."""
+        if self.resume:
+            raise ConfigError("--resume with --trainer slime: slime keeps its own checkpoints; give -- --load DIR --save DIR instead")
+        for flag in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance", "max_staleness"):
+            if getattr(self, flag) != getattr(TrainConfig, flag):
+                name = f"--{flag.replace('_', '-')}"
+                raise ConfigError(f"{name} with --trainer slime: both processes must agree on groups, which slime wants complete; leave it out")

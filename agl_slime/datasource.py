@@ -454,6 +454,8 @@ class AGLDataSource(DataSource):
             for sample in member.samples:
                 sample.group_index = self._next_group_index
                 sample.index = self._next_index
+                if group.instance_id is not None:
+                    sample.metadata["instance_id"] = group.instance_id
                 set_rollout_id(sample, self._next_rollout_number)
                 self._next_index += 1
                 samples.append(sample)

@@ -7,7 +7,7 @@ import logging
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,20 @@ from typing import Any
 from rich.console import Console
 
 from agl_slime._agl import LLM, LightningStore, LitAgent, NamedResources
+from agl_slime.checkpoint import Checkpoint, CheckpointWriter, latest_checkpoint
 from agl_slime.config import TrainConfig
-from agl_slime.datasource import AGLDataSource
+from agl_slime.datasource import AGLDataSource, DataSourceSettings
 from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
+from agl_slime.groups.filters import zero_variance
+from agl_slime.groups.ledger_disk import PersistentLedger
 from agl_slime.groups.outcome import GroupResult
+from agl_slime.groups.policy import MinimumViableGroup
 from agl_slime.loading import check_files, load_agent
-from agl_slime.loop import LoopSettings, OnlineRLLoop, RunResult, Tasks
+from agl_slime.loop import LoopSettings, LoopState, OnlineRLLoop, RunResult, Tasks
 from agl_slime.report import StandardReporters, TranscriptItem, TranscriptsSampled, choose_rollouts, open_run_dir, transcript_sample
+from agl_slime.report.jsonl import IterationFile
 from agl_slime.report.metrics import TOKENS_TRAINED
+from agl_slime.report.rundir import RunDir
 from agl_slime.rollout.configure import configure_agent
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.sglang.client import EngineDescription, SGLangClient
@@ -32,8 +38,12 @@ from agl_slime.tasks import read_tasks
 from agl_slime.threads import run_in_thread
 from agl_slime.tokenizer import load_tokenizer
 from agl_slime.trainers.base import Trainer
+from agl_slime.types import Sample
 
 logger = logging.getLogger(__name__)
+
+# Settings that a run is expected to go on with other values of.
+_MAY_CHANGE = frozenset({"num_iterations", "save_interval", "view", "sglang_url"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,19 +75,30 @@ async def run_training(
         raise ConfigError(f"flags after -- are slime's, and the trainer is {config.trainer}: add --trainer slime, or leave out {slime_flags[0]!r}")
     agent, tasks, val_tasks = await _agent_and_tasks(config, given)
     described = await _probe(config.sglang_url) if config.sglang_url is not None else None
-    run = open_run_dir(config.output_dir, agent=config.agent, settings=asdict(config), overwrite=config.overwrite)
+    run = open_run_dir(config.output_dir, agent=config.agent, settings=asdict(config), resume=config.resume, overwrite=config.overwrite)
+    checkpoint = _checkpoint(config, run) if config.resume else None
+    start = checkpoint.loop if checkpoint is not None else LoopState()
     reporters = StandardReporters(run, console=console, view=config.view, title=config.agent)
     try:
-        model_path = await _model_path(config, agent, described, run.path, console)
+        model_path = await _model_path(config, agent, described, run.path, console, made=checkpoint is not None)
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path))  # while the engine starts, in a process of its own
         loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # if the engine fails first, nobody asks
         async with _engine(config, model_path, console) as (url, check_engine):
             trainer = await loading
+            if checkpoint is not None:
+                await run_in_thread(trainer.load, checkpoint.trainer)
             weights = WeightPublisher(trainer=trainer, base_url=url, directory=run.path / "weights")
-            await weights.push(0)  # the engine and the trainer start from the same weights, whatever the server had loaded
+            await weights.push(int(start.version))  # engine and trainer start from the same weights, whatever the server had loaded
             store = given.store if given is not None else BridgeStore()
-            with AGLDataSource(store=store, tokenizer=tokenizer) as source:
+            with (
+                _ledger(run) as ledger,
+                closing(IterationFile(run.trained)) as trained,
+                AGLDataSource(store=store, tokenizer=tokenizer, settings=data_source_settings(config), ledger=ledger) as source,
+            ):
+                if checkpoint is not None:
+                    checkpoint.rewind(ledger)
+                    source.restore(checkpoint.data_source)
                 loop = OnlineRLLoop(
                     store=store,
                     agent=agent,
@@ -85,8 +106,10 @@ async def run_training(
                     val_tasks=val_tasks,
                     llm=LLM(endpoint=url, model=str(model_path), sampling_parameters=_sampling(config)),
                     data_source=source,
-                    slime_train_fn=TrainStep(trainer=trainer, source=source, batch_size=config.rollout_batch_size),
+                    slime_train_fn=TrainStep(trainer=trainer, source=source, batch_size=config.rollout_batch_size, trained=trained),
                     weight_sync_fn=weights.push,
+                    save_fn=CheckpointWriter(directory=run.checkpoints, trainer=trainer, source=source, ledger=ledger).save,
+                    start=start,
                     settings=_loop_settings(config),
                     runner_settings=RunnerSettings(max_concurrent=config.max_concurrent),
                     runners=config.runners,
@@ -105,17 +128,27 @@ async def run_training(
 
 
 class TrainStep:
-    """Takes the groups that are ready and trains on them."""
+    """Takes the groups that are ready and trains on them; ``trained`` is told on which."""
 
-    def __init__(self, *, trainer: Trainer, source: AGLDataSource, batch_size: int) -> None:
+    def __init__(self, *, trainer: Trainer, source: AGLDataSource, batch_size: int, trained: IterationFile | None = None) -> None:
         self._trainer = trainer
         self._source = source
         self._batch_size = batch_size
+        self._trained = trained
 
     def __call__(self, iteration: int) -> dict[str, float]:
-        metrics = self._trainer.train(self._source.get_samples(self._batch_size), iteration=iteration)
+        groups = self._source.get_samples(self._batch_size)
+        metrics = self._trainer.train(groups, iteration=iteration)
+        if self._trained is not None:
+            self._trained.append(iteration, [_origin(group) for group in groups])
         metrics[TOKENS_TRAINED] = metrics.pop("train/tokens")
         return metrics
+
+
+def _origin(group: Sequence[Sample]) -> dict[str, Any]:
+    """Where a group comes from: the number of its task in the run, and its rollouts with their rewards."""
+    rewards = {str(sample.metadata.get("agl_rollout_id")): sample.reward for sample in group}
+    return {"instance_id": group[0].metadata.get("instance_id"), "rollouts": rewards}
 
 
 class WeightPublisher:
@@ -125,7 +158,8 @@ class WeightPublisher:
         self._trainer = trainer
         self._sync = DiskWeightSync(base_url=base_url)
         self._directory = directory.resolve()  # the engine has a working directory of its own
-        self._written: list[Path] = []
+        # those of a former life of the run are in the way like any others
+        self._written: list[Path] = sorted(path for path in self._directory.glob("v*") if path.is_dir())
         self._keep = keep
 
     async def push(self, iteration: int) -> str:
@@ -134,7 +168,7 @@ class WeightPublisher:
         target = self._directory / f"v{iteration:06d}"
         await run_in_thread(self._trainer.save_weights, target)
         await self._sync.push(str(target), version)
-        self._written.append(target)
+        self._written = [*(path for path in self._written if path != target), target]
         while len(self._written) > self._keep:
             await run_in_thread(shutil.rmtree, self._written.pop(0), ignore_errors=True)
         return version
@@ -199,8 +233,39 @@ async def _probe(url: str) -> EngineDescription:
         return await client.probe()
 
 
-async def _model_path(config: TrainConfig, agent: Any, described: EngineDescription | None, run_dir: Path, console: Console) -> Path:
-    """The checkpoint that trainer and engine start from."""
+def data_source_settings(config: TrainConfig) -> DataSourceSettings:
+    """When a group of this run is fit to train on."""
+    return DataSourceSettings(
+        policy=MinimumViableGroup(min_ratio=config.group_min_ratio, max_retries=config.group_max_retries, timeout_s=config.group_timeout),
+        group_filter=zero_variance if config.drop_zero_variance else None,
+        max_staleness=config.max_staleness,
+    )
+
+
+@contextmanager
+def _ledger(run: RunDir) -> Iterator[PersistentLedger]:
+    ledger = PersistentLedger(path=run.ledger)
+    try:
+        yield ledger
+    finally:
+        ledger.shut()
+
+
+def _checkpoint(config: TrainConfig, run: RunDir) -> Checkpoint | None:
+    """Where the run in ``run`` ended; ``None`` when it ended before it had begun to collect."""
+    checkpoint = latest_checkpoint(run.checkpoints)
+    if checkpoint is not None and checkpoint.loop.iteration >= config.num_iterations:
+        done = checkpoint.loop.iteration
+        raise ConfigError(f"the run in {run.path} has finished its {done} iterations; give --num-iterations above {done} to go on")
+    if changed := [name for name in run.changed if name not in _MAY_CHANGE]:
+        logger.warning("These settings differ from those that the run began with: %s.", ", ".join(changed))
+    return checkpoint
+
+
+async def _model_path(
+    config: TrainConfig, agent: Any, described: EngineDescription | None, run_dir: Path, console: Console, *, made: bool = False
+) -> Path:
+    """The checkpoint that trainer and engine start from; ``made``: where it is a tiny policy, a former life of the run has made it."""
     if config.model_path is not None:
         return config.model_path.resolve()
     if described is not None:
@@ -210,6 +275,8 @@ async def _model_path(config: TrainConfig, agent: Any, described: EngineDescript
         raise ConfigError(
             f"--model-path is needed: the server at {described.base_url} serves {described.model_path!r}, which is not a directory on this machine"
         )
+    if made:
+        return (run_dir / "policy").resolve()
     demonstrations = getattr(agent, "demonstrations", None)
     if demonstrations is None:
         raise ConfigError(f"--model-path is needed: {config.agent} has no `demonstrations` that a tiny policy could learn its format from")
@@ -274,5 +341,7 @@ def _loop_settings(config: TrainConfig) -> LoopSettings:
         max_attempts=config.max_attempts,
         eval_interval=config.eval_interval,
         eval_tasks=config.eval_rollouts,
+        max_replaced_groups=config.max_replaced_groups,
+        save_interval=config.save_interval,
         seed=config.seed,
     )

@@ -53,9 +53,23 @@ class RunDir:
         return self.path / "summary.json"
 
     @property
+    def trained(self) -> Path:
+        """Which instances and rollouts each iteration trained on."""
+        return self.path / "trained.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.sqlite"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
     def reports(self) -> tuple[Path, ...]:
         """What a new run in the same place replaces."""
-        return (self.metrics, self.plot, self.summary, self.tensorboard, self.transcripts)
+        ledger = tuple(self.ledger.with_name(self.ledger.name + suffix) for suffix in ("", "-wal", "-shm"))
+        return (self.metrics, self.plot, self.summary, self.tensorboard, self.transcripts, self.trained, self.checkpoints, *ledger)
 
 
 def open_run_dir(
@@ -70,8 +84,8 @@ def open_run_dir(
     """Make or open the directory of a run and write ``config.json`` into it; ``settings`` is a mapping or a dataclass.
 
     ``path=None`` makes a new ``<root>/<time>-<agent>``. A directory that holds a run with other settings is refused, unless ``resume`` continues
-    that run (its files are kept) or ``overwrite`` replaces it. A run with the same settings is replaced: only the reports of the old run are
-    removed, nothing else in the directory. Values of settings named like a password or an API key are not written.
+    that run (its files are kept) or ``overwrite`` replaces it. A run with the same settings is replaced: the reports, checkpoints and ledger of the
+    old run are removed, nothing else in the directory. Values of settings named like a password or an API key are not written.
 
     Raises ``ConfigError`` when the directory is refused, cannot be written, or ``resume`` finds no run in it.
     """

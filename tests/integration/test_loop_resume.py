@@ -1,0 +1,216 @@
+"""A loop that is cut off and goes on from its last checkpoint, with a ledger on disk; only the model and the trainer are played."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime._agl import LLM
+from agl_slime.checkpoint import Checkpoint, CheckpointWriter, latest_checkpoint
+from agl_slime.datasource import AGLDataSource, DataSourceSettings
+from agl_slime.errors import ConfigError, LoopError
+from agl_slime.groups.ledger_disk import PersistentLedger
+from agl_slime.groups.outcome import Outcome
+from agl_slime.loop import LoopSettings, LoopState, OnlineRLLoop
+from agl_slime.runner.concurrent import RunnerSettings
+from agl_slime.store import BridgeStore
+from tests.loop_cases import HelloAgent, Recorder, hello_engine
+from tests.trace_tokenizers import small_tokenizer
+
+TASKS = [{"prompt": f"say hello to {name}", "name": name} for name in ("Ada", "Alan", "Grace", "Edsger", "Barbara", "Donald", "Tony")]
+
+
+class MemoryTrainer:
+    """What it has learned is the list of the instances that it was given; that is also its whole state."""
+
+    def __init__(self) -> None:
+        self.learned: list[str] = []
+
+    def train(self, batch: Any, *, iteration: int) -> dict[str, float]:
+        self.learned += [group[0].metadata["instance_id"] for group in batch]
+        return {"train/loss": 0.0}
+
+    def save_weights(self, directory: str | os.PathLike[str]) -> None:
+        raise AssertionError("nobody asks for weights here")
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        Path(directory).mkdir()
+        (Path(directory) / "learned.json").write_text(json.dumps(self.learned))
+
+    def load(self, directory: str | os.PathLike[str]) -> None:
+        self.learned = json.loads((Path(directory) / "learned.json").read_text())
+
+
+class Life:
+    """One process's worth of a run in ``directory``."""
+
+    def __init__(self, directory: Path, url: str, *, n_groups: int = 2, judge: Any = None, **settings: Any) -> None:
+        self.trainer = MemoryTrainer()
+        self.ledger = PersistentLedger(path=directory / "ledger.sqlite")
+        self.source = AGLDataSource(
+            store=BridgeStore(), tokenizer=small_tokenizer(), settings=DataSourceSettings(get_timeout_s=20), ledger=self.ledger
+        )
+        self.checkpoint: Checkpoint | None = latest_checkpoint(directory / "checkpoints")
+        if self.checkpoint is not None:
+            self.trainer.load(self.checkpoint.trainer)
+            self.checkpoint.rewind(self.ledger)
+            self.source.restore(self.checkpoint.data_source)
+        self.writer = CheckpointWriter(directory=directory / "checkpoints", trainer=self.trainer, source=self.source, ledger=self.ledger)
+        self.recorder = Recorder()
+        self.after_training: Callable[[int], None] = lambda iteration: None
+        assert self.source._store is not None
+        self.loop = OnlineRLLoop(
+            store=self.source._store,
+            agent=HelloAgent(judge=judge),
+            tasks=TASKS,
+            val_tasks=TASKS,
+            llm=LLM(endpoint=url, model="scripted", sampling_parameters={"max_new_tokens": 8}),
+            data_source=self.source,
+            slime_train_fn=self._train,
+            save_fn=self.writer.save,
+            start=self.checkpoint.loop if self.checkpoint is not None else None,
+            settings=LoopSettings(**{"rollout_batch_size": n_groups, "n_samples_per_prompt": 2, "rollout_timeout_s": 20.0, **settings}),
+            runner_settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0),
+            reporter=self.recorder,
+        )
+
+    def _train(self, iteration: int) -> dict[str, float]:
+        metrics = self.trainer.train(self.source.get_samples(self.loop.settings.rollout_batch_size), iteration=iteration)
+        self.after_training(iteration)
+        return metrics
+
+    def end(self) -> None:
+        self.source.stop()
+        self.ledger.shut()
+
+
+class Cut(Exception):
+    """The process is gone."""
+
+
+def cut_after(iteration: int) -> Callable[[int], None]:
+    def cut(now: int) -> None:
+        if now == iteration:
+            raise Cut
+
+    return cut
+
+
+@pytest.mark.parametrize(("save_interval", "cut_at"), [(1, 1), (1, 3), (2, 4), (3, 5)])
+async def test_every_instance_is_trained_on_once_when_a_life_ends_between_training_and_checkpoint(
+    tmp_path: Path, save_interval: int, cut_at: int
+) -> None:
+    with hello_engine() as engine:
+        first = Life(tmp_path, engine.url, num_iterations=6, save_interval=save_interval)
+        first.after_training = cut_after(cut_at)
+        with pytest.raises(LoopError, match="Cut"):
+            await first.loop.run_async()
+        first.end()
+        second = Life(tmp_path, engine.url, num_iterations=6, save_interval=save_interval)
+        try:
+            assert second.checkpoint is not None
+            saved = (cut_at - 1) // save_interval * save_interval
+            assert second.checkpoint.loop.iteration == saved
+            assert sorted(map(int, second.trainer.learned)) == [*range(2 * saved)]
+            await second.loop.run_async()
+            assert sorted(map(int, second.trainer.learned)) == [*range(12)]
+            assert sorted(map(int, second.ledger.finished_instances())) == [*range(12)]
+            counts = second.ledger.counts()
+            assert (counts.open, counts.ready) == (0, 0)
+            assert counts.closed[Outcome.TRAINED] == 24
+            assert counts.reasons[Outcome.CANCELLED, "restarted"] == 4 * (cut_at - saved)
+            assert counts.opened == sum(counts.closed.values())
+            assert [row["iteration"] for row in second.recorder.metrics] == [*range(saved + 1, 7)]
+        finally:
+            second.end()
+
+
+async def test_groups_that_are_dropped_are_not_drawn_again_by_a_later_life(tmp_path: Path) -> None:
+    def judge(task: dict[str, Any], response: str) -> float:
+        if task["name"] in ("Ada", "Tony"):
+            raise ValueError("no reward for this one")
+        return 1.0
+
+    with hello_engine() as engine:
+        first = Life(tmp_path, engine.url, num_iterations=4, judge=judge)
+        first.after_training = cut_after(3)
+        with pytest.raises(LoopError, match="Cut"):
+            await first.loop.run_async()
+        first.end()
+        second = Life(tmp_path, engine.url, num_iterations=4, judge=judge)
+        try:
+            await second.loop.run_async()
+            dealt_with = Counter(second.ledger.finished_instances())
+            assert set(dealt_with.values()) == {1}
+            assert sorted(map(int, dealt_with)) == [*range(len(dealt_with))]
+            assert len(second.trainer.learned) == len(set(second.trainer.learned)) == 8
+            assert set(second.trainer.learned) < set(dealt_with)
+        finally:
+            second.end()
+
+
+async def test_groups_that_wait_are_in_the_checkpoint_and_are_handed_out_by_the_next_life(tmp_path: Path) -> None:
+    with hello_engine() as engine:
+        first = Life(tmp_path, engine.url, num_iterations=1, n_groups=3)
+        first.loop._train_fn = lambda: first.trainer.train(first.source.get_samples(1), iteration=1)  # two of three stay
+        await first.loop.run_async()
+        [learned] = first.trainer.learned
+        first.end()
+        second = Life(tmp_path, engine.url, num_iterations=1, n_groups=3)
+        try:
+            assert second.ledger.counts().ready == 4
+            groups = await asyncio.to_thread(second.source.get_samples, 2)
+            assert sorted([learned, *(group[0].metadata["instance_id"] for group in groups)]) == ["0", "1", "2"]
+            assert second.ledger.counts().closed == {Outcome.TRAINED: 6}
+            assert groups[0][0].index not in {sample.index for sample in groups[1]}
+        finally:
+            second.end()
+
+
+async def test_a_run_that_was_resumed_reports_as_one(tmp_path: Path) -> None:
+    with hello_engine() as engine:
+        first = Life(tmp_path, engine.url, num_iterations=2, eval_interval=1, eval_tasks=1)
+        one = await first.loop.run_async()
+        first.end()
+        second = Life(tmp_path, engine.url, num_iterations=3, eval_interval=1, eval_tasks=1)
+        try:
+            assert second.checkpoint is not None
+            assert second.checkpoint.loop.validations == 3  # before the first iteration, and after each
+            both = await second.loop.run_async()
+            assert (len(one.reward_means), len(both.reward_means)) == (2, 3)
+        finally:
+            second.end()
+
+
+def test_only_the_newest_checkpoints_are_kept_and_half_a_one_is_none(tmp_path: Path) -> None:
+    ledger = PersistentLedger(path=tmp_path / "ledger.sqlite")
+    with AGLDataSource(store=BridgeStore(), ledger=ledger) as source:
+        writer = CheckpointWriter(directory=tmp_path / "c", trainer=MemoryTrainer(), source=source, ledger=ledger)
+        assert latest_checkpoint(tmp_path / "c") is None
+        for iteration in (0, 9, 10, 100):
+            writer.save(LoopState(iteration=iteration))
+        assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step_000010", "step_000100"]
+        newest = latest_checkpoint(tmp_path / "c")
+        assert newest is not None
+        assert newest.loop == LoopState(iteration=100)
+
+        class Broken(MemoryTrainer):
+            def save(self, directory: str | os.PathLike[str]) -> None:
+                super().save(directory)
+                raise OSError("no space left")
+
+        broken = CheckpointWriter(directory=tmp_path / "c", trainer=Broken(), source=source, ledger=ledger)
+        with pytest.raises(OSError, match="no space left"):
+            broken.save(LoopState(iteration=101))
+        assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step_000010", "step_000100"]
+        (tmp_path / "c" / "step_000100" / "loop.json").write_text("{")
+        with pytest.raises(ConfigError, match=r"loop\.json is not part of a checkpoint"):
+            latest_checkpoint(tmp_path / "c")
+    ledger.shut()
