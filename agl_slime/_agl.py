@@ -20,9 +20,11 @@ from agentlightning.emitter.reward import emit_reward, find_final_reward, find_r
 from agentlightning.execution.events import ExecutionEvent
 from agentlightning.litagent import LitAgent
 from agentlightning.runner import LitAgentRunner
-from agentlightning.store.base import LightningStore
+from agentlightning.store.base import UNSET, LightningStore, Unset
 from agentlightning.store.client_server import LightningStoreClient, LightningStoreServer
+from agentlightning.store.collection_based import healthcheck_before
 from agentlightning.store.memory import InMemoryLightningStore
+from agentlightning.store.utils import rollout_status_from_attempt
 from agentlightning.tracer import Tracer, clear_active_tracer, get_active_tracer, set_active_tracer
 from agentlightning.tracer.otel import OtelSpanRecordingContext
 from agentlightning.types import (
@@ -32,6 +34,7 @@ from agentlightning.types import (
     EnqueueRolloutRequest,
     Hook,
     NamedResources,
+    PaginatedResult,
     ProxyLLM,
     ResourcesUpdate,
     Rollout,
@@ -44,6 +47,7 @@ from agentlightning.types import (
     TraceStatus,
     Worker,
 )
+from agentlightning.utils.id import generate_id
 
 # Agent Lightning builds a pydantic TypeAdapter anew for every reward that it reads: 0.13 ms each, twice per rollout and more than the rest of reading
 # it. Taken from sys.modules, for the package has functions of the same name as some of its modules.
@@ -52,6 +56,7 @@ _reward_module.TypeAdapter = functools.lru_cache(maxsize=8)(_reward_module.TypeA
 
 __all__ = [
     "LLM",
+    "UNSET",
     "Algorithm",
     "Attempt",
     "AttemptedRollout",
@@ -66,6 +71,7 @@ __all__ = [
     "LitAgentRunner",
     "NamedResources",
     "OtelSpanRecordingContext",
+    "PaginatedResult",
     "ProxyLLM",
     "ResourcesUpdate",
     "Rollout",
@@ -77,13 +83,17 @@ __all__ = [
     "SpanCoreFields",
     "TraceStatus",
     "Tracer",
+    "Unset",
     "Worker",
     "clear_active_tracer",
     "emit_exception",
     "emit_reward",
     "find_final_reward",
     "find_reward_spans",
+    "generate_id",
     "get_active_tracer",
     "get_rewards_from_span",
+    "healthcheck_before",
+    "rollout_status_from_attempt",
     "set_active_tracer",
 ]

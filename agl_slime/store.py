@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agl_slime._agl import Attempt, AttemptedRollout, InMemoryLightningStore, NamedResources, ResourcesUpdate, Rollout, RolloutConfig, Span
+from agl_slime._agl import Attempt, AttemptedRollout, NamedResources, ResourcesUpdate, Rollout, RolloutConfig, Span
 from agl_slime.errors import ConfigError
+from agl_slime.store_calls import FINISHED, RUNNING, DirectCalls
 from agl_slime.store_collections import BridgeCollections
 from agl_slime.store_watch import WatchList
 
@@ -30,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 RolloutListener = Callable[[Rollout], None]
 
-_FINISHED = frozenset({"succeeded", "failed", "cancelled"})
-_RUNNING = frozenset({"preparing", "running"})
 # A span's fields besides its attributes: ids, names, contexts, pydantic's own overhead. Measured once; exactness does not matter for a threshold.
 _SPAN_OVERHEAD_BYTES = 2_000
 # A rollout is tried again this often when the processes that ran it died, whatever its own number of attempts; then it counts as what kills them.
@@ -93,7 +92,7 @@ def _attribute_bytes(value: Any) -> int:
     return 32
 
 
-class BridgeStore(InMemoryLightningStore):
+class BridgeStore(DirectCalls):
     """An in-memory store that tells its listeners about each rollout that has ended, whoever ended it: a runner, the watchdog, a person.
 
     Listeners are called on the event loop that wrote the end; they must be quick and thread-safe.
@@ -108,14 +107,13 @@ class BridgeStore(InMemoryLightningStore):
     def __init__(self, *, scan_debounce_seconds: float = 1.0, retention: Retention | None = None, dead_worker_seconds: float = 60.0) -> None:
         super().__init__(thread_safe=True, span_size_estimator=estimate_span_bytes, scan_debounce_seconds=scan_debounce_seconds)
         self.retention = retention or Retention()
-        self.collections: BridgeCollections = BridgeCollections()  # type: ignore[assignment]  # a subclass of what is declared
+        self.collections = BridgeCollections()
         self._finished_listeners: list[RolloutListener] = []
         self._released: OrderedDict[str, int] = OrderedDict()  # rollout id -> span bytes, oldest release first
         self._released_bytes = 0
         self._unreleased_limit = self.retention.unreleased_bytes or self._memory_capacity_bytes // 2
         self._warned = False
         self._holding = False
-        self._from_attempt = False
         self._watch = WatchList()
         self._dead_worker_seconds = dead_worker_seconds
         self._next_worker_check = 0.0
@@ -143,7 +141,7 @@ class BridgeStore(InMemoryLightningStore):
         with self.collections.lock:
             for rollout_id in rollout_ids:
                 rollout = self.collections.rollout(rollout_id)
-                if rollout is None or rollout_id in self._released or rollout.status not in _FINISHED:
+                if rollout is None or rollout_id in self._released or rollout.status not in FINISHED:
                     continue
                 size = self._released[rollout_id] = self._span_bytes_by_rollout.get(rollout_id, 0)
                 self._released_bytes += size
@@ -213,7 +211,7 @@ class BridgeStore(InMemoryLightningStore):
             lost = []
             for rollout_id in list(self._running_rollout_ids):
                 attempts = self.collections.attempts_of(rollout_id)
-                if attempts and attempts[-1].worker_id == worker_id and attempts[-1].status in _RUNNING:
+                if attempts and attempts[-1].worker_id == worker_id and attempts[-1].status in RUNNING:
                     lost.append((rollout_id, attempts))
         for rollout_id, attempts in lost:
             await self._forgive(rollout_id, attempts)
@@ -271,49 +269,42 @@ class BridgeStore(InMemoryLightningStore):
             self.collections.trim_resources(_RESOURCES_KEPT)
         return update
 
-    async def _unlocked_update_attempt_and_rollout(self, collections: Any, *args: Any, **kwargs: Any) -> Any:
-        """An attempt's end must not change a rollout that has its own: one that was cancelled, or failed by the watchdog, stays so, though the agent
-        comes to an end later."""
-        self._from_attempt = True  # under the lock, and nothing suspends before it is taken back
-        try:
-            return await super()._unlocked_update_attempt_and_rollout(collections, *args, **kwargs)
-        finally:
-            self._from_attempt = False
-
-    async def _unlocked_update_rollout_only(self, collections: Any, rollout_id: str, *args: Any, **kwargs: Any) -> Any:
-        if self._from_attempt and (rollout := self.collections.rollout(rollout_id)) is not None and rollout.status in _FINISHED:
-            return rollout, []
-        return await super()._unlocked_update_rollout_only(collections, rollout_id, *args, **kwargs)
-
     async def _post_update_rollout(self, rollouts: Sequence[tuple[Rollout, Sequence[str]]], skip_enqueue: bool = False) -> None:
         await super()._post_update_rollout(rollouts, skip_enqueue=skip_enqueue)
         with self.collections.lock:
             for rollout, _ in rollouts:
-                attempts = self.collections.attempts_of(rollout.rollout_id) if rollout.status in _RUNNING else []
-                next_check = _next_check(rollout.config, attempts[-1]) if attempts else None
+                attempt = self.collections.latest_attempt(rollout.rollout_id) if rollout.status in RUNNING else None
+                next_check = _next_check(rollout.config, attempt) if attempt is not None else None
                 if next_check is None:
                     self._watch.discard(rollout.rollout_id)
                 else:
                     self._watch.set(rollout.rollout_id, next_check)
         for rollout, updated in rollouts:
-            if "status" in updated and rollout.status in _FINISHED:
+            if "status" in updated and rollout.status in FINISHED:
                 for listener in list(self._finished_listeners):
                     listener(rollout)
 
     async def _post_add_spans(self, spans: Sequence[Span], rollout_id: str, attempt_id: str) -> None:
-        await super()._post_add_spans(spans, rollout_id, attempt_id)
         with self.collections.lock:
-            if (before := self._released.get(rollout_id)) is not None:  # a late span of an attempt that was given up
-                after = self._released[rollout_id] = self._span_bytes_by_rollout.get(rollout_id, 0)
-                self._released_bytes += after - before
+            update = await self._on_attempt_heartbeat(rollout_id, attempt_id)
+            if update is not None:
+                await self._post_update_rollout([update])
+            size = sum(map(estimate_span_bytes, spans))
+            self._span_bytes_by_rollout[rollout_id] += size
+            self._total_span_bytes += size
+            if rollout_id in self._released:  # a late span of an attempt that was given up
+                self._released[rollout_id] += size
+                self._released_bytes += size
             self._trim()
 
     async def _maybe_evict_spans(self, collections: Any) -> None:
         """Stock eviction drops what nobody has read. ``_trim`` does what is to be done."""
 
     async def _scan_for_unhealthy_rollouts(self) -> None:
-        await super()._scan_for_unhealthy_rollouts()
-        if self._dead_worker_seconds > 0 and (now := time.time()) >= self._next_worker_check:
+        now = time.time()
+        if self._scan_debounce_seconds <= 0 or now - self._last_scan_entrance_time >= self._scan_debounce_seconds:
+            await super()._scan_for_unhealthy_rollouts()
+        if self._dead_worker_seconds > 0 and now >= self._next_worker_check:
             self._next_worker_check = now + min(5.0, self._dead_worker_seconds / 4)
             await self._fail_silent_workers(now)
 
@@ -324,7 +315,7 @@ class BridgeStore(InMemoryLightningStore):
         for rollout_id in self._watch.take_due(now):
             rollout = self.collections.rollout(rollout_id)
             attempts = self.collections.attempts_of(rollout_id)
-            if rollout is None or rollout.status not in _RUNNING or not attempts:
+            if rollout is None or rollout.status not in RUNNING or not attempts:
                 continue
             attempt = attempts[-1]
             next_check = _next_check(rollout.config, attempt)

@@ -1,0 +1,184 @@
+"""The store's own calls and Agent Lightning's, on the same histories: whatever is asked for afterwards is the same in both."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from typing import Any
+
+import pytest
+
+import agl_slime.store_calls as ours
+from agl_slime._agl import LLM, EnqueueRolloutRequest, InMemoryLightningStore, RolloutConfig, Span
+from agl_slime.store import BridgeStore
+
+STATUSES = ["preparing", "running", "succeeded", "failed", "failed", "timeout", "unresponsive"]
+RETRIES: list[list[Any]] = [[], ["failed"], ["failed", "timeout", "unresponsive"], ["failed", "timeout", "unresponsive"]]
+ROLLOUTS = 6
+
+
+def a_step(rng: random.Random) -> tuple[Any, ...]:
+    """What is done, and to which rollout and which of its attempts; -1 is the latest."""
+    rollout, place = rng.randrange(ROLLOUTS), rng.choice([-1, 0, 0, 1, 1, 2])
+    what = rng.choices(["spans", "end", "claim", "start", "numbers", "note", "cancel"], [8, 5, 3, 1, 2, 1, 0.3])[0]
+    return {
+        "spans": ("spans", rollout, place, rng.sample(range(1, 10), rng.randint(1, 3))),
+        "end": ("end", rollout, place, rng.choice(STATUSES)),
+        "claim": ("claim", rng.randint(1, 3), rng.choice([None, "one", "two"])),
+        "start": ("start", rollout, rng.choice([None, "one"])),
+        "numbers": ("numbers", rng.choices(range(ROLLOUTS), k=3)),
+        "note": ("note", rollout, place, rng.choice(["worker_id", "last_heartbeat_time", "metadata"])),
+        "cancel": ("cancel", rollout),
+    }[what]
+
+
+class Subject:
+    """One store under the history. Rollouts and attempts are told apart by number, since each store makes up its own ids."""
+
+    def __init__(self, store: InMemoryLightningStore) -> None:
+        self.store = store
+        self.rollouts: list[str] = []
+        self.answers: list[Any] = []
+        self._names: dict[str, str] = {}
+        self._span_ids = itertools.count()
+
+    async def begin(self, configs: list[RolloutConfig]) -> None:
+        await self.store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")})
+        requests = [EnqueueRolloutRequest(input={"n": [n]}, mode="train", config=config) for n, config in enumerate(configs)]
+        self.rollouts = [rollout.rollout_id for rollout in await self.store.enqueue_many_rollouts(requests)]
+
+    async def attempt(self, number: int, place: int) -> str:
+        attempts = await self.store.query_attempts(self.rollouts[number])
+        return attempts[place].attempt_id if 0 <= place < len(attempts) else "latest" if place < 0 else "at-none"
+
+    async def do(self, step: tuple[Any, ...]) -> None:
+        try:
+            self.answers.append(self.plain(await self._do(*step)))
+        except ValueError as error:
+            self.answers.append(type(error).__name__)
+
+    async def _do(self, what: str, *args: Any) -> Any:
+        store, rollouts = self.store, self.rollouts
+        if what == "claim":
+            return await store.dequeue_many_rollouts(limit=args[0], worker_id=args[1])
+        if what == "start":
+            return await store.start_attempt(rollouts[args[0]], worker_id=args[1])
+        if what == "numbers":
+            return await store.get_many_span_sequence_ids([(rollouts[n], "any") for n in args[0]])
+        if what == "spans":
+            number, place, spans = args
+            attempt_id = await self.attempt(number, place)
+            return await store.add_many_spans([self.span(rollouts[number], attempt_id, n) for n in spans])
+        if what == "cancel":
+            return await store.update_rollout(rollouts[args[0]], status="cancelled")
+        number, place, value = args
+        rollout = await store.get_rollout_by_id(rollouts[number])
+        attempt_id = await self.attempt(number, place)
+        if rollout is not None and rollout.status in ours.FINISHED:
+            return None  # where an attempt ends after its rollout the two differ on purpose
+        if what == "end":
+            return await store.update_attempt(rollouts[number], attempt_id, status=value)
+        fields: dict[str, Any] = {"worker_id": "three"} if value == "worker_id" else {value: {"a": 1} if value == "metadata" else 5.0}
+        return await store.update_attempt(rollouts[number], attempt_id, **fields)
+
+    def span(self, rollout_id: str, attempt_id: str, number: int) -> Span:
+        common: dict[str, Any] = {"rollout_id": rollout_id, "attempt_id": attempt_id, "sequence_id": number, "trace_id": "t", "start_time": 1.0}
+        return Span.from_attributes(**common, span_id=f"span-{next(self._span_ids)}", name="x", attributes={"n": number})
+
+    async def seen(self) -> Any:
+        """All that the store tells when it is asked."""
+        store = self.store
+        answers: list[Any] = [await store.query_rollouts(), await store.query_workers(), await store.get_many_span_sequence_ids([])]
+        for rollout_id in self.rollouts:
+            answers += [await store.get_rollout_by_id(rollout_id), await store.get_latest_attempt(rollout_id), await store.query_attempts(rollout_id)]
+            answers += [await store.query_spans(rollout_id), await store.query_spans(rollout_id, "latest")]
+            answers += [await store.query_spans(rollout_id, attempt.attempt_id) for attempt in await store.query_attempts(rollout_id)]
+        counts = {name: value for name, value in (await store.statistics()).items() if name.startswith("total_") and name != "total_span_bytes"}
+        running = [rollout_id in store._running_rollout_ids for rollout_id in self.rollouts]
+        return self.plain([*answers, counts, running])
+
+    def plain(self, value: Any) -> Any:
+        """``value`` without pydantic, with ids by the order in which they were seen, and times only as there or not."""
+        if hasattr(value, "model_dump"):
+            value = value.model_dump()
+        if isinstance(value, dict):
+            return {name: value[name] is not None if name.endswith("_time") else self.plain(value[name]) for name in sorted(value)}
+        if isinstance(value, (list, tuple)):
+            return [self.plain(item) for item in value]
+        if isinstance(value, str) and value.startswith(("ro-", "at-", "rs-")):
+            return self._names.setdefault(value, f"{value[:3]}{len(self._names)}")
+        return value
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_both_stores_tell_the_same(seed: int) -> None:
+    rng = random.Random(seed)
+    configs = [RolloutConfig(max_attempts=rng.choice([1, 2, 3, 3]), retry_condition=rng.choice(RETRIES)) for _ in range(ROLLOUTS)]
+    subjects = [Subject(InMemoryLightningStore(thread_safe=True)), Subject(BridgeStore(dead_worker_seconds=0))]
+    for subject in subjects:
+        await subject.begin(configs)
+    history = [("claim", 4, "one"), *(a_step(rng) for _ in range(60))]
+    for step in history:
+        for subject in subjects:
+            await subject.do(step)
+        stock, bridge = (subject.answers[-1] for subject in subjects)
+        assert bridge == stock, step
+        stock, bridge = [await subject.seen() for subject in subjects]
+        assert bridge == stock, step
+
+
+async def claimed(store: BridgeStore) -> tuple[str, str]:
+    await store.enqueue_rollout(input={}, mode="train")
+    claimed = await store.dequeue_rollout(worker_id="one")
+    assert claimed is not None
+    return claimed.rollout_id, claimed.attempt.attempt_id
+
+
+async def test_what_is_not_valid_changes_nothing() -> None:
+    store = BridgeStore()
+    rollout_id, attempt_id = await claimed(store)
+    for fields in ({"status": "done"}, {"status": "failed", "last_heartbeat_time": "never"}, {"metadata": 3}):
+        with pytest.raises(ValueError, match=next(reversed(fields))):
+            await store.update_attempt(rollout_id, attempt_id, **fields)  # type: ignore[arg-type]
+    attempt = await store.get_latest_attempt(rollout_id)
+    assert attempt is not None
+    assert (attempt.status, attempt.last_heartbeat_time, attempt.metadata, attempt.end_time) == ("preparing", None, None, None)
+
+
+async def test_of_spans_with_one_id_the_first_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    store = BridgeStore()
+    rollout_id, attempt_id = await claimed(store)
+
+    def span(name: str, span_id: str) -> Span:
+        return Span.from_attributes(rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=1, name=name, span_id=span_id, attributes={})
+
+    first = [span("a", "1"), span("b", "2")]
+    assert await store.add_many_spans(first) == first
+    assert [s.name for s in await store.add_many_spans([span("c", "3"), span("late", "1"), span("d", "4")])] == ["c", "d"]
+    assert await store.add_span(span("late", "4")) is None
+    assert sorted(s.name for s in await store.query_spans(rollout_id, attempt_id)) == ["a", "b", "c", "d"]
+    assert (await store.statistics()).get("total_spans") == 4
+    assert "1 spans of rollout" in caplog.text
+
+
+async def test_an_agent_that_changes_its_task_does_not_change_the_stored_one() -> None:
+    store = BridgeStore()
+    await store.enqueue_rollout(input={"messages": [{"content": "hi"}]}, mode="train")
+    claimed = await store.dequeue_rollout()
+    assert claimed is not None
+    claimed.input["messages"][0]["content"] = "changed"
+    stored = await store.get_rollout_by_id(claimed.rollout_id)
+    assert stored is not None
+    assert stored.input == {"messages": [{"content": "hi"}]}
+
+
+async def test_a_scan_before_spans_are_read_finds_what_is_past_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BridgeStore(scan_debounce_seconds=0)
+    await store.enqueue_rollout(input={}, config=RolloutConfig(timeout_seconds=5))
+    claimed = await store.dequeue_rollout()
+    assert claimed is not None
+    later = time.time() + 10
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert list(await store.query_spans(claimed.rollout_id, claimed.attempt.attempt_id)) == []
+    assert store.collections.rollout(claimed.rollout_id).status == "failed"  # type: ignore[union-attr]
