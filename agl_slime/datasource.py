@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -258,6 +259,8 @@ class AGLDataSource(DataSource):
                 ended=sorted(set(self.ledger.recent_ids()) - set(waiting)) if self._feed.looks else None,
                 follow=self.progress.state(),
                 demand=self._demand.state() if self._demand is not None else None,
+                closed=self._closed_counts() if isinstance(self.ledger, Ledger) else None,
+                early=self._assembler.early,
                 version=self._policy_version.newest,
             )
 
@@ -270,12 +273,15 @@ class AGLDataSource(DataSource):
         ]
         with self.changed:
             self.ledger.remember(state.ended or [])
+            if isinstance(self.ledger, Ledger):
+                self.ledger.carry_over([(Outcome(outcome), reason, n) for outcome, reason, n in state.closed or []])
             with self.ledger.batch():
                 for group in groups:
                     self._ready.put(group)
                     self.ledger.open_many([(rollout_id, group.instance_id) for rollout_id in group.rollout_ids])
                     self.ledger.ready_many(group.rollout_ids)
             self._policy_version.advance(state.version)
+            self._assembler.remember_early(state.early or [])
             self._next_index = max(self._next_index, state.index)
             self._next_group_index = max(self._next_group_index, state.group_index)
             self._next_rollout_number = max(self._next_rollout_number, state.rollout_number)
@@ -288,6 +294,15 @@ class AGLDataSource(DataSource):
             self.changed.notify_all()
         for rollout_id in state.waiting or []:
             self.notify(rollout_id)
+
+    def _closed_counts(self) -> list[list[Any]]:
+        closed = Counter(self.ledger.counts().reasons)
+        for member in self._assembler.members_waiting():  # which are read, and counted, once more when the state is loaded
+            if not member.ok:
+                closed[member.outcome_if_failed, member.failure or ""] -= 1
+            elif member.mode != "train":
+                closed[Outcome.VALIDATED, ""] -= 1
+        return [[outcome.value, reason, n] for (outcome, reason), n in closed.items() if n]
 
     def __len__(self) -> int:
         """Number of tasks in an epoch where this data source has a file of them, from which slime computes ``--num-epoch``; else the groups that are

@@ -31,6 +31,10 @@ class DataSourceState:
     """Position in a remote store's feed."""
     demand: dict[str, Any] | None = None
     """Tasks that were drawn, and those that are under way."""
+    closed: list[list[Any]] | None = None
+    """Outcome, reason and number of the rollouts that have ended, where the ledger is not on disk."""
+    early: list[str] | None = None
+    """Groups that settled with rollouts still out, whose reports may be still to come."""
     version: int | None = None
     """Newest weight version that was known."""
 

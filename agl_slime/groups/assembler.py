@@ -76,6 +76,15 @@ class GroupAssembler:
         """Whether the group has settled with members still out."""
         return group_id in self._early
 
+    @property
+    def early(self) -> list[str]:
+        """The groups that settled with members still out, the last of them."""
+        return list(self._early)
+
+    def remember_early(self, group_ids: Iterable[str]) -> None:
+        """These settled with members still out in a former life of the run."""
+        self._early.update(dict.fromkeys(group_ids))
+
     def add(self, member: MemberResult, *, default_size: int = 1) -> GroupResult | None:
         """Take a finished rollout in; the group, when that settles it. ``default_size`` is the size of a group that nobody announced. A rollout that
         is there already, or whose group has settled without it, is ignored."""

@@ -164,6 +164,14 @@ class Ledger:
             for rollout_id in rollout_ids:
                 self._remember(rollout_id)
 
+    def carry_over(self, closed: Iterable[tuple[Outcome, str, int]]) -> None:
+        """So many rollouts closed with this outcome and reason in a former life of the run."""
+        with self._lock:
+            for outcome, reason, n in closed:
+                self._opened += n
+                self._closed[outcome] += n
+                self._reasons[outcome, reason] += n
+
     def _remember(self, rollout_id: str) -> None:
         self._recent[rollout_id] = None
         if len(self._recent) > _REMEMBERED_CLOSED:

@@ -14,6 +14,7 @@ from agl_slime._agl import InMemoryLightningStore, LightningStore
 from agl_slime.datasource import AGLDataSource, DataSourceSettings
 from agl_slime.errors import DataSourceError
 from agl_slime.groups.outcome import Outcome
+from agl_slime.groups.policy import CompleteGroup, FailFast
 from agl_slime.store import BridgeStore
 from agl_slime.types import Sample, get_rollout_id
 from tests.store_cases import enqueue, finish
@@ -38,7 +39,8 @@ async def settled(source: AGLDataSource, n: int) -> None:
 
     def taken_in() -> int:
         counts = source.ledger.counts()
-        return counts.ready + sum(counts.closed.values()) + len(source._assembler.members_waiting())
+        # a failed member of a group that waits is closed in the ledger already
+        return counts.ready + sum(counts.closed.values()) + sum(member.ok for member in source._assembler.members_waiting())
 
     for _ in range(2_000):
         if taken_in() >= n:
@@ -77,7 +79,47 @@ async def test_ready_groups_half_groups_and_numbers_go_on_where_they_were(tmp_pa
         assert [sample.index for group in [taken, *later] for sample in group] == list(range(8))
         assert [group[0].group_index for group in [taken, *later]] == [0, 1, 2, 3]
         counts = second.ledger.counts()
-        assert (counts.opened, counts.open, counts.ready, counts.closed) == (6, 0, 0, {Outcome.TRAINED: 6})
+        assert (counts.opened, counts.open, counts.ready, counts.closed) == (8, 0, 0, {Outcome.TRAINED: 8})
+
+
+async def test_counts_and_the_policy_version_go_on_and_nothing_is_counted_twice(tmp_path: Path) -> None:
+    store = BridgeStore()
+    first = source_over(store, tmp_path, policy=CompleteGroup())
+    half = await enqueue(store, 2, group_id="half", size=2)
+    whole = await enqueue(store, 2, group_id="whole", size=2)
+    await finish(store, half[0], status="failed", reward=None)
+    for rollout_id in whole:
+        await finish(store, rollout_id, status="failed", reward=None)
+    await settled(first, 3)
+    first.set_version(7)
+    first.save(1)
+    first.stop()
+    assert first.ledger.counts().closed == {Outcome.FAILED: 3}
+
+    with source_over(store, tmp_path, policy=CompleteGroup()) as second:
+        second.load(1)
+        await finish(store, half[1], status="failed", reward=None)
+        await settled(second, 4)
+        counts = second.ledger.counts()
+        assert (counts.opened, counts.closed, counts.reasons) == (4, {Outcome.FAILED: 4}, {(Outcome.FAILED, "failed"): 4})
+        assert second.state().version == 7
+
+
+async def test_a_late_end_is_recognised_after_a_restart_too(tmp_path: Path) -> None:
+    store = BridgeStore()
+    first = source_over(store, tmp_path, policy=FailFast())
+    ids = await enqueue(store, 3, group_id="g", size=3)
+    await finish(store, ids[0], status="failed", reward=None)
+    await settled(first, 1)
+    first.save(1)
+    first.stop()
+    with source_over(store, tmp_path) as second:
+        second.load(1)
+        for rollout_id in ids[1:]:
+            await finish(store, rollout_id)
+        await settled(second, 3)
+        assert second.ledger.counts().reasons == {(Outcome.FAILED, "failed"): 1, (Outcome.CANCELLED, "group_settled"): 2}
+        assert len(second._assembler) == 0
 
 
 async def test_a_plain_store_does_not_give_again_what_was_trained_before_the_checkpoint(tmp_path: Path) -> None:
@@ -106,20 +148,19 @@ async def test_whatever_happens_between_checkpoints_each_rollout_is_handed_out_o
     ids = [rollout_id for group in range(12) for rollout_id in await enqueue(store, 3, group_id=f"g{group}", size=3)]
     rng.shuffle(ids)
     source = source_over(store, tmp_path)
-    ended, handed, handed_before = 0, [], 0
+    ended, handed = 0, []
     for step in range(6):
         for rollout_id in ids[step * 6 : step * 6 + 6]:
             await finish(store, rollout_id)
         ended += 6
-        await settled(source, ended - handed_before)
+        await settled(source, ended)
         if len(source):
             handed += rollouts_of(await get(source, rng.randint(1, len(source))))
         source.save(step)
         source.stop()
         source = source_over(store, tmp_path)
         source.load(step)
-        handed_before = len(handed)
-        await settled(source, ended - handed_before)
+        await settled(source, ended)
     handed += rollouts_of(await get(source, len(source)))
     source.stop()
     assert sorted(handed) == sorted(ids)
