@@ -11,6 +11,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from agl_slime._agl import LLM, LitAgent, NamedResources, Rollout, emit_reward
@@ -180,7 +181,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         offered = self.build_tools(task)
         tools = ToolManager(offered, timeout_s=self.tool_timeout_s, max_result_chars=self.max_tool_result_chars, task=task) if offered else None
         return RolloutSession(
-            client=self._client or self._client_for(llm.endpoint, tokenizer),
+            client=self._client or self._client_for(llm, tokenizer),
             tokenizer=tokenizer,
             sampling=self._sampling or sampling_of(llm),
             messages=self.build_prompt(task),
@@ -212,11 +213,15 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             self.scheduler = scheduler = scheduler(max_turns=self.max_turns)
         return scheduler
 
-    def _client_for(self, endpoint: str, tokenizer: ChatTokenizer) -> SGLangClient:
-        client = self._clients.get(endpoint)
+    def _client_for(self, llm: LLM, tokenizer: ChatTokenizer) -> SGLangClient:
+        client = self._clients.get(llm.endpoint)
         if client is None:
-            eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-            client = self._clients[endpoint] = SGLangClient(base_url=endpoint, settings=self._client_settings, eos_token_ids=eos)
+            client = self._clients[llm.endpoint] = SGLangClient(
+                base_url=llm.endpoint,
+                settings=self._client_settings,
+                eos_token_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
+                vocab_size=_vocab_size_of(llm.model),
+            )
         return client
 
 
@@ -233,6 +238,17 @@ def sampling_of(llm: LLM) -> SamplingParams:
             values[name] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
     extra = {name: value for name, value in given.items() if name not in _SAMPLING_FIELDS and name != "max_tokens"}
     return SamplingParams(**values, extra=extra)
+
+
+def _vocab_size_of(model: str) -> int | None:
+    """The vocabulary of the checkpoint at ``model``, where that is a directory of this machine. SGLang does not tell its own, and answers an id
+    beyond it with an error that names no cause."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_bytes())
+        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    except (OSError, ValueError, AttributeError):  # no such file, or one of another kind
+        return None
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def _llm_of(resources: NamedResources) -> LLM:
