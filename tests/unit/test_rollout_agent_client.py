@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,8 @@ from agl_slime._agl import LLM
 from agl_slime.errors import OutOfVocabularyError
 from agl_slime.sglang.payloads import SamplingParams
 from tests.trace_tokenizers import small_tokenizer
+
+TOKENIZER: Any = small_tokenizer()
 
 
 @pytest.mark.parametrize(
@@ -27,13 +30,13 @@ from tests.trace_tokenizers import small_tokenizer
 def test_the_vocabulary_is_read_from_the_checkpoint_of_this_machine(config: str | None, expected: int | None, tmp_path: Path) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    client = SGLangLitAgent()._client_for(LLM(endpoint="http://127.0.0.1:9", model=str(tmp_path)), small_tokenizer())
+    client = SGLangLitAgent()._client_for(LLM(endpoint="http://127.0.0.1:9", model=str(tmp_path)), TOKENIZER)
     assert client.vocab_size == expected
 
 
 async def test_an_id_outside_of_it_is_refused_before_it_is_sent(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 300}')
-    client = SGLangLitAgent()._client_for(LLM(endpoint="http://127.0.0.1:9", model=str(tmp_path)), small_tokenizer())
+    client = SGLangLitAgent()._client_for(LLM(endpoint="http://127.0.0.1:9", model=str(tmp_path)), TOKENIZER)
     async with client:
         with pytest.raises(OutOfVocabularyError, match="outside the model's vocabulary of 300 ids"):
             await client.generate([1, 300], SamplingParams(max_new_tokens=1))
