@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from agl_slime.errors import TraceError
 from agl_slime.trace import attributes as names
-from agl_slime.trace.chat_messages import WEAVE_OUTPUT, ChatMessage, answer_messages, has_conversation, literal, request_messages, tool_definitions
+from agl_slime.trace.chat_messages import (
+    WEAVE_INPUT,
+    WEAVE_OUTPUT,
+    ChatMessage,
+    answer_messages,
+    has_conversation,
+    literal,
+    request_messages,
+    tool_definitions,
+)
 from agl_slime.trace.retokenize import Retokenizer
 from agl_slime.trace.turn import Turn, finish_reason, parse_json
 
@@ -29,6 +38,8 @@ _RESPONSE_IDS = (
     f"{WEAVE_OUTPUT}.choices.0.provider_specific_fields.token_ids",
     f"{_VLLM}.response_token_ids",
 )
+# What a model was asked is under a name that begins with one of these.
+_ASKED = (*_PROMPT_IDS, names.INPUT_MESSAGES, names.LEGACY_PROMPT, f"{WEAVE_INPUT}.messages")
 _REQUEST_ID = (names.RESPONSE_ID, f"{WEAVE_OUTPUT}.id", f"{_VLLM}.id")
 _FINISH = ("gen_ai.completion.0.finish_reason", f"{WEAVE_OUTPUT}.choices.0.finish_reason")
 
@@ -119,6 +130,11 @@ class ModelCall:
             return [entry["logprob"] for entry in content]
         except (TypeError, KeyError) as error:
             raise TraceError(f"the log-probs of span {self.span.span_id} are not a list of objects with 'logprob'") from error
+
+
+def may_be_call(attributes: Mapping[str, Any]) -> bool:
+    """Whether there is anything that a model was asked; ``False`` at little cost for rewards, tools and the like."""
+    return any(name.startswith(_ASKED) for name in attributes)
 
 
 def _ids(attributes: Mapping[str, Any], places: Iterable[str]) -> list[int]:

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 from typing_extensions import TypedDict, Unpack
 
 from agl_slime.errors import RewardError, TraceError
 from agl_slime.trace import attributes as names
+from agl_slime.trace.codec import LogProbArray
 from agl_slime.trace.reward import read_reward
 from agl_slime.trace.segments import Segment, merge_turns
 from agl_slime.trace.spans import Convention, read_turns, spans_of_attempt
@@ -230,16 +232,17 @@ def _make_sample(
 ) -> Sample:
     turns = [trajectory.turns[at.turn] for at in segment.placements]
     start = segment.prompt_length
+    mask, log_probs = segment.loss_mask[start:], segment.log_probs[start:] if with_log_probs and segment.log_probs is not None else None
     tokens = segment.token_ids.tolist()
+    _check(len(tokens), len(tokens) - start, mask, log_probs)
     # the rollout's own stop reason is that of the segment with its last turn
     stop_reason = trajectory.stop_reason if turns[-1] is trajectory.turns[-1] else turns[-1].finish_reason
-    log_probs = segment.log_probs[start:].tolist() if with_log_probs and segment.log_probs is not None else None
-    sample = sample_from_fields(
+    return sample_from_fields(
         **numbers,
         tokens=tokens,
         response_length=len(tokens) - start,
-        loss_mask=segment.loss_mask[start:].tolist(),
-        rollout_log_probs=log_probs,
+        loss_mask=mask.tolist(),
+        rollout_log_probs=None if log_probs is None else log_probs.tolist(),
         prompt=_prompt(turns[0], tokenizer),
         response=_decode(tokens[start:], tokenizer) if tokenizer is not None else "".join(turn.text for turn in turns),
         label=_label(trajectory.task),
@@ -249,24 +252,23 @@ def _make_sample(
         prefix_cache_info=_prefix_cache_info(turns),
         metadata={**facts, **_metadata(segment, number, turns, trajectory, report, stop_reason)},
     )
-    _check(sample)
-    return sample
 
 
-def _check(sample: Sample) -> None:
-    """The invariants of a Sample; slime checks only some of them, and late."""
-    n, mask, log_probs = sample.response_length, sample.loss_mask, sample.rollout_log_probs
-    if not 0 < n < len(sample.tokens):
-        raise TraceError(f"response_length must lie between 1 and {len(sample.tokens) - 1} (the tokens less one), got {n}")
-    if mask is None or len(mask) != n or not set(mask) <= {0, 1} or mask[0] != 1:
-        raise TraceError(f"loss_mask must have {n} entries of 0 or 1 and begin with 1, got {'none' if mask is None else len(mask)}")
+def _check(length: int, n: int, mask: npt.NDArray[np.int8], log_probs: LogProbArray | None) -> None:
+    """The invariants of a Sample of ``length`` tokens, ``n`` of them response; slime checks only some of them, and late. On arrays: 20 times as fast
+    as on the lists that the Sample gets."""
+    if not 0 < n < length:
+        raise TraceError(f"response_length must lie between 1 and {length - 1} (the tokens less one), got {n}")
+    trained = mask == 1
+    context = None if trained.all() else ~trained
+    if len(mask) != n or not trained[0] or (context is not None and mask[context].any()):
+        raise TraceError(f"loss_mask must have {n} entries of 0 or 1 and begin with 1, got {len(mask)}")
     if log_probs is not None:
         if len(log_probs) != n:
             raise TraceError(f"rollout_log_probs must have {n} entries, got {len(log_probs)}")
-        values = np.asarray(log_probs, dtype=np.float64)  # 20 times as fast as looking at each
-        if not np.isfinite(values).all():
+        if not np.isfinite(log_probs).all():
             raise TraceError("rollout_log_probs must be finite")
-        if values[np.asarray(mask) == 0].any():
+        if context is not None and log_probs[context].any():
             raise TraceError("rollout_log_probs must be 0.0 where the loss mask is 0")
 
 

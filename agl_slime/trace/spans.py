@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Literal
 
 from agl_slime.errors import TraceError
 from agl_slime.trace import attributes as names
-from agl_slime.trace.calls import ModelCall
+from agl_slime.trace.calls import ModelCall, may_be_call
 from agl_slime.trace.retokenize import Retokenizer
+from agl_slime.trace.reward import REWARD_PREFIX
 from agl_slime.trace.turn import Turn, decode_turns, is_packed
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 Convention = Literal["packed", "lists", "text"]
 
-_REWARD_PREFIX = "agentlightning.reward"
 # OpenTelemetry's spans of agents and tools carry messages too, those of the calls beneath them
 _MODEL_OPERATIONS = frozenset({None, "chat", "text_completion", "generate_content"})
 
@@ -119,7 +119,8 @@ def _calls(spans: Sequence[Span], is_policy_call: Callable[[Span], bool] | None)
 
 
 def _may_be_call(span: Span) -> bool:
-    return not is_packed(span.attributes) and span.attributes.get(names.OPERATION_NAME) in _MODEL_OPERATIONS
+    attributes = span.attributes
+    return not is_packed(attributes) and attributes.get(names.OPERATION_NAME) in _MODEL_OPERATIONS and may_be_call(attributes)
 
 
 def _ancestors(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:
@@ -131,5 +132,5 @@ def _ancestors(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:
 
 
 def _is_reward(span: Span) -> bool:
-    named = span.attributes.get("agentlightning.operation.name") == _REWARD_PREFIX
-    return named or any(key.startswith(_REWARD_PREFIX) for key in span.attributes)
+    named = span.attributes.get("agentlightning.operation.name") == REWARD_PREFIX
+    return named or any(key.startswith(REWARD_PREFIX) for key in span.attributes)

@@ -7,6 +7,7 @@ and the log-probs makes sure that what is read is what was sampled.
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import threading
@@ -153,6 +154,11 @@ def _same(a: Any, b: Any) -> bool:
 
 # -- writing -----------------------------------------------------------------------------------------------------------------------------
 
+# What tells the encoders of one attempt apart: they live in one process. Begins anywhere, so that those of its attempts look different as well.
+_streams = itertools.count(secrets.randbits(32))
+# json.dumps would make an encoder per call
+_to_json = json.JSONEncoder(ensure_ascii=False, default=str).encode
+
 
 class TurnEncoder:
     """Turns of one rollout to span attributes, each stored as the difference to what was sent before.
@@ -165,7 +171,7 @@ class TurnEncoder:
     def __init__(self, *, model: str | None = None, list_form: bool = False) -> None:
         self._model = model
         self._list_form = list_form
-        self._stream = secrets.token_hex(4)
+        self._stream = f"{next(_streams) & 0xFFFFFFFF:08x}"
         self._lock = threading.Lock()
         self._tree = TokenTree()
         self._messages: list[tuple[str, ...]] = []  # per turn, as JSON: the agent may change its dicts later
@@ -238,7 +244,7 @@ def _message_json(message: Mapping[str, Any]) -> str:
 
 
 def _json(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = _to_json(value)
     try:
         text.encode()
     except UnicodeEncodeError:  # a lone surrogate, which no store could write as UTF-8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agl_slime._agl import Rollout, Span, emit_reward
@@ -186,24 +187,29 @@ def test_a_reward_that_is_not_finite_is_refused(bad: float):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"response_length": 3}, "response_length must lie between 1 and 2"),
-        ({"response_length": 0}, "response_length must lie between 1 and 2"),
-        ({"loss_mask": None}, "loss_mask must have 2 entries of 0 or 1 and begin with 1, got none"),
-        ({"loss_mask": [1]}, "got 1"),
-        ({"loss_mask": [0, 1]}, "begin with 1"),
-        ({"loss_mask": [1, 2]}, "0 or 1"),
-        ({"rollout_log_probs": [-1.0]}, "rollout_log_probs must have 2 entries, got 1"),
-        ({"rollout_log_probs": [-1.0, float("nan")]}, "must be finite"),
-        ({"loss_mask": [1, 0]}, "must be 0.0 where the loss mask is 0"),
+        ({"n": 3}, "response_length must lie between 1 and 2"),
+        ({"n": 0}, "response_length must lie between 1 and 2"),
+        ({"mask": []}, "loss_mask must have 2 entries of 0 or 1 and begin with 1, got 0"),
+        ({"mask": [1]}, "got 1"),
+        ({"mask": [0, 1]}, "begin with 1"),
+        ({"mask": [1, 2]}, "0 or 1"),
+        ({"mask": [1, -1]}, "0 or 1"),
+        ({"log_probs": [-1.0]}, "rollout_log_probs must have 2 entries, got 1"),
+        ({"log_probs": [-1.0, float("nan")]}, "must be finite"),
+        ({"log_probs": [-1.0, float("inf")]}, "must be finite"),
+        ({"mask": [1, 0]}, "must be 0.0 where the loss mask is 0"),
     ],
 )
 def test_no_sample_leaves_that_training_would_read_wrongly(fields: dict[str, Any], sentence: str):
-    sample = Sample(tokens=[1, 2, 3], response_length=2, loss_mask=[1, 1], rollout_log_probs=[-1.0, -2.0])
-    _check(sample)
-    for name, value in fields.items():
-        setattr(sample, name, value)
+    good: dict[str, Any] = {"length": 3, "n": 2, "mask": [1, 1], "log_probs": [-1.0, -2.0]}
+
+    def check(values: dict[str, Any]) -> None:
+        mask, log_probs = np.array(values["mask"], dtype=np.int8), np.array(values["log_probs"], dtype=np.float32)
+        _check(values["length"], values["n"], mask, log_probs)
+
+    check(good)
     with pytest.raises(TraceError, match=sentence):
-        _check(sample)
+        check({**good, **fields})
 
 
 @pytest.mark.parametrize(("task", "label"), [({"label": {"a": 1}}, '{"a": 1}'), ({"label": None}, None), ({"question": "x"}, None), ("text", None)])
