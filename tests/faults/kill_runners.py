@@ -298,8 +298,10 @@ def _check(
         "groups lost": len(lost),
         "groups trained twice": len(twice),
     }
-    if closed.get(Outcome.CANCELLED.value):
-        faults.append(f"{closed[Outcome.CANCELLED.value]} rollouts were cancelled, and nobody has")
+    cancelled = closed.get(Outcome.CANCELLED.value, 0)
+    cut_off = sum(member.cut_off for group in dropped for member in group.members)
+    if cancelled != cut_off:
+        faults.append(f"{cancelled} rollouts were cancelled, and {cut_off} members of groups were let go")
 
 
 def main() -> int:
