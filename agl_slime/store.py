@@ -81,15 +81,16 @@ class StoreUsage:
 
 def estimate_span_bytes(span: Span) -> int:
     """Size of a span from its attributes' lengths alone, without walking them."""
-    return _SPAN_OVERHEAD_BYTES + sum(len(key) + _attribute_bytes(value) for key, value in span.attributes.items())
-
-
-def _attribute_bytes(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, (list, tuple)):
-        return 32 * len(value)  # a boxed number and its place in the list
-    return 32
+    size = _SPAN_OVERHEAD_BYTES
+    for key, value in span.attributes.items():
+        size += len(key)
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, (list, tuple)):
+            size += 32 * len(value)  # a boxed number and its place in the list
+        else:
+            size += 32
+    return size
 
 
 class BridgeStore(DirectCalls):

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Literal
 
 from agl_slime.errors import ConfigError, EngineError, EngineProtocolError
@@ -17,6 +18,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 # SGLang's Req._check_vocab_boundary_finish: a sampled id outside the vocabulary becomes an end token, with this as the "stop string" that matched
 _NAN_MARK = "NaN happened"
+
+_first, _second = itemgetter(0), itemgetter(1)
 
 _DP_RANK = re.compile(r"@\d+/?$")
 
@@ -120,8 +123,8 @@ def parse_generation(body: Any, *, latency_s: float = 0.0, where: str = "/genera
             raise EngineProtocolError(f"{where} answered without output_token_logprobs although return_logprob was set")
         pairs = []
     try:
-        ids = tuple(int(entry[1]) for entry in pairs)
-        log_probs = tuple(float(entry[0]) for entry in pairs)
+        ids = tuple(map(int, map(_second, pairs)))
+        log_probs = tuple(map(float, map(_first, pairs)))
     except (TypeError, ValueError, IndexError) as error:
         raise EngineProtocolError(f"{where} answered output_token_logprobs of another form: {_short(pairs)}") from error
     if not all(map(math.isfinite, log_probs)):

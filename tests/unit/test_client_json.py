@@ -1,0 +1,48 @@
+"""What the client writes and reads as JSON is what the standard library would, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from typing import Any
+
+import pytest
+
+from agl_slime.sglang.transport import _decoded, _encoded
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        {"input_ids": (1, 2, 3), "sampling_params": {"temperature": 0.1, "stop": ["é\u2028"], "extra": None}, "return_logprob": True},
+        {"text": "cut \ud83d"},
+        {"n": 2**70},
+        {"logit_bias": {5: 1.5}},
+        [],
+    ],
+)
+def test_a_payload_arrives_as_it_is(payload: Any):
+    assert json.loads(_encoded(payload)) == json.loads(json.dumps(payload))
+
+
+def test_what_is_no_json_is_refused():
+    with pytest.raises(TypeError):
+        _encoded({"x": object()})
+    for body in (b"", b"<html>", b'{"a": 1', b"\xff"):
+        with pytest.raises(ValueError):  # noqa: PT011  # which one depends on the body
+            _decoded(body)
+
+
+@pytest.mark.parametrize("body", [b'[NaN, Infinity, "\\ud83d"]', b'{"a": [1e400]}'])
+def test_what_servers_write_beyond_the_standard_is_read(body: bytes):
+    assert repr(_decoded(body)) == repr(json.loads(body))
+
+
+def test_log_probs_keep_every_bit():
+    rng = random.Random(0)
+    singles = [struct.unpack("<f", struct.pack("<f", -rng.expovariate(1) * 10 ** rng.randint(-30, 2)))[0] for _ in range(2_000)]
+    doubles = [-rng.expovariate(1) * 10 ** rng.randint(-300, 300) for _ in range(2_000)]
+    values = [*singles, *doubles, 5e-324, -0.0]
+    assert struct.pack(f"<{len(values)}d", *_decoded(json.dumps(values).encode())) == struct.pack(f"<{len(values)}d", *values)
+    assert json.loads(_encoded(values)) == values
