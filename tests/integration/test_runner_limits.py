@@ -346,6 +346,7 @@ async def test_agents_that_wait_properly_raise_no_such_warning(caplog: pytest.Lo
         {"heartbeat_interval_s": -1.0},
         {"lag_warning_s": -1.0},
         {"timeout_s": 0.0},
+        {"max_restarts": -1},
     ],
 )
 def test_settings_that_cannot_be_are_refused(bad: dict[str, Any]) -> None:
