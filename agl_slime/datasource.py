@@ -14,27 +14,25 @@ import logging
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from agl_slime._agl import LightningStore, Rollout
+from agl_slime._agl import EnqueueRolloutRequest, LightningStore, Rollout
 from agl_slime.collector import collect
 from agl_slime.completion_feed import CompletionFeed
 from agl_slime.datasource_state import DataSourceState, load_state, not_a_state, save_state
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.follow import FollowProgress
-from agl_slime.groups.assembler import GroupAssembler, GroupFilter
-from agl_slime.groups.ledger import Ledger, RolloutLedger
-from agl_slime.groups.outcome import CUT_OFF, GroupResult, MemberResult, Outcome
+from agl_slime.groups.assembler import GroupFilter
+from agl_slime.groups.ledger import RolloutLedger
+from agl_slime.groups.outcome import GroupResult, MemberResult, Outcome
 from agl_slime.groups.policy import GroupPolicy, MinimumViableGroup
-from agl_slime.groups.staleness import PolicyVersion, versions_of
-from agl_slime.ready import ReadyGroup, ReadyGroups
+from agl_slime.groups.settler import GroupSettler
 from agl_slime.release import Releaser
-from agl_slime.types import DataSource, Sample, set_rollout_id
+from agl_slime.types import DataSource, Sample
 
 if TYPE_CHECKING:  # loaded only when slime builds the data source
     from agl_slime.slime.connection import Connection
@@ -105,20 +103,17 @@ class AGLDataSource(DataSource):
             store, tokenizer = self._connection.store, tokenizer or self._connection.tokenizer()
             settings = settings or self._connection.data_source_settings()
         self.settings = settings or DataSourceSettings()
-        self.ledger: RolloutLedger = ledger if ledger is not None else Ledger()
+        self._groups = GroupSettler(
+            policy=self.settings.policy, group_filter=self.settings.group_filter, max_staleness=self.settings.max_staleness, ledger=ledger
+        )
+        self.ledger: RolloutLedger = self._groups.ledger
         self.poll_interval_s = self.settings.poll_interval_s
         self._store: LightningStore | None = store
         self._tokenizer = tokenizer
         self._reward_key: str | None = getattr(args, "reward_key", None)
         self._on_member = on_member
         self._on_group = on_group
-        self._assembler = GroupAssembler(policy=self.settings.policy, group_filter=self.settings.group_filter)
-        self._policy_version = PolicyVersion(max_staleness=self.settings.max_staleness)
-        self._ready = ReadyGroups()
         self.changed = threading.Condition()
-        self._next_index = 0
-        self._next_group_index = 0
-        self._next_rollout_number = 0
         self._failure: BaseException | None = None
         self._stopped = False
         self.announced = False
@@ -142,34 +137,30 @@ class AGLDataSource(DataSource):
         deadline: an empty list would make slime's default rollout function spin.
         """
         if self._store is None:
-            first, self._next_group_index = self._next_group_index, self._next_group_index + num_samples
-            return _placeholder_groups(first, num_samples, self.n_samples_per_prompt)
+            return self._groups.placeholders(num_samples, self.n_samples_per_prompt)
         self.demand(num_samples if self.settings.blocking else getattr(self.args, "rollout_batch_size", None) or num_samples)
         deadline = time.monotonic() + self.settings.get_timeout_s
+        ready = self._groups.ready
         with self.changed:
-            while len(self._ready) < num_samples and self.settings.blocking:
+            while len(ready) < num_samples and self.settings.blocking:
                 self.raise_if_dead()
-                if self._ready and not self._in_flight():
+                if ready and not self._in_flight():
                     break
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     break
                 self.changed.wait(min(remaining, 1.0))
             self.raise_if_dead()
-            if not self._ready and num_samples > 0 and self.settings.blocking:
+            if not ready and num_samples > 0 and self.settings.blocking:
                 counts = self.ledger.counts()
                 raise DataSourceError(
                     f"no group of samples became ready within {self.settings.get_timeout_s:g} s "
                     f"({counts.open} rollouts in flight, {counts.ready} ready, ended: {_spell(counts.reasons)})"
                 )
-            groups = self._ready.take(num_samples)
-            with self.ledger.batch():
-                for group in groups:
-                    if self.ledger.close_many(group.rollout_ids, Outcome.TRAINED):  # not when it was given back and comes again
-                        self._finish_instance(group.instance_id)
+            groups = self._groups.hand_out(num_samples)
             if self._demand is not None:
                 self._demand.taken(len(groups))
-        return [group.samples for group in groups]
+        return groups
 
     def demand(self, groups: int) -> None:
         """Have ``groups`` groups ready or under way, where this data source enqueues tasks itself; returns at once. Also begins to follow a remote
@@ -194,7 +185,7 @@ class AGLDataSource(DataSource):
         with self.changed:
             self._evaluations.update(dict.fromkeys(names))
             for group_id in names:
-                self._assembler.announce(group_id, size=1, mode="val")
+                self._groups.assembler.announce(group_id, size=1, mode="val")
         self._feed.submit(self._enqueue_evaluation(groups))
         deadline = time.monotonic() + self.settings.get_timeout_s
         with self.changed:
@@ -214,7 +205,7 @@ class AGLDataSource(DataSource):
     def metrics(self) -> dict[str, float]:
         """``agl/…``: where rollouts stand, and how many ended how since the start."""
         counts = self.ledger.counts()
-        metrics: dict[str, float] = {"agl/in_flight": counts.open, "agl/groups_ready": len(self._ready)}
+        metrics: dict[str, float] = {"agl/in_flight": counts.open, "agl/groups_ready": len(self._groups.ready)}
         metrics.update({f"agl/{outcome.value}_total": count for outcome, count in counts.closed.items()})
         metrics.update({f"agl/{outcome.value}/{reason}": count for (outcome, reason), count in counts.reasons.items() if reason})
         return metrics
@@ -222,7 +213,7 @@ class AGLDataSource(DataSource):
     def add_samples(self, samples: list[list[Sample]]) -> None:
         """Give groups back; they are handed out again before newer ones."""
         with self.changed:
-            self._ready.put_back(samples)
+            self._groups.ready.put_back(samples)
             self.changed.notify_all()
 
     def save(self, rollout_id: Any) -> None:
@@ -247,44 +238,20 @@ class AGLDataSource(DataSource):
     def state(self) -> DataSourceState:
         """What another data source needs to go on from here."""
         with self.changed:
-            waiting = [*dict.fromkeys([*(member.rollout_id for member in self._assembler.members_waiting()), *self._collecting])]
-            return DataSourceState(
-                groups=[[sample.to_dict() for sample in group.samples] for group in self._ready.groups],
-                index=self._next_index,
-                group_index=self._next_group_index,
-                rollout_number=self._next_rollout_number,
-                members=[group.rollout_ids for group in self._ready.groups],
-                instances=[group.instance_id for group in self._ready.groups],
+            state = self._groups.state()
+            waiting = list(dict.fromkeys([*(state.waiting or []), *self._collecting]))
+            return replace(
+                state,
                 waiting=waiting,
                 ended=sorted(set(self.ledger.recent_ids()) - set(waiting)) if self._feed.looks else None,
                 follow=self.progress.state(),
                 demand=self._demand.state() if self._demand is not None else None,
-                closed=self._closed_counts() if isinstance(self.ledger, Ledger) else None,
-                early=self._assembler.early,
-                version=self._policy_version.newest,
             )
 
     def restore(self, state: DataSourceState) -> None:
         """Go on from ``state``; raises ``KeyError``, ``TypeError`` or ``ValueError`` when it is none, and then nothing has changed."""
-        n = len(state.groups)
-        groups = [
-            ReadyGroup([Sample.from_dict(sample) for sample in samples], members, instance_id)
-            for samples, members, instance_id in zip(state.groups, state.members or [[]] * n, state.instances or [None] * n, strict=True)
-        ]
         with self.changed:
-            self.ledger.remember(state.ended or [])
-            if isinstance(self.ledger, Ledger):
-                self.ledger.carry_over([(Outcome(outcome), reason, n) for outcome, reason, n in state.closed or []])
-            with self.ledger.batch():
-                for group in groups:
-                    self._ready.put(group)
-                    self.ledger.open_many([(rollout_id, group.instance_id) for rollout_id in group.rollout_ids])
-                    self.ledger.ready_many(group.rollout_ids)
-            self._policy_version.advance(state.version)
-            self._assembler.remember_early(state.early or [])
-            self._next_index = max(self._next_index, state.index)
-            self._next_group_index = max(self._next_group_index, state.group_index)
-            self._next_rollout_number = max(self._next_rollout_number, state.rollout_number)
+            self._groups.restore(state)
             if state.follow is not None:
                 self.progress.restore(state.follow)
             if self._demand is not None and state.demand is not None:
@@ -295,20 +262,11 @@ class AGLDataSource(DataSource):
         for rollout_id in state.waiting or []:
             self.notify(rollout_id)
 
-    def _closed_counts(self) -> list[list[Any]]:
-        closed = Counter(self.ledger.counts().reasons)
-        for member in self._assembler.members_waiting():  # which are read, and counted, once more when the state is loaded
-            if not member.ok:
-                closed[member.outcome_if_failed, member.failure or ""] -= 1
-            elif member.mode != "train":
-                closed[Outcome.VALIDATED, ""] -= 1
-        return [[outcome.value, reason, n] for (outcome, reason), n in closed.items() if n]
-
     def __len__(self) -> int:
         """Number of tasks in an epoch where this data source has a file of them, from which slime computes ``--num-epoch``; else the groups that are
         ready."""
         epoch = self._connection.epoch_size if self._connection is not None else None
-        return len(self._ready) if epoch is None else epoch
+        return len(self._groups.ready) if epoch is None else epoch
 
     # -- what the loop calls -----------------------------------------------------------------------------------------------------------------
 
@@ -316,33 +274,28 @@ class AGLDataSource(DataSource):
         """Announce a group before its rollouts are enqueued: its size and mode, so that failures settle it too."""
         with self.changed:
             self.announced = True
-            self._assembler.announce(group_id, size=size, mode=mode)
+            self._groups.assembler.announce(group_id, size=size, mode=mode)
 
     def opened(self, rollouts: Sequence[Rollout | str]) -> None:
         """These rollouts were enqueued: they are in flight in the ledger, and are asked about if the store does not tell of their end. A group whose
         members are known as rollouts, and not by their ids alone, can be settled without those that are late."""
-        unwanted: list[str] = []
         with self.changed:
-            self.ledger.open_many([_name_and_instance(rollout) for rollout in rollouts])
-            for rollout in rollouts:
-                group_id = None if isinstance(rollout, str) else (rollout.metadata or {}).get("group_id")
-                if group_id is not None and not isinstance(rollout, str) and not self._assembler.enlist(str(group_id), rollout.rollout_id):
-                    unwanted.append(rollout.rollout_id)
-            self._close_unwanted(unwanted, "group_settled")
+            self._groups.opened(rollouts)
+            self._follow_up()
 
     def set_version(self, version: str | int) -> None:
         """The policy has a new weight version; groups that are too old for it are dropped. Versions that are no whole numbers cannot be compared."""
         with self.changed:
-            self._advance([version])
+            outdated = self._groups.outdated
+            self._groups.advance([version])
+            self._follow_up(dropped=self._groups.outdated > outdated)
             self.changed.notify_all()
 
     def abandon(self, rollout_ids: Sequence[str], *, group_ids: Iterable[str] = (), reason: str) -> None:
         """These will not end any more, or nobody waits for them: cancelled in the ledger for ``reason``, their groups forgotten, and late reports of
         them ignored."""
         with self.changed:
-            self._assembler.forget(group_ids)
-            with self.ledger.batch():
-                self.ledger.close_many([rollout_id for rollout_id in rollout_ids if self.ledger.is_open(rollout_id)], Outcome.CANCELLED, reason)
+            self._groups.abandon(rollout_ids, group_ids=group_ids, reason=reason)
             self.changed.notify_all()
 
     def listen(self, *, on_member: MemberListener | None = None, on_group: GroupListener | None = None) -> None:
@@ -394,49 +347,28 @@ class AGLDataSource(DataSource):
         if member is not None:
             self._settle(member)
             await self._releaser.read(rollout_id)
-            await self._run_again()
 
     async def look_at_groups(self) -> None:
         """Settle the groups that have waited long enough."""
         with self.changed:
-            late = self._assembler.late()
-            for group in late:
-                self._settle_group(group)
+            late = self._groups.late()
+            self._follow_up()
             self.changed.notify_all()
         for group in late:
             self._tell(None, group)
-        await self._run_again()
 
     def _settle(self, member: MemberResult) -> None:
-        with self.changed, self.ledger.batch():
-            self.ledger.open(member.rollout_id, instance_id=member.instance_id)  # a rollout that nobody announced is opened by its end
+        default_size = member.group_size or (self.n_samples_per_prompt if member.mode == "train" else 1)
+        with self.changed:
             self.progress.settle(member.rollout_id)
-            if not self.ledger.is_open(member.rollout_id):
-                return  # reported twice
-            if self._assembler.settled_early(member.group_id):
-                self.ledger.close(member.rollout_id, Outcome.CANCELLED, "group_settled")
-                return
-            member = self._check_age(member)
-            default_size = member.group_size or (self.n_samples_per_prompt if member.mode == "train" else 1)
-            group = self._assembler.add(member, default_size=default_size)
-            if not member.ok:
-                self.ledger.close(member.rollout_id, member.outcome_if_failed, member.failure or "")
-            elif member.mode != "train":
-                self.ledger.close(member.rollout_id, Outcome.VALIDATED)
-            if group is not None:
-                self._settle_group(group)
+            outdated = self._groups.outdated
+            settled = self._groups.settle(member, default_size=default_size)
+            self._follow_up(dropped=self._groups.outdated > outdated)  # it may show a newer version
+            if settled is not None and (group := settled[1]) is not None and group.group_id in self._evaluations:
+                self._evaluations[group.group_id] = group
             self.changed.notify_all()
-        self._tell(member, group)
-
-    def _check_age(self, member: MemberResult) -> MemberResult:
-        """The member, as a failure when it was sampled by weights that are too old."""
-        if not member.ok or member.mode != "train":
-            return member
-        self._advance(versions_of(member.samples))
-        if not self._policy_version.too_old(member.samples):
-            return member
-        message = f"{self._policy_version.lag(member.samples)} versions behind the policy, {self.settings.max_staleness} are allowed"
-        return replace(member, failure="stale", failure_message=message, outcome_if_failed=Outcome.STALE, samples=())
+        if settled is not None:
+            self._tell(*settled)
 
     def _tell(self, member: MemberResult | None, group: GroupResult | None) -> None:
         """What has ended, to whoever listens; outside of the lock."""
@@ -453,42 +385,14 @@ class AGLDataSource(DataSource):
         if group is not None and self._on_group is not None:
             self._on_group(group)
 
-    def _settle_group(self, group: GroupResult) -> None:
-        if group.mode != "train":
-            if group.group_id in self._evaluations:
-                self._evaluations[group.group_id] = group
-            return
-        for reason in CUT_OFF:
-            self._close_unwanted([member.rollout_id for member in group.members if member.failure == reason], reason)
-        if not group.ready:
-            self.ledger.close_many([member.rollout_id for member in group.succeeded], Outcome.FILTERED, group.code)
-            self._finish_instance(group.instance_id)
-            return
-        samples: list[Sample] = []
-        for member in group.succeeded:
-            for sample in member.samples:
-                sample.group_index = self._next_group_index
-                sample.index = self._next_index
-                if group.instance_id is not None:
-                    sample.metadata["instance_id"] = group.instance_id
-                set_rollout_id(sample, self._next_rollout_number)
-                self._next_index += 1
-                samples.append(sample)
-            self._next_rollout_number += 1
-        rollout_ids = [member.rollout_id for member in group.succeeded]
-        self.ledger.ready_many(rollout_ids)
-        self._next_group_index += 1
-        self._ready.put(ReadyGroup(samples, rollout_ids, group.instance_id))
-
-    def _finish_instance(self, instance_id: str | None) -> None:
-        if instance_id is not None:
-            self.ledger.finish_instance(instance_id)
-
-    def _close_unwanted(self, rollout_ids: list[str], reason: str) -> None:
-        """Rollouts that nobody waits for: cancelled, in the ledger at once and in the store soon."""
-        if rollout_ids:
-            self.ledger.close_many(rollout_ids, Outcome.CANCELLED, reason)
-            self._feed.submit(self._cancel(rollout_ids))
+    def _follow_up(self, *, dropped: bool = False) -> None:
+        """Have done in the store what the groups ask for; ``dropped``: ready groups are gone and may be replaced."""
+        if unwanted := self._groups.take_unwanted():
+            self._feed.submit(self._cancel(unwanted))
+        if retries := self._groups.assembler.take_retries():
+            self._feed.submit(self._run_again([member.request for member in retries if member.request is not None]))
+        if dropped and self._demand is not None:
+            self._feed.submit(self._demand.top_up())
 
     async def _cancel(self, rollout_ids: Sequence[str]) -> None:
         assert self._store is not None
@@ -500,28 +404,12 @@ class AGLDataSource(DataSource):
             except Exception as error:  # it runs to its end and is recognised as late: engine time, not data, is at stake
                 logger.warning("Rollout %s could not be cancelled in the store: %s", rollout_id, error)
 
-    async def _run_again(self) -> None:
-        """Enqueue the failed members that a policy wants to be run again, under the same group."""
-        with self.changed:
-            retries = self._assembler.take_retries()
-        if not retries:
-            return
+    async def _run_again(self, requests: list[EnqueueRolloutRequest]) -> None:
+        """Enqueue failed members that a policy wants to be run again, under the same group."""
         assert self._store is not None
-        self.opened(await self._store.enqueue_many_rollouts([member.request for member in retries if member.request is not None]))
+        self.opened(await self._store.enqueue_many_rollouts(requests))
         if self._connection is not None:
             self._connection.wake_runner()
-
-    def _advance(self, versions: Iterable[str | int]) -> None:
-        """The policy has one of these versions, at least. Groups that are too old for it are not handed out any more."""
-        news = [self._policy_version.advance(version) for version in versions]
-        if not any(news):
-            return
-        stale = self._ready.remove(self._policy_version.too_old)
-        for group in stale:
-            self.ledger.close_many(group.rollout_ids, Outcome.STALE, "waited_too_long")
-            self._finish_instance(group.instance_id)
-        if stale and self._demand is not None:
-            self._feed.submit(self._demand.top_up())
 
     # -- where this data source enqueues tasks itself ----------------------------------------------------------------------------------------------
 
@@ -537,7 +425,7 @@ class AGLDataSource(DataSource):
             size=self.n_samples_per_prompt,
             announce=lambda group_id, size, mode: self.expect(group_id, size=size, mode=mode),
             opened=self.opened,
-            ready=lambda: len(self._ready),
+            ready=lambda: len(self._groups.ready),
         )
 
     async def _enqueue_evaluation(self, groups: list[tuple[str, Any]]) -> None:
@@ -548,10 +436,7 @@ class AGLDataSource(DataSource):
         """What was in flight in the store's former life is lost: it is counted, and enqueued again where it came from here."""
         logger.warning("The store was restarted; %d rollouts in flight are lost.", self.ledger.counts().open)
         with self.changed:
-            lost = {member.rollout_id for member in self._assembler.members_waiting()} | set(self.ledger.open_ids())
-            for rollout_id in lost:
-                self.ledger.close(rollout_id, Outcome.CANCELLED, "store_restarted")
-            self._assembler.clear()
+            self._groups.lose("store_restarted")
             self.progress.reset()
         if self._connection is not None:
             await self._connection.forget()
@@ -563,7 +448,7 @@ class AGLDataSource(DataSource):
 
     def _in_flight(self) -> bool:
         # Without announcements nobody knows what is still to come: wait for the deadline.
-        return self._connection is not None or not self.announced or self.ledger.counts().open > 0 or len(self._assembler) > 0
+        return self._connection is not None or not self.announced or self.ledger.counts().open > 0 or len(self._groups.assembler) > 0
 
     def raise_if_dead(self) -> None:
         """Raise ``DataSourceError`` when the thread has ended."""
@@ -584,18 +469,6 @@ def _connect(args: Any) -> Connection | None:
     from agl_slime.slime.connection import connect
 
     return connect(args)
-
-
-def _placeholder_groups(first: int, n: int, size: int) -> list[list[Sample]]:
-    """Groups of unsampled (PENDING) samples: what slime's own data source gives without a data set."""
-    return [[Sample(group_index=group, index=group * size + member) for member in range(size)] for group in range(first, first + n)]
-
-
-def _name_and_instance(rollout: Rollout | str) -> tuple[str, str | None]:
-    if isinstance(rollout, str):
-        return rollout, None
-    instance_id = (rollout.metadata or {}).get("instance_id")
-    return rollout.rollout_id, None if instance_id is None else str(instance_id)
 
 
 def _spell(reasons: dict[tuple[Outcome, str], int]) -> str:

@@ -40,7 +40,7 @@ async def settled(source: AGLDataSource, n: int) -> None:
     def taken_in() -> int:
         counts = source.ledger.counts()
         # a failed member of a group that waits is closed in the ledger already
-        return counts.ready + sum(counts.closed.values()) + sum(member.ok for member in source._assembler.members_waiting())
+        return counts.ready + sum(counts.closed.values()) + sum(member.ok for member in source._groups.assembler.members_waiting())
 
     for _ in range(2_000):
         if taken_in() >= n:
@@ -65,7 +65,7 @@ async def test_ready_groups_half_groups_and_numbers_go_on_where_they_were(tmp_pa
     await finish(store, groups["half"][0])
     await settled(first, 5)
     first.save(3)
-    before = [(sample.index, sample.group_index, get_rollout_id(sample), sample.to_dict()) for sample in first._ready.groups[0].samples]
+    before = [(sample.index, sample.group_index, get_rollout_id(sample), sample.to_dict()) for sample in first._groups.ready.groups[0].samples]
     first.stop()
 
     with source_over(store, tmp_path) as second:
@@ -119,7 +119,7 @@ async def test_a_late_end_is_recognised_after_a_restart_too(tmp_path: Path) -> N
             await finish(store, rollout_id)
         await settled(second, 3)
         assert second.ledger.counts().reasons == {(Outcome.FAILED, "failed"): 1, (Outcome.CANCELLED, "group_settled"): 2}
-        assert len(second._assembler) == 0
+        assert len(second._groups.assembler) == 0
 
 
 async def test_a_plain_store_does_not_give_again_what_was_trained_before_the_checkpoint(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ async def test_what_json_cannot_hold_is_said_and_the_old_file_stays(tmp_path: Pa
         source.save(0)
         [file] = (tmp_path / "rollout").iterdir()
         before = file.read_text()
-        source._ready.groups[0].samples[0].metadata["odd"] = object()
+        source._groups.ready.groups[0].samples[0].metadata["odd"] = object()
         with pytest.raises(DataSourceError, match="cannot be saved as JSON"):
             source.save(0)
         assert file.read_text() == before
