@@ -330,7 +330,7 @@ class AGLDataSource(DataSource):
 
     async def take(self, rollout_id: str) -> None:
         """Read, convert and settle one rollout that may have ended."""
-        if rollout_id in self._collecting:
+        if rollout_id in self._collecting or self._groups.assembler.holds(rollout_id):
             return
         self._collecting.add(rollout_id)
         assert self._store is not None

@@ -57,6 +57,7 @@ class GroupAssembler:
         self._open: dict[str, _OpenGroup] = {}
         self._early: OrderedDict[str, None] = OrderedDict()
         self._retries: list[MemberResult] = []
+        self._held: set[str] = set()  # rollouts that have ended and wait for their groups
 
     def __len__(self) -> int:
         return len(self._open)
@@ -85,6 +86,10 @@ class GroupAssembler:
         """These settled with members still out in a former life of the run."""
         self._early.update(dict.fromkeys(group_ids))
 
+    def holds(self, rollout_id: str) -> bool:
+        """Whether this rollout has ended and waits for its group."""
+        return rollout_id in self._held
+
     def add(self, member: MemberResult, *, default_size: int = 1) -> GroupResult | None:
         """Take a finished rollout in; the group, when that settles it. ``default_size`` is the size of a group that nobody announced. A rollout that
         is there already, or whose group has settled without it, is ignored."""
@@ -94,6 +99,7 @@ class GroupAssembler:
         if member.rollout_id in group.members:
             return None
         group.members[member.rollout_id] = member
+        self._held.add(member.rollout_id)
         group.last_end = self._clock()
         return self._judge(member.group_id, group)
 
@@ -112,11 +118,14 @@ class GroupAssembler:
     def forget(self, group_ids: Iterable[str]) -> None:
         """These groups will not settle any more."""
         for group_id in group_ids:
-            self._open.pop(group_id, None)
+            group = self._open.pop(group_id, None)
+            if group is not None:
+                self._held.difference_update(group.members)
 
     def clear(self) -> None:
         """Forget every group that has not settled."""
         self._open.clear()
+        self._held.clear()
 
     def members_waiting(self) -> list[MemberResult]:
         """The finished rollouts whose groups wait for others."""
@@ -168,6 +177,7 @@ class GroupAssembler:
             return False
         for member in again:
             del group.members[member.rollout_id]
+            self._held.discard(member.rollout_id)
             group.enlisted.pop(member.rollout_id, None)
         group.former.extend(again)
         self._retries.extend(again)
@@ -175,6 +185,7 @@ class GroupAssembler:
 
     def _settle(self, group_id: str, group: _OpenGroup, *, ready: bool, reason: str, code: str) -> GroupResult:
         del self._open[group_id]
+        self._held.difference_update(group.members)
         if len(group.members) < group.size:
             self._early[group_id] = None
             if len(self._early) > _REMEMBERED_EARLY:

@@ -62,7 +62,7 @@ class GroupSettler:
         that has ended before, or whose group settled without it."""
         with self.ledger.batch():
             self.ledger.open(member.rollout_id, instance_id=member.instance_id)  # a rollout that nobody announced is opened by its end
-            if not self.ledger.is_open(member.rollout_id):
+            if not self.ledger.is_open(member.rollout_id) or self.assembler.holds(member.rollout_id):
                 return None  # reported twice
             if self.assembler.settled_early(member.group_id):
                 self.ledger.close(member.rollout_id, Outcome.CANCELLED, "group_settled")

@@ -281,6 +281,9 @@ def _check(
         faults.append(f"{len(doubled)} rollouts are in the trained samples twice: {doubled[:5]}")
     if not_once:
         faults.append(f"{len(not_once)} rollouts did not end once in the store: {[(name, store.ends[name]) for name in not_once[:5]]}")
+    repeated = [name for name, times in told.items() if times > 1]
+    if repeated:
+        faults.append(f"the run told of {len(repeated)} rollouts more than once: {repeated[:5]}")
     if set(told) != set(store.tasks):
         faults.append(f"the run told of the ends of {len(told)} rollouts, {len(store.tasks)} were enqueued")
     if not in_ledger:
@@ -289,7 +292,7 @@ def _check(
         "rollouts enqueued": len(store.tasks),
         "rollouts with one end": len(store.tasks) - len(not_once),
         **{f"rollouts {name}": closed[name] for name in sorted(closed)},
-        "rollouts told of more than once": sum(times > 1 for times in told.values()),
+        "rollouts told of more than once": len(repeated),
         "rollouts in the samples twice": len(doubled),
         "samples with another's tokens or reward": wrong,
         "groups enqueued": len(enqueued_groups),

@@ -469,3 +469,20 @@ def test_the_group_size_comes_from_the_argument_then_from_args_then_is_one() -> 
     for given, args, expected in ((3, Namespace(n_samples_per_prompt=5), 3), (None, Namespace(n_samples_per_prompt=5), 5), (None, None, 1)):
         with AGLDataSource(args, store=store, n_samples_per_prompt=given) as source:
             assert source.n_samples_per_prompt == expected
+
+
+async def test_a_rollout_that_waits_for_its_group_is_told_of_once_however_often_it_is_looked_at() -> None:
+    store = BridgeStore()
+    with AGLDataSource(store=store, settings=QUICK) as source:
+        told = Told(source)
+        ids = await enqueue(store, 2, group_id="g", size=2)
+        source.opened(ids)
+        await finish(store, ids[0])
+        await told.until(lambda: len(told.members) == 1)
+        other = await enqueue(store, 1, group_id="other", size=1)
+        for _ in range(3):
+            source.notify(ids[0])
+        await finish(store, other[0])  # behind the three in the queue
+        await finish(store, ids[1])
+        await told.until(lambda: len(told.groups) == 2)
+        assert sorted(member.rollout_id for member in told.members) == sorted([*ids, *other])

@@ -40,8 +40,10 @@ def test_a_member_that_is_reported_twice_counts_once() -> None:
     groups = assembler()
     groups.announce("g", size=2)
     assert groups.add(member("a")) is None
+    assert groups.holds("a")
     assert groups.add(member("a", failure="timeout")) is None
     settled = groups.add(member("b"))
+    assert not groups.holds("a")
     assert settled is not None
     assert settled.ready
 
