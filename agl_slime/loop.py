@@ -104,7 +104,7 @@ class LoopState:
     version: str = "0"
     validations: int = 0
     best_reward: float | None = None
-    reward_means: tuple[float | None, ...] = ()
+    reward_means: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class RunResult:
     """What a finished run returns. ``reward_means`` has one entry per iteration."""
 
     iterations: int
-    reward_means: tuple[float | None, ...]
+    reward_means: tuple[float, ...]
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -203,7 +203,7 @@ class OnlineRLLoop:
         self._waiting: set[str] = set()  # groups that have not settled
         self._runner: RunnerPool | None = None
         self._empty_in_a_row = 0
-        self._reward_means: list[float | None] = list(start.reward_means)
+        self._reward_means: list[float] = list(start.reward_means)
         self._last_metrics: dict[str, Any] = {}
 
     def run(self) -> RunResult:
