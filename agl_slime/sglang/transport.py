@@ -231,7 +231,8 @@ class HttpTransport:
 def _encoded(payload: Any) -> bytes:
     """``payload`` as JSON; the standard library takes what orjson refuses: text cut within a character, numbers beyond 64 bits."""
     try:
-        return orjson.dumps(payload)
+        # a copy: orjson's own bytes keep their buffer of 8 kB or more, and a body lives as long as its request
+        return bytes(memoryview(orjson.dumps(payload)))
     except TypeError:
         return json.dumps(payload).encode()
 
