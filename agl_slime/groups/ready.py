@@ -26,7 +26,7 @@ class ReadyGroups:
 
     def __init__(self) -> None:
         self.groups: deque[ReadyGroup] = deque()
-        self._handed_out: OrderedDict[int, ReadyGroup] = OrderedDict()
+        self._handed_out: OrderedDict[int, tuple[list[str], str | None]] = OrderedDict()  # not the samples: they are large
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -38,7 +38,7 @@ class ReadyGroups:
         """Up to ``n`` groups, oldest first."""
         taken = [self.groups.popleft() for _ in range(min(n, len(self.groups)))]
         for group in taken:
-            self._handed_out[_index(group.samples)] = group
+            self._handed_out[_index(group.samples)] = group.rollout_ids, group.instance_id
             if len(self._handed_out) > _REMEMBERED_OUT:
                 self._handed_out.popitem(last=False)
         return taken
@@ -47,8 +47,8 @@ class ReadyGroups:
         """These come before all others again; what was known of them when they were handed out still is."""
         back = []
         for samples in groups:
-            known = self._handed_out.pop(_index(samples), None)
-            back.append(ReadyGroup(samples, known.rollout_ids if known else [], known.instance_id if known else None))
+            rollout_ids, instance_id = self._handed_out.pop(_index(samples), ([], None))
+            back.append(ReadyGroup(samples, rollout_ids, instance_id))
         self.groups.extendleft(reversed(back))
 
     def remove(self, unfit: Callable[[Sequence[Sample]], bool]) -> list[ReadyGroup]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -183,6 +185,20 @@ async def test_groups_that_are_given_back_keep_their_rollouts_and_their_instance
         assert await get(source, 1) == groups
         assert source.ledger.finished_instances() == ["9"]
         assert counts_of(source) == {Outcome.TRAINED: 2}
+
+
+async def test_samples_that_were_handed_out_are_not_kept() -> None:
+    store = BridgeStore()
+    with source_over(store) as source:
+        for group_id in ("first", "second"):
+            for rollout_id in await opened(source, store, group_id, size=2):
+                await finish(store, rollout_id)
+        [group] = await get(source, 1)
+        samples = [weakref.ref(sample) for sample in group]
+        del group
+        await get(source, 1)  # asyncio keeps the result of the last call
+        gc.collect()
+        assert [sample() for sample in samples] == [None, None]
 
 
 def test_a_negative_staleness_is_refused() -> None:

@@ -38,8 +38,9 @@ class WaitingAgent(LitAgent[Any]):
             raise
         return 1.0
 
-    async def says(self, sentence: str) -> None:
-        assert await asyncio.wait_for(self.said.get(), 10) == sentence
+    async def says(self, *sentences: str) -> None:
+        """These next, in any order."""
+        assert sorted([await asyncio.wait_for(self.said.get(), 10) for _ in sentences]) == sorted(sentences)
 
 
 @asynccontextmanager
@@ -83,8 +84,7 @@ async def test_a_rollout_that_is_cancelled_in_a_store_elsewhere_stops_and_the_ot
     with StoreService(store=store) as service:
         async with running(agent, WorkerStore(service.url)):
             first, second = await enqueue(store, 1, 2)
-            await agent.says("begins 1")
-            await agent.says("begins 2")
+            await agent.says("begins 1", "begins 2")
             await store.update_rollout(first, status="cancelled")
             await agent.says("cancelled 1")
             await agent.says("cleaned up 1")
@@ -115,8 +115,7 @@ async def test_what_is_cancelled_while_the_store_cannot_be_heard_is_learned_afte
         remote = WorkerStore(service.url)
         async with running(agent, remote):
             first, second, third = await enqueue(store, 1, 2, 3)
-            for task in (1, 2, 3):
-                await agent.says(f"begins {task}")
+            await agent.says("begins 1", "begins 2", "begins 3")
             await store.update_rollout(first, status="cancelled")
             await agent.says("cancelled 1")  # it has a position now
             await agent.says("cleaned up 1")
