@@ -156,9 +156,11 @@ async def test_old_weights_are_refused_at_admission_and_at_hand_out() -> None:
 async def test_versions_are_learned_from_what_was_sampled_where_nobody_says_them() -> None:
     store = BridgeStore()
     with source_over(store, max_staleness=0) as source:
+        told = Told(source)
         first, second = await enqueue(store, 2)
         await finish(store, first, turns=[a_turn(version="1")])
         await finish(store, second, turns=[a_turn(version="2")])
+        await told.until(lambda: len(told.members) == 2)
         [group] = await get(source, 1)
         assert group[0].metadata["agl_rollout_id"] == second
 
