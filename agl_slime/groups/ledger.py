@@ -9,7 +9,7 @@ entries, so memory does not grow with the run; the ids of the most recent ones a
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,8 +17,9 @@ from typing import Protocol
 
 from agl_slime.groups.outcome import Outcome
 
-# Late or repeated reports arrive within moments of the first; this many closed ids are remembered to recognise them.
-_REMEMBERED_CLOSED = 100_000
+# Late or repeated reports arrive within moments of the first; at least this many closed ids are remembered to recognise them, and at most twice as
+# many: they are kept in two generations, and the older one is forgotten as a whole. Ids that are freed one by one leave holes all over the memory.
+_REMEMBERED_CLOSED = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ class Ledger:
         self._ready: dict[str, str | None] = {}
         self._closed: Counter[Outcome] = Counter()
         self._reasons: Counter[tuple[Outcome, str]] = Counter()
-        self._recent: OrderedDict[str, None] = OrderedDict()
+        self._recent: dict[str, None] = {}  # a set that keeps its order
+        self._older: dict[str, None] = {}
 
     def batch(self) -> AbstractContextManager[None]:
         """Calls inside belong together; in memory that makes no difference."""
@@ -87,7 +89,7 @@ class Ledger:
     def open(self, rollout_id: str, *, instance_id: str | None = None) -> bool:
         """A rollout is in flight. ``False`` when it is known already."""
         with self._lock:
-            if rollout_id in self._open or rollout_id in self._ready or rollout_id in self._recent:
+            if rollout_id in self._open or rollout_id in self._ready or rollout_id in self._recent or rollout_id in self._older:
                 return False
             self._open[rollout_id] = instance_id
             self._opened += 1
@@ -156,7 +158,7 @@ class Ledger:
     def recent_ids(self) -> list[str]:
         """The rollouts that closed last, oldest first: those whose late reports are recognised."""
         with self._lock:
-            return list(self._recent)
+            return [*self._older, *self._recent]
 
     def remember(self, rollout_ids: Iterable[str]) -> None:
         """These closed in a former life of the run: they are not counted again, and reports of them are recognised as late."""
@@ -174,8 +176,8 @@ class Ledger:
 
     def _remember(self, rollout_id: str) -> None:
         self._recent[rollout_id] = None
-        if len(self._recent) > _REMEMBERED_CLOSED:
-            self._recent.popitem(last=False)
+        if len(self._recent) >= _REMEMBERED_CLOSED:
+            self._older, self._recent = self._recent, {}
 
     def counts(self) -> LedgerCounts:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Generated requests, good and bad, against the buffer's own OpenAPI description. Needs ``pip install schemathesis``."""
+"""Generated requests, good and bad, against the buffer's own OpenAPI description. Needs the extra ``peers``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agl_slime.buffer.openapi import openapi_description
 from agl_slime.buffer.server import BufferServer
 from tests.buffer_cases import add_generator, settings_for
 
-schemathesis = pytest.importorskip("schemathesis", reason="install schemathesis for it: pip install schemathesis")
+schemathesis = pytest.importorskip("schemathesis", reason="needs the extra [peers]: schemathesis")
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 schema = schemathesis.openapi.from_dict(openapi_description())

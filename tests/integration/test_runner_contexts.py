@@ -174,7 +174,7 @@ class SyncOpenAIAgent(LitAgent[Any]):
 @pytest.fixture(scope="module")
 def instrumented_openai() -> Iterator[Any]:
     openai = pytest.importorskip("openai")
-    instrumentation = pytest.importorskip("opentelemetry.instrumentation.openai", reason="pip install opentelemetry-instrumentation-openai")
+    instrumentation = pytest.importorskip("opentelemetry.instrumentation.openai", reason="needs the extra [peers]")
     instrumentor = instrumentation.OpenAIInstrumentor()
     instrumentor.instrument()
     yield openai

@@ -45,9 +45,11 @@ def test_closed_rollouts_are_counts_and_the_ids_remembered_are_bounded(monkeypat
     for number in range(500):
         ledger.open(str(number))
         ledger.close(str(number), Outcome.TRAINED)
-    assert len(ledger._recent) == 50
+        assert ledger.recent_ids() == [str(closed) for closed in range(max(0, (number + 1) // 50 * 50 - 50), number + 1)]
     assert ledger.counts().closed[Outcome.TRAINED] == 500
-    assert not ledger.open("499")  # a late report of a recent one is recognised
+    assert not ledger.open("450")  # late reports of recent ones are recognised
+    assert not ledger.open("499")
+    assert ledger.open("449")
 
 
 def test_threads_that_report_the_same_rollouts_close_each_once() -> None:
