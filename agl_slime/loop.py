@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 # Of an exception's message in the sentence that says why a run stopped; a judge may put a whole page into one.
 _LONGEST_MESSAGE = 300
+# Between looks at whether runner, data source and engine live.
+_LOOK_INTERVAL_S = 1.0
 # When a run ends, a store that does not answer is left alone after this long: Ctrl-C must not wait for it.
 _CANCEL_TIMEOUT_S = 1.0
 
@@ -136,7 +138,7 @@ class OnlineRLLoop:
         store_host: The address on which the store is served to runners outside of this process.
         reporter: Takes the run's events; ``run_settings`` and ``output_dir`` are told to it.
         on_groups: Called with the iteration and its settled training groups before they are trained on; for transcripts and the like.
-        check_alive: Called about once a second while nothing ends; raises when something that the run needs, such as the engine, has died.
+        check_alive: Called about once a second; raises when something that the run needs, such as the engine, has died.
         began: ``time.monotonic()`` of the moment from which reports count the run's time; by default when ``run`` is called.
     """
 
@@ -186,6 +188,7 @@ class OnlineRLLoop:
         self._sync_fn = weight_sync_fn
         self._save_fn = save_fn
         self._resources = dict(resources or {})
+        self._last_look = -math.inf
         self._best_reward = -math.inf if start.best_reward is None else start.best_reward
         self._runner_settings = runner_settings
         self._runners = runners
@@ -374,17 +377,33 @@ class OnlineRLLoop:
     async def _next_settled(self) -> GroupResult:
         """The next group of this phase that settles. Raises when the runner, the data source or the engine has died."""
         while True:
-            try:
-                group = await asyncio.wait_for(self._settled.get(), timeout=1.0)
-                if group.group_id in self._waiting:
-                    self._waiting.remove(group.group_id)
-                    return group
-            except asyncio.TimeoutError:
-                if self._runner is not None and self._runner.failure is not None:
-                    raise LoopError(f"the runner ended: {self._runner.failure}") from self._runner.failure
-                self.data_source.raise_if_dead()
-                if self._check_alive is not None:
-                    self._check_alive()
+            settled = asyncio.ensure_future(self._settled.get())
+            group = await self._while_alive(settled)
+            if group.group_id in self._waiting:
+                self._waiting.remove(group.group_id)
+                return group
+
+    async def _while_alive(self, work: asyncio.Future[Any]) -> Any:
+        """The result of ``work``; it is given up when something that the run needs dies meanwhile."""
+        work.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # when it is given up, nobody asks
+        try:
+            while True:
+                # looked at by the clock and not only when nothing happens: failures of a dead engine keep coming for a while
+                if (now := time.monotonic()) - self._last_look >= _LOOK_INTERVAL_S:
+                    self._last_look = now
+                    self._raise_if_dead()
+                done, _ = await asyncio.wait({work}, timeout=_LOOK_INTERVAL_S)
+                if done:
+                    return work.result()
+        finally:
+            work.cancel()
+
+    def _raise_if_dead(self) -> None:
+        if self._runner is not None and self._runner.failure is not None:
+            raise LoopError(f"the runner ended: {self._runner.failure}") from self._runner.failure
+        self.data_source.raise_if_dead()
+        if self._check_alive is not None:
+            self._check_alive()
 
     async def _save(self) -> None:
         """Have a checkpoint written of where the run stands."""
@@ -401,7 +420,7 @@ class OnlineRLLoop:
     async def _step(self, name: str, function: StepFn, iteration: int) -> Any:
         """Call the training or the sync function; what is not an error of ours becomes one sentence that says where it comes from."""
         try:
-            return await _call(function, iteration)
+            return await self._while_alive(asyncio.ensure_future(_call(function, iteration)))
         except AglSlimeError:
             raise
         except Exception as error:

@@ -122,6 +122,40 @@ def test_a_data_source_that_dies_ends_the_run(engine: ScriptedEngine) -> None:
     assert threads_of_ours() == []
 
 
+@pytest.mark.parametrize("phase", ["collect", "train", "sync"])
+def test_an_engine_that_dies_in_any_phase_ends_the_run_at_once(phase: str, engine: ScriptedEngine) -> None:
+    dead = threading.Event()
+
+    def check_alive() -> None:
+        if dead.is_set():
+            raise LoopError("the engine has died")
+
+    async def hangs(iteration: int) -> None:
+        dead.set()
+        await asyncio.Event().wait()
+
+    def judge(task: dict[str, Any], response: str) -> float:
+        if phase == "collect":
+            dead.set()
+            time.sleep(0.6)  # groups go on settling, less than a second apart
+        return 1.0
+
+    with LoopCase(
+        agent=HelloAgent(judge=judge),
+        url=engine.url,
+        train=hangs if phase == "train" else None,
+        sync=hangs if phase == "sync" else None,
+        rollout_batch_size=40,
+        max_concurrent=2,
+    ) as case:
+        case.loop._check_alive = check_alive
+        began = time.monotonic()
+        with pytest.raises(LoopError, match=r"^the engine has died$"):
+            case.loop.run()
+        assert time.monotonic() - began < 10
+        assert case.source.ledger.counts().open == 0
+
+
 def test_a_plain_store_that_is_thread_safe_works_as_well(engine: ScriptedEngine) -> None:
     store = InMemoryLightningStore(thread_safe=True)
     with LoopCase(agent=HelloAgent(), url=engine.url, store=store, num_iterations=2, source_settings=DataSourceSettings(get_timeout_s=20)) as case:
