@@ -125,7 +125,7 @@ async def _write(request: web.Request) -> web.Response:
 async def _get_rollout_data(request: web.Request) -> web.Response:
     buffer = request.app[_BUFFER]
     raw = await _body(request)
-    asked = parse_json(raw) if raw.strip() else {}
+    asked = parse_json(raw) if raw else {}
     if not isinstance(asked, dict):
         raise BufferRequestError(f"the body is of type {type(asked).__name__}; expected an object")
     task = buffer.task_for(_optional(asked, "task_type", str))
