@@ -11,7 +11,7 @@ from typing import Any
 from agl_slime import errors
 from agl_slime._agl import EnqueueRolloutRequest, LightningStore, Rollout, Span
 from agl_slime.errors import RolloutError, spell_exception, spell_place
-from agl_slime.groups.outcome import MemberResult, Outcome
+from agl_slime.groups.outcome import MemberResult, Outcome, instance_of
 from agl_slime.threads import run_in_thread
 from agl_slime.trace.attributes import USAGE_OUTPUT_TOKENS
 from agl_slime.trace.converter import convert_rollout
@@ -83,7 +83,7 @@ async def collect(
         sampled_tokens=_sampled_tokens(spans),
         turns=sum(USAGE_OUTPUT_TOKENS in span.attributes for span in spans),
         task=rollout.input,
-        instance_id=_instance(metadata),
+        instance_id=instance_of(metadata),
     )
 
 
@@ -122,14 +122,9 @@ def _failed(rollout: Rollout, group_id: str, mode: str, *, reason: str, message:
         failure_message=message,
         outcome_if_failed=outcome,
         task=rollout.input,
-        instance_id=_instance(rollout.metadata or {}),
+        instance_id=instance_of(rollout.metadata or {}),
         request=_request(rollout) if outcome is not Outcome.CANCELLED else None,  # what was stopped on purpose is not tried again
     )
-
-
-def _instance(metadata: Mapping[str, Any]) -> str | None:
-    instance_id = metadata.get("instance_id")
-    return None if instance_id is None else str(instance_id)
 
 
 def _request(rollout: Rollout) -> EnqueueRolloutRequest:

@@ -320,20 +320,21 @@ class OnlineRLLoop:
     async def _collect_groups(self) -> list[GroupResult]:
         """Enqueue an iteration's groups and wait until each has settled; those that are dropped are replaced, as often as the settings say."""
         settings = self.settings
-        replacements = settings.rollout_batch_size if settings.max_replaced_groups is None else settings.max_replaced_groups
+        budget = settings.rollout_batch_size if settings.max_replaced_groups is None else settings.max_replaced_groups
         waiting = await self._enqueue(self._tasks.next_batch(settings.rollout_batch_size), size=settings.n_samples_per_prompt, mode="train")
         settled: list[GroupResult] = []
+        dropped = replaced = 0
         something_works = False
         while waiting:
             group = await self._next_settled()
             waiting -= 1
             settled.append(group)
+            dropped += not group.ready
             something_works = something_works or bool(group.succeeded)
-            # an agent that always fails is told of at once, and not run as often again
-            missing = min(sum(not group.ready for group in settled), replacements) if something_works else 0
-            replace = missing - (len(settled) + waiting - settings.rollout_batch_size)
-            if replace > 0:
-                waiting += await self._enqueue(self._tasks.next_batch(replace), size=settings.n_samples_per_prompt, mode="train")
+            missing = min(dropped, budget) - replaced
+            if missing and something_works:  # an agent that always fails is told of at once, and not run as often again
+                waiting += await self._enqueue(self._tasks.next_batch(missing), size=settings.n_samples_per_prompt, mode="train")
+                replaced += missing
         return settled
 
     async def _enqueue(self, tasks: Sequence[tuple[str | None, Task]], *, size: int, mode: str) -> int:
@@ -357,6 +358,7 @@ class OnlineRLLoop:
                 for _ in range(size)
             )
         rollouts = await self.store.enqueue_many_rollouts(requests)
+        # at once and not in a thread, although a ledger on disk writes (0.04 ms per rollout): what a cancellation finds enqueued, the ledger knows
         self.data_source.opened(rollouts)
         if self._runner is not None:
             self._runner.wake()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
+from agl_slime.groups.filters import all_equal
 from agl_slime.groups.outcome import GroupResult
 from agl_slime.report import metrics as names
 from agl_slime.types import Sample
@@ -32,7 +33,7 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
         "rollout/turns_mean": fmean(member.turns for member in members) if members else None,
         "rollout/groups_ready": sum(group.ready for group in groups),
         "rollout/groups_dropped": sum(not group.ready for group in groups),
-        "rollout/groups_zero_variance": sum(group.ready and len(set(group.rewards)) == 1 for group in groups),
+        "rollout/groups_zero_variance": sum(group.ready and all_equal(group.rewards) for group in groups),
         "rollout/tokens_sampled": sum(member.sampled_tokens for member in trained),
         names.TOKENS_UNDER_MASK: sum(_trained_tokens(sample) for sample in samples),
         "rollout/truncated": sum(sample.status == Sample.Status.TRUNCATED for sample in samples),

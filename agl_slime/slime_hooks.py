@@ -32,7 +32,7 @@ from typing import Any
 
 from agl_slime.errors import DataSourceError, RewardError
 from agl_slime.groups import normalize
-from agl_slime.groups.filters import EQUAL_REWARDS
+from agl_slime.groups.filters import all_equal
 from agl_slime.slime.versions import filter_output, load_by_path
 from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, get_rollout_id
 
@@ -213,7 +213,7 @@ def keep_nonzero_variance(args: Any, samples: Sequence[Any], **_: Any) -> Any:
     """Keep a group whose rollouts differ in reward: without a difference there is no advantage. Nested samples are taken too."""
     flat = list(_flat(samples))
     rewards = [_reward(args, sample, position) for position, sample in enumerate(flat)]
-    keep = bool(rewards) and max(rewards) - min(rewards) > EQUAL_REWARDS
+    keep = bool(rewards) and not all_equal(rewards)
     reason = None if keep else f"zero_std_{round(rewards[0], 1)}" if rewards else "empty"
     return filter_output(keep, reason)
 

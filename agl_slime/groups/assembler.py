@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from agl_slime.groups.outcome import CUT_OFF, GroupResult, MemberResult, Outcome
 from agl_slime.groups.policy import GroupAction, GroupPolicy, GroupProgress, GroupVerdict, LateGroupPolicy
@@ -191,23 +191,20 @@ class GroupAssembler:
             if len(self._early) > _REMEMBERED_EARLY:
                 self._early.popitem(last=False)
         known = next(iter(group.members.values()))
-        out = [
-            replace(_cut_off(known), rollout_id=rollout_id, failure=CUT_OFF[0] if code in ("", "timeout") else CUT_OFF[1])
-            for rollout_id in group.enlisted
-            if rollout_id not in group.members
-        ]
+        reason_out = CUT_OFF[0] if code in ("", "timeout") else CUT_OFF[1]
+        out = [_cut_off(rollout_id, known, reason_out) for rollout_id in group.enlisted if rollout_id not in group.members]
         members = (*group.members.values(), *group.former, *out)
         return GroupResult(group_id=group_id, mode=group.mode, size=group.size, members=members, ready=ready, reason=reason, code=code)
 
 
-def _cut_off(member: MemberResult) -> MemberResult:
-    """A member of the same group that had not ended when the group settled."""
+def _cut_off(rollout_id: str, member: MemberResult, reason: str) -> MemberResult:
+    """A rollout of ``member``'s group that had not ended when the group settled."""
     return MemberResult(
-        rollout_id="",
+        rollout_id=rollout_id,
         group_id=member.group_id,
         mode=member.mode,
         group_size=member.group_size,
-        failure=CUT_OFF[0],
+        failure=reason,
         failure_message="its group settled without it",
         outcome_if_failed=Outcome.CANCELLED,
         task=member.task,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,12 @@ from agl_slime.types import Sample
 
 if TYPE_CHECKING:  # Agent Lightning takes seconds to import
     from agl_slime._agl import EnqueueRolloutRequest
+
+
+def instance_of(metadata: Mapping[str, Any]) -> str | None:
+    """The task that a rollout with this metadata is one try at."""
+    instance_id = metadata.get("instance_id")
+    return None if instance_id is None else str(instance_id)
 
 
 CUT_OFF = ("group_timeout", "group_dropped")

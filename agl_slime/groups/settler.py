@@ -15,7 +15,7 @@ from agl_slime._agl import Rollout
 from agl_slime.datasource_state import DataSourceState
 from agl_slime.groups.assembler import GroupAssembler, GroupFilter
 from agl_slime.groups.ledger import Ledger, RolloutLedger
-from agl_slime.groups.outcome import CUT_OFF, GroupResult, MemberResult, Outcome
+from agl_slime.groups.outcome import CUT_OFF, GroupResult, MemberResult, Outcome, instance_of
 from agl_slime.groups.policy import GroupPolicy
 from agl_slime.groups.ready import ReadyGroup, ReadyGroups
 from agl_slime.groups.staleness import PolicyVersion, versions_of
@@ -226,5 +226,4 @@ class GroupSettler:
 def _name_and_instance(rollout: Rollout | str) -> tuple[str, str | None]:
     if isinstance(rollout, str):
         return rollout, None
-    instance_id = (rollout.metadata or {}).get("instance_id")
-    return rollout.rollout_id, None if instance_id is None else str(instance_id)
+    return rollout.rollout_id, instance_of(rollout.metadata or {})

@@ -1,0 +1,37 @@
+"""Settings of a run that cannot be used are one sentence that names the flag."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime.config import TrainConfig
+from agl_slime.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"group_min_ratio": 0.0}, r"^--group-min-ratio must lie in \(0, 1\], got 0\.0"),
+        ({"group_min_ratio": 1.1}, "^--group-min-ratio must lie"),
+        ({"group_timeout": 0.0}, "^--group-timeout must be above 0 seconds"),
+        ({"group_max_retries": -1}, "^--group-max-retries must be 0 or more, got -1"),
+        ({"max_staleness": -1}, "^--max-staleness must be 0 or more"),
+        ({"max_replaced_groups": -1}, "^--max-replaced-groups must be 0 or more"),
+        ({"save_interval": 0}, "^--save-interval must be at least 1, got 0"),
+        ({"resume": True}, "^--resume needs --output-dir"),
+        ({"resume": True, "overwrite": True, "output_dir": Path("x")}, "give one of them$"),
+        ({"resume": True, "trainer": "slime", "output_dir": Path("x")}, "^--resume with --trainer slime: slime keeps its own checkpoints"),
+        ({"max_staleness": 2, "trainer": "slime"}, "^--max-staleness with --trainer slime"),
+        ({"drop_zero_variance": True, "trainer": "slime"}, "^--drop-zero-variance with --trainer slime"),
+    ],
+)
+def test_what_cannot_be_used_names_the_flag(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        TrainConfig(**settings)
+
+
+def test_a_staleness_of_0_is_a_limit_and_not_none() -> None:
+    assert TrainConfig(max_staleness=0).max_staleness == 0
