@@ -6,6 +6,7 @@ Each gets the markers of the chat templates in ``chat_templates`` as added token
 from __future__ import annotations
 
 import base64
+import copy
 import functools
 import json
 from collections.abc import Iterator
@@ -103,14 +104,18 @@ def base_tokenizer(vocabulary: str) -> Tokenizer:
 
 @functools.cache
 def chat_tokenizer(vocabulary: str, template: str) -> PreTrainedTokenizerFast:
-    """The vocabulary with the chat template of that name (``chat_templates.TEMPLATES``)."""
+    """The vocabulary with the chat template of that name (``chat_templates.TEMPLATES``). All of one vocabulary share its merges and added tokens."""
     from tests.chat_templates import TEMPLATES
 
-    shape = TEMPLATES[template]
+    shape, plain = TEMPLATES[template], _plain_tokenizer(vocabulary)
+    tokenizer = copy.deepcopy(plain, {id(plain.backend_tokenizer): plain.backend_tokenizer})  # a vocabulary of its own would take 0.4 s
+    tokenizer.eos_token = shape.end
+    tokenizer.chat_template = shape.source
+    return tokenizer
+
+
+@functools.cache
+def _plain_tokenizer(vocabulary: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
-        tokenizer_object=base_tokenizer(vocabulary),
-        eos_token=shape.end,
-        pad_token="<|endoftext|>",
-        chat_template=shape.source,
-        clean_up_tokenization_spaces=False,
+        tokenizer_object=base_tokenizer(vocabulary), eos_token="<|endoftext|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
     )
