@@ -69,6 +69,10 @@ def question_agent() -> Any:
     return QuestionAgent(tokenizer=tokenizer())
 
 
+def question(number: int) -> str:
+    return f"question number {number}: what is {number} plus {number + 1}?"
+
+
 def requests(count: int, *, group_size: int = 1, resources_id: str | None = None) -> list[Any]:
     """Enqueue requests of training rollouts, ``group_size`` per prompt."""
     from agl_slime._agl import EnqueueRolloutRequest, RolloutConfig
@@ -76,7 +80,7 @@ def requests(count: int, *, group_size: int = 1, resources_id: str | None = None
     config = RolloutConfig(timeout_seconds=600)
     return [
         EnqueueRolloutRequest(
-            input={"prompt": f"question number {n // group_size}: what is {n} plus {n + 1}?"},
+            input={"prompt": question(n // group_size)},
             mode="train",
             resources_id=resources_id,
             config=config,

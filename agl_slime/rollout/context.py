@@ -161,7 +161,7 @@ class ChatContext:
         seen = [*(asked[:-1] if plan.continues else asked), message]
         self._turns.append(_Turn(len(seen), plan.length, len(self._tokens), continued, self._stop_text(generation), plan.place))
         at = next((i for i, (a, b) in enumerate(zip(seen, self._seen, strict=False)) if a != b), min(len(seen), len(self._seen)))
-        self._seen[at:] = copy.deepcopy(seen[at:])
+        self._seen[at:] = [_copy_of(message) for message in seen[at:]]
         return message
 
     def prompt_view(self, length: int) -> TokenArray:
@@ -176,7 +176,7 @@ class ChatContext:
             raise ConfigError("the conversation has no messages any more; nothing can be asked")
         continues = len(messages) > 1 and messages[-1].get("role") == "assistant"
         if not self._turns:
-            return self._rendered(None, continues=continues, fork=None)
+            return self._first(continues=continues)
         last = self._turns[-1]
         same = self._unchanged()
         if continues and len(messages) == last.n_messages and same >= last.n_messages - 1:
@@ -257,6 +257,13 @@ class ChatContext:
             if addition is not None:
                 return self._added(turn, addition, continues=continues, fork=reason)
         return self._rendered(turn.place, continues=continues, fork=reason)
+
+    def _first(self, *, continues: bool) -> _Plan:
+        def make() -> _Plan:
+            return self._rendered(None, continues=continues, fork=None)
+
+        known = self._template.first_prompts
+        return make() if known is None else known.get(self.messages, make)
 
     def _rendered(self, kept: _Place | None, *, continues: bool, fork: ForkReason | None) -> _Plan:
         """The conversation as the template renders it, after what is ``kept``."""
@@ -380,6 +387,11 @@ class TokenBuffer:
         view = self._ids[:length]
         view.flags.writeable = False
         return view
+
+
+def _copy_of(message: Message) -> Message:
+    """``message`` as it is now, whatever is done to it later; ``deepcopy`` of a few strings takes longer than a prompt's rendering is looked up."""
+    return {key: value if type(value) is str else copy.deepcopy(value) for key, value in message.items()}
 
 
 def answer_text(generation: Generation) -> str:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agl_slime.errors import ConfigError
+from agl_slime.rollout.first_prompts import FirstPrompts
 from agl_slime.tokenizer import ChatTokenizer
 
 Message = dict[str, Any]
@@ -54,7 +55,11 @@ class Addition:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer with one set of tools and template arguments."""
+    """The chat template of a tokenizer with one set of tools and template arguments.
+
+    ``first_prompts`` is what conversations keep of their beginnings for others that begin in the same way; ``None`` where the template may write
+    something else the next time.
+    """
 
     def __init__(
         self, *, tokenizer: ChatTokenizer, tools: Sequence[Mapping[str, Any]] | None = None, template_kwargs: Mapping[str, Any] | None = None
@@ -64,6 +69,10 @@ class ChatTemplate:
         self._kwargs = dict(template_kwargs or {})
         self._closing: str | None = None
         self._added_tokens: tuple[str, ...] | None = None
+        source = self._kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
+        # a template that writes the time, or one that nobody can look into, may render the same messages differently the next time
+        repeats = isinstance(source, str) and "strftime_now" not in source
+        self.first_prompts: FirstPrompts[Any] | None = FirstPrompts() if repeats else None
 
     def render(self, messages: Sequence[Message], *, opening: bool) -> str:
         """The text of ``messages``, with the opening of an answer after them or without."""
