@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.engine_servers import MAX_RUNNING
+
 # Before torch and the tokenizers are first imported: the suite shares few cores, and more threads are slower for tensors this small.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -41,8 +43,9 @@ def policy_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="session")
 def embedded_engine(policy_dir: Path) -> Iterator[str]:
-    """URL of an embedded engine that serves ``policy_dir``. A test that pauses it or changes its weights starts one of its own."""
-    from agl_slime.sglang.embedded import EmbeddedEngine
+    """URL of the embedded engine that all tests share; it serves ``policy_dir``. A test that pauses it or changes its weights leaves it as it was:
+    nothing runs, nothing is paused, and the weights are the policy's."""
+    from agl_slime.sglang.embedded import EmbeddedEngine, EmbeddedEngineSettings
 
-    with EmbeddedEngine(policy_dir) as engine:
+    with EmbeddedEngine(policy_dir, settings=EmbeddedEngineSettings(max_running_requests=MAX_RUNNING)) as engine:
         yield engine.url

@@ -19,7 +19,7 @@ from agl_slime.sglang.client import ClientSettings, SGLangClient
 from agl_slime.sglang.discovery import find_workers
 from agl_slime.sglang.payloads import Generation, SamplingParams
 from agl_slime.sglang.weights import DiskWeightSync
-from tests.integration.test_engine_conformance import Server, server  # noqa: F401 - the fixture that starts either server
+from tests.integration.engine_servers import Server
 
 # a cache that is filled in another order gives other roundings, in float32 some 1e-6
 LOG_PROB_TOLERANCE = 1e-4
@@ -35,7 +35,7 @@ class Served:
 
 
 @pytest.fixture
-def served(server: Server) -> Served:  # noqa: F811
+def served(server: Server) -> Served:
     return Served(server.url, server.policy, json.loads((server.policy / "config.json").read_text())["vocab_size"])
 
 

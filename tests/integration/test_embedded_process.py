@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -40,20 +43,30 @@ def until(condition: Callable[[], bool], limit_s: float) -> bool:
     return condition()
 
 
-def test_it_starts_on_a_free_port_and_stops_quickly_also_with_requests_open(policy_dir: Path) -> None:
-    engine = EmbeddedEngine(policy_dir, settings=EmbeddedEngineSettings(served_model_name="tiny", context_length=512))
+def test_it_starts_on_a_free_port_asks_every_request_for_its_token_and_stops_quickly_with_one_open(policy_dir: Path) -> None:
+    settings = EmbeddedEngineSettings(served_model_name="tiny", context_length=512)
+    engine = EmbeddedEngine(policy_dir, settings=settings, env={"AGL_SLIME_ENGINE_TOKEN": "s3cret"})
     with pytest.raises(EngineError, match="has not been started"):
         _ = engine.url
     with engine:
         pid = engine.pid
         assert pid is not None
         assert engine.url.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(f"{engine.url}/v1/models", timeout=10) as answer:
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"{engine.url}/v1/models", timeout=10)
+        assert caught.value.code == 401
+        caught.value.close()
+        token = {"Authorization": "Bearer s3cret"}
+        request = urllib.request.Request(f"{engine.url}/v1/models", headers=token)
+        with urllib.request.urlopen(request, timeout=10) as answer:
             assert b'"id": "tiny"' in answer.read()
         with pytest.raises(EngineError, match="already started"):
             engine.start()
         url, started = engine.url, time.monotonic()
-        engine.stop()
+        with closing(http.client.HTTPConnection(engine.url.removeprefix("http://"), timeout=10)) as connection:
+            body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
+            connection.request("POST", "/generate", json.dumps(body), {**token, "Content-Type": "application/json"})
+            engine.stop()
         assert time.monotonic() - started < 3
     assert gone(pid)
     with pytest.raises(urllib.error.URLError):
@@ -81,17 +94,6 @@ def test_another_address_needs_a_token(policy_dir: Path) -> None:
     assert ended.returncode == 1
     assert "give a --token" in ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-def test_with_a_token_every_request_must_bring_it(policy_dir: Path) -> None:
-    with EmbeddedEngine(policy_dir, env={"AGL_SLIME_ENGINE_TOKEN": "s3cret"}) as engine:
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(f"{engine.url}/model_info", timeout=10)
-        assert caught.value.code == 401
-        caught.value.close()
-        request = urllib.request.Request(f"{engine.url}/model_info", headers={"Authorization": "Bearer s3cret"})
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            assert answer.status == 200
 
 
 def test_it_ends_when_its_parent_is_killed(policy_dir: Path) -> None:

@@ -1,23 +1,14 @@
 """One suite, two servers: the embedded engine, and a real SGLang on the CPU serving the same checkpoint.
 
 The real one is started when AGL_SLIME_SGLANG_PYTHON names a Python with SGLang (scripts/sglang_cpu.sh sets one up) and the tests run with ``-m
-sglang``. Everything goes over raw HTTP. Where the two
-differ on purpose, the test says so.
+sglang``. Everything goes over raw HTTP. Where the two differ on purpose, the test says so.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import random
 import shutil
-import signal
-import socket
-import subprocess
-import time
-import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,71 +19,13 @@ import pytest
 torch = pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 transformers = pytest.importorskip("transformers")
 
-from agl_slime.sglang.embedded import EmbeddedEngine, EmbeddedEngineSettings, LookupDemonstrations  # noqa: E402
+from agl_slime.sglang.embedded import LookupDemonstrations  # noqa: E402
+from tests.integration.engine_servers import MAX_RUNNING, Server  # noqa: E402
 
-SGLANG_PYTHON = "AGL_SLIME_SGLANG_PYTHON"
-SERVE_SCRIPT = Path(__file__).parents[2] / "scripts" / "serve_sglang_cpu.sh"
-MAX_RUNNING = 8
 TOLERANCE = 1e-4
 """Log-probs against transformers' in float32: batches of other shapes round differently."""
 
 PROMPTS = [[5, 6, 7, 8, 9], [40, 41, 300, 301, 302, 17, 20], list(range(60, 100))]
-
-
-@dataclass(frozen=True)
-class Server:
-    url: str
-    policy: Path
-    real: bool
-
-
-@pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
-def server(request: pytest.FixtureRequest, policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    if request.param == "embedded":
-        with EmbeddedEngine(policy_dir, settings=EmbeddedEngineSettings(max_running_requests=MAX_RUNNING)) as engine:
-            yield Server(engine.url, policy_dir, real=False)
-        return
-    if not os.environ.get(SGLANG_PYTHON):
-        pytest.skip(f"{SGLANG_PYTHON} does not name a Python with SGLang; scripts/sglang_cpu.sh sets one up")
-    port = _free_port_for_sglang()
-    log = tmp_path_factory.mktemp("sglang") / "server.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [str(SERVE_SCRIPT), str(policy_dir), str(port), "--max-running-requests", str(MAX_RUNNING)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        _wait_healthy(f"http://127.0.0.1:{port}", process, log)
-        yield Server(f"http://127.0.0.1:{port}", policy_dir, real=True)
-    finally:
-        # SGLang's workers are children of this process and in its group; none are left when it ended by itself
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
-
-
-def _free_port_for_sglang() -> int:
-    """SGLang also takes ports up to 10,000 above its own and refuses to start when they do not exist."""
-    for port in random.sample(range(20_000, 50_000), 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    pytest.fail("no free port between 20000 and 50000")
-
-
-def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path, limit_s: float = 240.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        assert process.poll() is None, f"SGLang ended with {process.returncode}: {log.read_text(errors='replace')[-2000:]}"
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
-            time.sleep(0.5)
-    pytest.fail(f"SGLang was not healthy within {limit_s} s: {log.read_text(errors='replace')[-2000:]}")
 
 
 @dataclass

@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason='training needs torch: pip install "agl-slim
 from agl_slime.config import TrainConfig
 from agl_slime.report import read_metrics
 from agl_slime.report.metrics import REQUIRED_KEYS
-from agl_slime.sglang.embedded import EmbeddedEngine
+from agl_slime.sglang.weights import DiskWeightSync
 from agl_slime.training_run import run_training
 
 
@@ -34,13 +34,16 @@ def model_info(url: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def finished(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
-    """Six iterations of the two-turn agent on an engine of its own: the run's directory, its output, and what the engine says afterwards."""
+def finished(policy_dir: Path, embedded_engine: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
+    """Six iterations of the two-turn agent: the run's directory, its output, and what the engine says afterwards."""
     directory = tmp_path_factory.mktemp("run") / "out"
-    with EmbeddedEngine(policy_dir) as engine:
-        config = TrainConfig(model_path=policy_dir, sglang_url=engine.url, num_iterations=6, eval_interval=3, eval_rollouts=8, output_dir=directory)
+    before = model_info(embedded_engine)["weight_version"]
+    config = TrainConfig(model_path=policy_dir, sglang_url=embedded_engine, num_iterations=6, eval_interval=3, eval_rollouts=8, output_dir=directory)
+    try:
         text = run(config)
-        return directory, text, model_info(engine.url)
+        return directory, text, model_info(embedded_engine)
+    finally:
+        asyncio.run(DiskWeightSync(base_url=embedded_engine).push(str(policy_dir), before))
 
 
 def test_every_line_of_metrics_has_what_reports_need(finished: tuple[Path, str, dict[str, Any]]) -> None:

@@ -17,8 +17,8 @@ from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.embedded.demos import LookupDemonstrations
 from agl_slime.sglang.payloads import Generation, SamplingParams
 from agl_slime.tokenizer import load_tokenizer
+from tests.integration.engine_servers import Server
 from tests.integration.rollouts import run_rollouts
-from tests.integration.test_engine_conformance import Server, server  # noqa: F401  the fixture that starts either server
 
 TURNS = 4
 
@@ -61,7 +61,7 @@ class Agent(SGLangLitAgent):
         return float(len(response) % 2)
 
 
-async def test_no_id_differs_between_the_engines_record_and_the_samples(server: Server, record_property: Any) -> None:  # noqa: F811
+async def test_no_id_differs_between_the_engines_record_and_the_samples(server: Server, record_property: Any) -> None:
     n, rng = (200 if server.real else 24), random.Random(0)
     tasks = [{**LookupDemonstrations().make_task(rng), "continues": i % 2 == 0} for i in range(n)]
     tokenizer = load_tokenizer(server.policy)
