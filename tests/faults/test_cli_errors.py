@@ -71,7 +71,7 @@ def server_that_answers(status: int, body: bytes, content_type: str) -> Iterator
             return
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)  # looks that often whether it is to end
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"

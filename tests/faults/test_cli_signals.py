@@ -1,8 +1,13 @@
-"""Ctrl-C, SIGTERM and SIGKILL on a real ``python train.py``: it ends within seconds, leaves nothing running and keeps what was written."""
+"""Ctrl-C, SIGTERM and SIGKILL on a real ``python train.py``: it ends within seconds, leaves nothing running and keeps what was written.
+
+Starting one takes ten seconds, most of them imports, so those tests are ``slow``; the first one has a twin inside the test's own process.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -12,9 +17,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+
+from agl_slime.cli import main
+from tests.loop_cases import threads_of_ours
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # what the user is promised after Ctrl-C
@@ -93,6 +102,18 @@ def check_metrics(directory: Path, at_least: int) -> None:
     assert len(rows) >= at_least
 
 
+def check_interrupted(directory: Path, text: str) -> None:
+    """What the user is told, and that every rollout has had one end."""
+    assert "stopped: interrupted" in text
+    check_metrics(directory, at_least=2)
+    summary = json.loads((directory / "summary.json").read_text())
+    ledger = summary["ledger"]
+    assert summary["reason"] == "interrupted"
+    assert ledger["open"] == 0
+    assert ledger["opened"] == sum(count for name, count in ledger.items() if name != "opened")
+
+
+@pytest.mark.slow
 def test_ctrl_c_in_the_middle_of_an_iteration(policy_dir: Path, tmp_path: Path) -> None:
     with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000", "--eval-interval", "0") as run:
         run.until("iter 2/1000")
@@ -103,13 +124,50 @@ def test_ctrl_c_in_the_middle_of_an_iteration(policy_dir: Path, tmp_path: Path) 
         assert took < WITHIN_S, run.text
         assert gone([engine], 1.0)
     assert run.lines[-1] == "Interrupted; what was written is kept."
-    assert "stopped: interrupted" in run.text
-    check_metrics(tmp_path / "out", at_least=2)
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    ledger = summary["ledger"]
-    assert summary["reason"] == "interrupted"
-    assert ledger["open"] == 0
-    assert ledger["opened"] == sum(count for name, count in ledger.items() if name != "opened")
+    check_interrupted(tmp_path / "out", run.text)
+
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """The command line sets logging up for a process of its own."""
+    loggers = [logging.getLogger(name) for name in (None, "agentlightning", "httpx", "LiteLLM", "asyncio")]
+    before = [(logger.handlers[:], logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, level) in zip(loggers, before, strict=True):
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("logging_as_before")
+def test_ctrl_c_in_this_process(policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Between two rewards of the third iteration, with the engine in a process of its own as ever."""
+    pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
+    from agents.lookup import LookupAgent
+
+    rewards = itertools.count()
+    interrupted: list[float] = []
+    engines: list[psutil.Process] = []
+    before = psutil.Process().children()
+    reward = LookupAgent.compute_reward
+
+    def compute_reward(self: LookupAgent, task: dict[str, Any], response: str) -> float:
+        if next(rewards) == 2 * 64 + 20:
+            engines.extend(child for child in psutil.Process().children() if child not in before)
+            interrupted.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+        return reward(self, task, response)
+
+    monkeypatch.setattr(LookupAgent, "compute_reward", compute_reward)
+    code = main(["train", "--view", "lines", *map(str, ("--model-path", policy_dir, "--output-dir", tmp_path / "out", "--eval-interval", "0"))])
+    ended = time.monotonic()
+    said = capsys.readouterr()
+    assert (code, "Traceback" in said.out + said.err) == (130, False), said
+    assert ended - interrupted[0] < WITHIN_S, said
+    [engine] = engines
+    assert gone([engine], 1.0)
+    assert said.err == "Interrupted; what was written is kept.\n"
+    assert threads_of_ours() == []
+    check_interrupted(tmp_path / "out", said.out)
 
 
 @pytest.mark.slow
