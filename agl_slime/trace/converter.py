@@ -200,12 +200,16 @@ class _Facts:
     metadata: Mapping[str, Any]
 
 
-def _facts(spans: Sequence[Span]) -> _Facts:
-    def last(name: str) -> Any:
-        return next((value for span in reversed(spans) if (value := span.attributes.get(name))), None)
+_FACT_NAMES = (names.TOOLS, names.OPEN_SEAMS, names.UNTRAINED_TURNS, names.STOP_REASON)
 
+
+def _facts(spans: Sequence[Span]) -> _Facts:
+    said: dict[str, Any] = {}
+    for span in spans:
+        attributes = span.attributes
+        said.update({name: value for name in _FACT_NAMES if (value := attributes.get(name))})
     metadata: dict[str, Any] = {}
-    tools, seams, untrained = last(names.TOOLS), last(names.OPEN_SEAMS), last(names.UNTRAINED_TURNS)
+    tools, seams, untrained, stop_reason = map(said.get, _FACT_NAMES)
     if tools is not None:
         metadata["tools"] = parse_json(str(tools), names.TOOLS)
     if seams is not None:
@@ -215,7 +219,7 @@ def _facts(spans: Sequence[Span]) -> _Facts:
         raise TraceError(f"{names.UNTRAINED_TURNS} must be a JSON list of turn numbers, got {untrained!r:.80}")
     if turns:
         metadata["untrained_turns"] = turns
-    return _Facts(str(last(names.STOP_REASON) or ""), frozenset(turns), metadata)
+    return _Facts(str(stop_reason or ""), frozenset(turns), metadata)
 
 
 def _make_sample(
@@ -260,7 +264,7 @@ def _check(length: int, n: int, mask: npt.NDArray[np.int8], log_probs: LogProbAr
     if not 0 < n < length:
         raise TraceError(f"response_length must lie between 1 and {length - 1} (the tokens less one), got {n}")
     trained = mask == 1
-    context = None if trained.all() else ~trained
+    context = None if np.count_nonzero(trained) == n else ~trained
     if len(mask) != n or not trained[0] or (context is not None and mask[context].any()):
         raise TraceError(f"loss_mask must have {n} entries of 0 or 1 and begin with 1, got {len(mask)}")
     if log_probs is not None:

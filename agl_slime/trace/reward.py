@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from agl_slime.errors import RewardError
 
 REWARD_PREFIX = "agentlightning.reward"
+_FIRST_NAME, _FIRST_VALUE = f"{REWARD_PREFIX}.0.name", f"{REWARD_PREFIX}.0.value"
 
 if TYPE_CHECKING:
     from agl_slime._agl import Span
@@ -60,10 +61,12 @@ def read_reward(spans: Sequence[Span], *, reward_key: str | None = None) -> Rewa
 def _dimensions(span: Span) -> list[tuple[str, float]]:
     """The names and values of a reward span, as ``agentlightning.get_rewards_from_span`` reads them; empty for other spans."""
     attributes = span.attributes
+    if REWARD_PREFIX not in "\n".join(attributes):  # most spans are none: one search is a tenth of one per attribute
+        return []
     count = sum(key.startswith(REWARD_PREFIX) for key in attributes)
     if not count:
         return []
-    name, value = attributes.get(f"{REWARD_PREFIX}.0.name"), attributes.get(f"{REWARD_PREFIX}.0.value")
+    name, value = attributes.get(_FIRST_NAME), attributes.get(_FIRST_VALUE)
     if count == 2 and type(name) is str and type(value) is float:  # the usual one; its general reader takes 10 µs
         return [(name, value)]
     from agl_slime._agl import get_rewards_from_span

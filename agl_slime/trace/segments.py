@@ -110,7 +110,8 @@ def merge_turns(turns: Sequence[Turn], tokenizer: ChatTokenizer | None = None, *
         placement = Placement(index, len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.response_ids))
         segment.add(placement)
         placed[index] = (segment, placement)
-        tree.insert(turn.token_ids, index)
+        if index + 1 < len(turns):
+            tree.insert(turn.token_ids, index)
     closed = (segment.close(turns, untrained) for segment in segments)
     return [segment for segment in closed if segment is not None]
 

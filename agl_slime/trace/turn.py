@@ -97,22 +97,20 @@ class Turn:
                 raise TraceError(f"weight version {span.version!r} covers tokens {span.start} to {span.end} of a response of {len(response)}")
         if token_source not in _TOKEN_SOURCES:
             raise TraceError(f"token_source must be one of {', '.join(_TOKEN_SOURCES)}, got {token_source!r}")
-        values = {
-            "prompt_ids": prompt,
-            "response_ids": response,
-            "log_probs": probs,
-            "finish_reason": finish_reason,
-            "weight_versions": versions,
-            "cached_tokens": cached_tokens,
-            "request_id": request_id,
-            "text": text,
-            "messages": None if messages is None else tuple(messages),
-            "latency_s": latency_s,
-            "resumed": resumed,
-            "token_source": token_source,
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        self.__dict__.update(  # frozen: not by assignment
+            prompt_ids=prompt,
+            response_ids=response,
+            log_probs=probs,
+            finish_reason=finish_reason,
+            weight_versions=versions,
+            cached_tokens=cached_tokens,
+            request_id=request_id,
+            text=text,
+            messages=None if messages is None else tuple(messages),
+            latency_s=latency_s,
+            resumed=resumed,
+            token_source=token_source,
+        )
 
     @classmethod
     def from_generation(

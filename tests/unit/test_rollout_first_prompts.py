@@ -40,7 +40,8 @@ def counting() -> Any:
 
 def test_a_group_renders_its_prompt_once_and_its_members_go_their_own_ways(counting: Any) -> None:
     template = ChatTemplate(tokenizer=counting)
-    alone = ChatContext(tokenizer=chat_tokenizer("anthropic", "chatml"), messages=QUESTION)
+    plain: Any = chat_tokenizer("anthropic", "chatml")
+    alone = ChatContext(tokenizer=plain, messages=QUESTION)
     members = [ChatContext(tokenizer=counting, messages=QUESTION, template=template) for _ in range(4)]
     prompts = [member.prompt_ids() for member in members]
     assert counting.rendered == 2  # with the opening of an answer and without
