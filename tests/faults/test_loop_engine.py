@@ -133,7 +133,7 @@ def test_weights_that_change_in_the_middle_of_an_answer_are_recorded_token_by_to
 
 
 def push_to(url: str) -> object:
-    weights = DiskWeightSync(base_url=url, client_settings=replace(QUICK_CLIENT, control_timeout_s=2.0))
+    weights = DiskWeightSync(base_url=url, client_settings=replace(IMPATIENT, control_timeout_s=2.0))
 
     async def push(iteration: int) -> str:
         await weights.push(f"/weights/v{iteration}", str(iteration))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agl_slime import loop
 from agl_slime._agl import InMemoryLightningStore
 from agl_slime.datasource import DataSourceSettings
 from agl_slime.errors import ConfigError, DataSourceError, LoopError, TrainerError
@@ -18,6 +19,12 @@ from agl_slime.report.events import PhaseStarted
 from agl_slime.store import BridgeStore
 from tests.faults.scripted_engine import ScriptedEngine, Stall
 from tests.loop_cases import HelloAgent, LoopCase, hello_engine, threads_of_ours
+
+
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run looks for what has died four times a second."""
+    monkeypatch.setattr(loop, "_LOOK_INTERVAL_S", 0.25)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +94,7 @@ def test_sync_and_async_functions_with_and_without_the_iteration_are_all_called(
     assert case.recorder.metrics[0]["weights/version"] == "7"
 
 
+@pytest.mark.usefixtures("looks_often")
 def test_a_runner_that_dies_ends_the_run(engine: ScriptedEngine) -> None:
     class NoQueue(BridgeStore):
         filled = False
@@ -110,6 +118,7 @@ def test_a_runner_that_dies_ends_the_run(engine: ScriptedEngine) -> None:
     assert threads_of_ours() == []
 
 
+@pytest.mark.usefixtures("looks_often")
 def test_a_data_source_that_dies_ends_the_run(engine: ScriptedEngine) -> None:
     class NoSpans(BridgeStore):
         async def query_spans(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,6 +131,7 @@ def test_a_data_source_that_dies_ends_the_run(engine: ScriptedEngine) -> None:
     assert threads_of_ours() == []
 
 
+@pytest.mark.usefixtures("looks_often")
 @pytest.mark.parametrize("phase", ["collect", "train", "sync"])
 def test_an_engine_that_dies_in_any_phase_ends_the_run_at_once(phase: str, engine: ScriptedEngine) -> None:
     dead = threading.Event()
@@ -137,7 +147,7 @@ def test_an_engine_that_dies_in_any_phase_ends_the_run_at_once(phase: str, engin
     def judge(task: dict[str, Any], response: str) -> float:
         if phase == "collect":
             dead.set()
-            time.sleep(0.6)  # groups go on settling, less than a second apart
+            time.sleep(0.15)  # groups go on settling, less than a look apart
         return 1.0
 
     with LoopCase(
@@ -145,7 +155,7 @@ def test_an_engine_that_dies_in_any_phase_ends_the_run_at_once(phase: str, engin
         url=engine.url,
         train=hangs if phase == "train" else None,
         sync=hangs if phase == "sync" else None,
-        rollout_batch_size=40,
+        rollout_batch_size=160 if phase == "collect" else 4,
         max_concurrent=2,
     ) as case:
         case.loop._check_alive = check_alive

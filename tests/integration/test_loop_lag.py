@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -70,8 +71,8 @@ async def lateness(stop: asyncio.Event) -> float:
     return worst
 
 
-async def lateness_of_all(case: LoopCase) -> dict[str, float]:
-    """Run the case, and measure its three event loops meanwhile."""
+async def lateness_of_all(case: LoopCase, measured: threading.Event | None = None) -> dict[str, float]:
+    """Run the case, and measure its three event loops until the last iteration; ``measured`` is set then."""
     here = asyncio.Event()
     own = asyncio.ensure_future(lateness(here))
     elsewhere: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Event, Any]] = {}
@@ -86,9 +87,11 @@ async def lateness_of_all(case: LoopCase) -> dict[str, float]:
     while not running.done() and len(case.recorder.metrics) < case.settings.num_iterations - 1:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
     found = {}
-    for name, (loop, stop, measured) in elsewhere.items():
+    for name, (loop, stop, measurement) in elsewhere.items():
         loop.call_soon_threadsafe(stop.set)
-        found[name] = await asyncio.wait_for(asyncio.wrap_future(measured), 5)
+        found[name] = await asyncio.wait_for(asyncio.wrap_future(measurement), 5)
+    if measured is not None:
+        measured.set()
     await running
     here.set()
     found["loop"] = await own
@@ -123,11 +126,16 @@ async def test_tokenizing_long_prompts_holds_up_nobody(engine: ScriptedEngine) -
 
 
 async def test_a_slow_trainer_and_a_slow_sync_hold_up_nobody(engine: ScriptedEngine) -> None:
+    measured = threading.Event()
+
     def slow(iteration: int) -> None:
-        time.sleep(SLOW_S)
+        if iteration == 1:
+            time.sleep(SLOW_S)
+        else:
+            measured.wait(10)
 
     with LoopCase(agent=HelloAgent(), url=engine.url, train=slow, sync=slow, num_iterations=2) as case:
-        check(await lateness_of_all(case))
+        check(await lateness_of_all(case, measured))
 
 
 async def test_the_measurement_sees_an_agent_that_blocks_its_loop(engine: ScriptedEngine) -> None:

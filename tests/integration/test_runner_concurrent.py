@@ -15,6 +15,7 @@ from opentelemetry import trace as otel
 
 from agl_slime._agl import LLM, EnqueueRolloutRequest, LightningStore, LitAgent, RolloutConfig, emit_reward, find_final_reward
 from agl_slime.collector import failure_of
+from agl_slime.runner import guard
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store import BridgeStore
@@ -146,7 +147,8 @@ async def test_an_agent_that_hangs_is_cancelled_at_its_time_limit_and_the_others
         assert cancelled.wait(5)
 
 
-async def test_an_agent_that_ignores_its_cancellation_is_abandoned() -> None:
+async def test_an_agent_that_ignores_its_cancellation_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_CANCEL_GRACE_S", 0.2)
     release = threading.Event()
 
     async def work(task: Any) -> float:

@@ -12,6 +12,7 @@ import pytest
 
 from agl_slime._agl import EnqueueRolloutRequest, LitAgent, emit_reward, find_final_reward
 from agl_slime.errors import ConfigError
+from agl_slime.runner import guard, lag, tracer
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store import BridgeStore
@@ -120,7 +121,8 @@ async def test_stopping_without_cancelling_lets_what_is_in_flight_finish() -> No
     assert statuses == ["succeeded", "queuing"]
 
 
-async def test_an_agent_that_ignores_the_end_of_the_runner_does_not_hold_it() -> None:
+async def test_an_agent_that_ignores_the_end_of_the_runner_does_not_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_CANCEL_GRACE_S", 0.2)
     started = threading.Event()
     release = threading.Event()
 
@@ -139,10 +141,12 @@ async def test_an_agent_that_ignores_the_end_of_the_runner_does_not_hold_it() ->
     with runner:
         [rollout] = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=0, mode="train")])
         assert await asyncio.to_thread(started.wait, 10)
-        timer = threading.Timer(4.0, release.set)  # asyncio.run waits for the abandoned task itself at the very end
-        timer.start()
-        assert await asyncio.to_thread(runner.stop, timeout_s=15)
-        timer.cancel()
+        stopping = asyncio.create_task(asyncio.to_thread(runner.stop, timeout_s=15))
+        ended = await asyncio.wait_for(store.wait_for_rollout(rollout.rollout_id, timeout=10), 15)
+        release.set()  # asyncio.run waits for the abandoned task itself at the very end
+        assert await stopping
+    assert ended is not None
+    assert ended.status == "failed"
     assert (await reason_of(store, rollout))[0] == "cancelled"
 
 
@@ -219,19 +223,20 @@ async def test_a_long_attempt_writes_every_so_many_spans() -> None:
         assert [span.sequence_id for span in spans] == list(range(1, 11))
 
 
-async def test_a_watchdog_that_waits_for_signs_of_life_gets_them() -> None:
+async def test_a_watchdog_that_waits_for_signs_of_life_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """unresponsive_seconds is short of the attempt's length, and the attempt makes a span now and then."""
+    monkeypatch.setattr(tracer, "_FLUSH_TICK_S", 0.05)
     store = CountingStore(scan_debounce_seconds=0.1)
 
     async def work(task: Any) -> float:
         for n in range(14):
             emit_reward(float(n))
             await store.query_workers()  # any store call has the watchdog look
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(0.12)
         return 1.0
 
     async with running(FnAgent(work), store):
-        [rollout] = await finished(store, [0], unresponsive_seconds=2.5)
+        [rollout] = await finished(store, [0], unresponsive_seconds=1.2)
         assert rollout.status == "succeeded"
         assert len(store.writes) > 1
 
@@ -309,13 +314,14 @@ async def test_a_long_queue_is_claimed_in_large_batches() -> None:
 
 class BlockingAgent(LitAgent[Any]):
     async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
-        time.sleep(1.0)  # noqa: ASYNC251  what the monitor is to find
+        time.sleep(0.4)  # noqa: ASYNC251  what the monitor is to find
         return 1.0
 
 
-async def test_an_agent_that_blocks_the_loop_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_agent_that_blocks_the_loop_is_named_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lag, "_TICK_S", 0.05)
     with caplog.at_level(logging.WARNING, "agl_slime.runner.lag"):
-        async with running(BlockingAgent(), lag_warning_s=0.2) as store:
+        async with running(BlockingAgent(), lag_warning_s=0.1) as store:
             await finished(store, range(2))
     [record] = [record for record in caplog.records if record.name == "agl_slime.runner.lag"]
     assert "BlockingAgent blocks the runner's event loop" in record.getMessage()
