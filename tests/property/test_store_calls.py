@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 import agl_slime.store_calls as ours
 from agl_slime._agl import LLM, EnqueueRolloutRequest, InMemoryLightningStore, RolloutConfig, Span
@@ -41,6 +42,7 @@ class Subject:
         self.rollouts: list[str] = []
         self.answers: list[Any] = []
         self._names: dict[str, str] = {}
+        self._plain: dict[tuple[type, str], Any] = {}
         self._span_ids = itertools.count()
 
     async def begin(self, configs: list[RolloutConfig]) -> None:
@@ -91,17 +93,21 @@ class Subject:
         store = self.store
         answers: list[Any] = [await store.query_rollouts(), await store.query_workers(), await store.get_many_span_sequence_ids([])]
         for rollout_id in self.rollouts:
-            answers += [await store.get_rollout_by_id(rollout_id), await store.get_latest_attempt(rollout_id), await store.query_attempts(rollout_id)]
+            attempts = await store.query_attempts(rollout_id)
+            answers += [await store.get_rollout_by_id(rollout_id), await store.get_latest_attempt(rollout_id), attempts]
             answers += [await store.query_spans(rollout_id), await store.query_spans(rollout_id, "latest")]
-            answers += [await store.query_spans(rollout_id, attempt.attempt_id) for attempt in await store.query_attempts(rollout_id)]
+            answers += [await store.query_spans(rollout_id, attempt.attempt_id) for attempt in attempts]
         counts = {name: value for name, value in (await store.statistics()).items() if name.startswith("total_") and name != "total_span_bytes"}
         running = [rollout_id in store._running_rollout_ids for rollout_id in self.rollouts]
         return self.plain([*answers, counts, running])
 
     def plain(self, value: Any) -> Any:
         """``value`` without pydantic, with ids by the order in which they were seen, and times only as there or not."""
-        if hasattr(value, "model_dump"):
-            value = value.model_dump()
+        if isinstance(value, BaseModel):  # most have been seen before, after an earlier step
+            key = type(value), value.model_dump_json()
+            if key not in self._plain:
+                self._plain[key] = self.plain(value.model_dump())
+            return self._plain[key]
         if isinstance(value, dict):
             return {name: value[name] is not None if name.endswith("_time") else self.plain(value[name]) for name in sorted(value)}
         if isinstance(value, (list, tuple)):
