@@ -18,7 +18,7 @@ def colours(image: Path) -> dict[tuple[int, ...], int]:
         picture = opened.convert("RGB")
         assert picture.size[0] == 1200
         assert picture.size[1] in (585, 780)
-        return {colour: count for count, colour in picture.getcolors(maxcolors=1 << 24)}
+        return {colour: count for count, colour in picture.getcolors(maxcolors=1 << 16)}
 
 
 def test_the_image_shows_reward_validation_and_health(tmp_path: Path) -> None:
