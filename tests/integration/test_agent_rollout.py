@@ -19,7 +19,7 @@ from agl_slime.buffer.server import BufferServer
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from tests.buffer_cases import Client, add_generator, make_item, settings_for
-from tests.vocabularies import chat_tokenizer
+from tests.trace_tokenizers import small_tokenizer
 
 GENERATOR = """
     import json, urllib.request
@@ -384,7 +384,7 @@ async def test_a_loss_mask_of_ones_own_is_named_by_its_path(tmp_path, monkeypatc
         "        return [7, 8, 9], [0, 1, 1]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    chat_tokenizer("anthropic", "chatml").save_pretrained(tmp_path / "tokenizer")
+    small_tokenizer().save_pretrained(tmp_path / "tokenizer")
     code = GENERATOR.replace('"tokens": [1, 2, 3], "response_length": 2, "rollout_log_probs": [-0.5, -1.0],', "")
     add_generator(tmp_path, "sums", code)
     async with BufferServer(settings=settings_for(tmp_path)) as server:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from agl_slime import store_batch
 from agl_slime._agl import LLM
 from agl_slime.store import BridgeStore
 from agl_slime.store_batch import WorkerStore
@@ -84,7 +85,8 @@ async def test_spans_that_are_sent_twice_are_stored_once(served: tuple[BridgeSto
     await remote.close()
 
 
-async def test_a_store_that_restarts_meanwhile_is_waited_for() -> None:
+async def test_a_store_that_restarts_meanwhile_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_batch, "_RETRY_DELAYS_S", (0.1,) * 100)
     store = BridgeStore()
     await enqueue(store, 1)
     claimed = await claim(store)
