@@ -22,6 +22,7 @@ TokenArray: TypeAlias = npt.NDArray[np.int32]
 LogProbArray: TypeAlias = npt.NDArray[np.float32]
 
 _INT32 = np.iinfo(np.int32)
+_LITTLE = {np.dtype(np.int32): np.dtype("<i4"), np.dtype(np.float32): np.dtype("<f4")}
 
 
 def token_array(ids: Sequence[int] | npt.NDArray[Any], *, name: str = "token ids") -> TokenArray:
@@ -73,29 +74,35 @@ def log_prob_array(values: Sequence[float] | npt.NDArray[Any], *, name: str = "l
 
 def pack_token_ids(ids: Sequence[int] | npt.NDArray[Any]) -> str:
     """Integers of 32 bits as one string; ``unpack_token_ids`` gives the same integers back."""
-    return _pack(token_array(ids).astype("<i4", copy=False))
+    return pack_array(token_array(ids))
 
 
 def unpack_token_ids(text: str, *, name: str = "token ids") -> TokenArray:
     """The integers that ``pack_token_ids`` packed, read-only. ``TraceError`` when ``text`` is not such a string."""
-    return _frozen(np.frombuffer(_unpack(text, name), dtype="<i4").astype(np.int32, copy=False))
+    return _frozen(_unpack(text, name, np.dtype(np.int32)))
 
 
 def pack_log_probs(values: Sequence[float] | npt.NDArray[Any]) -> str:
     """Finite numbers as one string of float32."""
-    return _pack(log_prob_array(values).astype("<f4", copy=False))
+    return pack_array(log_prob_array(values))
 
 
 def unpack_log_probs(text: str, *, name: str = "log-probs") -> LogProbArray:
     """The numbers that ``pack_log_probs`` packed, read-only. ``TraceError`` when ``text`` is not such a string or holds NaN or infinity."""
-    return log_prob_array(_frozen(np.frombuffer(_unpack(text, name), dtype="<f4").astype(np.float32, copy=False)), name=name)
+    return log_prob_array(_frozen(_unpack(text, name, np.dtype(np.float32))), name=name)
 
 
-def _pack(values: npt.NDArray[Any]) -> str:
-    return base64.b64encode(values.tobytes()).decode("ascii")
+def pack_array(values: TokenArray | LogProbArray) -> str:
+    """An array that ``token_array`` or ``log_prob_array`` made, as one string."""
+    return base64.b64encode(stored_bytes(values)).decode("ascii")
 
 
-def _unpack(text: Any, name: str) -> bytes:
+def stored_bytes(values: TokenArray | LogProbArray) -> memoryview:
+    """The numbers as they are stored, little-endian and without gaps; on most machines the array's own memory."""
+    return np.ascontiguousarray(values, dtype=_LITTLE[values.dtype]).data
+
+
+def _unpack(text: Any, name: str, kind: np.dtype[Any]) -> npt.NDArray[Any]:
     if not isinstance(text, str):
         raise TraceError(f"packed {name} must be one string, got {type(text).__name__}")
     try:
@@ -104,7 +111,7 @@ def _unpack(text: Any, name: str) -> bytes:
         raise TraceError(f"packed {name} are not valid base64: {error}") from error
     if len(raw) % 4:
         raise TraceError(f"packed {name} have {len(raw)} bytes, which is no whole number of 4-byte values")
-    return raw
+    return np.frombuffer(raw, dtype=_LITTLE[kind]).astype(kind, copy=False)
 
 
 def _frozen(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

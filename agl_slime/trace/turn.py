@@ -25,8 +25,8 @@ from agl_slime.trace.codec import (
     LogProbArray,
     TokenArray,
     log_prob_array,
-    pack_log_probs,
-    pack_token_ids,
+    pack_array,
+    stored_bytes,
     token_array,
     unpack_log_probs,
     unpack_token_ids,
@@ -193,8 +193,8 @@ class TurnEncoder:
             names.PROVIDER_NAME: "sglang",
             names.STREAM: self._stream,
             names.TURN_INDEX: index,
-            names.PROMPT_IDS: pack_token_ids(turn.prompt_ids[match.length :]),
-            names.RESPONSE_IDS: pack_token_ids(turn.response_ids),
+            names.PROMPT_IDS: pack_array(turn.prompt_ids[match.length :]),
+            names.RESPONSE_IDS: pack_array(turn.response_ids),
             names.CHECKSUM: _checksum(turn.prompt_ids, turn.response_ids, turn.log_probs),
             names.USAGE_INPUT_TOKENS: len(turn.prompt_ids),
             names.USAGE_OUTPUT_TOKENS: len(turn.response_ids),
@@ -208,7 +208,7 @@ class TurnEncoder:
             attributes[names.PROMPT_BASE] = match.first
             attributes[names.PROMPT_KEPT] = match.length
         if turn.log_probs is not None:
-            attributes[names.LOG_PROBS] = pack_log_probs(turn.log_probs)
+            attributes[names.LOG_PROBS] = pack_array(turn.log_probs)
         if turn.weight_versions:
             attributes[names.WEIGHT_VERSIONS] = json.dumps([[span.version, span.start, span.end] for span in turn.weight_versions])
         if turn.messages is not None:
@@ -256,9 +256,10 @@ def _output_messages(turn: Turn) -> str:
 
 
 def _checksum(prompt: TokenArray, response: TokenArray, log_probs: LogProbArray | None) -> int:
-    crc = zlib.crc32(prompt.astype("<i4", copy=False).tobytes())
-    crc = zlib.crc32(response.astype("<i4", copy=False).tobytes(), crc)
-    return crc if log_probs is None else zlib.crc32(log_probs.astype("<f4", copy=False).tobytes(), crc)
+    crc = 0
+    for values in (prompt, response) if log_probs is None else (prompt, response, log_probs):
+        crc = zlib.crc32(stored_bytes(values), crc)
+    return crc
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------------------------
