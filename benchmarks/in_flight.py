@@ -3,14 +3,15 @@
     python -m benchmarks.in_flight [--quick]
 
 A rollout asks a scripted engine once over HTTP, which answers after 2 s on average, evenly spread over 1.5 to 2.5 s (answers that all come at the
-same moment are a case of their own: ``--spread 0``). With ``n`` in flight the ideal is ``n / 2`` rollouts per second. Beside ours
-stands stock Agent Lightning (``LitAgentRunner``, ``OtelTracer``, its own store server and client) with the same agent in 1, 4 and 8 processes,
-polling a hundred times as often as its default and without its OTLP exporter, which does not work with OpenTelemetry 1.45. Every case runs in a fresh
+same moment are a case of their own: ``--spread 0``). Rollouts come in groups of 8 with one prompt. With ``n`` in flight the ideal is ``n / 2``
+rollouts per second. Beside ours stands stock Agent Lightning (``LitAgentRunner``, ``OtelTracer``, its own store server and client) with the same agent
+in 1, 4 and 8 processes, polling a hundred times as often as its default and without its OTLP exporter, which does not work with OpenTelemetry 1.45.
+The limit is *bare aiohttp*: tasks of one process that send the same request and parse the answer, and nothing else. Every case runs in a fresh
 process.
 
 *CPU* is the CPU time per rollout of all processes but the engine's. *kB in flight* is what resident memory grows by, per rollout, when as many are
-waiting for the engine. Rates leave out the first and the last round, in which places fill and empty. *per GB* is rollouts per second and gigabyte of
-resident memory, store included. Takes about 3 minutes; ``--quick`` 1 minute.
+waiting for the engine (in one process). Rates leave out the first and the last round, in which places fill and empty. *per GB* is rollouts per second
+and gigabyte of resident memory, store included. Takes about 5 minutes; ``--quick`` 1 minute.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -25,6 +27,7 @@ import threading
 import time
 from typing import Any
 
+from agl_slime.runner.garbage import tune_garbage_collector
 from benchmarks.common import (
     PATIENCE_S,
     REPO,
@@ -44,6 +47,9 @@ from benchmarks.common import (
     settle_memory,
 )
 
+_GROUP = 8
+_PROCESSES = 2
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -61,7 +67,7 @@ def main() -> int:
         return 0
     if options.case:
         quiet()
-        case = {"ours": ours, "stock": stock}[options.case]
+        case = {"ours": ours, "processes": processes, "stock": stock, "bare": bare}[options.case]
         with scripted_engine(latency_s=options.latency, spread_s=options.spread) as engine:
             print(json.dumps(asyncio.run(case(engine, options.count, options.rounds))))
         return 0
@@ -70,14 +76,19 @@ def main() -> int:
     cases = (
         [("ours", 256), ("ours", 1024), ("stock", 1)]
         if options.quick
-        else [("ours", n) for n in (256, 1024, 4096)] + [("stock", n) for n in (1, 4, 8)]
+        else [("ours", 256), ("ours", 1024), ("ours", 4096), ("processes", 4096), ("bare", 4096), ("stock", 1), ("stock", 4), ("stock", 8)]
     )
     results = [(name, count, run_case(name, count, rounds, options)) for name, count in cases]
     stock_best = max((r["rate"] / r["gb"] for name, _, r in results if name == "stock"), default=0.0)
     rows = []
     for name, count, r in results:
         ideal = count / options.latency
-        label = f"agl-slime, 1 process, {count:,} in flight" if name == "ours" else f"Agent Lightning, {count} process{'es' if count > 1 else ''}"
+        label = {
+            "ours": f"agl-slime, 1 process, {count:,} in flight",
+            "processes": f"agl-slime, process:{_PROCESSES}, {count:,} in flight",
+            "bare": f"bare aiohttp, 1 process, {count:,} in flight",
+            "stock": f"Agent Lightning, {count} process{'es' if count > 1 else ''}",
+        }[name]
         rows.append(
             [
                 label,
@@ -88,7 +99,7 @@ def main() -> int:
                 f"{r['kb_in_flight']:.0f}" if name == "ours" else "-",
                 f"{r['gb'] * 1024:.0f}",
                 f"{r['rate'] / r['gb']:.1f}",
-                f"{r['rate'] / r['gb'] / stock_best:.0f}x" if stock_best else "-",
+                f"{r['rate'] / r['gb'] / stock_best:.0f}x" if stock_best and name != "bare" else "-",
                 f"{r['load']:.1f}",
             ]
         )
@@ -112,7 +123,7 @@ def run_case(name: str, count: int, rounds: int, options: argparse.Namespace) ->
         "--latency",
         str(options.latency),
         "--spread",
-        str(options.spread if name == "ours" else 0.0),  # few processes never answer at once, and need no luck in the few answers that they get
+        str(options.spread if name != "stock" else 0.0),  # few processes never answer at once, and need no luck in the few answers that they get
     ]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -121,16 +132,28 @@ def run_case(name: str, count: int, rounds: int, options: argparse.Namespace) ->
 
 
 async def ours(engine: str, count: int, rounds: int) -> dict[str, Any]:
+    return await bridge("inproc", engine, count, rounds)
+
+
+async def processes(engine: str, count: int, rounds: int) -> dict[str, Any]:
+    return await bridge(f"process:{_PROCESSES}", engine, count, rounds)
+
+
+async def bridge(plan: str, engine: str, count: int, rounds: int) -> dict[str, Any]:
     from agl_slime.runner.concurrent import RunnerSettings
-    from agl_slime.runner.thread import RunnerThread
+    from agl_slime.runner.plan import RunnerPlan
+    from agl_slime.runner.pools import make_runners
     from agl_slime.store import BridgeStore, Retention
 
     store = BridgeStore(retention=Retention(released_rollouts=0))
     await store.add_resources(llm_resources(engine))
-    settings = RunnerSettings(max_concurrent=count)
+    settings = RunnerSettings(max_concurrent=count // (RunnerPlan.parse(plan).count or 1))
     ended: list[str] = []
     store.subscribe_finished(lambda rollout: ended.append(rollout.rollout_id))
-    with RunnerThread(agent=question_agent(), store=store, settings=settings) as runner:
+    runner = make_runners(plan, agent=question_agent(), store=store, settings=settings)
+    await asyncio.to_thread(runner.start)
+    try:
+        workers = [child.pid or 0 for child in multiprocessing.active_children()]
         await execute(store, runner, 64)  # imports, code paths and pools that are made once
         await store.release(ended)
         ended.clear()
@@ -143,14 +166,16 @@ async def ours(engine: str, count: int, rounds: int) -> dict[str, Any]:
         await store.release(ended)
         ended.clear()
         total = count * rounds
-        watch = Stopwatch()
-        with Peak() as peak:
+        watch, cpu_before = Stopwatch(), sum(map(cpu_seconds, workers))
+        with Peak(["self", *workers]) as peak:
             done = asyncio.Event()
             consumer = asyncio.create_task(consume(store, ended, done))
             ends = await execute(store, runner, total)
-            cpu = watch.cpu
+            cpu = watch.cpu + sum(map(cpu_seconds, workers)) - cpu_before
             done.set()
             await consumer
+    finally:
+        await asyncio.to_thread(runner.stop)
     statuses = store.usage()
     assert statuses.running == 0
     return {
@@ -181,7 +206,7 @@ async def execute(store: Any, runner: Any, count: int) -> list[float]:
         left.down()
 
     unsubscribe = store.subscribe_finished(ended)
-    await store.enqueue_many_rollouts(requests(count))
+    await store.enqueue_many_rollouts(requests(count, group_size=_GROUP))
     runner.wake()
     await left.wait(PATIENCE_S)
     unsubscribe()
@@ -196,6 +221,37 @@ async def consume(store: Any, ended: list[str], done: asyncio.Event) -> None:
         batch, ended[:] = list(ended), []
         await store.release(batch)
         await asyncio.sleep(0.2)
+
+
+async def bare(engine: str, count: int, rounds: int) -> dict[str, Any]:
+    """The least that one Python process can do for a rollout."""
+    import aiohttp
+    import orjson
+
+    payload = {"input_ids": list(range(100, 132)), "sampling_params": {"temperature": 1.0, "max_new_tokens": 64}, "return_logprob": True, "rid": "r"}
+    ends: list[float] = []
+    left = iter(range(count * rounds))
+    tune_garbage_collector()
+
+    async def place(session: aiohttp.ClientSession) -> None:
+        for _ in left:
+            body = orjson.dumps(payload)
+            async with session.post(f"{engine}/generate", data=body, headers={"Content-Type": "application/json"}) as answer:
+                orjson.loads(await answer.read())
+            ends.append(time.time())
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()) as session:
+        watch = Stopwatch()
+        with Peak() as peak:
+            await asyncio.gather(*(place(session) for _ in range(count)))
+        cpu = watch.cpu
+    return {
+        "rate": steady_rate(ends, count),
+        "cpu_ms": 1e3 * cpu / (count * rounds),
+        "kb_in_flight": 0,
+        "gb": peak.bytes / 2**30,
+        "load": os.getloadavg()[0],
+    }
 
 
 async def stock(engine: str, count: int, rounds: int) -> dict[str, Any]:
@@ -235,7 +291,7 @@ def start_worker(command: list[str]) -> subprocess.Popen[str]:
 
 
 async def stock_execute(store: Any, count: int) -> list[float]:
-    rollouts = await store.enqueue_many_rollouts(requests(count))
+    rollouts = await store.enqueue_many_rollouts(requests(count, group_size=_GROUP))
     deadline, ends = time.monotonic() + PATIENCE_S, []
     for rollout in rollouts:
         while (found := await store.get_rollout_by_id(rollout.rollout_id)).status not in ("succeeded", "failed", "cancelled"):

@@ -11,7 +11,7 @@ import gc
 import threading
 
 # Allocations until the young are looked at; such looks until the next older are; and those until all are.
-_THRESHOLDS = (10_000, 10, 50)
+_THRESHOLDS = (100_000, 5, 50)
 _DEFAULTS = {(700, 10, 10), (2_000, 10, 0), (2_000, 10, 10)}
 
 _lock = threading.Lock()

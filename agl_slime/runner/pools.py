@@ -137,6 +137,7 @@ class _WorkerProcess:
     process: BaseProcess
     control: Connection
     ready: bool = False
+    silent: bool = False  # it has said all that it will say: that it is ready, or nothing because it ended
 
 
 class ProcessPool:
@@ -166,6 +167,7 @@ class ProcessPool:
         self._changed = threading.Condition(self._lock)
         self._stopping = False
         self._failure: BaseException | None = None
+        self._began = False  # whether a worker has ever come up
         self._watcher: threading.Thread | None = None
         self._alarm_out, self._alarm_in = self._context.Pipe(duplex=False)
 
@@ -255,6 +257,11 @@ class ProcessPool:
             process.start()
         except Exception as error:
             ours.close()
+            if getattr(multiprocessing.current_process(), "_inheriting", False):
+                raise ConfigError(
+                    "a worker process imports the script that started it, and this script starts workers again while it is imported; put what "
+                    "it does under `if __name__ == '__main__':`"
+                ) from None
             raise ConfigError(
                 f"{type(self._agent).__name__} cannot be sent to another process ({type(error).__name__}: {error}); make it picklable, with its "
                 "class in a module of its own, or use --runners inproc"
@@ -308,7 +315,7 @@ class ProcessPool:
                 workers = list(self._workers.values())
             if not workers:
                 return
-            happened = wait([self._alarm_out, *(w.process.sentinel for w in workers), *(w.control for w in workers if not w.ready)])
+            happened = wait([self._alarm_out, *(w.process.sentinel for w in workers), *(w.control for w in workers if not w.silent)])
             if self._stopping:
                 return
             for worker in workers:
@@ -318,16 +325,19 @@ class ProcessPool:
                     self._bury(worker)
 
     def _hear(self, worker: _WorkerProcess) -> None:
+        worker.silent = True
         try:
             worker.ready = worker.control.recv() == READY
         except (EOFError, OSError):
-            worker.ready = True  # it is ending; the sentinel says so
+            return  # it is ending; the sentinel says so
         with self._changed:
+            self._began = self._began or worker.ready
             self._changed.notify_all()
 
     def _bury(self, worker: _WorkerProcess) -> None:
         worker.process.join()
-        reason = _spell_exit(worker.process.exitcode)
+        code = worker.process.exitcode
+        reason = _spell_exit(code)
         with self._lock:
             if self._stopping:
                 return
@@ -336,6 +346,12 @@ class ProcessPool:
         worker.process.close()
         self._access.fail_worker(worker.spec.name, reason)
         logger.warning("Runner %s has ended (%s).", worker.spec.name, reason)
+        if code and code > 0 and not self._began:
+            # not killed: the next one would end in the same way (a module that cannot be imported, a script without a main guard)
+            with self._changed:
+                self._failure = LoopError(f"a runner process ended before it was ready ({reason}); what it printed says why")
+                self._changed.notify_all()
+            return
         if self._restarts_left > 0:
             self._restarts_left -= 1
             [name] = worker_names(1, kind="process")

@@ -6,6 +6,8 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -213,3 +215,46 @@ def test_a_plan_makes_its_runners() -> None:
     store = BridgeStore()
     assert isinstance(make_runners("inproc", agent=EchoAgent(), store=store), RunnerThread)
     assert isinstance(make_runners(RunnerPlan("process", 3), agent=EchoAgent(), store=store), ProcessPool)
+
+
+# -- workers that cannot come up -----------------------------------------------------------------------------------------------------------------
+
+_SCRIPT = """
+import sys
+from agl_slime._agl import LitAgent
+from agl_slime.runner.pools import make_runners
+from agl_slime.store import BridgeStore
+
+class Agent(LitAgent):
+    def __reduce__(self):
+        return (unpicklable_there, ()) if {broken} else (Agent, ())
+
+def unpicklable_there():
+    raise RuntimeError("this agent needs a file that is not here")
+
+def main():
+    try:
+        make_runners("process:2", agent=Agent(), store=BridgeStore()).start()
+    except Exception as error:
+        sys.exit(f"{{type(error).__name__}}: {{error}}")
+    sys.exit("started")
+
+{guard}main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("broken", "guard", "in_worker"),
+    [
+        (False, "", "put what it does under `if __name__ == '__main__':`"),
+        (True, "if __name__ == '__main__': ", "RuntimeError: this agent needs a file that is not here"),
+    ],
+)
+def test_workers_that_cannot_come_up_end_the_start_at_once_with_their_reason(tmp_path: Path, broken: bool, guard: str, in_worker: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT.format(broken=broken, guard=guard))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    assert in_worker in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == "LoopError: The runners could not start: a runner process ended before it was ready (exit code 1); what it printed says why"
+    assert done.stderr.count(in_worker) <= 2  # no replacements, which would end in the same way
