@@ -4,7 +4,7 @@
 
 A rollout asks a scripted engine once over HTTP, which answers after 2 s on average, evenly spread over 1.5 to 2.5 s (answers that all come at the
 same moment are a case of their own: ``--spread 0``). Rollouts come in groups of 8 with one prompt. With ``n`` in flight the ideal is ``n / 2``
-rollouts per second. Beside ours stands stock Agent Lightning (``LitAgentRunner``, ``OtelTracer``, its own store server and client) with the same agent
+rollouts per second. Beside ours stands stock Agent Lightning (``LitAgentRunner``, ``OtelTracer``, its own store server and client), the same agent
 in 1, 4 and 8 processes, polling a hundred times as often as its default and without its OTLP exporter, which does not work with OpenTelemetry 1.45.
 The limit is *bare aiohttp*: tasks of one process that send the same request and parse the answer, and nothing else. Every case runs in a fresh
 process.

@@ -75,6 +75,9 @@ class RunnerSettings:
 # A runner whose queue was empty asks for this many rollouts at first, and gives others a moment before it asks for twice as many.
 _FIRST_CLAIM = 8
 _CLAIM_PAUSE_S = 0.002
+# With a full house the places that become free are filled together: a 64th of all, or what is free after this long.
+_ROOM_SHARE = 64
+_ROOM_PAUSE_S = 0.01
 
 
 class ConcurrentRunner(LitAgentRunner[Any]):
@@ -260,9 +263,14 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self._in_flight.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("Rollout %s broke outside of its agent: %s", task.get_name(), error, exc_info=error)
-        # With a full house the loop waits for room: a finished rollout makes some.
-        if self._wake is not None and len(self._in_flight) >= self._limit - 1:
+        # With a full house the loop waits for room, and a call of the store for each free place would cost more than the place is worth.
+        free = self._limit - len(self._in_flight)
+        if self._wake is None or self._loop is None:
+            return
+        if free == max(1, self._limit // _ROOM_SHARE):
             self._wake.set()
+        elif free == 1:
+            self._loop.call_later(_ROOM_PAUSE_S, self._wake.set)
 
     async def _execute(self, rollout: AttemptedRollout) -> None:
         try:

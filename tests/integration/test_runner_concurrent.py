@@ -15,7 +15,7 @@ from opentelemetry import trace as otel
 
 from agl_slime._agl import LLM, EnqueueRolloutRequest, LightningStore, LitAgent, RolloutConfig, emit_reward, find_final_reward
 from agl_slime.collector import failure_of
-from agl_slime.runner import guard
+from agl_slime.runner import concurrent, guard
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store import BridgeStore
@@ -212,6 +212,47 @@ async def test_no_more_rollouts_are_in_flight_than_allowed() -> None:
         rollouts = await finished(store, range(60))
     assert all(rollout.status == "succeeded" for rollout in rollouts)
     assert most == 7
+
+
+@pytest.mark.parametrize(("pause_s", "freed", "claims"), [(30.0, 2, [2]), (30.0, 4, [2, 2]), (0.001, 1, [1])])
+async def test_places_that_become_free_in_a_full_house_are_filled_together(
+    monkeypatch: pytest.MonkeyPatch, pause_s: float, freed: int, claims: list[int]
+) -> None:
+    monkeypatch.setattr(concurrent, "_ROOM_PAUSE_S", pause_s)
+    places = 2 * concurrent._ROOM_SHARE
+    asked: list[int] = []
+    running_now: dict[int, asyncio.Event] = {}
+    loops: list[asyncio.AbstractEventLoop] = []
+    started = threading.Semaphore(0)
+
+    class CountingStore(BridgeStore):
+        async def dequeue_many_rollouts(self, *, limit: int = 1, worker_id: str | None = None) -> Any:
+            asked.append(limit)
+            return await super().dequeue_many_rollouts(limit=limit, worker_id=worker_id)
+
+    async def work(task: int) -> float:
+        loops[:] = [asyncio.get_running_loop()]
+        running_now[task] = asyncio.Event()
+        started.release()
+        await running_now[task].wait()
+        return 1.0
+
+    async def have_started(count: int) -> None:
+        for _ in range(count):
+            assert await asyncio.to_thread(started.acquire, timeout=20)
+
+    store = CountingStore()
+    await store.add_resources({**RESOURCES})
+    requests = [EnqueueRolloutRequest(input=n, mode="train") for n in range(places + freed)]
+    await store.enqueue_many_rollouts(requests)
+    settings = RunnerSettings(poll_interval_s=60.0, heartbeat_interval_s=0, max_concurrent=places)
+    with RunnerThread(agent=FnAgent(work), store=store, settings=settings):
+        await have_started(places)
+        asked.clear()
+        for first in range(0, freed, 2):
+            loops[0].call_soon_threadsafe(lambda first=first: [running_now[n].set() for n in range(first, min(first + 2, freed))])
+            await have_started(min(2, freed - first))
+    assert asked == claims
 
 
 async def test_a_failed_attempt_is_tried_again_and_only_the_last_one_counts() -> None:

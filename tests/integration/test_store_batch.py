@@ -114,6 +114,50 @@ async def test_resources_are_fetched_once_in_a_while(served: tuple[BridgeStore, 
     await remote.close()
 
 
+async def test_rollouts_that_begin_together_fetch_their_resources_together(served: tuple[BridgeStore, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    store, url = served
+    update = await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")})
+    fetched: list[str] = []
+    fetch = RemoteStore.get_resources_by_id
+
+    async def counted(self: RemoteStore, resources_id: str) -> object:
+        fetched.append(resources_id)
+        return await fetch(self, resources_id)
+
+    monkeypatch.setattr(RemoteStore, "get_resources_by_id", counted)
+    remote = WorkerStore(url, token="t")
+    first = asyncio.create_task(remote.get_resources_by_id(update.resources_id))
+    others = [asyncio.create_task(remote.get_resources_by_id(update.resources_id)) for _ in range(20)]
+    await asyncio.sleep(0)  # all have asked
+    first.cancel()  # whoever asked for the others may go
+    assert await asyncio.gather(*others) == [update] * 20
+    assert fetched == [update.resources_id]
+    assert not remote._asking
+    await remote.close()
+
+
+async def test_requests_keep_their_distance_and_take_all_that_has_come(served: tuple[BridgeStore, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    store, url = served
+    await enqueue(store, 6)
+    remote = WorkerStore(url, token="t")
+    batches: list[int] = []
+    batcher = remote._batcher()
+    post = batcher._post
+
+    async def counted(calls: list[dict[str, object]]) -> list[dict[str, object]]:
+        batches.append(len(calls))
+        return await post(calls)
+
+    batcher._post = counted  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(store_batch, "_BETWEEN_REQUESTS_S", 1.0)
+    claimed = await remote.dequeue_many_rollouts(limit=6, worker_id="w")
+    ends = [remote.update_attempt(one.rollout_id, one.attempt.attempt_id, status="succeeded") for one in claimed]
+    await asyncio.wait_for(ends[0], 20)  # the first after a pause goes at once, and five that come after it wait for each other
+    assert [attempt.status for attempt in await asyncio.wait_for(asyncio.gather(*ends[1:]), 20)] == ["succeeded"] * 5
+    assert batches == [1, 5]
+    await remote.close()
+
+
 async def test_releasing_over_http(served: tuple[BridgeStore, str]) -> None:
     store, url = served
     ids = await execute(store, 3)
