@@ -10,17 +10,19 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-# Members of a group are claimed one after the other, so a few prompts are enough; these hold at most some 40 MB, usually a few.
+# Members of a group are claimed one after the other, so a few prompts are enough. With Qwen's vocabulary, 2 MB of messages hold 20 MB of results.
 _PROMPTS = 128
-_LONGEST_BYTES = 64_000
+_HELD_BYTES = 2_000_000
 
 
 class FirstPrompts(Generic[T]):
-    """The last 128 results, by messages. Thread-safe; of two threads that ask at the same moment both may compute. Very long prompts are not kept."""
+    """The last 128 results, by messages, or as many as belong to 2 MB of messages. Thread-safe; of two threads that ask at the same moment both may
+    compute."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: OrderedDict[bytes, T] = OrderedDict()
+        self._bytes = 0
 
     def get(self, messages: Sequence[Any], make: Callable[[], T]) -> T:
         """What ``make()`` gave for these messages before, or gives now."""
@@ -34,9 +36,12 @@ class FirstPrompts(Generic[T]):
                 return held
         made = make()
         with self._lock:
+            if key not in self._held:
+                self._bytes += len(key)
             self._held[key] = made
-            if len(self._held) > _PROMPTS:
-                self._held.popitem(last=False)
+            while len(self._held) > _PROMPTS or self._bytes > _HELD_BYTES:
+                oldest, _ = self._held.popitem(last=False)
+                self._bytes -= len(oldest)
         return made
 
 
@@ -45,7 +50,6 @@ def _key(messages: Sequence[Any]) -> bytes | None:
     when there is a value that is not Python's own, whose text nobody can know."""
     try:
         # format 2 writes equal values as equal bytes; later ones note which objects are the same object
-        key = marshal.dumps(list(messages), 2)
+        return marshal.dumps(list(messages), 2)
     except ValueError:
         return None
-    return key if len(key) <= _LONGEST_BYTES else None

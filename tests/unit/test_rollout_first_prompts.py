@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agl_slime.rollout.context import ChatContext
-from agl_slime.rollout.first_prompts import _LONGEST_BYTES, _PROMPTS, FirstPrompts
+from agl_slime.rollout.first_prompts import _HELD_BYTES, _PROMPTS, FirstPrompts
 from agl_slime.rollout.template import ChatTemplate
 from tests.chat_templates import CHATML
 from tests.conversations import answer
@@ -104,7 +104,7 @@ def test_a_text_cut_within_a_character_is_a_key_like_any_other() -> None:
     assert [held.get([{"content": "half \ud83d"}], lambda n=n: n) for n in range(2)] == [0, 0]
 
 
-def test_only_so_many_are_kept_the_latest_used_and_no_very_long_ones() -> None:
+def test_only_so_many_are_kept_those_used_last_and_only_so_much_of_them() -> None:
     held: FirstPrompts[int] = FirstPrompts()
 
     def kept(number: int) -> bool:
@@ -116,8 +116,13 @@ def test_only_so_many_are_kept_the_latest_used_and_no_very_long_ones() -> None:
     held.get([{"content": "one more"}], lambda: 0)
     assert kept(0)
     assert not kept(1)
-    long = [{"content": "x" * _LONGEST_BYTES}]
-    assert [held.get(long, lambda n=n: n) for n in range(2)] == [0, 1]
+    half = [[{"content": letter * (_HELD_BYTES // 2 - 30)}] for letter in "ab"]
+    assert [held.get(messages, lambda n=n: n) for n, messages in enumerate(half * 2)] == [0, 1, 0, 1]
+    assert not kept(0)  # there was no room for the rest
+    assert held._bytes == sum(map(len, held._held)) <= _HELD_BYTES
+    longest = [{"content": "x" * _HELD_BYTES}]
+    assert [held.get(longest, lambda n=n: n) for n in range(2)] == [0, 1]
+    assert held._bytes == 0
 
 
 def test_threads_that_ask_at_once_get_what_belongs_to_their_messages() -> None:
