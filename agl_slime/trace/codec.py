@@ -72,23 +72,13 @@ def log_prob_array(values: Sequence[float] | npt.NDArray[Any], *, name: str = "l
     return floats
 
 
-def pack_token_ids(ids: Sequence[int] | npt.NDArray[Any]) -> str:
-    """Integers of 32 bits as one string; ``unpack_token_ids`` gives the same integers back."""
-    return pack_array(token_array(ids))
-
-
 def unpack_token_ids(text: str, *, name: str = "token ids") -> TokenArray:
-    """The integers that ``pack_token_ids`` packed, read-only. ``TraceError`` when ``text`` is not such a string."""
+    """The integers of ``pack_array(token_array(ids))``, read-only. ``TraceError`` when ``text`` is not such a string."""
     return _frozen(_unpack(text, name, np.dtype(np.int32)))
 
 
-def pack_log_probs(values: Sequence[float] | npt.NDArray[Any]) -> str:
-    """Finite numbers as one string of float32."""
-    return pack_array(log_prob_array(values))
-
-
 def unpack_log_probs(text: str, *, name: str = "log-probs") -> LogProbArray:
-    """The numbers that ``pack_log_probs`` packed, read-only. ``TraceError`` when ``text`` is not such a string or holds NaN or infinity."""
+    """The numbers of ``pack_array(log_prob_array(values))``, read-only. ``TraceError`` when ``text`` is no such string or holds NaN or infinity."""
     return log_prob_array(_frozen(_unpack(text, name, np.dtype(np.float32))), name=name)
 
 

@@ -61,8 +61,6 @@ def read_reward(spans: Sequence[Span], *, reward_key: str | None = None) -> Rewa
 def _dimensions(span: Span) -> list[tuple[str, float]]:
     """The names and values of a reward span, as ``agentlightning.get_rewards_from_span`` reads them; empty for other spans."""
     attributes = span.attributes
-    if REWARD_PREFIX not in "\n".join(attributes):  # most spans are none: one search is a tenth of one per attribute
-        return []
     count = sum(key.startswith(REWARD_PREFIX) for key in attributes)
     if not count:
         return []
