@@ -158,7 +158,7 @@ class WorkerStore(RemoteStore):
     def _reset(self) -> None:
         self._batchers: dict[asyncio.AbstractEventLoop, _Batcher] = {}
         self._resources: OrderedDict[str, tuple[float, ResourcesUpdate]] = OrderedDict()
-        self._asking: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Future[ResourcesUpdate | None]] = {}
+        self._fetching: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Future[ResourcesUpdate | None]] = {}
 
     def _batcher(self) -> _Batcher:
         loop = asyncio.get_running_loop()
@@ -191,13 +191,16 @@ class WorkerStore(RemoteStore):
         known = self._resources.get(resources_id)
         if known is not None and time.monotonic() - known[0] < _RESOURCES_TTL_S:
             return known[1]
-        # hundreds of rollouts that begin together ask together: one of them asks for all
+        # hundreds of rollouts that begin together ask together: one request for all
         key = asyncio.get_running_loop(), resources_id
-        asking = self._asking.get(key)
-        if asking is None:
-            asking = self._asking[key] = asyncio.ensure_future(super().get_resources_by_id(resources_id))
-            asking.add_done_callback(lambda _: self._asking.pop(key, None))
-        update = await asyncio.shield(asking)
+        fetching = self._fetching.get(key)
+        if fetching is None:
+            fetching = self._fetching[key] = asyncio.ensure_future(self._fetch_resources(resources_id))
+            fetching.add_done_callback(lambda _: self._fetching.pop(key, None))
+        return await asyncio.shield(fetching)
+
+    async def _fetch_resources(self, resources_id: str) -> ResourcesUpdate | None:
+        update = await super().get_resources_by_id(resources_id)
         if update is not None:
             self._resources[resources_id] = (time.monotonic(), update)
             if len(self._resources) > _RESOURCES_CACHED:

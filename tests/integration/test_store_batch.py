@@ -23,10 +23,8 @@ def served() -> Iterator[tuple[BridgeStore, str]]:
         yield store, service.url
 
 
-async def test_ends_of_many_rollouts_travel_together_and_each_gets_its_own_result(served: tuple[BridgeStore, str]) -> None:
-    store, url = served
-    ids = await enqueue(store, 40)
-    remote = WorkerStore(url, token="t")
+def counted_batches(remote: WorkerStore) -> list[int]:
+    """Grows by the number of calls in each request that ``remote`` sends."""
     batches: list[int] = []
     batcher = remote._batcher()
     post = batcher._post
@@ -36,6 +34,14 @@ async def test_ends_of_many_rollouts_travel_together_and_each_gets_its_own_resul
         return await post(calls)
 
     batcher._post = counted  # type: ignore[method-assign, assignment]
+    return batches
+
+
+async def test_ends_of_many_rollouts_travel_together_and_each_gets_its_own_result(served: tuple[BridgeStore, str]) -> None:
+    store, url = served
+    ids = await enqueue(store, 40)
+    remote = WorkerStore(url, token="t")
+    batches = counted_batches(remote)
     claimed = await remote.dequeue_many_rollouts(limit=40, worker_id="w")
 
     async def end(number: int) -> None:
@@ -132,7 +138,7 @@ async def test_rollouts_that_begin_together_fetch_their_resources_together(serve
     first.cancel()  # whoever asked for the others may go
     assert await asyncio.gather(*others) == [update] * 20
     assert fetched == [update.resources_id]
-    assert not remote._asking
+    assert not remote._fetching
     await remote.close()
 
 
@@ -140,15 +146,7 @@ async def test_requests_keep_their_distance_and_take_all_that_has_come(served: t
     store, url = served
     await enqueue(store, 6)
     remote = WorkerStore(url, token="t")
-    batches: list[int] = []
-    batcher = remote._batcher()
-    post = batcher._post
-
-    async def counted(calls: list[dict[str, object]]) -> list[dict[str, object]]:
-        batches.append(len(calls))
-        return await post(calls)
-
-    batcher._post = counted  # type: ignore[method-assign, assignment]
+    batches = counted_batches(remote)
     monkeypatch.setattr(store_batch, "_BETWEEN_REQUESTS_S", 1.0)
     claimed = await remote.dequeue_many_rollouts(limit=6, worker_id="w")
     ends = [remote.update_attempt(one.rollout_id, one.attempt.attempt_id, status="succeeded") for one in claimed]
