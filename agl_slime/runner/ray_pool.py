@@ -10,7 +10,6 @@ import importlib
 import ipaddress
 import logging
 import threading
-import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -198,7 +197,8 @@ class RayPool:
         logger.warning("Runner %s has ended (%s).", actor.spec.name, reason)
         if self._restarts_left > 0:
             self._restarts_left -= 1
-            time.sleep(_LOOK_S)
+            if self._stopping.wait(_LOOK_S):
+                return
             [name] = worker_names(1, kind="ray")
             self._launch(replace(actor.spec, name=name))
         elif not self._actors:
