@@ -382,14 +382,14 @@ async def test_pause_returns_partial_answers_and_holds_new_requests(client: Clie
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_a_paused_request_goes_on_where_it_stopped(client: Client, model: Any, mode: str) -> None:
-    running = asyncio.create_task(client.generate(PROMPTS[0], temperature=1, max_new_tokens=1000, ignore_eos=True))
+    running = asyncio.create_task(client.generate(PROMPTS[0], temperature=1, max_new_tokens=1500, ignore_eos=True))
     await client.running(1)
     await client.post("/pause_generation", {"mode": mode})
     done, _ = await asyncio.wait({running}, timeout=0.5)
     assert not done
     await client.post("/continue_generation", {})
     ids, log_probs = sampled(await running)
-    assert len(ids) == 1000
+    assert len(ids) == 1500
     assert_close(log_probs, expected_log_probs(model, PROMPTS[0], ids), 3e-4)
 
 
