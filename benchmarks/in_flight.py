@@ -11,7 +11,7 @@ process.
 
 *CPU* is the CPU time per rollout of all processes but the engine's. *kB in flight* is what resident memory grows by, per rollout, when as many are
 waiting for the engine (in one process). Rates leave out the first and the last round, in which places fill and empty. *per GB* is rollouts per second
-and gigabyte of resident memory, store included. Takes about 5 minutes; ``--quick`` 1 minute.
+and gigabyte of resident memory, store included. Takes about 6 minutes; ``--quick`` 1 minute.
 """
 
 from __future__ import annotations
