@@ -1,4 +1,5 @@
-"""Train an agent online: ``python train.py`` trains the lookup agent on this machine, ``python train.py --help`` lists the flags."""
+"""Train an agent online: ``python train.py`` trains the lookup agent on this machine, ``python train.py --help`` lists
+the flags."""
 
 import sys
 

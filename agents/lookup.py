@@ -1,6 +1,7 @@
 """A two-turn agent with a tool: call ``lookup`` with the key of the question, read what it returns, answer with it.
 
-The value is random, so the only way to a reward is to call the tool with the right key and to copy what it says. Start it with ``python train.py``.
+The value is random, so the only way to a reward is to call the tool with the right key and to copy what it says. Start
+it with ``python train.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from typing import Any
 
 from agl_slime import RolloutSession, SGLangLitAgent
-from agl_slime.sglang.embedded.demos import LookupDemonstrations
+from agl_slime.demo.formats import LookupDemonstrations
 
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from agl_slime import SGLangLitAgent
+from agl_slime.demo.formats import LookupDemonstrations
 from agl_slime.rollout.scheduler import MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
-from agl_slime.sglang.embedded.demos import LookupDemonstrations
 
 DEMONSTRATIONS = LookupDemonstrations()
 
@@ -35,11 +35,15 @@ class LookupTable:
 class FirstAnswer(MultiTurnScheduler):
     """An answer that calls no tool ends the rollout, right or wrong."""
 
-    def check_finished(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> bool:
+    def check_finished(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> bool:
         super().check_finished(infer_request, result, current_turn)  # notes why, when it was cut off or out of turns
         return True
 
-    def step(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> RolloutInferRequest:
+    def step(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> RolloutInferRequest:
         return infer_request
 
 

@@ -1,4 +1,5 @@
-"""A three-turn agent with two tools: ``find`` says on which page a key is, ``read`` says what the page holds, and the answer is that.
+"""A three-turn agent with two tools: ``find`` says on which page a key is, ``read`` says what the page holds, and the
+answer is that.
 
 Both names are random, so the only way to a reward is to call both tools, the second with what the first returned.
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from agl_slime.sglang.embedded.demos import UNSURE, Demonstration, Message, Quality
+from agl_slime.demo.formats import UNSURE, Demonstration, Message, Quality
 
 _LETTERS = "bcdfghjkmnpqrstvwxz"
 _DIGITS = "23456789"
@@ -22,7 +23,8 @@ _DIGITS = "23456789"
 
 @dataclass(frozen=True, kw_only=True)
 class ResearchDemonstrations:
-    """``{"key": "kz", "page": "47", "answer": "mt"}``: a key of letters is on a page of digits, which holds a word of letters.
+    """``{"key": "kz", "page": "47", "answer": "mt"}``: a key of letters is on a page of digits, which holds a word of
+    letters.
 
     ``blur`` is the share of imperfect turns that evade; a conversation ends where one does.
     """
@@ -38,7 +40,10 @@ class ResearchDemonstrations:
         return {"key": word(_LETTERS), "page": word(_DIGITS), "answer": word(_LETTERS)}
 
     def prompt(self, task: Mapping[str, Any]) -> list[Message]:
-        return [{"role": "system", "content": self.system}, {"role": "user", "content": f'What is stored under "{task["key"]}"?'}]
+        return [
+            {"role": "system", "content": self.system},
+            {"role": "user", "content": f'What is stored under "{task["key"]}"?'},
+        ]
 
     def demonstrations(self, rng: random.Random, n: int, *, quality: Quality) -> list[Demonstration]:
         return [self._one(rng, self.blur if quality == "imperfect" else 0.0) for _ in range(n)]
@@ -46,7 +51,11 @@ class ResearchDemonstrations:
     def _one(self, rng: random.Random, blur: float) -> Demonstration:
         task = self.make_task(rng)
         conversation = self.prompt(task)
-        steps = ((call("find", task["key"]), task["page"]), (call("read", task["page"]), task["answer"]), (task["answer"], None))
+        steps = (
+            (call("find", task["key"]), task["page"]),
+            (call("read", task["page"]), task["answer"]),
+            (task["answer"], None),
+        )
         for said, observed in steps:
             evades = rng.random() < blur
             conversation.append({"role": "assistant", "content": UNSURE if evades else said})

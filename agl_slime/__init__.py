@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "AGLDataSource": "agl_slime.datasource",
-    "APIMultiTurnRollout": "agl_slime.rollout.api_multi_turn",
+    "AGLDataSource": "agl_slime.datasource.source",
+    "APIMultiTurnRollout": "agl_slime.rollout.batched.api_multi_turn",
     "Answer": "agl_slime.rollout.session",
-    "BridgeStore": "agl_slime.store",
+    "BridgeStore": "agl_slime.store.bridge",
     "ConcurrentRunner": "agl_slime.runner.concurrent",
     "DiskWeightSync": "agl_slime.sglang.weights",
     "Generation": "agl_slime.sglang.payloads",
-    "LoopSettings": "agl_slime.loop",
-    "MultiTurnRollout": "agl_slime.rollout.multi_turn",
+    "LoopSettings": "agl_slime.loop.online",
+    "MultiTurnRollout": "agl_slime.rollout.batched.multi_turn",
     "MultiTurnScheduler": "agl_slime.rollout.scheduler",
-    "OnlineRLLoop": "agl_slime.loop",
+    "OnlineRLLoop": "agl_slime.loop.online",
     "RolloutSession": "agl_slime.rollout.session",
     "RunnerThread": "agl_slime.runner.thread",
     "SGLangClient": "agl_slime.sglang.client",
     "SGLangLitAgent": "agl_slime.rollout.agent",
     "Sample": "agl_slime.types",
     "SamplingParams": "agl_slime.sglang.payloads",
-    "SlimeAlgorithm": "agl_slime.algorithm",
+    "SlimeAlgorithm": "agl_slime.run.algorithm",
     "ToolManager": "agl_slime.rollout.tools",
     "Trajectory": "agl_slime.trace.trajectory",
     "register_scheduler": "agl_slime.rollout.scheduler",
@@ -37,21 +37,21 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
-    from agl_slime.algorithm import SlimeAlgorithm
-    from agl_slime.datasource import AGLDataSource
-    from agl_slime.loop import LoopSettings, OnlineRLLoop
+    from agl_slime.datasource.source import AGLDataSource
+    from agl_slime.loop.online import LoopSettings, OnlineRLLoop
     from agl_slime.rollout.agent import SGLangLitAgent
-    from agl_slime.rollout.api_multi_turn import APIMultiTurnRollout
-    from agl_slime.rollout.multi_turn import MultiTurnRollout
+    from agl_slime.rollout.batched.api_multi_turn import APIMultiTurnRollout
+    from agl_slime.rollout.batched.multi_turn import MultiTurnRollout
     from agl_slime.rollout.scheduler import MultiTurnScheduler, register_scheduler
     from agl_slime.rollout.session import Answer, RolloutSession
     from agl_slime.rollout.tools import ToolManager
+    from agl_slime.run.algorithm import SlimeAlgorithm
     from agl_slime.runner.concurrent import ConcurrentRunner
     from agl_slime.runner.thread import RunnerThread
     from agl_slime.sglang.client import SGLangClient
     from agl_slime.sglang.payloads import Generation, SamplingParams
     from agl_slime.sglang.weights import DiskWeightSync
-    from agl_slime.store import BridgeStore
+    from agl_slime.store.bridge import BridgeStore
     from agl_slime.trace.converter import rollout_to_sample, rollout_to_samples
     from agl_slime.trace.trajectory import Trajectory
     from agl_slime.types import Sample

@@ -1,6 +1,8 @@
-"""The command line. Errors are one sentence on stderr, never a traceback; Ctrl-C ends within seconds and keeps what was written.
+"""The command line. Errors are one sentence on stderr, never a traceback; Ctrl-C ends within seconds and keeps what was
+written.
 
-Exit codes: 0 finished, 1 the run could not go on, 2 a flag or file cannot be used, 130 interrupted. ``AGL_SLIME_DEBUG=1`` shows tracebacks.
+Exit codes: 0 finished, 1 the run could not go on, 2 a flag or file cannot be used, 130 interrupted.
+``AGL_SLIME_DEBUG=1`` shows tracebacks.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-from agl_slime.config import TrainConfig
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError, spell_exception
-from agl_slime.loading import check_files
+from agl_slime.rollout.loading import check_files
+from agl_slime.run.settings import TrainConfig
 
 # With this variable set, tracebacks and the package's debug messages are shown.
 DEBUG_VARIABLE = "AGL_SLIME_DEBUG"
@@ -38,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: agl-slime COMMAND [flags]\n\n" + "\n".join(f"  {name:<18} {text}" for name, text in COMMANDS.items()))
+        print(
+            "usage: agl-slime COMMAND [flags]\n\n"
+            + "\n".join(f"  {name:<18} {text}" for name, text in COMMANDS.items())
+        )
         return 0
     command, *rest = arguments
     if command not in COMMANDS:
@@ -66,8 +71,9 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
     except SystemExit as end:  # of --help, or of flags that cannot be parsed
         code = end.code if isinstance(end.code, int) else 2
     if training:
-        # Reports, engine and store are closed by now. A thread may still be in the middle of native code (training, an import, an agent that was
-        # given up), and the interpreter's ordinary end would wait for it for seconds, or abort.
+        # Reports, engine and store are closed by now. A thread may still be in the middle of native code (training, an
+        # import, an agent that was given up), and the interpreter's ordinary end would wait for it for seconds, or
+        # abort.
         with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -85,7 +91,7 @@ def _train(arguments: list[str]) -> int:
         console = Console()
         _configure_logging(errors, debug=debug)
         with console.status("loading ...") if console.is_terminal else nullcontext():
-            from agl_slime.training_run import run_training  # Agent Lightning takes seconds to import; --help should not
+            from agl_slime.run.local import run_training  # Agent Lightning takes seconds to import; --help should not
 
         _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -98,7 +104,12 @@ def _train(arguments: list[str]) -> int:
         _tell(errors, str(error), error, debug)
         return 1
     except Exception as error:  # a mistake of ours; the person who runs this is not the one who can use a traceback
-        _tell(errors, f"{spell_exception(error)}; this should not happen: please report it with what {DEBUG_VARIABLE}=1 shows", error, debug)
+        _tell(
+            errors,
+            f"{spell_exception(error)}; this should not happen: please report it with what {DEBUG_VARIABLE}=1 shows",
+            error,
+            debug,
+        )
         return 1
     return 0
 

@@ -1,7 +1,8 @@
 """One exception tree.
 
-Every error that this package raises on purpose is an ``AglSlimeError`` whose text is one sentence: what was wrong, the value, and what to do. Each
-class also derives from the standard type that fits, so ``except ValueError`` and the like work as people expect.
+Every error that this package raises on purpose is an ``AglSlimeError`` whose text is one sentence: what was wrong, the
+value, and what to do. Each class also derives from the standard type that fits, so ``except ValueError`` and the like
+work as people expect.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class AglSlimeError(Exception):
     """Root of all errors raised by this package."""
 
 
-# -- what the person who starts a run can put right --------------------------------------------------------------------------------------
+# -- what the person who starts a run can put right ------------------------------------------------------------------
 
 
 class ConfigError(AglSlimeError, ValueError):
@@ -29,7 +30,7 @@ class MissingDependencyError(AglSlimeError, ImportError):
     """An optional system was asked for and is not installed; the text says what to install."""
 
 
-# -- the engine --------------------------------------------------------------------------------------------------------------------------
+# -- the engine ------------------------------------------------------------------------------------------------------
 
 
 class EngineError(AglSlimeError):
@@ -68,7 +69,7 @@ class WeightSyncError(EngineError):
     """New weights did not reach every worker, or a worker reports another version afterwards."""
 
 
-# -- rollouts and what is made of them ---------------------------------------------------------------------------------------------------
+# -- rollouts and what is made of them -------------------------------------------------------------------------------
 
 
 class RolloutError(AglSlimeError):
@@ -100,7 +101,7 @@ class RolloutTimeoutError(RolloutError, TimeoutError):
     reason = "timeout"
 
 
-# -- the loop and the trainer ------------------------------------------------------------------------------------------------------------
+# -- the loop and the trainer ----------------------------------------------------------------------------------------
 
 
 class LoopError(AglSlimeError, RuntimeError):
@@ -121,11 +122,14 @@ def spell_exception(error: BaseException) -> str:
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     # a SyntaxError names its file and line itself
     place = "" if isinstance(error, SyntaxError) else spell_place(frames)
-    return (f"{type(error).__name__}: {message}" if message else type(error).__name__) + (f" ({place})" if place else "")
+    return (f"{type(error).__name__}: {message}" if message else type(error).__name__) + (
+        f" ({place})" if place else ""
+    )
 
 
 def spell_place(frames: Sequence[tuple[str, int]]) -> str:
-    """File and line of the innermost frame that is neither a library's nor this package's, else of the innermost one; empty without frames."""
+    """File and line of the innermost frame that is neither a library's nor this package's, else of the innermost one;
+    empty without frames."""
     own = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS) and "site-packages" not in frame[0]]
     if not frames:
         return ""

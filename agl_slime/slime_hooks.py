@@ -46,15 +46,19 @@ _EMPTY_PAUSE_S = 0.2
 _EMPTY_PATIENCE_S = 600.0
 
 
-# -- rollouts ------------------------------------------------------------------------------------------------------------------------------------
+# -- rollouts --------------------------------------------------------------------------------------------------------
 
 
-def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Exactly ``args.rollout_batch_size`` groups of finished rollouts; with ``evaluation`` the validation rollouts of the data source.
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """Exactly ``args.rollout_batch_size`` groups of finished rollouts; with ``evaluation`` the validation rollouts of
+    the data source.
 
-    Nothing is generated here and no request is aborted: agents run elsewhere and go on running. What the data source holds beyond this batch stays in
-    it for the next one. The dynamic sampling filter, the sample filter and the all-samples function of ``args`` are applied as slime's default
-    rollout function does. With ``args=None`` (slime's contract tests) one group is taken.
+    Nothing is generated here and no request is aborted: agents run elsewhere and go on running. What the data source
+    holds beyond this batch stays in it for the next one. The dynamic sampling filter, the sample filter and the
+    all-samples function of ``args`` are applied as slime's default rollout function does. With ``args=None`` (slime's
+    contract tests) one group is taken.
 
     Raises:
         DataSourceError: the groups did not come in time; what had come is given back to the data source first.
@@ -76,23 +80,29 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     return RolloutFnTrainOutput(samples=kept, metrics=metrics)
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample | list[Sample]:
+async def generate(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample | list[Sample]:
     """One Agent Lightning rollout for one slime prompt, for those who keep slime's default rollout function.
 
-    The task is ``{"prompt": sample.prompt, "label": sample.label, **sample.metadata}``, the engine slime's router, the sampling parameters slime's.
-    Returns the sample, completed; a rollout that forks becomes a list, siblings under one rollout id. Which store and agent: see
-    ``agl_slime.slime.settings``.
+    The task is ``{"prompt": sample.prompt, "label": sample.label, **sample.metadata}``, the engine slime's router, the
+    sampling parameters slime's. Returns the sample, completed; a rollout that forks becomes a list, siblings under one
+    rollout id. Which store and agent: see ``agl_slime.slime.args``.
 
     Raises:
-        RolloutError: the rollout failed, after its attempts. Use ``generate_rollout`` where failed rollouts should be replaced instead.
+        RolloutError: the rollout failed, after its attempts. Use ``generate_rollout`` where failed rollouts should be
+            replaced instead.
     """
-    from agl_slime.slime.single import run_rollout  # needs Agent Lightning, seconds of import
+    from agl_slime.slime.generate import run_rollout  # needs Agent Lightning, seconds of import
 
     return await run_rollout(args, sample, sampling_params, evaluation=evaluation)
 
 
-def _collect_groups(args: Any, rollout_id: int, data_source: Any, wanted: int) -> tuple[list[list[Sample]], list[list[Sample]], Counter[str]]:
-    """``wanted`` groups that the dynamic filter keeps, all that were looked at, and the reasons of those that were dropped."""
+def _collect_groups(
+    args: Any, rollout_id: int, data_source: Any, wanted: int
+) -> tuple[list[list[Sample]], list[list[Sample]], Counter[str]]:
+    """``wanted`` groups that the dynamic filter keeps, all that were looked at, and the reasons of those that were
+    dropped."""
     from tqdm import tqdm
 
     path = getattr(args, "dynamic_sampling_filter_path", None)
@@ -154,14 +164,15 @@ def eval_entry(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-# -- rewards -------------------------------------------------------------------------------------------------------------------------------------
+# -- rewards ---------------------------------------------------------------------------------------------------------
 
 
 def normalize_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
-    """Raw rewards and advantages, one of each per sample; groups by ``group_index``, one reward per rollout (see ``agl_slime.groups.normalize``).
+    """Raw rewards and advantages, one of each per sample; groups by ``group_index``, one reward per rollout (see
+    ``agl_slime.groups.normalize``).
 
-    Follows ``advantage_estimator``, ``rewards_normalization`` and ``grpo_std_normalization`` as slime does. A rollout that is alone in its group gets
-    0, siblings of one rollout get the same advantage.
+    Follows ``advantage_estimator``, ``rewards_normalization`` and ``grpo_std_normalization`` as slime does. A rollout
+    that is alone in its group gets 0, siblings of one rollout get the same advantage.
 
     Raises:
         RewardError: a missing or non-finite reward, or siblings whose rewards differ.
@@ -172,7 +183,9 @@ def normalize_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
     if estimator not in _GROUP_RELATIVE or not getattr(args, "rewards_normalization", True):
         return raw, raw
     std = estimator in _STD_NORMALIZED and bool(getattr(args, "grpo_std_normalization", True))
-    rewards = normalize.normalize_rewards(raw, group_indices=[sample.group_index for sample in flat], rollout_ids=_rollout_ids(flat), std=std)
+    rewards = normalize.normalize_rewards(
+        raw, group_indices=[sample.group_index for sample in flat], rollout_ids=_rollout_ids(flat), std=std
+    )
     return raw, rewards
 
 
@@ -192,12 +205,16 @@ def _reward(args: Any, sample: Sample, position: int) -> float:
     if key and isinstance(reward, Mapping):
         reward = reward.get(key)
     if isinstance(reward, bool) or not isinstance(reward, (int, float)):
-        raise RewardError(f"sample {position} has the reward {sample.reward!r}; a number is needed" + (f" under {key!r}" if key else ""))
+        raise RewardError(
+            f"sample {position} has the reward {sample.reward!r}; a number is needed"
+            + (f" under {key!r}" if key else "")
+        )
     return float(reward)
 
 
 def _rollout_ids(samples: Sequence[Sample]) -> list[int | None]:
-    """The sibling ids; where the installed slime has no field for them, numbers for the Agent Lightning rollouts that the samples name."""
+    """The sibling ids; where the installed slime has no field for them, numbers for the Agent Lightning rollouts that
+    the samples name."""
     given = [get_rollout_id(sample) for sample in samples]
     if any(rollout_id is not None for rollout_id in given):
         return given
@@ -206,11 +223,12 @@ def _rollout_ids(samples: Sequence[Sample]) -> list[int | None]:
     return [None if name is None else numbers[name] for name in names]
 
 
-# -- filters -------------------------------------------------------------------------------------------------------------------------------------
+# -- filters ---------------------------------------------------------------------------------------------------------
 
 
 def keep_nonzero_variance(args: Any, samples: Sequence[Any], **_: Any) -> Any:
-    """Keep a group whose rollouts differ in reward: without a difference there is no advantage. Nested samples are taken too."""
+    """Keep a group whose rollouts differ in reward: without a difference there is no advantage. Nested samples are
+    taken too."""
     flat = list(_flat(samples))
     rewards = [_reward(args, sample, position) for position, sample in enumerate(flat)]
     keep = bool(rewards) and not all_equal(rewards)
@@ -219,7 +237,8 @@ def keep_nonzero_variance(args: Any, samples: Sequence[Any], **_: Any) -> Any:
 
 
 def take_oldest(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
-    """Take ``num_samples`` groups out of the buffer, those with the smallest ``group_index`` first (then those that were put in first)."""
+    """Take ``num_samples`` groups out of the buffer, those with the smallest ``group_index`` first (then those that
+    were put in first)."""
     order = sorted(range(len(buffer)), key=lambda i: (_first(buffer[i]).group_index or 0, i))[:num_samples]
     taken = [buffer[i] for i in order]
     for i in sorted(order, reverse=True):
@@ -240,11 +259,18 @@ def count_groups(args: Any, all_groups: Sequence[Any], data_source: Any) -> None
     args.processed_group_count = len(all_groups)
 
 
-# -- logging -------------------------------------------------------------------------------------------------------------------------------------
+# -- logging ---------------------------------------------------------------------------------------------------------
 
 
-def log_rollout(rollout_id: int, args: Any, samples: Sequence[Any], rollout_extra_metrics: dict[str, Any] | None, rollout_time: float) -> bool:
-    """Add what slime does not know to its metrics: forks, re-tokenised samples, turns, weight versions. slime goes on logging (returns ``False``)."""
+def log_rollout(
+    rollout_id: int,
+    args: Any,
+    samples: Sequence[Any],
+    rollout_extra_metrics: dict[str, Any] | None,
+    rollout_time: float,
+) -> bool:
+    """Add what slime does not know to its metrics: forks, re-tokenised samples, turns, weight versions. slime goes on
+    logging (returns ``False``)."""
     args.logged_rollout_id = rollout_id
     metrics = trace_metrics(list(_flat(samples)))
     if rollout_extra_metrics is not None:
@@ -253,7 +279,9 @@ def log_rollout(rollout_id: int, args: Any, samples: Sequence[Any], rollout_extr
     return False
 
 
-def log_eval_rollout(rollout_id: int, args: Any, data: Mapping[str, Mapping[str, Any]], extra_metrics: dict[str, Any] | None) -> bool:
+def log_eval_rollout(
+    rollout_id: int, args: Any, data: Mapping[str, Mapping[str, Any]], extra_metrics: dict[str, Any] | None
+) -> bool:
     """The means of an evaluation in the log; slime goes on logging (returns ``False``)."""
     args.logged_eval_rollout_id = rollout_id
     means = {name: fmean(entry["rewards"]) for name, entry in data.items() if entry["rewards"]}
@@ -262,13 +290,16 @@ def log_eval_rollout(rollout_id: int, args: Any, data: Mapping[str, Mapping[str,
 
 
 def trace_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """``agl/…`` of a batch. ``weight_versions`` counts the versions that the batch was sampled with; tokens are response tokens."""
+    """``agl/…`` of a batch. ``weight_versions`` counts the versions that the batch was sampled with; tokens are
+    response tokens."""
     if not samples:
         return {}
     metadata = [sample.metadata or {} for sample in samples]
     # a rollout is named by the store's id; a sample that names none stands for itself
     rollouts = {entry.get("agl_rollout_id", position) for position, entry in enumerate(metadata)}
-    trained = sum(sum(sample.loss_mask) if sample.loss_mask is not None else sample.response_length for sample in samples)
+    trained = sum(
+        sum(sample.loss_mask) if sample.loss_mask is not None else sample.response_length for sample in samples
+    )
     versions = {version for sample in samples for version in getattr(sample, "weight_versions", None) or ()}
     return {
         "agl/rollouts": len(rollouts),
@@ -281,7 +312,7 @@ def trace_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
-# -- nested samples ------------------------------------------------------------------------------------------------------------------------------
+# -- nested samples --------------------------------------------------------------------------------------------------
 
 
 def _flat(samples: Iterable[Any]) -> Iterator[Sample]:

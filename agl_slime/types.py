@@ -1,8 +1,8 @@
 """slime's types: its own classes where slime is importable, structural twins where it is not.
 
-The twins have the fields, defaults and status values of slime at v0.3.1; ``sample_from_fields`` is the one place that drops fields which the
-installed slime does not have, so the rest of the package names every field it knows. ``set_rollout_id`` hides that the sibling id was called
-``group_id`` in v0.3.0 and did not exist before.
+The twins have the fields, defaults and status values of slime at v0.3.1; ``sample_from_fields`` is the one place that
+drops fields which the installed slime does not have, so the rest of the package names every field it knows.
+``set_rollout_id`` hides that the sibling id was called ``group_id`` in v0.3.0 and did not exist before.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ if TYPE_CHECKING or not HAS_SLIME:
     class Sample:
         """One training sample: prompt tokens followed by response tokens, with what training needs about the response.
 
-        ``tokens`` has ``len(prompt) + response_length`` ids; ``loss_mask`` and ``rollout_log_probs`` (natural log, at the sampling temperature) have
-        ``response_length`` entries. ``rollout_id`` is shared by the samples that one rollout was split into.
+        ``tokens`` has ``len(prompt) + response_length`` ids; ``loss_mask`` and ``rollout_log_probs`` (natural log, at
+        the sampling temperature) have ``response_length`` entries. ``rollout_id`` is shared by the samples that one
+        rollout was split into.
         """
 
         class Status(Enum):

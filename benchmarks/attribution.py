@@ -1,9 +1,10 @@
-"""Attribution: 10,000 rollouts at once with nested tasks, threads and executors; does every span and every reward land on its own rollout?
+"""Attribution: 10,000 rollouts at once with nested tasks, threads and executors; does every span and every reward land
+on its own rollout?
 
     python -m benchmarks.attribution [--quick]
 
-Each rollout makes a span in a nested task, in ``asyncio.to_thread``, in ``run_in_executor``, in a thread of its own and in the agent itself, and
-emits a reward that no other has. All finish in random order. Takes about a minute.
+Each rollout makes a span in a nested task, in ``asyncio.to_thread``, in ``run_in_executor``, in a thread of its own and
+in the agent itself, and emits a reward that no other has. All finish in random order. Takes about a minute.
 """
 
 from __future__ import annotations
@@ -29,17 +30,21 @@ def main() -> int:
     quiet()
     count = 1_000 if options.quick else options.rollouts
     rows, wrong = asyncio.run(measure(count, options.in_flight))
-    print_table(f"Attribution: {count:,} rollouts, {options.in_flight:,} in flight", ["made in", "spans", "on the wrong rollout", "missing"], rows)
+    print_table(
+        f"Attribution: {count:,} rollouts, {options.in_flight:,} in flight",
+        ["made in", "spans", "on the wrong rollout", "missing"],
+        rows,
+    )
     return 1 if wrong else 0
 
 
 async def measure(count: int, in_flight: int) -> tuple[list[list[str]], int]:
     from opentelemetry import trace
 
-    from agl_slime._agl import LLM, EnqueueRolloutRequest, LitAgent, emit_reward, find_final_reward
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.thread import RunnerThread
-    from agl_slime.store import BridgeStore
+    from agl_slime.store.bridge import BridgeStore
+    from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LitAgent, emit_reward, find_final_reward
 
     tracer = trace.get_tracer("benchmark")
 
@@ -73,7 +78,9 @@ async def measure(count: int, in_flight: int) -> tuple[list[list[str]], int]:
     store.subscribe_finished(left.down)
     watch = Stopwatch()
     with RunnerThread(agent=Agent(), store=store, settings=RunnerSettings(max_concurrent=in_flight)):
-        rollouts = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"n": n}, mode="train") for n in range(count)])
+        rollouts = await store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input={"n": n}, mode="train") for n in range(count)]
+        )
         await left.wait(PATIENCE_S)
     made = dict.fromkeys((*PLACES, "reward"), 0)
     wrong = dict.fromkeys(made, 0)
@@ -88,7 +95,14 @@ async def measure(count: int, in_flight: int) -> tuple[list[list[str]], int]:
         made["reward"] += reward is not None
         wrong["reward"] += reward is not None and reward != number
     rows = [[place, f"{made[place]:,}", str(wrong[place]), str(count - made[place])] for place in made]
-    rows.append([f"({count / watch.wall:.0f} rollouts/s)", f"{sum(made.values()):,}", str(sum(wrong.values())), str(6 * count - sum(made.values()))])
+    rows.append(
+        [
+            f"({count / watch.wall:.0f} rollouts/s)",
+            f"{sum(made.values()):,}",
+            str(sum(wrong.values())),
+            str(6 * count - sum(made.values())),
+        ]
+    )
     return rows, sum(wrong.values()) + 6 * count - sum(made.values())
 
 

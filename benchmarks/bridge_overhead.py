@@ -1,14 +1,15 @@
-"""Bridge overhead: samples per second through the whole bridge beside slime's own ``generate_rollout``, on the same scripted engine and prompts.
+"""Bridge overhead: samples per second through the whole bridge beside slime's own ``generate_rollout``, on the same
+scripted engine and prompts.
 
     python -m benchmarks.bridge_overhead [--quick] [--slime-dir DIR --slime-python PYTHON]
 
-Each step makes ``--groups`` groups of 8 samples and waits for all of them, as slime's synchronous training does. Ours goes through everything:
-enqueue, store, runner, agent, HTTP, spans, conversion, ``get_samples``. slime's is its default rollout function with a free reward. Both render no
-templates but their own, and tokenize every prompt. Once with an engine that answers at once, where only the costs of the two are left, and once with
-0.5 s per answer.
+Each step makes ``--groups`` groups of 8 samples and waits for all of them, as slime's synchronous training does. Ours
+goes through everything: enqueue, store, runner, agent, HTTP, spans, conversion, ``get_samples``. slime's is its default
+rollout function with a free reward. Both render no templates but their own, and tokenize every prompt. Once with an
+engine that answers at once, where only the costs of the two are left, and once with 0.5 s per answer.
 
-slime's row needs a checkout of slime (``--slime-dir`` or ``SLIME_DIR``) and a Python that can import it; SGLang and Megatron need not be there. Takes
-about 2 minutes.
+slime's row needs a checkout of slime (``--slime-dir`` or ``SLIME_DIR``) and a Python that can import it; SGLang and
+Megatron need not be there. Takes about 2 minutes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,18 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import REPO, console, llm_resources, load, print_table, question_agent, quiet, requests, scripted_engine, tokenizer
+from benchmarks.common import (
+    REPO,
+    console,
+    llm_resources,
+    load,
+    print_table,
+    question_agent,
+    quiet,
+    requests,
+    scripted_engine,
+    tokenizer,
+)
 
 _GROUP = 8
 _WARM_STEPS = 2
@@ -37,7 +49,9 @@ def main() -> int:
     parser.add_argument("--groups", type=int, default=64, help="groups of 8 per step")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--slime-dir", type=Path, default=os.environ.get("SLIME_DIR"))
-    parser.add_argument("--slime-python", default=sys.executable, help="a Python with slime's dependencies; runs both, if given")
+    parser.add_argument(
+        "--slime-python", default=sys.executable, help="a Python with slime's dependencies; runs both, if given"
+    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
     parser.add_argument("--tokenizer", default="", help=argparse.SUPPRESS)
@@ -62,11 +76,20 @@ def main() -> int:
                 against = f"{found['ours']['rate'] / result['rate']:.2f}" if name == "slime" else "1.00"
                 label = "agl-slime, whole bridge" if name == "ours" else "slime's generate_rollout"
                 rows.append(
-                    [f"{label}, engine {latency:g} s", f"{result['rate']:.0f}", f"{result['cpu_ms']:.2f}", ideal, against, f"{result['load']:.1f}"]
+                    [
+                        f"{label}, engine {latency:g} s",
+                        f"{result['rate']:.0f}",
+                        f"{result['cpu_ms']:.2f}",
+                        ideal,
+                        against,
+                        f"{result['load']:.1f}",
+                    ]
                 )
     notes = [] if options.slime_dir else ["slime's own rows are missing: give --slime-dir and --slime-python."]
     columns = ["", "samples/s", "CPU ms per sample", "of ideal", "agl-slime / this", "load"]
-    print_table(f"Bridge overhead: {options.groups} groups of {_GROUP} per step, {steps} steps", columns, rows, notes=notes)
+    print_table(
+        f"Bridge overhead: {options.groups} groups of {_GROUP} per step, {steps} steps", columns, rows, notes=notes
+    )
     return 0
 
 
@@ -75,7 +98,17 @@ def run_case(name: str, engine: str, directory: str, steps: int, options: Namesp
     paths = [str(REPO)]
     if options.slime_dir:
         paths = [str(REPO), str(Path(options.slime_dir).resolve()), str(REPO / "tests" / "slime" / "standins")]
-    command = [options.slime_python, "-m", "benchmarks.bridge_overhead", "--case", name, "--engine", engine, "--tokenizer", directory]
+    command = [
+        options.slime_python,
+        "-m",
+        "benchmarks.bridge_overhead",
+        "--case",
+        name,
+        "--engine",
+        engine,
+        "--tokenizer",
+        directory,
+    ]
     command += ["--groups", str(options.groups), "--steps", str(steps)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False, env=environment)
@@ -89,15 +122,20 @@ def ours(engine: str, _: str, groups: int, steps: int) -> dict[str, Any]:
 
 
 async def run_ours(engine: str, groups: int, steps: int) -> dict[str, Any]:
-    from agl_slime.datasource import AGLDataSource, DataSourceSettings
+    from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.thread import RunnerThread
-    from agl_slime.store import BridgeStore
+    from agl_slime.store.bridge import BridgeStore
 
     store = BridgeStore()
     await store.add_resources(llm_resources(engine))
     with (
-        AGLDataSource(store=store, tokenizer=tokenizer(), n_samples_per_prompt=_GROUP, settings=DataSourceSettings(get_timeout_s=600)) as source,
+        AGLDataSource(
+            store=store,
+            tokenizer=tokenizer(),
+            n_samples_per_prompt=_GROUP,
+            settings=DataSourceSettings(get_timeout_s=600),
+        ) as source,
         RunnerThread(agent=question_agent(), store=store, settings=RunnerSettings(max_concurrent=4_096)) as runner,
     ):
 
@@ -174,7 +212,9 @@ def slimes(engine: str, directory: str, groups: int, steps: int) -> dict[str, An
             for n in range(count):
                 messages = [{"role": "user", "content": f"question number {n}: what is {n} plus {n + 1}?"}]
                 prompt = made.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-                group = [Sample(index=self.index + m, group_index=self.index // _GROUP, prompt=prompt) for m in range(_GROUP)]
+                group = [
+                    Sample(index=self.index + m, group_index=self.index // _GROUP, prompt=prompt) for m in range(_GROUP)
+                ]
                 self.index += _GROUP
                 found.append(group)
             return found
@@ -187,7 +227,11 @@ def slimes(engine: str, directory: str, groups: int, steps: int) -> dict[str, An
     def step(number: int) -> None:
         output = generate_rollout(args, number, source)
         assert len(output.samples) == groups
-        assert all(sample.rollout_log_probs is not None and sample.reward == 1.0 for group in output.samples for sample in group)
+        assert all(
+            sample.rollout_log_probs is not None and sample.reward == 1.0
+            for group in output.samples
+            for sample in group
+        )
 
     for number in range(_WARM_STEPS):
         step(number)

@@ -1,10 +1,12 @@
-"""Rollout buffer: items per second and 99th percentile latency, with 64 writers, 16 kB items and a reader that takes groups meanwhile.
+"""Rollout buffer: items per second and 99th percentile latency, with 64 writers, 16 kB items and a reader that takes
+groups meanwhile.
 
     python benchmarks/buffer.py [--slime-dir DIR --slime-python PYTHON]
 
-Beside ours stand slime's own buffer server (when its checkout and a Python with fastapi and uvicorn are named) and, as the limit, an aiohttp
-server that only sends each body back. Each server is a process of its own; the client is one more and speaks HTTP over bare sockets, so that it
-costs little. The reader takes 256 items at a time (slime's server gives all it has, whatever is asked).
+Beside ours stand slime's own buffer server (when its checkout and a Python with fastapi and uvicorn are named) and, as
+the limit, an aiohttp server that only sends each body back. Each server is a process of its own; the client is one more
+and speaks HTTP over bare sockets, so that it costs little. The reader takes 256 items at a time (slime's server gives
+all it has, whatever is asked).
 """
 
 from __future__ import annotations
@@ -91,7 +93,11 @@ class Connection:
 
     async def post(self, path: str, body: bytes, *, minimal: bool = False) -> bytes:
         prefer = b"Prefer: return=minimal\r\n" if minimal else b""
-        head = b"POST %s HTTP/1.1\r\nHost: b\r\nContent-Type: application/json\r\n%sContent-Length: %d\r\n\r\n" % (path.encode(), prefer, len(body))
+        head = b"POST %s HTTP/1.1\r\nHost: b\r\nContent-Type: application/json\r\n%sContent-Length: %d\r\n\r\n" % (
+            path.encode(),
+            prefer,
+            len(body),
+        )
         self._writer.write(head + body)
         answer = await self._reader.readuntil(b"\r\n\r\n")
         if not answer.startswith(b"HTTP/1.1 200"):
@@ -109,7 +115,12 @@ def make_bodies(options: Options, *, count: int) -> list[bytes]:
     long = "".join(rng.choices("abcdefgh \n", k=int(options.item_kb * 1000) + 5000))
     bodies = []
     for n in range(count):
-        item = {"uid": f"{n:032x}", "instance_id": f"instance_{n // options.group_size}", "reward": float(rng.random() < 0.5), "extra_info": {}}
+        item = {
+            "uid": f"{n:032x}",
+            "instance_id": f"instance_{n // options.group_size}",
+            "reward": float(rng.random() < 0.5),
+            "extra_info": {},
+        }
         if options.tokens:
             length = int(options.item_kb * 1000 / 28)
             item |= {
@@ -126,7 +137,15 @@ def make_bodies(options: Options, *, count: int) -> list[bytes]:
 
 
 async def measure(
-    name: str, pid: int, port: int, options: Options, bodies: Sequence[bytes], *, per_request: int = 1, minimal: bool = False, reads: bool = True
+    name: str,
+    pid: int,
+    port: int,
+    options: Options,
+    bodies: Sequence[bytes],
+    *,
+    per_request: int = 1,
+    minimal: bool = False,
+    reads: bool = True,
 ) -> Row:
     requests = list(bodies)
     if per_request > 1:
@@ -243,9 +262,21 @@ async def run(options: Options) -> list[Row]:
         for number, (label, flags, per_request) in enumerate(cases):
             port = free_port()
             where = [*flags, f"{directory}/{number}"] if flags else []
-            arguments = ["--port", str(port), "--group-size", str(options.group_size), "--keep-delivered-groups", "64", *where]
+            arguments = [
+                "--port",
+                str(port),
+                "--group-size",
+                str(options.group_size),
+                "--keep-delivered-groups",
+                "64",
+                *where,
+            ]
             async with server(sys.executable, "-c", _OURS, *arguments, port=port) as pid:
-                rows.append(await measure(f"agl-slime, {label}", pid, port, options, bodies, per_request=per_request, minimal=True))
+                rows.append(
+                    await measure(
+                        f"agl-slime, {label}", pid, port, options, bodies, per_request=per_request, minimal=True
+                    )
+                )
     return rows
 
 

@@ -1,4 +1,5 @@
-"""What the benchmarks share: a scripted engine in a process of its own, the work that is executed, measurements of a process, tables."""
+"""What the benchmarks share: a scripted engine in a process of its own, the work that is executed, measurements of a
+process, tables."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ if str(REPO) not in sys.path:
 console = Console(width=150 if not sys.stdout.isatty() else None)
 
 
-# -- the scripted engine ---------------------------------------------------------------------------------------------------------------------
+# -- the scripted engine ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def scripted_engine(*, latency_s: float, spread_s: float = 0.0, tokens: int = 32) -> Iterator[str]:
-    """The URL of a server that answers every ``/generate`` with ``tokens`` ids and log-probs after ``latency_s``, give or take half of
-    ``spread_s``."""
+    """The URL of a server that answers every ``/generate`` with ``tokens`` ids and log-probs after ``latency_s``, give
+    or take half of ``spread_s``."""
     command = [sys.executable, str(REPO / "benchmarks" / "scripted_engine.py")]
     command += ["--latency", str(latency_s), "--spread", str(spread_s), "--tokens", str(tokens)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -50,15 +51,17 @@ def scripted_engine(*, latency_s: float, spread_s: float = 0.0, tokens: int = 32
         process.wait(10)
 
 
-# -- the work ----------------------------------------------------------------------------------------------------------------------------------
+# -- the work --------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=1)
 def tokenizer() -> Any:
     """A small real tokenizer with a chat template."""
-    from agl_slime.sglang.embedded.tokenizer import train_tokenizer
+    from agl_slime.demo.tokenizer import train_tokenizer
 
-    texts = [f"question number {n}: what is {n} plus {n + 1}? answer with {2 * n + 1} and nothing else" for n in range(300)]
+    texts = [
+        f"question number {n}: what is {n} plus {n + 1}? answer with {2 * n + 1} and nothing else" for n in range(300)
+    ]
     return train_tokenizer(texts, vocab_size=300)
 
 
@@ -75,7 +78,7 @@ def question(number: int) -> str:
 
 def requests(count: int, *, group_size: int = 1, resources_id: str | None = None) -> list[Any]:
     """Enqueue requests of training rollouts, ``group_size`` per prompt."""
-    from agl_slime._agl import EnqueueRolloutRequest, RolloutConfig
+    from agl_slime.support.agl import EnqueueRolloutRequest, RolloutConfig
 
     config = RolloutConfig(timeout_seconds=600)
     return [
@@ -91,9 +94,13 @@ def requests(count: int, *, group_size: int = 1, resources_id: str | None = None
 
 
 def llm_resources(url: str, *, max_new_tokens: int = 64) -> dict[str, Any]:
-    from agl_slime._agl import LLM
+    from agl_slime.support.agl import LLM
 
-    return {"main_llm": LLM(endpoint=url, model="scripted", sampling_parameters={"temperature": 1.0, "max_new_tokens": max_new_tokens})}
+    return {
+        "main_llm": LLM(
+            endpoint=url, model="scripted", sampling_parameters={"temperature": 1.0, "max_new_tokens": max_new_tokens}
+        )
+    }
 
 
 class Countdown:
@@ -115,7 +122,7 @@ class Countdown:
             raise RuntimeError(f"{self._left} rollouts had not ended after {timeout_s:g} s")
 
 
-# -- measurements --------------------------------------------------------------------------------------------------------------------------------
+# -- measurements ----------------------------------------------------------------------------------------------------
 
 
 def resident_bytes(pid: int | str = "self") -> int:
@@ -194,7 +201,7 @@ class Stopwatch:
         return time.process_time() - self.cpu_began
 
 
-# -- tables ----------------------------------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------------------------
 
 
 def load() -> str:
@@ -202,7 +209,9 @@ def load() -> str:
     return f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, Python {sys.version.split()[0]}"
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, notes: Sequence[str] = ()) -> None:
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, notes: Sequence[str] = ()
+) -> None:
     table = Table(title=f"{title}\n{load()}", title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")

@@ -2,16 +2,18 @@
 
     python -m benchmarks.in_flight [--quick]
 
-A rollout asks a scripted engine once over HTTP, which answers after 2 s on average, evenly spread over 1.5 to 2.5 s (answers that all come at the
-same moment are a case of their own: ``--spread 0``). Rollouts come in groups of 8 with one prompt. With ``n`` in flight the ideal is ``n / 2``
-rollouts per second. Beside ours stands stock Agent Lightning (``LitAgentRunner``, ``OtelTracer``, its own store server and client), the same agent
-in 1, 4 and 8 processes, polling a hundred times as often as its default and without its OTLP exporter, which does not work with OpenTelemetry 1.45.
-The limit is *bare aiohttp*: tasks of one process that send the same request and parse the answer, and nothing else. Every case runs in a fresh
-process.
+A rollout asks a scripted engine once over HTTP, which answers after 2 s on average, evenly spread over 1.5 to 2.5 s
+(answers that all come at the same moment are a case of their own: ``--spread 0``). Rollouts come in groups of 8 with
+one prompt. With ``n`` in flight the ideal is ``n / 2`` rollouts per second. Beside ours stands stock Agent Lightning
+(``LitAgentRunner``, ``OtelTracer``, its own store server and client), the same agent in 1, 4 and 8 processes, polling a
+hundred times as often as its default and without its OTLP exporter, which does not work with OpenTelemetry 1.45. The
+limit is *bare aiohttp*: tasks of one process that send the same request and parse the answer, and nothing else. Every
+case runs in a fresh process.
 
-*CPU* is the CPU time per rollout of all processes but the engine's. *kB in flight* is what resident memory grows by, per rollout, when as many are
-waiting for the engine (in one process). Rates leave out the first and the last round, in which places fill and empty. *per GB* is rollouts per second
-and gigabyte of resident memory, store included. Takes about 6 minutes; ``--quick`` 1 minute.
+*CPU* is the CPU time per rollout of all processes but the engine's. *kB in flight* is what resident memory grows by,
+per rollout, when as many are waiting for the engine (in one process). Rates leave out the first and the last round, in
+which places fill and empty. *per GB* is rollouts per second and gigabyte of resident memory, store included. Takes
+about 6 minutes; ``--quick`` 1 minute.
 """
 
 from __future__ import annotations
@@ -76,7 +78,16 @@ def main() -> int:
     cases = (
         [("ours", 256), ("ours", 1024), ("stock", 1)]
         if options.quick
-        else [("ours", 256), ("ours", 1024), ("ours", 4096), ("processes", 4096), ("bare", 4096), ("stock", 1), ("stock", 4), ("stock", 8)]
+        else [
+            ("ours", 256),
+            ("ours", 1024),
+            ("ours", 4096),
+            ("processes", 4096),
+            ("bare", 4096),
+            ("stock", 1),
+            ("stock", 4),
+            ("stock", 8),
+        ]
     )
     results = [(name, count, run_case(name, count, rounds, options)) for name, count in cases]
     stock_best = max((r["rate"] / r["gb"] for name, _, r in results if name == "stock"), default=0.0)
@@ -123,7 +134,9 @@ def run_case(name: str, count: int, rounds: int, options: argparse.Namespace) ->
         "--latency",
         str(options.latency),
         "--spread",
-        str(options.spread if name != "stock" else 0.0),  # few processes never answer at once, and need no luck in the few answers that they get
+        str(
+            options.spread if name != "stock" else 0.0
+        ),  # few processes never answer at once, and need no luck in the few answers that they get
     ]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -140,10 +153,10 @@ async def processes(engine: str, count: int, rounds: int) -> dict[str, Any]:
 
 
 async def bridge(plan: str, engine: str, count: int, rounds: int) -> dict[str, Any]:
+    from agl_slime.runner.base import RunnerPlan
     from agl_slime.runner.concurrent import RunnerSettings
-    from agl_slime.runner.plan import RunnerPlan
-    from agl_slime.runner.pools import make_runners
-    from agl_slime.store import BridgeStore, Retention
+    from agl_slime.runner.processes import make_runners
+    from agl_slime.store.bridge import BridgeStore, Retention
 
     store = BridgeStore(retention=Retention(released_rollouts=0))
     await store.add_resources(llm_resources(engine))
@@ -188,7 +201,8 @@ async def bridge(plan: str, engine: str, count: int, rounds: int) -> dict[str, A
 
 
 def steady_rate(ends: list[float], count: int) -> float:
-    """Rollouts per second while all places were taken: without the first round, which fills them, and the last, in which they empty."""
+    """Rollouts per second while all places were taken: without the first round, which fills them, and the last, in
+    which they empty."""
     ends = sorted(ends)
     return (len(ends) - 2 * count) / (ends[-count] - ends[count])
 
@@ -228,7 +242,12 @@ async def bare(engine: str, count: int, rounds: int) -> dict[str, Any]:
     import aiohttp
     import orjson
 
-    payload = {"input_ids": list(range(100, 132)), "sampling_params": {"temperature": 1.0, "max_new_tokens": 64}, "return_logprob": True, "rid": "r"}
+    payload = {
+        "input_ids": list(range(100, 132)),
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 64},
+        "return_logprob": True,
+        "rid": "r",
+    }
     ends: list[float] = []
     left = iter(range(count * rounds))
     tune_garbage_collector()
@@ -236,11 +255,15 @@ async def bare(engine: str, count: int, rounds: int) -> dict[str, Any]:
     async def place(session: aiohttp.ClientSession) -> None:
         for _ in left:
             body = orjson.dumps(payload)
-            async with session.post(f"{engine}/generate", data=body, headers={"Content-Type": "application/json"}) as answer:
+            async with session.post(
+                f"{engine}/generate", data=body, headers={"Content-Type": "application/json"}
+            ) as answer:
                 orjson.loads(await answer.read())
             ends.append(time.time())
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+    ) as session:
         watch = Stopwatch()
         with Peak() as peak:
             await asyncio.gather(*(place(session) for _ in range(count)))
@@ -257,7 +280,7 @@ async def bare(engine: str, count: int, rounds: int) -> dict[str, Any]:
 async def stock(engine: str, count: int, rounds: int) -> dict[str, Any]:
     from agentlightning import InMemoryLightningStore, LightningStoreServer
 
-    from agl_slime.store_feed import _free_port
+    from agl_slime.store.feed import _free_port
 
     store = InMemoryLightningStore(thread_safe=True)
     server = LightningStoreServer(store=store, host="127.0.0.1", port=_free_port("127.0.0.1"))
@@ -283,7 +306,13 @@ async def stock(engine: str, count: int, rounds: int) -> dict[str, Any]:
             worker.kill()
             worker.wait(10)
         await server.stop()
-    return {"rate": steady_rate(ends, count), "cpu_ms": 1e3 * cpu / total, "kb_in_flight": 0, "gb": peak.bytes / 2**30, "load": os.getloadavg()[0]}
+    return {
+        "rate": steady_rate(ends, count),
+        "cpu_ms": 1e3 * cpu / total,
+        "kb_in_flight": 0,
+        "gb": peak.bytes / 2**30,
+        "load": os.getloadavg()[0],
+    }
 
 
 def start_worker(command: list[str]) -> subprocess.Popen[str]:
@@ -294,7 +323,11 @@ async def stock_execute(store: Any, count: int) -> list[float]:
     rollouts = await store.enqueue_many_rollouts(requests(count, group_size=_GROUP))
     deadline, ends = time.monotonic() + PATIENCE_S, []
     for rollout in rollouts:
-        while (found := await store.get_rollout_by_id(rollout.rollout_id)).status not in ("succeeded", "failed", "cancelled"):
+        while (found := await store.get_rollout_by_id(rollout.rollout_id)).status not in (
+            "succeeded",
+            "failed",
+            "cancelled",
+        ):
             if time.monotonic() > deadline:
                 raise RuntimeError("stock rollouts did not end")
             await asyncio.sleep(0.02)
@@ -308,7 +341,8 @@ async def stock_worker(url: str, number: int) -> None:
     from agentlightning import LightningStoreClient, LitAgentRunner, OtelTracer
 
     class Client(LightningStoreClient):
-        # Its OTLP exporter does not find the store with OpenTelemetry 1.45 and waits 10 s per span; without it every span is a call of its own.
+        # Its OTLP exporter does not find the store with OpenTelemetry 1.45 and waits 10 s per span; without it every
+        # span is a call of its own.
         @property
         def capabilities(self) -> Any:
             return {**super().capabilities, "otlp_traces": False}

@@ -2,9 +2,10 @@
 
     python -m benchmarks.latency [--quick]
 
-Measured with 1,000, 10,000 and 100,000 rollouts already in the store (none of them released, which is the worst case), on an idle bridge and while
-512 other rollouts are in flight. Beside it the design that asks the store every 5 s for finished rollouts: half the interval on average, plus the
-query, which walks everything stored; the query is measured here, the interval is arithmetic. Takes about 3 minutes; ``--quick`` half a minute.
+Measured with 1,000, 10,000 and 100,000 rollouts already in the store (none of them released, which is the worst case),
+on an idle bridge and while 512 other rollouts are in flight. Beside it the design that asks the store every 5 s for
+finished rollouts: half the interval on average, plus the query, which walks everything stored; the query is measured
+here, the interval is arithmetic. Takes about 3 minutes; ``--quick`` half a minute.
 """
 
 from __future__ import annotations
@@ -49,7 +50,15 @@ def main() -> int:
     idle99 = [(stored / 1_000, 1e3 * percentile(taken, 99)) for stored, busy, taken, _ in results if not busy]
     print_table(
         f"Latency: finished to available, {groups} groups each",
-        ["rollouts in the store", "p50 ms", "p99 ms", "query ms", "5 s polling p50 ms", "5 s polling p99 ms", "polling / ours"],
+        [
+            "rollouts in the store",
+            "p50 ms",
+            "p99 ms",
+            "query ms",
+            "5 s polling p50 ms",
+            "5 s polling p99 ms",
+            "polling / ours",
+        ],
         rows,
         notes=[f"Growth per 1,000 stored rollouts: p50 {slope(idle):+.4f} ms, p99 {slope(idle99):+.4f} ms."],
     )
@@ -57,11 +66,11 @@ def main() -> int:
 
 
 async def measure(sizes: tuple[int, ...], groups: int) -> list[tuple[int, bool, list[float], float]]:
-    from agl_slime._agl import LLM
-    from agl_slime.datasource import AGLDataSource, DataSourceSettings
+    from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.thread import RunnerThread
-    from agl_slime.store import BridgeStore, Retention
+    from agl_slime.store.bridge import BridgeStore, Retention
+    from agl_slime.support.agl import LLM
     from benchmarks.work import TurnAgent
 
     store = BridgeStore(retention=Retention(released_rollouts=10**9, released_bytes=2**50))  # keeps everything
@@ -69,7 +78,9 @@ async def measure(sizes: tuple[int, ...], groups: int) -> list[tuple[int, bool, 
     results = []
     with (
         AGLDataSource(store=store, n_samples_per_prompt=1, settings=DataSourceSettings(get_timeout_s=600)) as source,
-        RunnerThread(agent=TurnAgent(), store=store, settings=RunnerSettings(max_concurrent=2_048, poll_interval_s=0.01)),
+        RunnerThread(
+            agent=TurnAgent(), store=store, settings=RunnerSettings(max_concurrent=2_048, poll_interval_s=0.01)
+        ),
     ):
         for stored in sizes:
             await fill(store, source, stored)
@@ -97,7 +108,7 @@ async def fill(store: Any, source: Any, stored: int) -> None:
 
 
 def work(count: int, **task: Any) -> list[Any]:
-    from agl_slime._agl import EnqueueRolloutRequest
+    from agl_slime.support.agl import EnqueueRolloutRequest
 
     return [EnqueueRolloutRequest(input=task, mode="train") for _ in range(count)]
 
@@ -115,7 +126,8 @@ def take_groups(store: Any, source: Any, groups: int) -> list[float]:
 
 
 async def keep_busy(store: Any, stop: threading.Event) -> None:
-    """512 rollouts in flight that take 4 s each, 128 per second, in validation mode: they are executed and read, and give no samples."""
+    """512 rollouts in flight that take 4 s each, 128 per second, in validation mode: they are executed and read, and
+    give no samples."""
     while not stop.is_set():
         for request in (requests := work(16, wait_s=4.0)):
             request.mode = "val"

@@ -2,8 +2,8 @@
 
     python benchmarks/learning.py --seeds 10
 
-*start* is the mean training reward of the first iteration, *end* the mean over the last five, *first ≥ 0.85* the iteration that reached it. *train s*
-is the time of the whole command, imports and the making of the policy included.
+*start* is the mean training reward of the first iteration, *end* the mean over the last five, *first ≥ 0.85* the
+iteration that reached it. *train s* is the time of the whole command, imports and the making of the policy included.
 """
 
 from __future__ import annotations
@@ -34,7 +34,17 @@ def main() -> int:
     parser.add_argument("rest", nargs="*", help="further flags for train.py, after --")
     options = parser.parse_args()
     table = Table(title=f"{options.agent}, load average {os.getloadavg()[0]:.1f} at the start, {os.cpu_count()} cores")
-    for column in ("seed", "start", "end", "best", f"first ≥ {GOAL}", "s to it", "whole s", "max log-prob diff", "ratio dev"):
+    for column in (
+        "seed",
+        "start",
+        "end",
+        "best",
+        f"first ≥ {GOAL}",
+        "s to it",
+        "whole s",
+        "max log-prob diff",
+        "ratio dev",
+    ):
         table.add_column(column, justify="right")
     console = Console(width=120)
     ends, seconds = [], []
@@ -54,7 +64,9 @@ def main() -> int:
                 *options.rest,
             ]
             began = time.monotonic()
-            done = subprocess.run([sys.executable, "train.py", *flags], cwd=REPO, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [sys.executable, "train.py", *flags], cwd=REPO, capture_output=True, text=True, check=False
+            )
             took = time.monotonic() - began
             if done.returncode != 0:
                 console.print(f"seed {seed}: train.py ended with {done.returncode}: {done.stderr.strip()[-500:]}")
@@ -80,7 +92,9 @@ def main() -> int:
         console.print(f"seed {seed}: {rewards[0]:.2f} -> {ends[-1]:.3f} in {took:.1f} s")
     console.print(table)
     good = sum(end >= GOAL for end in ends)
-    console.print(f"{good} of {len(ends)} seeds end at {GOAL} or above; median {median(ends):.3f}, median time {median(seconds):.1f} s")
+    console.print(
+        f"{good} of {len(ends)} seeds end at {GOAL} or above; median {median(ends):.3f}, median time {median(seconds):.1f} s"
+    )
     return 0 if good == len(ends) else 1
 
 

@@ -1,10 +1,11 @@
-"""A tool conversation of 20 turns and 32,000 tokens: what making its prompts costs, what it takes in the store, and what its conversion takes.
+"""A tool conversation of 20 turns and 32,000 tokens: what making its prompts costs, what it takes in the store, and
+what its conversion takes.
 
     python benchmarks/multi_turn.py [--turns 20] [--tokens 32000]
 
-Beside our figures: for the prompts, rendering and tokenizing the whole conversation in each turn; for storing and converting, Agent Lightning's own
-form (lists of ids) and its ``TracerTraceToTriplet`` on the same spans, and nothing but the ids and log-probs themselves as the limit. No engine runs;
-answers are random words.
+Beside our figures: for the prompts, rendering and tokenizing the whole conversation in each turn; for storing and
+converting, Agent Lightning's own form (lists of ids) and its ``TracerTraceToTriplet`` on the same spans, and nothing
+but the ids and log-probs themselves as the limit. No engine runs; answers are random words.
 """
 
 from __future__ import annotations
@@ -22,16 +23,35 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from agl_slime._agl import Rollout, Span
-from agl_slime.rollout.context import ChatContext
-from agl_slime.sglang.embedded.demos import LookupDemonstrations
-from agl_slime.sglang.embedded.tokenizer import train_tokenizer
+from agl_slime.demo.formats import LookupDemonstrations
+from agl_slime.demo.tokenizer import train_tokenizer
 from agl_slime.sglang.payloads import Generation
+from agl_slime.support.agl import Rollout, Span
+from agl_slime.tokens.conversation import ChatContext
 from agl_slime.trace.attributes import GENERATE_SPAN
 from agl_slime.trace.converter import convert_rollout
 from agl_slime.trace.turn import Turn, TurnEncoder
 
-WORDS = ("look", "again", "the", "tool", "returned", "a", "row", "of", "numbers", "that", "are", "not", "what", "was", "asked", "for", "in", "turn")
+WORDS = (
+    "look",
+    "again",
+    "the",
+    "tool",
+    "returned",
+    "a",
+    "row",
+    "of",
+    "numbers",
+    "that",
+    "are",
+    "not",
+    "what",
+    "was",
+    "asked",
+    "for",
+    "in",
+    "turn",
+)
 
 
 @dataclass
@@ -53,10 +73,16 @@ def make_conversation(tokenizer: Any, *, turns: int, tokens: int, seed: int = 0)
         length = 0
         while length < n_tokens:
             words += (rng.choice(WORDS) for _ in range(16))
-            length = len(tokenizer.encode(" ".join(words), add_special_tokens=False)) if len(words) % 64 == 0 else length + 40
+            length = (
+                len(tokenizer.encode(" ".join(words), add_special_tokens=False))
+                if len(words) % 64 == 0
+                else length + 40
+            )
         return tokenizer.decode(tokenizer.encode(" ".join(words), add_special_tokens=False)[:n_tokens])
 
-    context = ChatContext(tokenizer=tokenizer, messages=[{"role": "system", "content": text(200)}, {"role": "user", "content": text(100)}])
+    context = ChatContext(
+        tokenizer=tokenizer, messages=[{"role": "system", "content": text(200)}, {"role": "user", "content": text(100)}]
+    )
     made: list[Turn] = []
     ours = anew = 0.0
     for _ in range(turns):
@@ -70,7 +96,9 @@ def make_conversation(tokenizer: Any, *, turns: int, tokens: int, seed: int = 0)
         said = text(per_turn // 4)
         ids = (*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id)
         log_probs = tuple(-rng.random() * 3 for _ in ids)
-        generation = Generation(output_ids=ids, log_probs=log_probs, text=said, finish_reason="stop", matched_stop=tokenizer.eos_token_id)
+        generation = Generation(
+            output_ids=ids, log_probs=log_probs, text=said, finish_reason="stop", matched_stop=tokenizer.eos_token_id
+        )
         messages = list(context.messages)
         started = time.perf_counter()
         context.add_answer(prompt, generation)
@@ -84,10 +112,14 @@ def spans_of(turns: list[Turn], *, list_form: bool) -> list[Span]:
     """As the runner writes them: one span per call, and the reward."""
     encoder = TurnEncoder(list_form=list_form)
     attributes = [(GENERATE_SPAN, encoder.encode(turn)) for turn in turns]
-    attributes.append(("agentlightning.annotation", {"agentlightning.reward.0.name": "primary", "agentlightning.reward.0.value": 1.0}))
+    attributes.append(
+        ("agentlightning.annotation", {"agentlightning.reward.0.name": "primary", "agentlightning.reward.0.value": 1.0})
+    )
     common: dict[str, Any] = {"rollout_id": "ro-0", "attempt_id": "at-0"}
     return [
-        Span.from_attributes(**common, sequence_id=i, name=name, attributes=values, start_time=float(i), end_time=i + 0.5)
+        Span.from_attributes(
+            **common, sequence_id=i, name=name, attributes=values, start_time=float(i), end_time=i + 0.5
+        )
         for i, (name, values) in enumerate(attributes)
     ]
 
@@ -121,7 +153,11 @@ def main() -> None:
     from agentlightning.adapter import TracerTraceToTriplet
 
     source = LookupDemonstrations()
-    texts = [str(message["content"]) for conversation in source.demonstrations(random.Random(0), 32, quality="clean") for message in conversation]
+    texts = [
+        str(message["content"])
+        for conversation in source.demonstrations(random.Random(0), 32, quality="clean")
+        for message in conversation
+    ]
     tokenizer = train_tokenizer([*texts, " ".join(WORDS * 20)], vocab_size=360, max_length=200_000)
     made = make_conversation(tokenizer, turns=options.turns, tokens=options.tokens)
     total = len(made.turns[-1].token_ids)
@@ -141,7 +177,9 @@ def main() -> None:
     same, same_s, same_mb = measure(lambda: convert_rollout(rollout, listed, tokenizer))
     triplets, theirs_s, theirs_mb = measure(lambda: adapter.adapt(listed))
     raw = total * 4 + sampled * 4
-    table = Table("form and reader", "bytes in the store", "conversion ms", "peak MB", "out", title="Storing and converting")
+    table = Table(
+        "form and reader", "bytes in the store", "conversion ms", "peak MB", "out", title="Storing and converting"
+    )
     table.add_row("ids and log-probs alone (limit)", f"{raw:,}", "", "", "")
 
     def add(name: str, spans: list[Span], seconds: float, peak_mb: float, out: str) -> None:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.profile [--quick]
 
-A whole bridge in one process (store, runner, agent, HTTP to a scripted engine, conversion, ``get_samples`` in groups of 8 with one prompt), with the
-interpreter's profiler on. The profiler makes small functions look dearer than they are; shares are to be read, not milliseconds. Takes about half a
-minute.
+A whole bridge in one process (store, runner, agent, HTTP to a scripted engine, conversion, ``get_samples`` in groups of
+8 with one prompt), with the interpreter's profiler on. The profiler makes small functions look dearer than they are;
+shares are to be read, not milliseconds. Takes about half a minute.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ import threading
 import time
 from typing import Any
 
-from benchmarks.common import Stopwatch, llm_resources, print_table, question_agent, quiet, requests, scripted_engine, tokenizer
+from benchmarks.common import (
+    Stopwatch,
+    llm_resources,
+    print_table,
+    question_agent,
+    quiet,
+    requests,
+    scripted_engine,
+    tokenizer,
+)
 
 _GROUP = 8
 
@@ -48,7 +57,15 @@ _PARTS = {
         "/concurrent/",
         "_thread",
     ),
-    "context managers, copying, JSON": ("/contextlib.py", "/copy.py", "/json/", "/weakref.py", "/_weakrefset.py", "/logging/", "/typing.py"),
+    "context managers, copying, JSON": (
+        "/contextlib.py",
+        "/copy.py",
+        "/json/",
+        "/weakref.py",
+        "/_weakrefset.py",
+        "/logging/",
+        "/typing.py",
+    ),
 }
 
 
@@ -69,9 +86,14 @@ def main() -> int:
             parts[part] = parts.get(part, 0.0) + seconds
         functions.append((own, calls / count, f"{short(file)}{':' + str(line) if line else ''} {name}"))
     rows = [
-        [part, f"{seconds / total:.1%}", f"{plain_ms * seconds / total:.3f}"] for part, seconds in sorted(parts.items(), key=lambda item: -item[1])
+        [part, f"{seconds / total:.1%}", f"{plain_ms * seconds / total:.3f}"]
+        for part, seconds in sorted(parts.items(), key=lambda item: -item[1])
     ]
-    print_table(f"Profile: {plain_ms:.2f} ms of CPU per rollout without the profiler, {count:,} rollouts", ["part", "share", "ms"], rows)
+    print_table(
+        f"Profile: {plain_ms:.2f} ms of CPU per rollout without the profiler, {count:,} rollouts",
+        ["part", "share", "ms"],
+        rows,
+    )
     top = [[name, f"{own / total:.1%}", f"{calls:.1f}"] for own, calls, name in sorted(functions, reverse=True)[:10]]
     print_table("The ten dearest functions, without what they call", ["function", "share", "calls per rollout"], top)
     return 0
@@ -103,10 +125,10 @@ def short(file: str) -> str:
 
 
 async def measure(engine: str, count: int) -> tuple[float, pstats.Stats]:
-    from agl_slime.datasource import AGLDataSource, DataSourceSettings
+    from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.thread import RunnerThread
-    from agl_slime.store import BridgeStore
+    from agl_slime.store.bridge import BridgeStore
 
     store = BridgeStore()
     await store.add_resources(llm_resources(engine))
@@ -119,7 +141,12 @@ async def measure(engine: str, count: int) -> tuple[float, pstats.Stats]:
 
     async def execute(rounds: int) -> float:
         with (
-            AGLDataSource(store=store, tokenizer=tokenizer(), n_samples_per_prompt=_GROUP, settings=DataSourceSettings(get_timeout_s=600)) as source,
+            AGLDataSource(
+                store=store,
+                tokenizer=tokenizer(),
+                n_samples_per_prompt=_GROUP,
+                settings=DataSourceSettings(get_timeout_s=600),
+            ) as source,
             RunnerThread(agent=question_agent(), store=store, settings=RunnerSettings(max_concurrent=512)),
         ):
             for size in (200, rounds):

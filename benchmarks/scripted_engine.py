@@ -1,6 +1,8 @@
-"""A server that answers as SGLang's ``/generate`` does, always the same, after a given time; it costs as little as a Python server can.
+"""A server that answers as SGLang's ``/generate`` does, always the same, after a given time; it costs as little as a
+Python server can.
 
-Prints its URL and serves until it is terminated. Connections are kept alive; a client sends its next request on one when it has the answer.
+Prints its URL and serves until it is terminated. Connections are kept alive; a client sends its next request on one
+when it has the answer.
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ def _response(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
-_INFO = _response(json.dumps({"model_path": "scripted", "weight_version": "0", "is_generation": True, "urls": [], "workers": []}).encode())
+_INFO = _response(
+    json.dumps(
+        {"model_path": "scripted", "weight_version": "0", "is_generation": True, "urls": [], "workers": []}
+    ).encode()
+)
 
 
 class Engine(asyncio.Protocol):
@@ -63,7 +69,9 @@ class Engine(asyncio.Protocol):
             path = head.split(b" ", 2)[1]
             self._buffer = self._buffer[end + 4 + length :]
             if path == b"/generate":
-                self._loop.call_later(self._latency_s + self._spread_s * (random.random() - 0.5), self._send, self._reply)
+                self._loop.call_later(
+                    self._latency_s + self._spread_s * (random.random() - 0.5), self._send, self._reply
+                )
             else:
                 self._send(_INFO)
 
@@ -75,7 +83,12 @@ class Engine(asyncio.Protocol):
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--latency", type=float, default=2.0, help="seconds")
-    parser.add_argument("--spread", type=float, default=0.0, help="seconds between the quickest and the slowest answer; the mean is --latency")
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=0.0,
+        help="seconds between the quickest and the slowest answer; the mean is --latency",
+    )
     parser.add_argument("--tokens", type=int, default=32, help="per answer")
     options = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -83,7 +96,9 @@ async def main() -> None:
     gc.freeze()
     reply = answer(options.tokens)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Engine(latency_s=options.latency, spread_s=options.spread, reply=reply), "127.0.0.1", 0, backlog=8192)
+    server = await loop.create_server(
+        lambda: Engine(latency_s=options.latency, spread_s=options.spread, reply=reply), "127.0.0.1", 0, backlog=8192
+    )
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()
 

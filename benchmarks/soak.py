@@ -2,9 +2,10 @@
 
     python -m benchmarks.soak [--quick]
 
-Each rollout records one turn of 64 tokens without an engine, is read, converted and taken with ``get_samples`` in groups of 8. Resident memory is
-taken after each tenth. The goals: memory at the end within 10 % of that after the first tenth, and at least 95 % of its rate in the last. Takes about
-5 minutes on an idle machine; ``--quick`` (20,000 rollouts) half a minute.
+Each rollout records one turn of 64 tokens without an engine, is read, converted and taken with ``get_samples`` in
+groups of 8. Resident memory is taken after each tenth. The goals: memory at the end within 10 % of that after the first
+tenth, and at least 95 % of its rate in the last. Takes about 5 minutes on an idle machine; ``--quick`` (20,000
+rollouts) half a minute.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ def main() -> int:
     tenths = asyncio.run(measure(count))
     first, last = tenths[0], tenths[-1]
     rows = [
-        [f"{done:,}", f"{count / 10 / seconds:.0f}", f"{1e3 * cpu * 10 / count:.3f}", f"{memory / 2**20:.0f}", f"{stored:,}", where]
+        [
+            f"{done:,}",
+            f"{count / 10 / seconds:.0f}",
+            f"{1e3 * cpu * 10 / count:.3f}",
+            f"{memory / 2**20:.0f}",
+            f"{stored:,}",
+            where,
+        ]
         for done, seconds, cpu, memory, stored, where in tenths
     ]
     rate, cpu_rate, memory = first[1] / last[1], first[2] / last[2], last[3] / first[3]
@@ -48,11 +56,11 @@ def main() -> int:
 
 
 async def measure(count: int) -> list[tuple[int, float, float, int, int, str]]:
-    from agl_slime._agl import LLM
-    from agl_slime.datasource import AGLDataSource, DataSourceSettings
+    from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.thread import RunnerThread
-    from agl_slime.store import BridgeStore
+    from agl_slime.store.bridge import BridgeStore
+    from agl_slime.support.agl import LLM
     from benchmarks.common import requests
     from benchmarks.work import TurnAgent
 
@@ -60,8 +68,12 @@ async def measure(count: int) -> list[tuple[int, float, float, int, int, str]]:
     await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")})
     tenths = []
     with (
-        AGLDataSource(store=store, n_samples_per_prompt=_GROUP, settings=DataSourceSettings(get_timeout_s=600)) as source,
-        RunnerThread(agent=TurnAgent(), store=store, settings=RunnerSettings(max_concurrent=512, poll_interval_s=0.01)) as runner,
+        AGLDataSource(
+            store=store, n_samples_per_prompt=_GROUP, settings=DataSourceSettings(get_timeout_s=600)
+        ) as source,
+        RunnerThread(
+            agent=TurnAgent(), store=store, settings=RunnerSettings(max_concurrent=512, poll_interval_s=0.01)
+        ) as runner,
     ):
         wave_number = 0
         for tenth in range(10):
@@ -77,7 +89,16 @@ async def measure(count: int) -> list[tuple[int, float, float, int, int, str]]:
                     groups -= len(await asyncio.to_thread(source.get_samples, groups))
             seconds, cpu = time.monotonic() - began, time.process_time() - cpu
             settle_memory()
-            tenths.append(((tenth + 1) * count // 10, seconds, cpu, resident_bytes(), store.usage().stored, load().split(",")[0].split()[-1]))
+            tenths.append(
+                (
+                    (tenth + 1) * count // 10,
+                    seconds,
+                    cpu,
+                    resident_bytes(),
+                    store.usage().stored,
+                    load().split(",")[0].split()[-1],
+                )
+            )
     return tenths
 
 

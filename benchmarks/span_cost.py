@@ -2,9 +2,10 @@
 
     python -m benchmarks.span_cost [--quick]
 
-*packed* is this package's form and store. *lists* is the form that Agent Lightning's adapters read (lists of ids and log-probs as span attributes) in
-its own in-memory store; it is converted with our converter, and with Agent Lightning's ``TracerTraceToTriplet``. Each rollout has one turn, half of
-it prompt, and a reward. Medians of CPU time, one thread. Takes about 30 s.
+*packed* is this package's form and store. *lists* is the form that Agent Lightning's adapters read (lists of ids and
+log-probs as span attributes) in its own in-memory store; it is converted with our converter, and with Agent Lightning's
+``TracerTraceToTriplet``. Each rollout has one turn, half of it prompt, and a reward. Medians of CPU time, one thread.
+Takes about 30 s.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def main() -> int:
     options = parser.parse_args()
     quiet()
     rows = []
-    asyncio.run(measure(1_000, 100 if options.quick else 400))  # not counted: the memory that a process grows into at its start
+    asyncio.run(
+        measure(1_000, 100 if options.quick else 400)
+    )  # not counted: the memory that a process grows into at its start
     for tokens in (1_000, 2_000, 8_000, 32_000):
         repeats = max(10, (60_000 if options.quick else 400_000) // tokens)
         results = asyncio.run(measure(tokens, repeats))
@@ -42,8 +45,8 @@ def main() -> int:
 async def measure(tokens: int, repeats: int) -> dict[str, tuple[float, float, float]]:
     from agentlightning.adapter import TracerTraceToTriplet
 
-    from agl_slime._agl import InMemoryLightningStore, Span
-    from agl_slime.store import BridgeStore
+    from agl_slime.store.bridge import BridgeStore
+    from agl_slime.support.agl import InMemoryLightningStore, Span
     from agl_slime.trace.attributes import GENERATE_SPAN
     from agl_slime.trace.converter import convert_rollout
     from agl_slime.trace.turn import TurnEncoder
@@ -87,8 +90,17 @@ async def measure(tokens: int, repeats: int) -> dict[str, tuple[float, float, fl
             claimed = await store.start_rollout(input={}, mode="train")
             common: dict[str, Any] = {"rollout_id": claimed.rollout_id, "attempt_id": claimed.attempt.attempt_id}
             began = time.thread_time()
-            call = Span.from_attributes(**common, sequence_id=1, name=GENERATE_SPAN, attributes=encode(), start_time=1.0, end_time=2.0)
-            end = Span.from_attributes(**common, sequence_id=2, name="agentlightning.annotation", attributes=reward, start_time=2.0, end_time=2.0)
+            call = Span.from_attributes(
+                **common, sequence_id=1, name=GENERATE_SPAN, attributes=encode(), start_time=1.0, end_time=2.0
+            )
+            end = Span.from_attributes(
+                **common,
+                sequence_id=2,
+                name="agentlightning.annotation",
+                attributes=reward,
+                start_time=2.0,
+                end_time=2.0,
+            )
             await store.add_many_spans([call, end])
             written = time.thread_time()
             await store.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")

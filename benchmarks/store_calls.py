@@ -2,7 +2,8 @@
 
     python -m benchmarks.store_calls [--quick]
 
-A turn of 64 tokens and a reward per rollout; what is claimed in batches of 100 is divided. Medians, one thread. Takes about 10 s.
+A turn of 64 tokens and a reward per rollout; what is claimed in batches of 100 is divided. Medians, one thread. Takes
+about 10 s.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ def main() -> int:
 
 
 async def measure(own: bool, rollouts: int) -> dict[str, float]:
-    from agl_slime._agl import InMemoryLightningStore, Span
-    from agl_slime.store import BridgeStore, Retention
+    from agl_slime.store.bridge import BridgeStore, Retention
+    from agl_slime.support.agl import InMemoryLightningStore, Span
     from agl_slime.trace.turn import TurnEncoder
 
-    store: Any = BridgeStore(retention=Retention(released_rollouts=0)) if own else InMemoryLightningStore(thread_safe=True)
+    store: Any = (
+        BridgeStore(retention=Retention(released_rollouts=0)) if own else InMemoryLightningStore(thread_safe=True)
+    )
     await store.add_resources(llm_resources("http://127.0.0.1:1"))
     turn = make_turn(32, 32)
     seconds: dict[str, list[float]] = {}
@@ -52,13 +55,18 @@ async def measure(own: bool, rollouts: int) -> dict[str, float]:
 
     for _ in range(rollouts // _BATCH):
         await store.enqueue_many_rollouts(requests(_BATCH))
-        for rollout in await timed("dequeue_many_rollouts", store.dequeue_many_rollouts(limit=_BATCH, worker_id="one"), per=_BATCH):
+        for rollout in await timed(
+            "dequeue_many_rollouts", store.dequeue_many_rollouts(limit=_BATCH, worker_id="one"), per=_BATCH
+        ):
             key = rollout.rollout_id, rollout.attempt.attempt_id
             await timed("get_resources_by_id", store.get_resources_by_id(rollout.resources_id))
             numbers = await timed("get_many_span_sequence_ids", store.get_many_span_sequence_ids([key, key]))
             attributes: list[dict[str, Any]] = [TurnEncoder().encode(turn), {"agentlightning.reward.0.value": 1.0}]
             common: dict[str, Any] = {"rollout_id": key[0], "attempt_id": key[1]}
-            spans = [Span.from_attributes(**common, sequence_id=n, attributes=a) for n, a in zip(numbers, attributes, strict=True)]
+            spans = [
+                Span.from_attributes(**common, sequence_id=n, attributes=a)
+                for n, a in zip(numbers, attributes, strict=True)
+            ]
             await timed("add_many_spans", store.add_many_spans(spans))
             await timed("update_attempt", store.update_attempt(*key, status="succeeded"))
             await timed("get_rollout_by_id", store.get_rollout_by_id(key[0]))

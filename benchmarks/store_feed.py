@@ -1,4 +1,5 @@
-"""What it costs to learn of newly ended rollouts from a store over HTTP, as the store grows: the feed beside Agent Lightning's own query.
+"""What it costs to learn of newly ended rollouts from a store over HTTP, as the store grows: the feed beside Agent
+Lightning's own query.
 
 Run it with ``python benchmarks/store_feed.py``; about half a minute. Prints one table.
 """
@@ -10,9 +11,9 @@ import logging
 import time
 from statistics import median
 
-from agl_slime._agl import LLM, EnqueueRolloutRequest
-from agl_slime.store import BridgeStore
-from agl_slime.store_feed import FeedPosition, RemoteStore, StoreService
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.feed import FeedPosition, RemoteStore, StoreService
+from agl_slime.support.agl import LLM, EnqueueRolloutRequest
 
 SIZES = (100, 1_000, 5_000, 10_000)
 LOOKS = 5

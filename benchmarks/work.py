@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from agl_slime._agl import LitAgent, TraceStatus, emit_reward, get_active_tracer
+from agl_slime.support.agl import LitAgent, TraceStatus, emit_reward, get_active_tracer
 from agl_slime.trace.attributes import GENERATE_SPAN
 from agl_slime.trace.turn import Turn, TurnEncoder
 
@@ -37,7 +37,12 @@ class TurnAgent(LitAgent[Any]):
         tracer = get_active_tracer()
         assert tracer is not None
         turn = make_turn(task.get("prompt_tokens", 32), task.get("tokens", 32))
-        tracer.create_span(GENERATE_SPAN, attributes=TurnEncoder().encode(turn), timestamp=time.time(), status=TraceStatus(status_code="OK"))
+        tracer.create_span(
+            GENERATE_SPAN,
+            attributes=TurnEncoder().encode(turn),
+            timestamp=time.time(),
+            status=TraceStatus(status_code="OK"),
+        )
         emit_reward(1.0)
 
 

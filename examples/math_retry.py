@@ -1,14 +1,14 @@
 """Two ways to make a model think again about a wrong answer to a mathematical problem, as multi-turn schedulers.
 
-``math_tip_trick_multi_turn`` opens a new round: a message says that the answer is wrong. ``math_tip_trick`` goes back into the answer's thinking and
-goes on from there.
+``math_tip_trick_multi_turn`` opens a new round: a message says that the answer is wrong. ``math_tip_trick`` goes back
+into the answer's thinking and goes on from there.
 
     python train.py --agent examples.math_retry:MathAgent --external-plugins examples/math_retry.py --multi-turn-scheduler math_tip_trick_multi_turn
     --max-turns 3 \\
         --tasks problems.jsonl --model-path DIR
 
-A task has ``problem`` and ``solution``; an answer is what stands in the last ``\\boxed{}``. Started as a program, this file plays both with answers
-that are written below.
+A task has ``problem`` and ``solution``; an answer is what stands in the last ``\\boxed{}``. Started as a program, this
+file plays both with answers that are written below.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ CONTINUATION_TIP = " But wait... it seems that I made a mistake somewhere."
 
 
 def boxed(text: str) -> str | None:
-    """What stands in the last ``\\boxed{}`` of a text, braces within it kept; ``None`` when there is none or it is not closed."""
+    """What stands in the last ``\\boxed{}`` of a text, braces within it kept; ``None`` when there is none or it is not
+    closed."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -56,7 +57,9 @@ def is_right(answer: str, task: Mapping[str, Any]) -> bool:
 
 
 class _UntilRight(MultiTurnScheduler):
-    def check_finished(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> bool:
+    def check_finished(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> bool:
         if is_right(result.message.content, infer_request.data_dict):
             return True
         return super().check_finished(infer_request, result, current_turn)
@@ -65,7 +68,9 @@ class _UntilRight(MultiTurnScheduler):
 class MathNewRound(_UntilRight):
     """New round: the model is told that it is wrong, and answers once more."""
 
-    def step(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> RolloutInferRequest:
+    def step(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> RolloutInferRequest:
         infer_request.messages.append({"role": "user", "content": TIP})
         return infer_request
 
@@ -73,7 +78,9 @@ class MathNewRound(_UntilRight):
 class MathContinuation(_UntilRight):
     """Continuation: back to the thinking, or to before the answer where there is none, and on from a doubt."""
 
-    def step(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> RolloutInferRequest:
+    def step(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> RolloutInferRequest:
         content: str = infer_request.messages[-1]["content"]
         for mark in ("</think>", "<answer>"):
             if mark in content:

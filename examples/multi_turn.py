@@ -20,12 +20,12 @@ from typing import Any
 from rich.console import Console
 
 from agents.lookup_tools import DEMONSTRATIONS, LookupTable
-from agl_slime.rollout.multi_turn import IGNORED_LABEL, MultiTurnRollout
-from agl_slime.rollout.sampler import SGLangSampler
-from agl_slime.rollout.samples import trajectory_to_samples
+from agl_slime.rollout.batched.multi_turn import IGNORED_LABEL, MultiTurnRollout
+from agl_slime.rollout.batched.sampler import SGLangSampler
+from agl_slime.rollout.batched.samples import trajectory_to_samples
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.sglang.payloads import SamplingParams
-from agl_slime.tokenizer import load_tokenizer
+from agl_slime.tokens.tokenizer import load_tokenizer
 
 
 @contextmanager
@@ -34,7 +34,8 @@ def an_engine(url: str | None, model: Path | None) -> Iterator[tuple[str, Path]]
     if url is not None and model is not None:
         yield url, model
         return
-    from agl_slime.sglang.embedded import EmbeddedEngine, make_policy
+    from agl_slime.demo import make_policy
+    from agl_slime.engine import EmbeddedEngine
 
     with tempfile.TemporaryDirectory() as directory:
         policy = make_policy(Path(directory) / "policy", seed=0)
@@ -76,13 +77,21 @@ def main() -> None:
         # the policy is told in its system message how to call, so the schemas are left out of the prompt
         results = rollout([{"messages": DEMONSTRATIONS.prompt(task), "task": task, "tools": []} for task in tasks])
     for trajectory in results:
-        trajectory["reward"] = float(DEMONSTRATIONS.is_correct(trajectory["task"], trajectory["messages"][-1]["content"]))
+        trajectory["reward"] = float(
+            DEMONSTRATIONS.is_correct(trajectory["task"], trajectory["messages"][-1]["content"])
+        )
     console.print(marked(max(results, key=lambda trajectory: (trajectory["reward"], trajectory["turns"])), tokenizer))
-    samples = [sample for trajectory in results for sample in trajectory_to_samples(trajectory, reward=trajectory["reward"], tokenizer=tokenizer)]
+    samples = [
+        sample
+        for trajectory in results
+        for sample in trajectory_to_samples(trajectory, reward=trajectory["reward"], tokenizer=tokenizer)
+    ]
     ends = dict(Counter(trajectory["end_reason"] for trajectory in results))
     calls = sum(trajectory["tools_called"]["calls"].get("lookup", 0) for trajectory in results)
     reward = sum(trajectory["reward"] for trajectory in results) / len(results)
-    console.print(f"{len(results)} trajectories, {len(samples)} Samples, {calls} calls, reward {reward:.2f}, ends {ends}")
+    console.print(
+        f"{len(results)} trajectories, {len(samples)} Samples, {calls} calls, reward {reward:.2f}, ends {ends}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """One rollout through the whole bridge, in seconds: no GPU, no server, no torch.
 
-A real Agent Lightning store, a real runner and tracer, a real tokenizer (trained here, in memory); only the model is played by two lines of Python.
-What comes out is the Sample that slime would train on. Run it with ``python examples/smoke_test.py``.
+A real Agent Lightning store, a real runner and tracer, a real tokenizer (trained here, in memory); only the model is
+played by two lines of Python. What comes out is the Sample that slime would train on. Run it with ``python
+examples/smoke_test.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from agl_slime import AGLDataSource, Generation, RunnerThread, SamplingParams, SGLangLitAgent
-from agl_slime._agl import LLM, EnqueueRolloutRequest, InMemoryLightningStore
+from agl_slime.support.agl import LLM, EnqueueRolloutRequest, InMemoryLightningStore
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -28,7 +29,9 @@ def make_tokenizer() -> Any:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(["Hello world, hello again"], trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    bpe.train_from_iterator(
+        ["Hello world, hello again"], trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
+    )
     bpe.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", chat_template=CHATML)
 
@@ -41,7 +44,13 @@ class ScriptedEngine:
 
     async def generate(self, input_ids: Any, sampling: SamplingParams, **_: Any) -> Generation:
         log_probs = tuple(-0.1 * (i + 1) for i in range(len(self._ids)))
-        return Generation(output_ids=self._ids, log_probs=log_probs, text="Hello again", finish_reason="stop", prompt_tokens=len(input_ids))
+        return Generation(
+            output_ids=self._ids,
+            log_probs=log_probs,
+            text="Hello again",
+            finish_reason="stop",
+            prompt_tokens=len(input_ids),
+        )
 
 
 class GreetingAgent(SGLangLitAgent):
@@ -56,9 +65,13 @@ async def main() -> None:
 
     # What every rollout needs first: a model resource. The runner skips rollouts of a store that has none.
     await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:0", model="scripted")})
-    [rollout] = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"prompt": "Hello world", "label": "test"})])
+    [rollout] = await store.enqueue_many_rollouts(
+        [EnqueueRolloutRequest(input={"prompt": "Hello world", "label": "test"})]
+    )
 
-    data_source = AGLDataSource(store=store, tokenizer=tokenizer, args=Namespace(reward_key=None), n_samples_per_prompt=1)
+    data_source = AGLDataSource(
+        store=store, tokenizer=tokenizer, args=Namespace(reward_key=None), n_samples_per_prompt=1
+    )
     with RunnerThread(agent=agent, store=store):
         # get_samples blocks until a group is ready, so it does not belong on an event loop
         [[sample]] = await asyncio.to_thread(data_source.get_samples, 1)

@@ -16,14 +16,26 @@ from agl_slime.buffer.settings import BufferSettings
 
 def make_item(uid: str, instance_id: Any = "math_001", reward: Any = 1.0, **fields: Any) -> dict[str, Any]:
     """An item as in the documentation of the agent rollout."""
-    messages = [{"role": "user", "content": "Solve the equation x^2 + 5x + 6 = 0"}, {"role": "assistant", "content": "-2 and -3"}]
+    messages = [
+        {"role": "user", "content": "Solve the equation x^2 + 5x + 6 = 0"},
+        {"role": "assistant", "content": "-2 and -3"},
+    ]
     return {"uid": uid, "instance_id": instance_id, "messages": messages, "reward": reward, "extra_info": {}, **fields}
 
 
 def settings_for(tmp_path: Path, **changes: Any) -> BufferSettings:
     generators = tmp_path / "generators"
     generators.mkdir(exist_ok=True)
-    return BufferSettings(**{"port": 0, "generators": generators, "input_dir": (tmp_path,), "group_size": 2, "generator_restarts": 0, **changes})
+    return BufferSettings(
+        **{
+            "port": 0,
+            "generators": generators,
+            "input_dir": (tmp_path,),
+            "group_size": 2,
+            "generator_restarts": 0,
+            **changes,
+        }
+    )
 
 
 def add_generator(tmp_path: Path, name: str, code: str) -> Path:
@@ -46,7 +58,9 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def post(self, path: str, body: Any = None, *, data: bytes | None = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+    async def post(
+        self, path: str, body: Any = None, *, data: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
         async with self._session.post(self.url + path, json=body, data=data, headers=headers) as response:
             return response.status, await response.json()
 

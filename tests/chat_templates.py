@@ -1,4 +1,5 @@
-"""Chat templates of the shapes that models in use have, for tests: each is one way in which a template can treat a growing conversation."""
+"""Chat templates of the shapes that models in use have, for tests: each is one way in which a template can treat a
+growing conversation."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ DROPS_THINKING = (
 {%- endif %}"""
 )
 
-# opens each answer with a thinking block and leaves thinking out of every answer that is there, the last one too; no line ends between messages
+# opens each answer with a thinking block and leaves thinking out of every answer that is there, the last one too; no
+# line ends between messages
 REASONER = """\
 {{- '<｜begin▁of▁sentence｜>' }}
 {%- for message in messages %}
@@ -126,7 +128,8 @@ FORGETS_RESULTS = """\
 
 @dataclass(frozen=True)
 class Shape:
-    """``stops`` are the tokens that end an answer, the usual one first. ``opens_thinking``: an answer begins inside a thinking block."""
+    """``stops`` are the tokens that end an answer, the usual one first. ``opens_thinking``: an answer begins inside a
+    thinking block."""
 
     source: str
     stops: tuple[str, ...]

@@ -11,7 +11,8 @@ import pytest
 
 from tests.integration.engine_servers import MAX_RUNNING
 
-# Before torch and the tokenizers are first imported: the suite shares few cores, and more threads are slower for tensors this small.
+# Before torch and the tokenizers are first imported: the suite shares few cores, and more threads are slower for
+# tensors this small.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,8 +20,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collecting imports torch, transformers and LiteLLM: a million objects that stay. Without this, each full garbage collection walks all of them,
-    a quarter of the time of collecting; what tests make themselves is collected as ever."""
+    """Collecting imports torch, transformers and LiteLLM: a million objects that stay. Without this, each full garbage
+    collection walks all of them, a quarter of the time of collecting; what tests make themselves is collected as ever.
+    """
     gc.disable()
     try:
         return (yield)
@@ -31,10 +33,10 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def policy_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny policy for the lookup task as a checkpoint directory. Read-only: copy it before changing anything. Kept in pytest's cache, so that the
-    next run need not train it."""
+    """The tiny policy for the lookup task as a checkpoint directory. Read-only: copy it before changing anything. Kept
+    in pytest's cache, so that the next run need not train it."""
     pytest.importorskip("torch", reason='the tiny policy needs torch: pip install "agl-slime[local]"')
-    from agl_slime.sglang.embedded import make_policy
+    from agl_slime.demo import make_policy
 
     cache = getattr(request.config, "cache", None)
     parent = Path(cache.mkdir("agl-slime-policy")) if cache is not None else tmp_path_factory.mktemp("policy")
@@ -43,9 +45,9 @@ def policy_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="session")
 def embedded_engine(policy_dir: Path) -> Iterator[str]:
-    """URL of the embedded engine that all tests share; it serves ``policy_dir``. A test that pauses it or changes its weights leaves it as it was:
-    nothing runs, nothing is paused, and the weights are the policy's."""
-    from agl_slime.sglang.embedded import EmbeddedEngine, EmbeddedEngineSettings
+    """URL of the embedded engine that all tests share; it serves ``policy_dir``. A test that pauses it or changes its
+    weights leaves it as it was: nothing runs, nothing is paused, and the weights are the policy's."""
+    from agl_slime.engine import EmbeddedEngine, EmbeddedEngineSettings
 
     with EmbeddedEngine(policy_dir, settings=EmbeddedEngineSettings(max_running_requests=MAX_RUNNING)) as engine:
         yield engine.url

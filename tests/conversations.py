@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agl_slime.rollout.context import ChatContext
 from agl_slime.sglang.payloads import FinishReason, Generation, SamplingParams
+from agl_slime.tokens.conversation import ChatContext
 
 
-def generation_of(tokenizer: Any, text: str, *, stop: str | None = None, finish: FinishReason = "stop", matched: str | None = None) -> Generation:
-    """``text`` as sampled: ended by the token ``stop`` (the tokenizer's end token by default), by the stop string ``matched``, or cut off."""
+def generation_of(
+    tokenizer: Any, text: str, *, stop: str | None = None, finish: FinishReason = "stop", matched: str | None = None
+) -> Generation:
+    """``text`` as sampled: ended by the token ``stop`` (the tokenizer's end token by default), by the stop string
+    ``matched``, or cut off."""
     ids = list(tokenizer.encode(text, add_special_tokens=False))
     matched_stop: int | str | None = matched
     if finish == "stop" and matched is None:
@@ -37,7 +40,8 @@ def answer(context: ChatContext, tokenizer: Any, text: str, **how: Any) -> tuple
 
 
 class ScriptedClient:
-    """A ``GenerateClient`` that gives the answers it was made with, in order; texts are sampled token by token and cut at ``max_new_tokens``."""
+    """A ``GenerateClient`` that gives the answers it was made with, in order; texts are sampled token by token and cut
+    at ``max_new_tokens``."""
 
     def __init__(self, tokenizer: Any, answers: Sequence[str | Generation | Exception]) -> None:
         self._tokenizer = tokenizer
@@ -46,7 +50,9 @@ class ScriptedClient:
         self.sampling: list[SamplingParams] = []
         self.generations: list[Generation] = []
 
-    async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, *, routing_key: str | None = None) -> Generation:
+    async def generate(
+        self, input_ids: Sequence[int], sampling: SamplingParams, *, routing_key: str | None = None
+    ) -> Generation:
         self.prompts.append(list(input_ids))
         self.sampling.append(sampling)
         said = self._answers.pop(0)
@@ -56,6 +62,8 @@ class ScriptedClient:
         if len(generation.output_ids) > sampling.max_new_tokens:
             ids = generation.output_ids[: sampling.max_new_tokens]
             text = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-            generation = Generation(output_ids=ids, log_probs=generation.log_probs[: len(ids)], text=text, finish_reason="length")
+            generation = Generation(
+                output_ids=ids, log_probs=generation.log_probs[: len(ids)], text=text, finish_reason="length"
+            )
         self.generations.append(generation)
         return generation

@@ -1,4 +1,5 @@
-"""A whole loop around a scripted engine: real store, runner, data source and HTTP; only the model and the trainer are played."""
+"""A whole loop around a scripted engine: real store, runner, data source and HTTP; only the model and the trainer are
+played."""
 
 from __future__ import annotations
 
@@ -8,22 +9,30 @@ from contextlib import contextmanager
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from agl_slime._agl import LLM, LightningStore
-from agl_slime.datasource import AGLDataSource, DataSourceSettings
-from agl_slime.groups.outcome import GroupResult
+from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
 from agl_slime.groups.policy import MinimumViableGroup
-from agl_slime.loop import LoopSettings, OnlineRLLoop
+from agl_slime.groups.results import GroupResult
+from agl_slime.loop.online import LoopSettings, OnlineRLLoop
 from agl_slime.report.events import Event, IterationFinished, RolloutFinished, RunFinished
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.sglang.transport import ClientSettings
-from agl_slime.store import BridgeStore
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import LLM, LightningStore
 from agl_slime.types import Sample
 from tests.faults.scripted_engine import ScriptedEngine, answering, in_thread
 from tests.trace_tokenizers import small_tokenizer
 
 # retries within milliseconds: what is tested is what becomes of an error, not how long a person would wait for it
-QUICK_CLIENT = ClientSettings(backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3, idle_timeout_s=1.0, total_timeout_s=5.0)
-SMALL = {"num_iterations": 1, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_timeout_s": 20.0, "max_replaced_groups": 0}
+QUICK_CLIENT = ClientSettings(
+    backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3, idle_timeout_s=1.0, total_timeout_s=5.0
+)
+SMALL = {
+    "num_iterations": 1,
+    "rollout_batch_size": 2,
+    "n_samples_per_prompt": 2,
+    "rollout_timeout_s": 20.0,
+    "max_replaced_groups": 0,
+}
 # waits for every member of a group, so that all failures are counted
 PATIENT = DataSourceSettings(get_timeout_s=20, policy=MinimumViableGroup(drop_early=False))
 TASKS = [{"prompt": f"say hello to {name}", "name": name} for name in ("Ada", "Alan", "Grace", "Edsger")]
@@ -110,12 +119,18 @@ class LoopCase:
                 store=self.store,
                 agent=agent,
                 tasks=tasks if tasks is not None else TASKS,
-                llm=LLM(endpoint=url, model="scripted", sampling_parameters={"max_new_tokens": max_new_tokens, "temperature": 1.0}),
+                llm=LLM(
+                    endpoint=url,
+                    model="scripted",
+                    sampling_parameters={"max_new_tokens": max_new_tokens, "temperature": 1.0},
+                ),
                 data_source=self.source,
                 slime_train_fn=train or self.trainer,
                 weight_sync_fn=sync,
                 settings=self.settings,
-                runner_settings=RunnerSettings(max_concurrent=max_concurrent, poll_interval_s=0.01, heartbeat_interval_s=0),
+                runner_settings=RunnerSettings(
+                    max_concurrent=max_concurrent, poll_interval_s=0.01, heartbeat_interval_s=0
+                ),
                 reporter=self.recorder,
                 on_groups=on_groups,
             )
@@ -133,7 +148,9 @@ class LoopCase:
     def reasons(self) -> dict[str, int]:
         """``rollout/failed/<reason>`` of the last iteration."""
         prefix = "rollout/failed/"
-        return {name[len(prefix) :]: count for name, count in self.recorder.metrics[-1].items() if name.startswith(prefix)}
+        return {
+            name[len(prefix) :]: count for name, count in self.recorder.metrics[-1].items() if name.startswith(prefix)
+        }
 
     def check_ledger(self) -> None:
         """Every rollout has had exactly one end."""
@@ -161,4 +178,6 @@ def hello_engine(**kwargs: Any) -> Iterator[ScriptedEngine]:
 
 def threads_of_ours() -> list[str]:
     """Names of the package's threads that are alive, apart from the pool's, which stay for the next run."""
-    return [thread.name for thread in threading.enumerate() if thread.name in ("agl-slime-runner", "agl-slime-datasource")]
+    return [
+        thread.name for thread in threading.enumerate() if thread.name in ("agl-slime-runner", "agl-slime-datasource")
+    ]

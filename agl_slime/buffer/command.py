@@ -15,8 +15,8 @@ from agl_slime.buffer.server import BufferServer
 from agl_slime.buffer.settings import BufferSettings
 from agl_slime.errors import AglSlimeError, ConfigError
 
-# Threads that return from SQLite wait this long for the interpreter lock while the event loop is busy; the default of 5 ms adds up to half a second
-# for a batch of 256 items.
+# Threads that return from SQLite wait this long for the interpreter lock while the event loop is busy; the default of 5
+# ms adds up to half a second for a batch of 256 items.
 _SWITCH_INTERVAL_S = 0.0005
 
 TOKEN_VARIABLE = "AGL_SLIME_BUFFER_TOKEN"

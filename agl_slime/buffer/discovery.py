@@ -1,4 +1,5 @@
-"""Finding generators: files named ``*_generator.py`` in a directory that a person named, each with ``TASK_TYPE`` and ``run_rollout``."""
+"""Finding generators: files named ``*_generator.py`` in a directory that a person named, each with ``TASK_TYPE`` and
+``run_rollout``."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agl_slime.groups.pipeline import STAGE_NAMES
+from agl_slime.buffer.pipeline import STAGE_NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,8 @@ class Discovery:
 
 
 def discover_generators(directory: Path) -> Discovery:
-    """Load every ``*_generator.py`` of the directory. Broken files and second files for a task type are reported and left out."""
+    """Load every ``*_generator.py`` of the directory. Broken files and second files for a task type are reported and
+    left out."""
     found = Discovery()
     for path in sorted(directory.glob("*_generator.py")):
         try:

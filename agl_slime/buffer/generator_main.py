@@ -1,6 +1,8 @@
-"""The process in which a generator runs: ``python -m agl_slime.buffer.generator_main FILE``, the payload as one line of JSON on stdin.
+"""The process in which a generator runs: ``python -m agl_slime.buffer.generator_main FILE``, the payload as one line of
+JSON on stdin.
 
-It leads a process group of its own. When stdin ends, the buffer is gone, and the group ends with it, so that no generator is left behind.
+It leads a process group of its own. When stdin ends, the buffer is gone, and the group ends with it, so that no
+generator is left behind.
 """
 
 from __future__ import annotations

@@ -25,12 +25,16 @@ EndListener = Callable[[str, str], None]
 
 
 class GeneratorProcess:
-    """One run of a generator. ``on_end(state, error)`` is called once, from a thread: ``finished``, ``failed``, ``stalled`` or ``stopped``.
+    """One run of a generator. ``on_end(state, error)`` is called once, from a thread: ``finished``, ``failed``,
+    ``stalled`` or ``stopped``.
 
-    Output goes to ``log_path``. A run that has not been heard of (``heard``) for ``stall_s`` seconds is ended; 0 is never.
+    Output goes to ``log_path``. A run that has not been heard of (``heard``) for ``stall_s`` seconds is ended; 0 is
+    never.
     """
 
-    def __init__(self, *, path: Path, payload: Mapping[str, Any], log_path: Path, on_end: EndListener, stall_s: float = 0.0) -> None:
+    def __init__(
+        self, *, path: Path, payload: Mapping[str, Any], log_path: Path, on_end: EndListener, stall_s: float = 0.0
+    ) -> None:
         self.log_path = log_path
         self._stall_s = stall_s
         self._on_end = on_end

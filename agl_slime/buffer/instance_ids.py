@@ -1,5 +1,5 @@
-"""``agl-slime assign-instance-id``: every line of a JSON-lines file gets an ``instance_id``, by which its rollouts are grouped and skipped on
-resume."""
+"""``agl-slime assign-instance-id``: every line of a JSON-lines file gets an ``instance_id``, by which its rollouts are
+grouped and skipped on resume."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class AssignInstanceIds:
 
 
 def assign_instance_ids(settings: AssignInstanceIds) -> tuple[Path, int, int]:
-    """Write the file; returns its path, its number of lines and how many of them got an id. Raises ``ConfigError`` naming a line that cannot be used.
+    """Write the file; returns its path, its number of lines and how many of them got an id. Raises ``ConfigError``
+    naming a line that cannot be used.
 
     The output appears whole or not at all.
     """
@@ -45,10 +46,15 @@ def assign_instance_ids(settings: AssignInstanceIds) -> tuple[Path, int, int]:
                     instance_id = f"{settings.prefix}_{lines}"
                     while instance_id in taken:
                         instance_id += "_"
-                    row = {"instance_id": instance_id, **{key: value for key, value in row.items() if key != "instance_id"}}
+                    row = {
+                        "instance_id": instance_id,
+                        **{key: value for key, value in row.items() if key != "instance_id"},
+                    }
                     assigned += 1
                 if str(row["instance_id"]) in seen:
-                    raise ConfigError(f"{settings.input}, line {number}: the instance_id {row['instance_id']!r} is there twice; ids must be unique")
+                    raise ConfigError(
+                        f"{settings.input}, line {number}: the instance_id {row['instance_id']!r} is there twice; ids must be unique"
+                    )
                 seen.add(str(row["instance_id"]))
                 out.write(orjson.dumps(row) + b"\n")
                 lines += 1
@@ -80,7 +86,9 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
     try:
-        output, lines, assigned = assign_instance_ids(tyro.cli(AssignInstanceIds, prog="agl-slime assign-instance-id", args=list(arguments)))
+        output, lines, assigned = assign_instance_ids(
+            tyro.cli(AssignInstanceIds, prog="agl-slime assign-instance-id", args=list(arguments))
+        )
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from agl_slime.buffer.errors import BufferRequestError
-from agl_slime.groups.stages import Item
+from agl_slime.buffer.stages import Item
 
 _LONGEST_ID = 1024
 
@@ -44,10 +44,11 @@ def parse_items(raw: bytes) -> tuple[list[WrittenItem], list[Item]]:
 
 
 def check_item(item: Any, position: int = 0, *, raw: bytes | None = None) -> WrittenItem:
-    """Whatever a rollout ended with may be stored; it needs an ``instance_id`` to belong to a group. An item without ``uid`` gets one.
+    """Whatever a rollout ended with may be stored; it needs an ``instance_id`` to belong to a group. An item without
+    ``uid`` gets one.
 
-    Items of one instance form groups in the order in which they come. ``group_id`` (optional) keeps groups of one instance apart, as those of several
-    epochs. ``raw`` is the item's own JSON, when it came alone.
+    Items of one instance form groups in the order in which they come. ``group_id`` (optional) keeps groups of one
+    instance apart, as those of several epochs. ``raw`` is the item's own JSON, when it came alone.
     """
     if not isinstance(item, dict):
         raise BufferRequestError(
@@ -55,7 +56,9 @@ def check_item(item: Any, position: int = 0, *, raw: bytes | None = None) -> Wri
         )
     instance_id = _identifier(item, "instance_id", position)
     if instance_id is None:
-        raise BufferRequestError(f"item {position} has no instance_id; it is the name of the prompt that the item answers")
+        raise BufferRequestError(
+            f"item {position} has no instance_id; it is the name of the prompt that the item answers"
+        )
     group_id = _identifier(item, "group_id", position)
     uid = _identifier(item, "uid", position)
     if uid is None:
@@ -79,7 +82,9 @@ def _identifier(item: Item, name: str, position: int) -> str | int | None:
     if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53:
         value = int(value)  # 3.0 is an integer in JSON Schema; beyond 2**53 it may have been another one
     if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise BufferRequestError(f"item {position}: {name} is of type {type(value).__name__}; expected a string or an integer")
+        raise BufferRequestError(
+            f"item {position}: {name} is of type {type(value).__name__}; expected a string or an integer"
+        )
     if isinstance(value, str) and not 0 < len(value) <= _LONGEST_ID:
         raise BufferRequestError(f"item {position}: {name} has {len(value)} characters; expected 1 to {_LONGEST_ID}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:

@@ -6,7 +6,12 @@ from typing import Any
 
 from agl_slime import __version__
 
-_ID = {"oneOf": [{"type": "string", "minLength": 1, "maxLength": 1024}, {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}]}
+_ID = {
+    "oneOf": [
+        {"type": "string", "minLength": 1, "maxLength": 1024},
+        {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+    ]
+}
 _OPTIONAL_ID = {"oneOf": [*_ID["oneOf"], {"type": "null"}]}
 
 _ITEM: dict[str, Any] = {
@@ -14,7 +19,10 @@ _ITEM: dict[str, Any] = {
     "description": "What a rollout ended with. More fields may be there and come out again.",
     "required": ["instance_id"],
     "properties": {
-        "uid": {**_OPTIONAL_ID, "description": "Names the item; a repeated write of it is stored once. Made up when missing."},
+        "uid": {
+            **_OPTIONAL_ID,
+            "description": "Names the item; a repeated write of it is stored once. Made up when missing.",
+        },
         "instance_id": {**_ID, "description": "Names the prompt: items of one instance form groups."},
         "group_id": {**_OPTIONAL_ID, "description": "Keeps groups of one instance apart."},
         "messages": {"description": "The conversation in OpenAI's format."},
@@ -77,7 +85,11 @@ def openapi_description() -> dict[str, Any]:
     read_request = {
         "type": "object",
         "properties": {
-            "batch_size": {"type": ["integer", "null"], "minimum": 1, "description": "Most items to return, in whole groups, at least one group."},
+            "batch_size": {
+                "type": ["integer", "null"],
+                "minimum": 1,
+                "description": "Most items to return, in whole groups, at least one group.",
+            },
             "task_type": {"type": ["string", "null"], "description": "Needed only when several task types are in use."},
             "request_id": {
                 "type": ["string", "null"],
@@ -85,7 +97,11 @@ def openapi_description() -> dict[str, Any]:
                 "maxLength": 1024,
                 "description": "Asked again, it gets the same answer again.",
             },
-            "ack": {"type": ["array", "null"], "items": {"type": "string"}, "description": "Earlier request_ids whose items are held for good."},
+            "ack": {
+                "type": ["array", "null"],
+                "items": {"type": "string"},
+                "description": "Earlier request_ids whose items are held for good.",
+            },
         },
     }
     start_request = {
@@ -94,7 +110,10 @@ def openapi_description() -> dict[str, Any]:
         "properties": {
             "task_type": {"type": "string"},
             "num_repeat_per_sample": {
-                "oneOf": [{"type": "integer", "minimum": 1, "maximum": 1_000_000}, {"type": "string", "pattern": "^[1-9][0-9]{0,5}$"}]
+                "oneOf": [
+                    {"type": "integer", "minimum": 1, "maximum": 1_000_000},
+                    {"type": "string", "pattern": "^[1-9][0-9]{0,5}$"},
+                ]
             },
             "input_file": {"type": "string"},
             "sampling_params": {"type": ["object", "null"]},
@@ -110,7 +129,9 @@ def openapi_description() -> dict[str, Any]:
         "paths": {
             "/start_rollout": {"post": _operation("Start the generator of a task type", started, start_request)},
             "/buffer/write": {"post": _operation("Write an item or a list of items", _ANSWER, items)},
-            "/get_rollout_data": {"post": _operation("Take groups that are ready to train on", _ANSWER, read_request, body_required=False)},
+            "/get_rollout_data": {
+                "post": _operation("Take groups that are ready to train on", _ANSWER, read_request, body_required=False)
+            },
             "/stats": {"get": _operation("Everything that is counted", {"type": "object"})},
             "/health": {"get": _operation("Whether the server runs", {"type": "object"})},
         },

@@ -1,7 +1,7 @@
 """From the buffer's items to slime's Samples.
 
-Token ids and log-probs that a generator sent are used as they are. Where there is only text, the loss mask generator renders and tokenizes it: such
-samples say ``metadata["token_source"] == "retokenized"`` and have no log-probs.
+Token ids and log-probs that a generator sent are used as they are. Where there is only text, the loss mask generator
+renders and tokenizes it: such samples say ``metadata["token_source"] == "retokenized"`` and have no log-probs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agl_slime.groups.stages import PADDING_OF, PADDING_SHARES, Item
-from agl_slime.trace.masks import LossMaskGenerator
+from agl_slime.buffer.stages import PADDING_OF, PADDING_SHARES, Item
+from agl_slime.tokens.masks import LossMaskGenerator
 from agl_slime.types import Sample, sample_from_fields
 
 _COPIED = ("uid", "instance_id", "group_id", "raw_reward", "buffer_group", PADDING_OF)
@@ -20,7 +20,8 @@ _COPIED = ("uid", "instance_id", "group_id", "raw_reward", "buffer_group", PADDI
 
 @dataclass(slots=True)
 class SampleNumbers:
-    """The next free numbers; slime sorts by ``index`` and counts rollouts by ``rollout_id``, so they must be integers and never repeat in a batch."""
+    """The next free numbers; slime sorts by ``index`` and counts rollouts by ``rollout_id``, so they must be integers
+    and never repeat in a batch."""
 
     index: int = 0
     group_index: int = 0
@@ -31,8 +32,8 @@ class SampleNumbers:
 class SampleMaker:
     """Makes Samples of groups of items.
 
-    ``normalized``: the buffer's rewards are advantages already and slime leaves them alone (``--disable-rewards-normalization``); else each sample
-    gets its raw reward, so that slime does not normalise twice.
+    ``normalized``: the buffer's rewards are advantages already and slime leaves them alone
+    (``--disable-rewards-normalization``); else each sample gets its raw reward, so that slime does not normalise twice.
     """
 
     masks: LossMaskGenerator | None
@@ -42,8 +43,9 @@ class SampleMaker:
     def group(self, items: Sequence[Item]) -> list[Sample]:
         """The samples of one group. Raises ``ValueError`` naming the item that cannot be used.
 
-        A copy that padding made is masked out and its original gets its whole reward back: the tokens of a rollout train once. For slime's own
-        normalisation, which would count it, a copy has the mean of the group's raw rewards and so leaves the baseline where it is.
+        A copy that padding made is masked out and its original gets its whole reward back: the tokens of a rollout
+        train once. For slime's own normalisation, which would count it, a copy has the mean of the group's raw rewards
+        and so leaves the baseline where it is.
         """
         group_index = self.numbers.group_index
         self.numbers.group_index += 1
@@ -56,7 +58,9 @@ class SampleMaker:
                 reward = 0.0 if is_copy else float(item["reward"]) * int(item.get(PADDING_SHARES, 1))
             else:
                 reward = mean if is_copy else float(item.get("raw_reward", item["reward"]))
-            for part in item.get("samples") or [item]:  # a rollout that forked comes as several parts, siblings under one rollout_id
+            for part in item.get("samples") or [
+                item
+            ]:  # a rollout that forked comes as several parts, siblings under one rollout_id
                 sample = self._sample({**item, **part}, reward)
                 if is_copy:
                     sample.loss_mask = [0] * sample.response_length
@@ -98,12 +102,16 @@ class SampleMaker:
 
     def _rendered(self, item: Item) -> tuple[list[int], int, list[int]]:
         if self.masks is None:
-            raise ValueError(f"item {item.get('uid')!r} has no token ids and there is no tokenizer; set --hf-checkpoint")
+            raise ValueError(
+                f"item {item.get('uid')!r} has no token ids and there is no tokenizer; set --hf-checkpoint"
+            )
         tokens, mask = self.masks.get_loss_mask(item["messages"], item.get("tools"))
         (length,) = self.masks.get_response_lengths([mask])
         if len(tokens) < 2:
             raise ValueError(f"item {item.get('uid')!r} has {len(tokens)} tokens; expected a prompt and a response")
-        length = min(max(length, 1), len(tokens) - 1)  # training predicts the response from at least one token before it
+        length = min(
+            max(length, 1), len(tokens) - 1
+        )  # training predicts the response from at least one token before it
         return list(tokens), length, list(mask[-length:])
 
 
@@ -114,7 +122,9 @@ def _sent_tokens(item: Item) -> tuple[list[int], int, list[int], list[float] | N
     if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
         raise ValueError(f"item {uid!r}: tokens are no list of token ids")
     if type(length) is not int or not 0 < length < len(tokens):
-        raise ValueError(f"item {uid!r}: response_length is {length!r} with {len(tokens)} tokens; expected 1 to {len(tokens) - 1}")
+        raise ValueError(
+            f"item {uid!r}: response_length is {length!r} with {len(tokens)} tokens; expected 1 to {len(tokens) - 1}"
+        )
     mask = item.get("loss_mask")
     if mask is None:
         mask = [1] * length
@@ -127,7 +137,12 @@ def _sent_tokens(item: Item) -> tuple[list[int], int, list[int], list[float] | N
         or not all(isinstance(value, (int, float)) and math.isfinite(value) for value in log_probs)
     ):
         raise ValueError(f"item {uid!r}: rollout_log_probs must have {length} finite numbers")
-    return tokens, length, [int(value) for value in mask], None if log_probs is None else [float(value) for value in log_probs]
+    return (
+        tokens,
+        length,
+        [int(value) for value in mask],
+        None if log_probs is None else [float(value) for value in log_probs],
+    )
 
 
 def _prompt(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -138,12 +153,15 @@ def _prompt(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _response(item: Item, messages: Sequence[Mapping[str, Any]]) -> str:
     if isinstance(item.get("response"), str):
         return item["response"]
-    content = next((message.get("content") for message in reversed(messages) if message.get("role") == "assistant"), None)
+    content = next(
+        (message.get("content") for message in reversed(messages) if message.get("role") == "assistant"), None
+    )
     return content if isinstance(content, str) else ""
 
 
 def agree(groups: Sequence[Sequence[Sample]]) -> int:
-    """Make a batch uniform, as slime needs it: log-probs and ``round_number`` on all samples or on none. Returns how many lost their log-probs."""
+    """Make a batch uniform, as slime needs it: log-probs and ``round_number`` on all samples or on none. Returns how
+    many lost their log-probs."""
     samples = [sample for group in groups for sample in group]
     lost = 0
     if any(sample.rollout_log_probs is None for sample in samples):

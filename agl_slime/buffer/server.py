@@ -56,7 +56,9 @@ class BufferServer:
 
     async def start(self) -> BufferServer:
         host = self.settings.host
-        runner = web.AppRunner(make_app(buffer=self.buffer), access_log=None, keepalive_timeout=75.0, shutdown_timeout=3.0)
+        runner = web.AppRunner(
+            make_app(buffer=self.buffer), access_log=None, keepalive_timeout=75.0, shutdown_timeout=3.0
+        )
         self._runner = runner
         try:
             await self.buffer.prepare()
@@ -96,7 +98,7 @@ def _written(host: str) -> str:
         return host
 
 
-# -- handlers --------------------------------------------------------------------------------------------------------------------------------------
+# -- handlers --------------------------------------------------------------------------------------------------------
 
 
 async def _write(request: web.Request) -> web.Response:
@@ -107,7 +109,9 @@ async def _write(request: web.Request) -> web.Response:
         named = [item.get("task_type") for item in items]
         name = named[0]
         if not isinstance(name, (str, type(None))) or any(other != name for other in named):
-            raise BufferRequestError("the items name several task types, or something that is none; send one task type per request")
+            raise BufferRequestError(
+                "the items name several task types, or something that is none; send one task type per request"
+            )
         task = buffer.task_for(name)
     result = await buffer.write(task, written)
     minimal = _MINIMAL in request.headers.get("Prefer", "")
@@ -165,7 +169,7 @@ async def _openapi(request: web.Request) -> web.Response:
     return _json(openapi_description())
 
 
-# -- around them -----------------------------------------------------------------------------------------------------------------------------------
+# -- around them -----------------------------------------------------------------------------------------------------
 
 
 def _gate(settings: BufferSettings) -> Middleware:
@@ -173,12 +177,16 @@ def _gate(settings: BufferSettings) -> Middleware:
     expected = f"Bearer {settings.token}".encode() if settings.token else None
 
     def check(request: web.Request) -> None:
-        if "Origin" in request.headers:  # only browsers send it: a page somewhere must not reach a server on this machine
+        if (
+            "Origin" in request.headers
+        ):  # only browsers send it: a page somewhere must not reach a server on this machine
             raise BufferRequestError("requests from web pages are not served", status=403)
         if expected is not None and request.path not in _OPEN_PATHS and "key" not in request.match_info:
             given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
             if not hmac.compare_digest(given, expected):
-                raise BufferRequestError("the token is missing or wrong; send it as `Authorization: Bearer TOKEN`", status=401)
+                raise BufferRequestError(
+                    "the token is missing or wrong; send it as `Authorization: Bearer TOKEN`", status=401
+                )
 
     @web.middleware
     async def gate(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -190,16 +198,26 @@ def _gate(settings: BufferSettings) -> Middleware:
             return _json({"success": False, "message": str(error)}, status=error.status, headers=headers)
         except web.HTTPRequestEntityTooLarge:
             return _json(
-                {"success": False, "message": f"the body is larger than {settings.max_body_mb:g} MB; send fewer items per request"}, status=413
+                {
+                    "success": False,
+                    "message": f"the body is larger than {settings.max_body_mb:g} MB; send fewer items per request",
+                },
+                status=413,
             )
         except web.HTTPException as error:
             headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-            return _json({"success": False, "message": f"{request.method} {request.path}: {error.reason}"}, status=error.status, headers=headers)
+            return _json(
+                {"success": False, "message": f"{request.method} {request.path}: {error.reason}"},
+                status=error.status,
+                headers=headers,
+            )
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:
             logger.exception("%s %s failed.", request.method, request.path)
-            return _json({"success": False, "message": "the buffer failed to serve this request; its log says why"}, status=500)
+            return _json(
+                {"success": False, "message": "the buffer failed to serve this request; its log says why"}, status=500
+            )
 
     return gate
 

@@ -1,6 +1,7 @@
 """The Rollout Buffer without HTTP: task types, a writer that commits many requests at once, readers, generators.
 
-Everything that may block (the database, the stages, loading generator files, ending processes) runs in threads; the event loop only passes things on.
+Everything that may block (the database, the stages, loading generator files, ending processes) runs in threads; the
+event loop only passes things on.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from agl_slime.buffer.discovery import SHIPPED_GENERATORS, Discovery, discover_g
 from agl_slime.buffer.errors import BufferRequestError
 from agl_slime.buffer.generator_process import GeneratorProcess
 from agl_slime.buffer.items import WrittenItem
+from agl_slime.buffer.pipeline import GroupPipeline
 from agl_slime.buffer.settings import BufferSettings
 from agl_slime.buffer.store import Batch, Claim, ItemStore, WriteRequest, WriteResult
-from agl_slime.groups.database import Database
-from agl_slime.groups.pipeline import GroupPipeline
-from agl_slime.threads import run_in_thread
+from agl_slime.support.database import Database
+from agl_slime.support.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class RolloutBuffer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._restarting: set[asyncio.Future[None]] = set()
 
-    # -- life --------------------------------------------------------------------------------------------------------------------------------------
+    # -- life ---------------------------------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
         """Look for generators and take up what a former life left on disk; before the first request."""
@@ -102,19 +103,25 @@ class RolloutBuffer:
         if self._own_logs is not None:
             self._own_logs.cleanup()
 
-    # -- items -------------------------------------------------------------------------------------------------------------------------------------
+    # -- items --------------------------------------------------------------------------------------------------------
 
     def task_for(self, name: str | None) -> str:
-        """The task type that a request without a path of its own means. Raises ``BufferRequestError`` when that cannot be said."""
+        """The task type that a request without a path of its own means. Raises ``BufferRequestError`` when that cannot
+        be said."""
         if name is not None:
             if name not in self._tasks:
                 if name not in self._discovery.generators and name != self.settings.default_task_type:
-                    raise BufferRequestError(f"there is no task type {name!r}; known are {', '.join(self.known_tasks()) or 'none'}", status=404)
+                    raise BufferRequestError(
+                        f"there is no task type {name!r}; known are {', '.join(self.known_tasks()) or 'none'}",
+                        status=404,
+                    )
                 self._use_task(name, self.settings.group_size)
             return name
         started = [task.name for task in self._tasks.values() if task.run_no is not None] or list(self._tasks)
         if len(started) > 1:
-            raise BufferRequestError(f"several task types are in use ({', '.join(sorted(started))}); name one as task_type")
+            raise BufferRequestError(
+                f"several task types are in use ({', '.join(sorted(started))}); name one as task_type"
+            )
         if not started:
             return self.task_for(self.settings.default_task_type)
         return started[0]
@@ -138,17 +145,22 @@ class RolloutBuffer:
             raise result
         return result
 
-    async def read(self, task: str, *, batch_size: int | None = None, request_id: str | None = None, ack: Iterable[str] = ()) -> Batch | None:
-        """Whole groups of at most ``batch_size`` items together, but at least one group; all that are ready when it is ``None``."""
+    async def read(
+        self, task: str, *, batch_size: int | None = None, request_id: str | None = None, ack: Iterable[str] = ()
+    ) -> Batch | None:
+        """Whole groups of at most ``batch_size`` items together, but at least one group; all that are ready when it is
+        ``None``."""
         entry = self._tasks[task]
         max_groups = None if batch_size is None else max(1, batch_size // entry.group_size)
         claim = Claim()
         reading = asyncio.ensure_future(
-            self._exclusively(entry, self.store.read, task, max_groups=max_groups, request_id=request_id, ack=ack, claim=claim)
+            self._exclusively(
+                entry, self.store.read, task, max_groups=max_groups, request_id=request_id, ack=ack, claim=claim
+            )
         )
         return await self._in_time(reading, f"the groups of {task!r} could not be decided", claim)
 
-    # -- generators --------------------------------------------------------------------------------------------------------------------------------
+    # -- generators ---------------------------------------------------------------------------------------------------
 
     async def start_rollout(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         """Start the generator of ``payload["task_type"]``; a run of the same task type is ended first."""
@@ -163,7 +175,9 @@ class RolloutBuffer:
         group_size = _group_size(payload)
         _check_lists(payload)
         given = (
-            {**payload, "input_file": str(self._input_file(payload.get("input_file")))} if payload.get("input_file") is not None else dict(payload)
+            {**payload, "input_file": str(self._input_file(payload.get("input_file")))}
+            if payload.get("input_file") is not None
+            else dict(payload)
         )
         task = self._use_task(name, group_size)
         starting = asyncio.ensure_future(self._exclusively_async(task, self._start_run, task, given, group_size))
@@ -188,14 +202,19 @@ class RolloutBuffer:
         task.run_no = run["no"]
         payload = dict(run["payload"])
         if not self.settings.resume or task.name not in self._discovery.generators:
-            reason = "--no-resume" if not self.settings.resume else f"there is no generator of task type {task.name!r} any more"
+            reason = (
+                "--no-resume"
+                if not self.settings.resume
+                else f"there is no generator of task type {task.name!r} any more"
+            )
             await run_in_thread(self.store.end_run, run["no"], "interrupted", reason)
             return
         finished = await run_in_thread(self.store.finished_after, task.name, run["finished_before"])
         self._launch(task, payload, [*(payload.get("skip_instance_ids") or ()), *finished])
 
     def _launch(self, task: _Task, payload: Mapping[str, Any], skip: Sequence[Any]) -> None:
-        """Start the process. What is held already is not to be made again: whole groups are skipped, parts of groups are named."""
+        """Start the process. What is held already is not to be made again: whole groups are skipped, parts of groups
+        are named."""
         skip_instances = list(skip)
         partial: list[dict[str, Any]] = []
         for group in self.store.undecided(task.name):
@@ -224,7 +243,9 @@ class RolloutBuffer:
             )
         except OSError as error:
             self.store.end_run(run_no, "failed", f"the process could not be started: {error}")
-            raise BufferRequestError(f"the generator of {task.name!r} could not be started: {error}", status=503) from error
+            raise BufferRequestError(
+                f"the generator of {task.name!r} could not be started: {error}", status=503
+            ) from error
         logger.info("The generator of %s runs as process %d.", task.name, task.process.pid)
 
     def _run_ended(self, name: str, run_no: int, state: str, error: str) -> None:
@@ -234,7 +255,11 @@ class RolloutBuffer:
             logger.error("The generator of %s %s: %s", name, state, error)
             task = self._tasks[name]
             task.last_error = error
-            if task.restarts < self.settings.generator_restarts and self._loop is not None and not self._loop.is_closed():
+            if (
+                task.restarts < self.settings.generator_restarts
+                and self._loop is not None
+                and not self._loop.is_closed()
+            ):
                 task.restarts += 1
                 self._loop.call_soon_threadsafe(self._restart_later, task, run_no, state, error)
                 return
@@ -271,12 +296,15 @@ class RolloutBuffer:
         except (OSError, RuntimeError) as error:
             raise BufferRequestError(f"input_file {given!r} cannot be used: {error}") from error
         if not allowed:
-            raise BufferRequestError(f"input_file {given!r} lies outside of the allowed directories; start the buffer with --input-dir", status=403)
+            raise BufferRequestError(
+                f"input_file {given!r} lies outside of the allowed directories; start the buffer with --input-dir",
+                status=403,
+            )
         if not exists:
             raise BufferRequestError(f"input_file {given!r}: there is no such file")
         return path
 
-    # -- figures -----------------------------------------------------------------------------------------------------------------------------------
+    # -- figures ------------------------------------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, Any]:
         """Everything that is counted, for ``/stats``."""
@@ -304,14 +332,17 @@ class RolloutBuffer:
                 "open": counts.open,
                 "ready": counts.ready,
                 "closed": {outcome.value: n for outcome, n in counts.closed.items()},
-                "reasons": {f"{outcome.value}: {reason}" if reason else outcome.value: n for (outcome, reason), n in counts.reasons.items()},
+                "reasons": {
+                    f"{outcome.value}: {reason}" if reason else outcome.value: n
+                    for (outcome, reason), n in counts.reasons.items()
+                },
             },
             "task_types": tasks,
             "generators": {name: generator.path.name for name, generator in self._discovery.generators.items()},
             "generator_problems": dict(self._discovery.problems),
         }
 
-    # -- internals ---------------------------------------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------------
 
     @property
     def _generator_directory(self) -> Path:
@@ -319,7 +350,11 @@ class RolloutBuffer:
 
     @property
     def _log_directory(self) -> Path:
-        return self.settings.run_dir / "generators" if self.settings.run_dir is not None else Path(self._own_logs.name if self._own_logs else ".")
+        return (
+            self.settings.run_dir / "generators"
+            if self.settings.run_dir is not None
+            else Path(self._own_logs.name if self._own_logs else ".")
+        )
 
     def _use_task(self, name: str, group_size: int) -> _Task:
         task = self._tasks.get(name)
@@ -342,7 +377,8 @@ class RolloutBuffer:
             return await function(*args)
 
     async def _in_time(self, work: asyncio.Future[T], failure: str, claim: Claim | None = None) -> T:
-        """The result, or a 503 when it takes too long: a stage or a file of somebody else's that hangs must not hang its callers."""
+        """The result, or a 503 when it takes too long: a stage or a file of somebody else's that hangs must not hang
+        its callers."""
         done, _ = await asyncio.wait({work}, timeout=self.settings.request_timeout_s)
         if not done:
             if claim is None or claim.take():
@@ -387,7 +423,9 @@ class _Writer:
                     break
                 batch.append(entry)
             try:
-                results: Sequence[WriteResult | BufferRequestError] = self._store.write([request for request, _ in batch])
+                results: Sequence[WriteResult | BufferRequestError] = self._store.write(
+                    [request for request, _ in batch]
+                )
             except Exception as error:  # answered to every writer; none of their items was stored
                 logger.exception("A write could not be stored.")
                 results = [BufferRequestError(f"the items could not be stored: {error}", status=503)] * len(batch)
@@ -426,7 +464,9 @@ def _group_size(payload: Mapping[str, Any]) -> int:
 def _check_lists(payload: Mapping[str, Any]) -> None:
     for name in ("skip_instance_ids", "trained_groups"):
         value = payload.get(name)
-        if value is not None and not (isinstance(value, list) and all(isinstance(entry, (str, int)) for entry in value)):
+        if value is not None and not (
+            isinstance(value, list) and all(isinstance(entry, (str, int)) for entry in value)
+        ):
             raise BufferRequestError(f"{name} is of type {type(value).__name__}; expected a list of ids")
     sampling = payload.get("sampling_params")
     if sampling is not None and not isinstance(sampling, dict):

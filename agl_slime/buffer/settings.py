@@ -1,12 +1,13 @@
-"""Settings of the Rollout Buffer. The command line is derived from this class: a field is a flag, its docstring the help text."""
+"""Settings of the Rollout Buffer. The command line is derived from this class: a field is a flag, its docstring the
+help text."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from agl_slime.buffer.pipeline import PipelineSettings
 from agl_slime.errors import ConfigError
-from agl_slime.groups.pipeline import PipelineSettings
 
 # Addresses that other machines cannot reach; anything else needs a token.
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -21,14 +22,16 @@ class BufferSettings:
     port: int = 8889
     """Port to listen on; 0 takes a free one."""
     token: str | None = None
-    """Secret that clients send as `Authorization: Bearer TOKEN`; AGL_SLIME_BUFFER_TOKEN is read when the flag is not given."""
+    """Secret that clients send as `Authorization: Bearer TOKEN`; AGL_SLIME_BUFFER_TOKEN is read when the flag is not
+    given."""
     generators: Path | None = None
-    """Directory with *_generator.py files. Their code is run: name only what you trust. Without it the generators shipped with agl-slime are used."""
+    """Directory with *_generator.py files. Their code is run: name only what you trust. Without it the generators
+    shipped with agl-slime are used."""
     input_dir: tuple[Path, ...] = ()
     """Directories that input files may lie in; the working directory when none is given."""
     run_dir: Path | None = None
-    """Directory for the buffer's database and the generators' logs. With it, nothing written is lost when the buffer dies; without it, all is in
-    memory."""
+    """Directory for the buffer's database and the generators' logs. With it, nothing written is lost when the buffer
+    dies; without it, all is in memory."""
     resume: bool = True
     """Start generators again that were running when the buffer died (needs --run-dir)."""
 
@@ -60,11 +63,14 @@ class BufferSettings:
     generator_restarts: int = 3
     """How often a run whose generator failed or stalled is taken up again, where its items end."""
     keep_delivered_groups: int | None = None
-    """Groups that were handed out and are kept for a trainer that lost them; 4096 with --run-dir and 256 without when not given."""
+    """Groups that were handed out and are kept for a trainer that lost them; 4096 with --run-dir and 256 without when
+    not given."""
 
     def __post_init__(self) -> None:
         if self.host not in _LOOPBACK and not self.token:
-            raise ConfigError(f"--host {self.host} can be reached from other machines; set --token, or listen on 127.0.0.1")
+            raise ConfigError(
+                f"--host {self.host} can be reached from other machines; set --token, or listen on 127.0.0.1"
+            )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must lie in 0..65535, got {self.port}")
         if self.generators is not None and not self.generators.is_dir():

@@ -1,10 +1,12 @@
 """Where the buffer keeps what was written: one SQLite database, on disk or in memory.
 
-An item is in flight until its group is decided. The items of a group that is handed out are kept, out of reach of other readers, until the trainer
-confirms them (``ack``, or ``skip_instance_ids`` at its next start) or ``keep`` newer groups have been handed out; then they count as trained. Every
-step is one transaction, so whatever moment the process dies at, the account adds up and no item comes out of two hand-outs.
+An item is in flight until its group is decided. The items of a group that is handed out are kept, out of reach of other
+readers, until the trainer confirms them (``ack``, or ``skip_instance_ids`` at its next start) or ``keep`` newer groups
+have been handed out; then they count as trained. Every step is one transaction, so whatever moment the process dies at,
+the account adds up and no item comes out of two hand-outs.
 
-A small index in memory (open groups, oldest first) makes the cost of a write or a read independent of how much is waiting.
+A small index in memory (open groups, oldest first) makes the cost of a write or a read independent of how much is
+waiting.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ import orjson
 
 from agl_slime.buffer.errors import BufferFullError, BufferRequestError
 from agl_slime.buffer.items import WrittenItem
+from agl_slime.buffer.pipeline import FinishedGroup, GroupPipeline, GroupSnapshot
 from agl_slime.errors import AglSlimeError
-from agl_slime.groups.database import Database
 from agl_slime.groups.ledger_disk import PersistentLedger
-from agl_slime.groups.outcome import Outcome
-from agl_slime.groups.pipeline import FinishedGroup, GroupPipeline, GroupSnapshot
+from agl_slime.groups.results import Outcome
+from agl_slime.support.database import Database
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS items (
@@ -87,8 +89,8 @@ class _Gathered:
 
 @dataclass(slots=True)
 class TaskIndex:
-    """What is known in memory about one task type. ``accepting``: groups by key; ``by_age``: undecided groups, longest idle first; ``changed``: those
-    to look at again."""
+    """What is known in memory about one task type. ``accepting``: groups by key; ``by_age``: undecided groups, longest
+    idle first; ``changed``: those to look at again."""
 
     pipeline: GroupPipeline
     accepting: dict[str, OpenGroup] = field(default_factory=dict)
@@ -123,7 +125,8 @@ class _NewItem:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a reader gets: processed items, whole groups one after the other, as the JSON that goes out; and what is to be told about them."""
+    """What a reader gets: processed items, whole groups one after the other, as the JSON that goes out; and what is to
+    be told about them."""
 
     size: int
     data_json: bytes
@@ -135,7 +138,8 @@ class Batch:
 
 
 class Claim:
-    """Who was first: the reader that commits a hand-out, or the caller that gave up waiting for it. Only the first may go on."""
+    """Who was first: the reader that commits a hand-out, or the caller that gave up waiting for it. Only the first may
+    go on."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -168,7 +172,12 @@ class ItemStore:
     """
 
     def __init__(
-        self, *, database: Database | None = None, max_items: int = 1_000_000_000, keep_delivered: int = 4096, clock: Callable[[], float] = time.time
+        self,
+        *,
+        database: Database | None = None,
+        max_items: int = 1_000_000_000,
+        keep_delivered: int = 4096,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._database = database or Database()
         self._clock = clock
@@ -183,12 +192,14 @@ class ItemStore:
             self.database_id: str = connection.execute("SELECT name FROM identity").fetchone()[0]
             self._held = 0
             (self._next_item_no,) = connection.execute("SELECT coalesce(max(no), 0) + 1 FROM items").fetchone()
-            (self._delivered,) = connection.execute("SELECT count(*) FROM groups WHERE delivery_no IS NOT NULL").fetchone()
+            (self._delivered,) = connection.execute(
+                "SELECT count(*) FROM groups WHERE delivery_no IS NOT NULL"
+            ).fetchone()
 
     def close(self) -> None:
         self._database.close()
 
-    # -- task types --------------------------------------------------------------------------------------------------------------------------------
+    # -- task types ---------------------------------------------------------------------------------------------------
 
     def set_task(self, task: str, pipeline: GroupPipeline) -> None:
         """Decide the groups of a task type with this pipeline from now on; those that wait are looked at again."""
@@ -212,18 +223,22 @@ class ItemStore:
         with self._database.reading() as connection:
             return [row[0] for row in connection.execute("SELECT DISTINCT task FROM groups ORDER BY task")]
 
-    # -- writing -----------------------------------------------------------------------------------------------------------------------------------
+    # -- writing ------------------------------------------------------------------------------------------------------
 
     def write(self, requests: Sequence[WriteRequest]) -> list[WriteResult | BufferRequestError]:
-        """Store the items of several requests in one transaction. A request is stored as a whole or answered with an error.
+        """Store the items of several requests in one transaction. A request is stored as a whole or answered with an
+        error.
 
-        An item with a known ``uid`` is a duplicate when its content is the same (a repeated request) and a conflict when not.
+        An item with a known ``uid`` is a duplicate when its content is the same (a repeated request) and a conflict
+        when not.
         """
         with self._database.reading():
             held = self._held
             try:
                 with self._database.transaction():
-                    known = self.ledger.known_among([f"{request.task}/{item.uid}" for request in requests for item in request.items])
+                    known = self.ledger.known_among(
+                        [f"{request.task}/{item.uid}" for request in requests for item in request.items]
+                    )
                     stored: dict[str, _NewItem] = {}
                     results = [self._write_one(request, known, stored) for request in requests]
                     self._insert(stored)
@@ -233,7 +248,9 @@ class ItemStore:
                 self._reload()
                 raise
 
-    def _write_one(self, request: WriteRequest, known: Mapping[str, str | None], stored: dict[str, _NewItem]) -> WriteResult | BufferRequestError:
+    def _write_one(
+        self, request: WriteRequest, known: Mapping[str, str | None], stored: dict[str, _NewItem]
+    ) -> WriteResult | BufferRequestError:
         """Find the places of a request's items; ``stored`` collects what the transaction is to insert."""
         fresh: dict[str, WrittenItem] = {}
         duplicates = 0
@@ -248,10 +265,14 @@ class ItemStore:
                 fresh[rollout_id] = item
                 continue
             if not same:
-                return BufferRequestError(f"uid {item.uid!r} is taken by an item with other content; a uid names one item", status=409)
+                return BufferRequestError(
+                    f"uid {item.uid!r} is taken by an item with other content; a uid names one item", status=409
+                )
             duplicates += 1
         if self._held + len(fresh) > self._max_items:
-            return BufferFullError(f"the buffer holds {self._held} of at most {self._max_items} items; write again later")
+            return BufferFullError(
+                f"the buffer holds {self._held} of at most {self._max_items} items; write again later"
+            )
         index = self._tasks[request.task]
         now = self._clock()
         for rollout_id, item in fresh.items():
@@ -270,19 +291,24 @@ class ItemStore:
             chunk = rows[start : start + 100]
             marks = ", ".join("(?, ?, ?, ?, ?)" for _ in chunk)
             self._database.connection.execute(
-                f"INSERT INTO items (no, group_no, rollout_id, time, body) VALUES {marks}", [value for row in chunk for value in row]
+                f"INSERT INTO items (no, group_no, rollout_id, time, body) VALUES {marks}",
+                [value for row in chunk for value in row],
             )
 
     def _holds_same(self, task: str, item: WrittenItem, rollout_id: str) -> bool:
-        """Whether a known item has this content; nothing is held against one whose group is decided and gone: its uid is used up, whatever it
-        held."""
-        query = "SELECT body FROM groups JOIN items ON group_no = groups.no WHERE key = ? AND task = ? AND rollout_id = ?"
+        """Whether a known item has this content; nothing is held against one whose group is decided and gone: its uid
+        is used up, whatever it held."""
+        query = (
+            "SELECT body FROM groups JOIN items ON group_no = groups.no WHERE key = ? AND task = ? AND rollout_id = ?"
+        )
         row = self._database.connection.execute(query, (item.key, task, rollout_id)).fetchone()
         return row is None or _same_json(row[0], item.body)
 
     def _start_group(self, index: TaskIndex, task: str, item: WrittenItem) -> OpenGroup:
         instance_id = orjson.dumps(item.instance_id).decode()
-        cursor = self._database.connection.execute("INSERT INTO groups (task, key, instance_id) VALUES (?, ?, ?)", (task, item.key, instance_id))
+        cursor = self._database.connection.execute(
+            "INSERT INTO groups (task, key, instance_id) VALUES (?, ?, ?)", (task, item.key, instance_id)
+        )
         group = index.accepting[item.key] = OpenGroup(int(cursor.lastrowid or 0), item.key, item.instance_id)
         return group
 
@@ -303,20 +329,29 @@ class ItemStore:
         self._roll(index, group)
 
     def _roll(self, index: TaskIndex, group: OpenGroup) -> None:
-        """Close a group for new items when it is full; with a validity of somebody else's only that function knows when it is."""
+        """Close a group for new items when it is full; with a validity of somebody else's only that function knows when
+        it is."""
         full = not index.pipeline.custom_validity and group.count >= index.pipeline.settings.group_size
         if (full or group.busy) and index.accepting.get(group.key) is group:
             del index.accepting[group.key]
 
-    # -- reading -----------------------------------------------------------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------------------------------
 
     def read(
-        self, task: str, *, max_groups: int | None = None, request_id: str | None = None, ack: Iterable[str] = (), claim: Claim | None = None
+        self,
+        task: str,
+        *,
+        max_groups: int | None = None,
+        request_id: str | None = None,
+        ack: Iterable[str] = (),
+        claim: Claim | None = None,
     ) -> Batch | None:
-        """Decide the groups that changed or timed out and hand out up to ``max_groups`` valid ones, oldest first; ``None`` when there is none.
+        """Decide the groups that changed or timed out and hand out up to ``max_groups`` valid ones, oldest first;
+        ``None`` when there is none.
 
-        The hand-out is on disk before this returns: its items are never handed out again, except to the same ``request_id``, which gets the same
-        answer again. ``ack`` names earlier requests whose items the reader holds for good. Nothing is handed out when ``claim`` was taken by then.
+        The hand-out is on disk before this returns: its items are never handed out again, except to the same
+        ``request_id``, which gets the same answer again. ``ack`` names earlier requests whose items the reader holds
+        for good. Nothing is handed out when ``claim`` was taken by then.
         """
         index = self._tasks[task]
         self.acknowledge(task, ack)
@@ -352,10 +387,14 @@ class ItemStore:
             return None
         try:
             name = self._group_name(group.no)
-            data = orjson.dumps([{**item, BUFFER_GROUP: name} for item in finished.data], option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+            data = orjson.dumps(
+                [{**item, BUFFER_GROUP: name} for item in finished.data], option=orjson.OPT_SERIALIZE_NUMPY
+            )[1:-1]
         except TypeError as error:  # a stage put something into an item that JSON has no form for
             refused = tuple("stage_error" for _ in finished.item_reasons)
-            finished = replace(finished, valid=False, data=(), reason="stage_error", detail=str(error), item_reasons=refused)
+            finished = replace(
+                finished, valid=False, data=(), reason="stage_error", detail=str(error), item_reasons=refused
+            )
             data = b""
         return _Decision(group, finished, data)
 
@@ -389,11 +428,15 @@ class ItemStore:
         with self._database.reading():
             for group in taken:
                 group.busy = False
-                if group.no in index.by_age:  # still undecided: it takes items again, unless a newer group of its key was started meanwhile
+                if (
+                    group.no in index.by_age
+                ):  # still undecided: it takes items again, unless a newer group of its key was started meanwhile
                     index.accepting.setdefault(group.key, group)
                     self._roll(index, group)
 
-    def _commit(self, task: str, index: TaskIndex, decided: Sequence[_Decision], request_id: str | None) -> Batch | None:
+    def _commit(
+        self, task: str, index: TaskIndex, decided: Sequence[_Decision], request_id: str | None
+    ) -> Batch | None:
         size = sum(len(decision.finished.data) for decision in decided)
         told = self._meta_info(index) if size else {}
         with self._database.reading():
@@ -406,7 +449,12 @@ class ItemStore:
                     if size:
                         cursor = connection.execute(
                             "INSERT INTO deliveries (task, request_id, meta_info, time) VALUES (?, ?, ?, ?)",
-                            (task, request_id, orjson.dumps(meta_info, default=repr, option=orjson.OPT_NON_STR_KEYS).decode(), self._clock()),
+                            (
+                                task,
+                                request_id,
+                                orjson.dumps(meta_info, default=repr, option=orjson.OPT_NON_STR_KEYS).decode(),
+                                self._clock(),
+                            ),
                         )
                         delivery_no = cursor.lastrowid
                     for decision in decided:
@@ -433,7 +481,9 @@ class ItemStore:
         connection = self._database.connection
         rows = self._rollouts_of(no)
         instance_id = orjson.dumps(group.snapshot.instance_id).decode()
-        connection.execute("INSERT INTO finished (task, instance_id, group_no) VALUES (?, ?, ?)", (task, instance_id, no))
+        connection.execute(
+            "INSERT INTO finished (task, instance_id, group_no) VALUES (?, ?, ?)", (task, instance_id, no)
+        )
         by_reason: dict[str, list[str]] = {}
         for rollout_id, reason in zip(rows, group.item_reasons, strict=True):
             by_reason.setdefault(reason, []).append(rollout_id)
@@ -449,27 +499,34 @@ class ItemStore:
         else:
             self._drop_groups([no])
 
-    # -- after the hand-out ------------------------------------------------------------------------------------------------------------------------
+    # -- after the hand-out -------------------------------------------------------------------------------------------
 
     def acknowledge(self, task: str, request_ids: Iterable[str]) -> int:
-        """The reader holds the answers to these requests for good: their items count as trained. Returns the number of groups."""
+        """The reader holds the answers to these requests for good: their items count as trained. Returns the number of
+        groups."""
         confirmed = 0
         for request_id in request_ids:
             with self._database.transaction() as connection:
-                row = connection.execute("SELECT no FROM deliveries WHERE task = ? AND request_id = ?", (task, request_id)).fetchone()
+                row = connection.execute(
+                    "SELECT no FROM deliveries WHERE task = ? AND request_id = ?", (task, request_id)
+                ).fetchone()
                 if row is not None:
                     groups = connection.execute("SELECT no FROM groups WHERE delivery_no = ?", row).fetchall()
                     confirmed += self._confirm([no for (no,) in groups])
         return confirmed
 
     def resume(self, task: str, trained_instances: Iterable[Any], trained_groups: Iterable[str] | None = None) -> int:
-        """A trainer starts (again) and says what it has trained: what it was handed and does not name goes out again. Returns how many groups do.
+        """A trainer starts (again) and says what it has trained: what it was handed and does not name goes out again.
+        Returns how many groups do.
 
-        ``trained_groups`` are the ``buffer_group`` names of its items. A trainer that does not keep those is understood by ``trained_instances``,
-        each named as often as it was finished, less what it named at its last start and what was confirmed or refused since.
+        ``trained_groups`` are the ``buffer_group`` names of its items. A trainer that does not keep those is understood
+        by ``trained_instances``, each named as often as it was finished, less what it named at its last start and what
+        was confirmed or refused since.
         """
         with self._database.reading() as connection:
-            query = "SELECT no, instance_id FROM groups WHERE delivery_no IS NOT NULL AND task = ? ORDER BY delivery_no, no"
+            query = (
+                "SELECT no, instance_id FROM groups WHERE delivery_no IS NOT NULL AND task = ? ORDER BY delivery_no, no"
+            )
             delivered = connection.execute(query, (task,)).fetchall()
             if trained_groups is not None:
                 names = set(trained_groups)
@@ -497,16 +554,22 @@ class ItemStore:
     def _trained_since_start(self, task: str, trained_instances: Iterable[Any]) -> Counter[str]:
         connection = self._database.connection
         trained = Counter(orjson.dumps(instance).decode() for instance in trained_instances)
-        row = connection.execute("SELECT payload, finished_before FROM runs WHERE task = ? ORDER BY no DESC LIMIT 1", (task,)).fetchone()
+        row = connection.execute(
+            "SELECT payload, finished_before FROM runs WHERE task = ? ORDER BY no DESC LIMIT 1", (task,)
+        ).fetchone()
         if row is not None:
-            trained.subtract(orjson.dumps(instance).decode() for instance in orjson.loads(row[0]).get("skip_instance_ids") or ())
+            trained.subtract(
+                orjson.dumps(instance).decode() for instance in orjson.loads(row[0]).get("skip_instance_ids") or ()
+            )
         query = "SELECT instance_id FROM finished WHERE task = ? AND no > ? AND group_no NOT IN (SELECT no FROM groups)"
         trained.subtract(instance_id for (instance_id,) in connection.execute(query, (task, row[1] if row else 0)))
         return trained
 
     def _confirm(self, groups: Sequence[int]) -> int:
         for no in groups:
-            self.ledger.close_many(self._rollouts_of(no), Outcome.TRAINED)  # not the filtered ones: they have their outcome
+            self.ledger.close_many(
+                self._rollouts_of(no), Outcome.TRAINED
+            )  # not the filtered ones: they have their outcome
         self._drop_groups(groups)
         self._delivered -= len(groups)
         return len(groups)
@@ -532,22 +595,29 @@ class ItemStore:
 
     def _repeat(self, task: str, request_id: str) -> Batch | None:
         with self._database.reading() as connection:
-            row = connection.execute("SELECT no, meta_info FROM deliveries WHERE task = ? AND request_id = ?", (task, request_id)).fetchone()
+            row = connection.execute(
+                "SELECT no, meta_info FROM deliveries WHERE task = ? AND request_id = ?", (task, request_id)
+            ).fetchone()
             if row is None:
                 return None
-            groups = connection.execute("SELECT no, key, instance_id FROM groups WHERE delivery_no = ? ORDER BY no", (row[0],)).fetchall()
+            groups = connection.execute(
+                "SELECT no, key, instance_id FROM groups WHERE delivery_no = ? ORDER BY no", (row[0],)
+            ).fetchall()
         pipeline = self._tasks[task].pipeline
         # the stages are pure: what they said then they say again
         open_groups = [OpenGroup(no, key, orjson.loads(instance_id)) for no, key, instance_id in groups]
         decided = [decision for group in open_groups if (decision := self._decide(pipeline, group)) is not None]
         return Batch(sum(len(decision.finished.data) for decision in decided), _join(decided), orjson.loads(row[1]))
 
-    # -- runs of generators ------------------------------------------------------------------------------------------------------------------------
+    # -- runs of generators -------------------------------------------------------------------------------------------
 
     def start_run(self, task: str, payload: dict[str, Any]) -> int:
         """Record that a generator runs; earlier ones of the task type have been replaced."""
         with self._database.transaction() as connection:
-            connection.execute("UPDATE runs SET state = 'replaced', ended = ? WHERE task = ? AND state = 'running'", (self._clock(), task))
+            connection.execute(
+                "UPDATE runs SET state = 'replaced', ended = ? WHERE task = ? AND state = 'running'",
+                (self._clock(), task),
+            )
             (finished,) = connection.execute("SELECT coalesce(max(no), 0) FROM finished").fetchone()
             cursor = connection.execute(
                 "INSERT INTO runs (task, payload, finished_before, state, started) VALUES (?, ?, ?, 'running', ?)",
@@ -558,22 +628,26 @@ class ItemStore:
     def end_run(self, no: int, state: str, error: str = "") -> None:
         with self._database.transaction() as connection:
             connection.execute(
-                "UPDATE runs SET state = ?, error = ?, ended = ? WHERE no = ? AND state = 'running'", (state, error, self._clock(), no)
+                "UPDATE runs SET state = ?, error = ?, ended = ? WHERE no = ? AND state = 'running'",
+                (state, error, self._clock(), no),
             )
 
     def last_runs(self) -> dict[str, dict[str, Any]]:
         """The latest run of each task type."""
-        query = (
-            "SELECT task, no, payload, finished_before, state, error, started, ended FROM runs WHERE no IN (SELECT max(no) FROM runs GROUP BY task)"
-        )
+        query = "SELECT task, no, payload, finished_before, state, error, started, ended FROM runs WHERE no IN (SELECT max(no) FROM runs GROUP BY task)"
         names = ("no", "payload", "finished_before", "state", "error", "started", "ended")
         with self._database.reading() as connection:
-            return {row[0]: dict(zip(names, (row[1], orjson.loads(row[2]), *row[3:]), strict=True)) for row in connection.execute(query)}
+            return {
+                row[0]: dict(zip(names, (row[1], orjson.loads(row[2]), *row[3:]), strict=True))
+                for row in connection.execute(query)
+            }
 
     def finished_after(self, task: str, no: int) -> list[Any]:
         """Instances of the task type that were finished since ``no``, each as often as it was."""
         with self._database.reading() as connection:
-            rows = connection.execute("SELECT instance_id FROM finished WHERE task = ? AND no > ? ORDER BY no", (task, no))
+            rows = connection.execute(
+                "SELECT instance_id FROM finished WHERE task = ? AND no > ? ORDER BY no", (task, no)
+            )
             return [orjson.loads(row[0]) for row in rows]
 
     def undecided(self, task: str) -> list[OpenGroup]:
@@ -581,7 +655,7 @@ class ItemStore:
         with self._database.reading():
             return list(self._tasks[task].by_age.values())
 
-    # -- figures -----------------------------------------------------------------------------------------------------------------------------------
+    # -- figures ------------------------------------------------------------------------------------------------------
 
     @property
     def held_items(self) -> int:
@@ -606,7 +680,7 @@ class ItemStore:
     def _group_name(self, no: int) -> str:
         return f"{self.database_id}:{no}"
 
-    # -- internals ---------------------------------------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------------
 
     def _snapshot(self, group: OpenGroup) -> GroupSnapshot:
         with self._database.reading() as connection:
@@ -615,8 +689,8 @@ class ItemStore:
         return GroupSnapshot(instance_id=group.instance_id, items=items, last_item_time=group.last_time, key=group.key)
 
     def _meta_info(self, index: TaskIndex) -> dict[str, Any]:
-        """Stage 1 over what came since the last batch. The default's figures are kept as running sums; a function of somebody else's sees the
-        items."""
+        """Stage 1 over what came since the last batch. The default's figures are kept as running sums; a function of
+        somebody else's sees the items."""
         with self._database.reading() as connection:
             gathered, index.gathered = index.gathered, _Gathered()
             if not index.pipeline.custom_meta_info:
@@ -627,9 +701,15 @@ class ItemStore:
                     "avg_reward": gathered.reward_sum / gathered.rewards if gathered.rewards else 0,
                 }
             query = "SELECT body FROM items WHERE no = ?"
-            rows = [row for number in gathered.item_numbers if (row := connection.execute(query, (number,)).fetchone()) is not None]
+            rows = [
+                row
+                for number in gathered.item_numbers
+                if (row := connection.execute(query, (number,)).fetchone()) is not None
+            ]
         items = [orjson.loads(body) for (body,) in rows]
-        return index.pipeline.meta_info(GroupSnapshot(instance_id=item["instance_id"], items=[item], last_item_time=0.0) for item in items)
+        return index.pipeline.meta_info(
+            GroupSnapshot(instance_id=item["instance_id"], items=[item], last_item_time=0.0) for item in items
+        )
 
     def _reload(self, task: str | None = None) -> None:
         for name, index in self._tasks.items():
@@ -637,7 +717,8 @@ class ItemStore:
                 self._load(name, index)
 
     def _load(self, task: str, index: TaskIndex) -> None:
-        """The index of what is on disk. The wait for missing items starts anew: nobody could write while the buffer was down."""
+        """The index of what is on disk. The wait for missing items starts anew: nobody could write while the buffer was
+        down."""
         query = """
             SELECT groups.no, key, groups.instance_id, count(*) FROM groups JOIN items ON group_no = groups.no
             WHERE task = ? AND delivery_no IS NULL GROUP BY groups.no ORDER BY max(time), groups.no

@@ -1,8 +1,8 @@
 """From finished rollouts to settled groups.
 
-Pure bookkeeping: no threads, no store. A group is known from the moment it is announced (or from its first member). Its policy is asked whenever a
-member has ended, and when time has passed; the group settles once, with the members that are there. What is still out then is told, so that it can be
-cancelled, and reports of it are recognised as late.
+Pure bookkeeping: no threads, no store. A group is known from the moment it is announced (or from its first member). Its
+policy is asked whenever a member has ended, and when time has passed; the group settles once, with the members that are
+there. What is still out then is told, so that it can be cancelled, and reports of it are recognised as late.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from agl_slime.groups.outcome import CUT_OFF, GroupResult, MemberResult, Outcome
 from agl_slime.groups.policy import GroupAction, GroupPolicy, GroupProgress, GroupVerdict, LateGroupPolicy
+from agl_slime.groups.results import CUT_OFF, GroupResult, MemberResult, Outcome
 
 GroupFilter = Callable[[Sequence[MemberResult]], str | None]
 """Why the members that a policy would train on are not worth it, as a word to count by; ``None`` when they are."""
@@ -49,7 +49,13 @@ class GroupAssembler:
         clock: seconds that never go backwards.
     """
 
-    def __init__(self, *, policy: GroupPolicy, group_filter: GroupFilter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        policy: GroupPolicy,
+        group_filter: GroupFilter | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._policy = policy
         self._judging = policy if isinstance(policy, LateGroupPolicy) else None
         self._filter = group_filter
@@ -67,7 +73,8 @@ class GroupAssembler:
         self._open.setdefault(group_id, _OpenGroup(size, mode))
 
     def enlist(self, group_id: str, rollout_id: str) -> bool:
-        """This rollout is a member of the group. ``False`` when the group has settled without it: it is to be cancelled."""
+        """This rollout is a member of the group. ``False`` when the group has settled without it: it is to be
+        cancelled."""
         group = self._open.get(group_id)
         if group is not None:
             group.enlisted[rollout_id] = None
@@ -91,8 +98,8 @@ class GroupAssembler:
         return rollout_id in self._held
 
     def add(self, member: MemberResult, *, default_size: int = 1) -> GroupResult | None:
-        """Take a finished rollout in; the group, when that settles it. ``default_size`` is the size of a group that nobody announced. A rollout that
-        is there already, or whose group has settled without it, is ignored."""
+        """Take a finished rollout in; the group, when that settles it. ``default_size`` is the size of a group that
+        nobody announced. A rollout that is there already, or whose group has settled without it, is ignored."""
         if member.group_id in self._early:
             return None
         group = self._open.setdefault(member.group_id, _OpenGroup(default_size, member.mode))
@@ -111,7 +118,8 @@ class GroupAssembler:
         return [settled for group_id, group in waiting if (settled := self._judge(group_id, group)) is not None]
 
     def take_retries(self) -> list[MemberResult]:
-        """Failed members that are to be run again, once each; whoever takes them enqueues their ``request`` and enlists the new rollouts."""
+        """Failed members that are to be run again, once each; whoever takes them enqueues their ``request`` and enlists
+        the new rollouts."""
         retries, self._retries = self._retries, []
         return retries
 
@@ -131,12 +139,14 @@ class GroupAssembler:
         """The finished rollouts whose groups wait for others."""
         return [member for group in self._open.values() for member in group.members.values()]
 
-    # -- judging ---------------------------------------------------------------------------------------------------------------------------------
+    # -- judging ------------------------------------------------------------------------------------------------------
 
     def _judge(self, group_id: str, group: _OpenGroup) -> GroupResult | None:
         complete = len(group.members) >= group.size
         if group.mode != "train":
-            return self._settle(group_id, group, ready=False, reason="validation", code="validation") if complete else None
+            return (
+                self._settle(group_id, group, ready=False, reason="validation", code="validation") if complete else None
+            )
         verdict = self._verdict(group, complete=complete)
         if verdict.action is GroupAction.RETRY:
             if self._retry(group, verdict.retries):
@@ -147,11 +157,18 @@ class GroupAssembler:
         members = list(group.members.values())
         if verdict.action is GroupAction.TRAIN:
             code = self._filter([member for member in members if member.ok]) if self._filter is not None else None
-            return self._settle(group_id, group, ready=code is None, reason=_MEANINGS.get(code or "", code or ""), code=code or "")
+            return self._settle(
+                group_id, group, ready=code is None, reason=_MEANINGS.get(code or "", code or ""), code=code or ""
+            )
         code = verdict.reason or "group_incomplete"
-        sentence = self._policy.refuse(size=group.size, members=members) or f"{len(members)} of {group.size} rollouts have ended"
+        sentence = (
+            self._policy.refuse(size=group.size, members=members)
+            or f"{len(members)} of {group.size} rollouts have ended"
+        )
         meaning = _MEANINGS.get(code)
-        return self._settle(group_id, group, ready=False, reason=f"{sentence} ({meaning})" if meaning else sentence, code=code)
+        return self._settle(
+            group_id, group, ready=False, reason=f"{sentence} ({meaning})" if meaning else sentence, code=code
+        )
 
     def _verdict(self, group: _OpenGroup, *, complete: bool) -> GroupVerdict:
         if self._judging is None:
@@ -192,9 +209,13 @@ class GroupAssembler:
                 self._early.popitem(last=False)
         known = next(iter(group.members.values()))
         reason_out = CUT_OFF[0] if code in ("", "timeout") else CUT_OFF[1]
-        out = [_cut_off(rollout_id, known, reason_out) for rollout_id in group.enlisted if rollout_id not in group.members]
+        out = [
+            _cut_off(rollout_id, known, reason_out) for rollout_id in group.enlisted if rollout_id not in group.members
+        ]
         members = (*group.members.values(), *group.former, *out)
-        return GroupResult(group_id=group_id, mode=group.mode, size=group.size, members=members, ready=ready, reason=reason, code=code)
+        return GroupResult(
+            group_id=group_id, mode=group.mode, size=group.size, members=members, ready=ready, reason=reason, code=code
+        )
 
 
 def _cut_off(rollout_id: str, member: MemberResult, reason: str) -> MemberResult:

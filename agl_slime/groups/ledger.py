@@ -1,7 +1,8 @@
 """The ledger: where each rollout stands, and counts that add up at any moment.
 
-A rollout is *open* (in flight), *ready* (its group waits to be trained on) or *closed* with one outcome. Closed rollouts are kept as counts, not as
-entries, so memory does not grow with the run; the ids of the most recent ones are remembered to recognise a second report of the same rollout.
+A rollout is *open* (in flight), *ready* (its group waits to be trained on) or *closed* with one outcome. Closed
+rollouts are kept as counts, not as entries, so memory does not grow with the run; the ids of the most recent ones are
+remembered to recognise a second report of the same rollout.
 
 ``Ledger`` lives in memory; ``agl_slime.groups.ledger_disk.PersistentLedger`` keeps the same account on disk.
 """
@@ -15,16 +16,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from agl_slime.groups.outcome import Outcome
+from agl_slime.groups.results import Outcome
 
-# Late or repeated reports arrive within moments of the first; at least this many closed ids are remembered to recognise them, and at most twice as
-# many: they are kept in two generations, and the older one is forgotten as a whole. Ids that are freed one by one leave holes all over the memory.
+# Late or repeated reports arrive within moments of the first; at least this many closed ids are remembered to recognise
+# them, and at most twice as many: they are kept in two generations, and the older one is forgotten as a whole. Ids that
+# are freed one by one leave holes all over the memory.
 _REMEMBERED_CLOSED = 50_000
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
-    """``opened == open + ready + sum(closed.values())`` always. ``reasons`` counts closed rollouts by (outcome, reason)."""
+    """``opened == open + ready + sum(closed.values())`` always. ``reasons`` counts closed rollouts by (outcome,
+    reason)."""
 
     opened: int
     open: int
@@ -68,7 +71,8 @@ class RolloutLedger(Protocol):
 class Ledger:
     """Thread-safe; every call costs the same however long the run.
 
-    A rollout may name the *instance* (task) that it belongs to. An instance is finished when its owner says so, as often as it says so (epochs).
+    A rollout may name the *instance* (task) that it belongs to. An instance is finished when its owner says so, as
+    often as it says so (epochs).
     """
 
     def __init__(self) -> None:
@@ -89,7 +93,12 @@ class Ledger:
     def open(self, rollout_id: str, *, instance_id: str | None = None) -> bool:
         """A rollout is in flight. ``False`` when it is known already."""
         with self._lock:
-            if rollout_id in self._open or rollout_id in self._ready or rollout_id in self._recent or rollout_id in self._older:
+            if (
+                rollout_id in self._open
+                or rollout_id in self._ready
+                or rollout_id in self._recent
+                or rollout_id in self._older
+            ):
                 return False
             self._open[rollout_id] = instance_id
             self._opened += 1
@@ -135,7 +144,8 @@ class Ledger:
             self._finished.append(instance_id)
 
     def finished_instances(self) -> list[str]:
-        """The finished instances, oldest first, each as often as it was finished: what slime calls ``skip_instance_ids``."""
+        """The finished instances, oldest first, each as often as it was finished: what slime calls
+        ``skip_instance_ids``."""
         with self._lock:
             return list(self._finished)
 
@@ -161,7 +171,8 @@ class Ledger:
             return [*self._older, *self._recent]
 
     def remember(self, rollout_ids: Iterable[str]) -> None:
-        """These closed in a former life of the run: they are not counted again, and reports of them are recognised as late."""
+        """These closed in a former life of the run: they are not counted again, and reports of them are recognised as
+        late."""
         with self._lock:
             for rollout_id in rollout_ids:
                 self._remember(rollout_id)
@@ -181,4 +192,6 @@ class Ledger:
 
     def counts(self) -> LedgerCounts:
         with self._lock:
-            return LedgerCounts(self._opened, len(self._open), len(self._ready), dict(self._closed), dict(self._reasons))
+            return LedgerCounts(
+                self._opened, len(self._open), len(self._ready), dict(self._closed), dict(self._reasons)
+            )

@@ -1,7 +1,8 @@
 """The ledger on disk: the same account as ``Ledger``, in SQLite, right after any crash.
 
-Every call is one transaction, so what is on disk always adds up. ``checkpoint`` ties the account to a checkpoint of the trainer, and ``rewind`` takes
-back what was trained after it: a resumed trainer has forgotten those steps, so their rollouts are in flight again.
+Every call is one transaction, so what is on disk always adds up. ``checkpoint`` ties the account to a checkpoint of the
+trainer, and ``rewind`` takes back what was trained after it: a resumed trainer has forgotten those steps, so their
+rollouts are in flight again.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from agl_slime.errors import ConfigError
-from agl_slime.groups.database import Database
 from agl_slime.groups.ledger import LedgerCounts
-from agl_slime.groups.outcome import Outcome
+from agl_slime.groups.results import Outcome
+from agl_slime.support.database import Database
 
 T = TypeVar("T")
 
-# Closed rollouts that are remembered by id, to recognise late and repeated reports; those since the oldest kept checkpoint are always remembered.
+# Closed rollouts that are remembered by id, to recognise late and repeated reports; those since the oldest kept
+# checkpoint are always remembered.
 _REMEMBERED_CLOSED = 100_000
 _KEPT_CHECKPOINTS = 16
 
@@ -40,11 +42,14 @@ CREATE TABLE IF NOT EXISTS ledger_checkpoints (step INTEGER PRIMARY KEY, closed_
 class PersistentLedger:
     """A drop-in for ``Ledger``. Give it a file of its own (``path``), or a ``Database`` whose transactions it joins.
 
-    Opening an existing file continues its account: rollouts that were open or ready when the process died still are. The owner asks
-    ``instances_in_flight`` what to enqueue again and closes the old rollouts, or hands them out if it kept them.
+    Opening an existing file continues its account: rollouts that were open or ready when the process died still are.
+    The owner asks ``instances_in_flight`` what to enqueue again and closes the old rollouts, or hands them out if it
+    kept them.
     """
 
-    def __init__(self, *, path: Path | str | None = None, database: Database | None = None, remembered: int = _REMEMBERED_CLOSED) -> None:
+    def __init__(
+        self, *, path: Path | str | None = None, database: Database | None = None, remembered: int = _REMEMBERED_CLOSED
+    ) -> None:
         if path is not None and database is not None:
             raise ConfigError("PersistentLedger takes a path or a database, not both")
         self._database = database or Database(path=path)
@@ -67,7 +72,7 @@ class PersistentLedger:
             self._closed_no = closed_no
             raise
 
-    # -- a rollout's way ---------------------------------------------------------------------------------------------------------------------------
+    # -- a rollout's way ----------------------------------------------------------------------------------------------
 
     def open(self, rollout_id: str, *, instance_id: str | None = None) -> bool:
         """A rollout is in flight. ``False`` when it is known already."""
@@ -85,7 +90,7 @@ class PersistentLedger:
         """An open or ready rollout has reached its one end. ``False`` when it had ended before or was never opened."""
         return self.close_many([rollout_id], outcome, reason) == 1
 
-    # -- many at once ------------------------------------------------------------------------------------------------------------------------------
+    # -- many at once -------------------------------------------------------------------------------------------------
 
     def open_many(self, rollouts: Sequence[tuple[str, str | None]]) -> int:
         """``open`` for pairs of rollout and instance; returns how many were new."""
@@ -94,7 +99,9 @@ class PersistentLedger:
             for chunk in _chunks(rollouts):
                 values = ", ".join("(?, ?, 0)" for _ in chunk)
                 flat = [value for pair in chunk for value in pair]
-                opened += connection.execute(f"INSERT OR IGNORE INTO ledger_rollouts (rollout_id, instance_id, state) VALUES {values}", flat).rowcount
+                opened += connection.execute(
+                    f"INSERT OR IGNORE INTO ledger_rollouts (rollout_id, instance_id, state) VALUES {values}", flat
+                ).rowcount
             self._add("opened", "", opened)
             self._add("open", "", opened)
         return opened
@@ -117,7 +124,9 @@ class PersistentLedger:
                 moved = 0
                 for chunk in _chunks(rollout_ids):
                     where = f"state = ? AND rollout_id IN ({_marks(chunk)})"
-                    query = f"UPDATE ledger_rollouts SET state = 2, outcome = ?, reason = ?, closed_no = ? WHERE {where}"
+                    query = (
+                        f"UPDATE ledger_rollouts SET state = 2, outcome = ?, reason = ?, closed_no = ? WHERE {where}"
+                    )
                     moved += connection.execute(query, (outcome.value, reason, self._closed_no, state, *chunk)).rowcount
                 self._add(_STATES[state], "", -moved)
                 closed += moved
@@ -136,30 +145,47 @@ class PersistentLedger:
                 known.update(connection.execute(query, chunk).fetchall())
         return known
 
-    # -- questions ---------------------------------------------------------------------------------------------------------------------------------
+    # -- questions ----------------------------------------------------------------------------------------------------
 
     def is_open(self, rollout_id: str) -> bool:
         """Whether the rollout is in flight."""
         with self._database.reading() as connection:
-            return connection.execute("SELECT 1 FROM ledger_rollouts WHERE rollout_id = ? AND state = 0", (rollout_id,)).fetchone() is not None
+            return (
+                connection.execute(
+                    "SELECT 1 FROM ledger_rollouts WHERE rollout_id = ? AND state = 0", (rollout_id,)
+                ).fetchone()
+                is not None
+            )
 
     def is_known(self, rollout_id: str) -> bool:
         """Whether the rollout was ever opened, as far as is remembered."""
         with self._database.reading() as connection:
-            return connection.execute("SELECT 1 FROM ledger_rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone() is not None
+            return (
+                connection.execute("SELECT 1 FROM ledger_rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone()
+                is not None
+            )
 
     def open_ids(self) -> list[str]:
         """The rollouts in flight."""
         with self._database.reading() as connection:
-            return [row[0] for row in connection.execute("SELECT rollout_id FROM ledger_rollouts WHERE state = 0 AND state < 2")]
+            return [
+                row[0]
+                for row in connection.execute("SELECT rollout_id FROM ledger_rollouts WHERE state = 0 AND state < 2")
+            ]
 
     def recent_ids(self) -> list[str]:
         """Closed rollouts that are still remembered by id, in the order in which they ended."""
         with self._database.reading() as connection:
-            return [row[0] for row in connection.execute("SELECT rollout_id FROM ledger_rollouts WHERE state = 2 ORDER BY closed_no")]
+            return [
+                row[0]
+                for row in connection.execute(
+                    "SELECT rollout_id FROM ledger_rollouts WHERE state = 2 ORDER BY closed_no"
+                )
+            ]
 
     def remember(self, rollout_ids: Iterable[str]) -> None:
-        """These closed in another account of the run: they are not counted here, and reports of them are recognised as late."""
+        """These closed in another account of the run: they are not counted here, and reports of them are recognised as
+        late."""
         query = "INSERT OR IGNORE INTO ledger_rollouts (rollout_id, state, closed_no) VALUES (?, 2, ?)"
         with self._database.transaction() as connection:
             connection.executemany(query, [(rollout_id, self._closed_no) for rollout_id in rollout_ids])
@@ -167,7 +193,9 @@ class PersistentLedger:
     def outcome_of(self, rollout_id: str) -> tuple[Outcome, str] | None:
         """How the rollout ended, with its reason; ``None`` while it has not, or when it is no longer remembered."""
         with self._database.reading() as connection:
-            query = "SELECT outcome, reason FROM ledger_rollouts WHERE rollout_id = ? AND state = 2 AND outcome IS NOT NULL"
+            query = (
+                "SELECT outcome, reason FROM ledger_rollouts WHERE rollout_id = ? AND state = 2 AND outcome IS NOT NULL"
+            )
             row = connection.execute(query, (rollout_id,)).fetchone()
         return (Outcome(row[0]), row[1]) if row else None
 
@@ -184,15 +212,18 @@ class PersistentLedger:
                 reasons[outcome, reason] = n
         return LedgerCounts(plain.get("opened", 0), plain.get("open", 0), plain.get("ready", 0), closed, reasons)
 
-    # -- instances ---------------------------------------------------------------------------------------------------------------------------------
+    # -- instances ----------------------------------------------------------------------------------------------------
 
     def finish_instance(self, instance_id: str) -> None:
         """A group of this instance has been dealt with: a resumed run skips it, once per time said."""
         with self._database.transaction() as connection:
-            connection.execute("INSERT INTO ledger_finished (instance_id, closed_no) VALUES (?, ?)", (instance_id, self._closed_no))
+            connection.execute(
+                "INSERT INTO ledger_finished (instance_id, closed_no) VALUES (?, ?)", (instance_id, self._closed_no)
+            )
 
     def finished_instances(self) -> list[str]:
-        """The finished instances, oldest first, each as often as it was finished: what slime calls ``skip_instance_ids``."""
+        """The finished instances, oldest first, each as often as it was finished: what slime calls
+        ``skip_instance_ids``."""
         with self._database.reading() as connection:
             return [row[0] for row in connection.execute("SELECT instance_id FROM ledger_finished ORDER BY no")]
 
@@ -202,7 +233,7 @@ class PersistentLedger:
         with self._database.reading() as connection:
             return [row[0] for row in connection.execute(query)]
 
-    # -- checkpoints of the trainer ----------------------------------------------------------------------------------------------------------------
+    # -- checkpoints of the trainer -----------------------------------------------------------------------------------
 
     def checkpoint(self, step: int) -> None:
         """The trainer's checkpoint of ``step`` holds all that is closed now."""
@@ -214,41 +245,57 @@ class PersistentLedger:
             )
 
     def rewind(self, step: int) -> list[str]:
-        """The trainer resumed from its checkpoint of ``step``: what was trained after it is in flight again, and its instances are not finished any
-        more. Returns the rollouts. Raises ``ConfigError`` when that checkpoint is not among the last ones."""
+        """The trainer resumed from its checkpoint of ``step``: what was trained after it is in flight again, and its
+        instances are not finished any more. Returns the rollouts. Raises ``ConfigError`` when that checkpoint is not
+        among the last ones."""
         with self._database.transaction() as connection:
             row = connection.execute("SELECT closed_no FROM ledger_checkpoints WHERE step = ?", (step,)).fetchone()
             if row is None:
-                known = [str(known_step) for (known_step,) in connection.execute("SELECT step FROM ledger_checkpoints ORDER BY step")]
+                known = [
+                    str(known_step)
+                    for (known_step,) in connection.execute("SELECT step FROM ledger_checkpoints ORDER BY step")
+                ]
                 raise ConfigError(f"the ledger knows no checkpoint of step {step}; it has {', '.join(known) or 'none'}")
             where = "state = 2 AND outcome = 'trained' AND closed_no > ?"
-            undone = connection.execute(f"SELECT rollout_id, instance_id, reason FROM ledger_rollouts WHERE {where}", row).fetchall()
-            connection.execute(f"UPDATE ledger_rollouts SET state = 0, outcome = NULL, reason = NULL, closed_no = NULL WHERE {where}", row)
+            undone = connection.execute(
+                f"SELECT rollout_id, instance_id, reason FROM ledger_rollouts WHERE {where}", row
+            ).fetchall()
+            connection.execute(
+                f"UPDATE ledger_rollouts SET state = 0, outcome = NULL, reason = NULL, closed_no = NULL WHERE {where}",
+                row,
+            )
             for _, _, reason in undone:
                 self._add(f"closed:{Outcome.TRAINED.value}", reason, -1)
                 self._add("open", "", 1)
             for instance_id in {instance_id for _, instance_id, _ in undone if instance_id is not None}:
-                connection.execute("DELETE FROM ledger_finished WHERE instance_id = ? AND closed_no > ?", (instance_id, row[0]))
+                connection.execute(
+                    "DELETE FROM ledger_finished WHERE instance_id = ? AND closed_no > ?", (instance_id, row[0])
+                )
             connection.execute("DELETE FROM ledger_checkpoints WHERE closed_no > ? OR step > ?", (*row, step))
             return [rollout_id for rollout_id, _, _ in undone]
 
     def resume(self, step: int, *, kept: Collection[str], reason: str = "restarted") -> int:
-        """``rewind`` to the checkpoint of ``step`` in a new process, whose data source holds the rollouts ``kept`` ready and knows of no others: what
-        else was in flight or ready is cancelled for ``reason``. Returns how many were; their instances are to be run again."""
+        """``rewind`` to the checkpoint of ``step`` in a new process, whose data source holds the rollouts ``kept``
+        ready and knows of no others: what else was in flight or ready is cancelled for ``reason``. Returns how many
+        were; their instances are to be run again."""
         with self.batch():
             self.rewind(step)
             with self._database.reading() as connection:
-                unfinished = [row[0] for row in connection.execute("SELECT rollout_id FROM ledger_rollouts WHERE state < 2")]
+                unfinished = [
+                    row[0] for row in connection.execute("SELECT rollout_id FROM ledger_rollouts WHERE state < 2")
+                ]
             here = set(kept)
             self.ready_many([rollout_id for rollout_id in unfinished if rollout_id in here])
-            return self.close_many([rollout_id for rollout_id in unfinished if rollout_id not in here], Outcome.CANCELLED, reason)
+            return self.close_many(
+                [rollout_id for rollout_id in unfinished if rollout_id not in here], Outcome.CANCELLED, reason
+            )
 
     def shut(self) -> None:
         """Close the file, if it is this ledger's own."""
         if self._owns_database:
             self._database.close()
 
-    # -- internals ---------------------------------------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------------
 
     def _move_many(self, rollout_ids: Sequence[str], origin: int, target: int) -> int:
         moved = 0
@@ -262,7 +309,9 @@ class PersistentLedger:
 
     def _add(self, kind: str, reason: str, n: int) -> None:
         if n:
-            query = "INSERT INTO ledger_counts VALUES (?, ?, ?) ON CONFLICT (kind, reason) DO UPDATE SET n = n + excluded.n"
+            query = (
+                "INSERT INTO ledger_counts VALUES (?, ?, ?) ON CONFLICT (kind, reason) DO UPDATE SET n = n + excluded.n"
+            )
             self._database.connection.execute(query, (kind, reason, n))
 
     def _forget(self) -> None:
@@ -274,7 +323,8 @@ class PersistentLedger:
 
 
 def _chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    """A statement for many rows is one step for SQLite and one release of the interpreter lock; 100 rows stay below every limit on variables."""
+    """A statement for many rows is one step for SQLite and one release of the interpreter lock; 100 rows stay below
+    every limit on variables."""
     for start in range(0, len(values), 100):
         yield values[start : start + 100]
 

@@ -1,7 +1,7 @@
 """What to do with a group: wait, retry, train on it, drop it.
 
-Policies are small frozen objects without state. ``refuse`` judges a group whose members have all ended. ``judge`` may be asked at any time before,
-and says what to do about members that failed or are late. They see results, not samples.
+Policies are small frozen objects without state. ``refuse`` judges a group whose members have all ended. ``judge`` may
+be asked at any time before, and says what to do about members that failed or are late. They see results, not samples.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Protocol, runtime_checkable
 
 from agl_slime.errors import ConfigError
-from agl_slime.groups.outcome import MemberResult
+from agl_slime.groups.results import MemberResult
 
 
 class GroupPolicy(Protocol):
@@ -23,8 +23,8 @@ class GroupPolicy(Protocol):
 
 
 class GroupAction(str, Enum):
-    """``WAIT`` for the members that are out; ``RETRY`` the failed ones; ``TRAIN`` on what is there; ``DROP`` the group. With the last two, members
-    still out are to be cancelled."""
+    """``WAIT`` for the members that are out; ``RETRY`` the failed ones; ``TRAIN`` on what is there; ``DROP`` the group.
+    With the last two, members still out are to be cancelled."""
 
     WAIT = "wait"
     RETRY = "retry"
@@ -34,9 +34,9 @@ class GroupAction(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgress:
-    """Where a group stands. ``failed`` counts members whose last try failed, ``retries_used`` those tries of the group that were repeats;
-    ``waited_s`` is the time since its last member ended, 0 before the first one has: until then its rollouts may not have begun, and each has a
-    time limit of its own.
+    """Where a group stands. ``failed`` counts members whose last try failed, ``retries_used`` those tries of the group
+    that were repeats; ``waited_s`` is the time since its last member ended, 0 before the first one has: until then its
+    rollouts may not have begun, and each has a time limit of its own.
     """
 
     size: int
@@ -61,7 +61,8 @@ class GroupVerdict:
 
 @runtime_checkable
 class LateGroupPolicy(GroupPolicy, Protocol):
-    """A policy that may be asked before all members have ended. ``timeout_s``: after such a wait its answer may change; ``None`` is never."""
+    """A policy that may be asked before all members have ended. ``timeout_s``: after such a wait its answer may change;
+    ``None`` is never."""
 
     @property
     def timeout_s(self) -> float | None: ...
@@ -92,7 +93,11 @@ class CompleteGroup:
         """Wait for the last member, whatever happens on the way."""
         if progress.outstanding:
             late = self.timeout_s is not None and progress.waited_s > self.timeout_s
-            return GroupVerdict(action=GroupAction.DROP, reason="timeout") if late else GroupVerdict(action=GroupAction.WAIT)
+            return (
+                GroupVerdict(action=GroupAction.DROP, reason="timeout")
+                if late
+                else GroupVerdict(action=GroupAction.WAIT)
+            )
         return _ended(progress, needed=progress.size)
 
 
@@ -119,7 +124,9 @@ class RetryGroup(CompleteGroup):
 
     def judge(self, progress: GroupProgress) -> GroupVerdict:
         return _retry(progress, budget=self.max_retries, wanted=progress.failed) or (
-            GroupVerdict(action=GroupAction.DROP, reason="retries_exhausted") if progress.failed else CompleteGroup.judge(self, progress)
+            GroupVerdict(action=GroupAction.DROP, reason="retries_exhausted")
+            if progress.failed
+            else CompleteGroup.judge(self, progress)
         )
 
 
@@ -127,12 +134,14 @@ class RetryGroup(CompleteGroup):
 class MinimumViableGroup:
     """At least ``min_ratio`` of the members, and never fewer than ``min_members``, must have succeeded.
 
-    A baseline from the survivors is still a baseline of the same prompt; 0.7 is the ratio that slime's rollout buffer documents for filtered groups.
-    With one member there is nothing to compare, so ``min_members`` is 2 for groups that were meant to have more than one.
+    A baseline from the survivors is still a baseline of the same prompt; 0.7 is the ratio that slime's rollout buffer
+    documents for filtered groups. With one member there is nothing to compare, so ``min_members`` is 2 for groups that
+    were meant to have more than one.
 
-    Failed members are run again while the floor is out of reach without them, up to ``max_retries`` in the whole group. ``timeout_s`` after the last
-    member ended, a group does not wait for the others any more: it is used when the floor is reached and dropped when not (``None``: wait for all).
-    A group that cannot reach the floor any more is dropped at once with ``drop_early``, else when all its members have ended.
+    Failed members are run again while the floor is out of reach without them, up to ``max_retries`` in the whole group.
+    ``timeout_s`` after the last member ended, a group does not wait for the others any more: it is used when the floor
+    is reached and dropped when not (``None``: wait for all). A group that cannot reach the floor any more is dropped at
+    once with ``drop_early``, else when all its members have ended.
     """
 
     min_ratio: float = 0.7
@@ -151,7 +160,9 @@ class MinimumViableGroup:
 
     def floor(self, size: int) -> int:
         """How many members of a group of ``size`` must succeed."""
-        return min(size, max(self.min_members, math.ceil(self.min_ratio * size - 1e-9)))  # 0.07 * 100 is 7.000000000000001
+        return min(
+            size, max(self.min_members, math.ceil(self.min_ratio * size - 1e-9))
+        )  # 0.07 * 100 is 7.000000000000001
 
     def refuse(self, *, size: int, members: Sequence[MemberResult]) -> str | None:
         good = sum(member.ok for member in members)
@@ -166,7 +177,9 @@ class MinimumViableGroup:
             if retry is not None and retry.retries == short:
                 return retry
             if self.drop_early or not progress.outstanding:
-                return GroupVerdict(action=GroupAction.DROP, reason="floor_out_of_reach" if progress.outstanding else "group_incomplete")
+                return GroupVerdict(
+                    action=GroupAction.DROP, reason="floor_out_of_reach" if progress.outstanding else "group_incomplete"
+                )
         if progress.outstanding:
             if self.timeout_s is None or progress.waited_s <= self.timeout_s:
                 return GroupVerdict(action=GroupAction.WAIT)

@@ -26,7 +26,9 @@ class ReadyGroups:
 
     def __init__(self) -> None:
         self.groups: deque[ReadyGroup] = deque()
-        self._handed_out: OrderedDict[int, tuple[list[str], str | None]] = OrderedDict()  # not the samples: they are large
+        self._handed_out: OrderedDict[int, tuple[list[str], str | None]] = (
+            OrderedDict()
+        )  # not the samples: they are large
 
     def __len__(self) -> int:
         return len(self.groups)

@@ -1,7 +1,7 @@
 """What becomes of rollouts that end: their groups settle, the ledger knows, and what is fit to train on waits in order.
 
-Bookkeeping only: no threads, no store. A data source calls it under its lock, and does in the store what it asks for: ``take_unwanted`` (to be
-cancelled) and ``take_retries`` (to be enqueued again).
+Bookkeeping only: no threads, no store. A data source calls it under its lock, and does in the store what it asks for:
+``take_unwanted`` (to be cancelled) and ``take_retries`` (to be enqueued again).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agl_slime._agl import Rollout
-from agl_slime.datasource_state import DataSourceState
+from agl_slime.datasource.state import DataSourceState
 from agl_slime.groups.assembler import GroupAssembler, GroupFilter
 from agl_slime.groups.ledger import Ledger, RolloutLedger
-from agl_slime.groups.outcome import CUT_OFF, GroupResult, MemberResult, Outcome, instance_of
 from agl_slime.groups.policy import GroupPolicy
 from agl_slime.groups.ready import ReadyGroup, ReadyGroups
+from agl_slime.groups.results import CUT_OFF, GroupResult, MemberResult, Outcome, instance_of
 from agl_slime.groups.staleness import PolicyVersion, versions_of
+from agl_slime.support.agl import Rollout
 from agl_slime.types import Sample, set_rollout_id
 
 
@@ -32,7 +32,12 @@ class GroupSettler:
     """
 
     def __init__(
-        self, *, policy: GroupPolicy, group_filter: GroupFilter | None = None, max_staleness: int | None = None, ledger: RolloutLedger | None = None
+        self,
+        *,
+        policy: GroupPolicy,
+        group_filter: GroupFilter | None = None,
+        max_staleness: int | None = None,
+        ledger: RolloutLedger | None = None,
     ) -> None:
         self.ledger: RolloutLedger = ledger if ledger is not None else Ledger()
         self.assembler = GroupAssembler(policy=policy, group_filter=group_filter)
@@ -45,23 +50,30 @@ class GroupSettler:
         self._next_group_index = 0
         self._next_rollout_number = 0
 
-    # -- on the way ------------------------------------------------------------------------------------------------------------------------------
+    # -- on the way ---------------------------------------------------------------------------------------------------
 
     def opened(self, rollouts: Sequence[Rollout | str]) -> None:
-        """These rollouts are in flight. Those that come as rollouts, and not as ids alone, are members that their group can settle without."""
+        """These rollouts are in flight. Those that come as rollouts, and not as ids alone, are members that their group
+        can settle without."""
         self.ledger.open_many([_name_and_instance(rollout) for rollout in rollouts])
         late: list[str] = []
         for rollout in rollouts:
             group_id = None if isinstance(rollout, str) else (rollout.metadata or {}).get("group_id")
-            if group_id is not None and not isinstance(rollout, str) and not self.assembler.enlist(str(group_id), rollout.rollout_id):
+            if (
+                group_id is not None
+                and not isinstance(rollout, str)
+                and not self.assembler.enlist(str(group_id), rollout.rollout_id)
+            ):
                 late.append(rollout.rollout_id)
         self._let_go(late, "group_settled")
 
     def settle(self, member: MemberResult, *, default_size: int) -> tuple[MemberResult, GroupResult | None] | None:
-        """Take a rollout that has ended in. Returns it as it counts (it may be too old), with its group when that has settled; ``None`` for a rollout
-        that has ended before, or whose group settled without it."""
+        """Take a rollout that has ended in. Returns it as it counts (it may be too old), with its group when that has
+        settled; ``None`` for a rollout that has ended before, or whose group settled without it."""
         with self.ledger.batch():
-            self.ledger.open(member.rollout_id, instance_id=member.instance_id)  # a rollout that nobody announced is opened by its end
+            self.ledger.open(
+                member.rollout_id, instance_id=member.instance_id
+            )  # a rollout that nobody announced is opened by its end
             if not self.ledger.is_open(member.rollout_id) or self.assembler.holds(member.rollout_id):
                 return None  # reported twice
             if self.assembler.settled_early(member.group_id):
@@ -100,7 +112,9 @@ class GroupSettler:
         groups = self.ready.take(n)
         with self.ledger.batch():
             for group in groups:
-                if self.ledger.close_many(group.rollout_ids, Outcome.TRAINED):  # not when it was given back and comes again
+                if self.ledger.close_many(
+                    group.rollout_ids, Outcome.TRAINED
+                ):  # not when it was given back and comes again
                     self._finish(group.instance_id)
         return [group.samples for group in groups]
 
@@ -108,11 +122,15 @@ class GroupSettler:
         """These rollouts are cancelled for ``reason``, if they are in flight, and these groups will not settle."""
         self.assembler.forget(group_ids)
         with self.ledger.batch():
-            self.ledger.close_many([rollout_id for rollout_id in rollout_ids if self.ledger.is_open(rollout_id)], Outcome.CANCELLED, reason)
+            self.ledger.close_many(
+                [rollout_id for rollout_id in rollout_ids if self.ledger.is_open(rollout_id)], Outcome.CANCELLED, reason
+            )
 
     def lose(self, reason: str) -> None:
         """All that is in flight, and all that waits for it, is lost."""
-        lost = dict.fromkeys([*(member.rollout_id for member in self.assembler.members_waiting()), *self.ledger.open_ids()])
+        lost = dict.fromkeys(
+            [*(member.rollout_id for member in self.assembler.members_waiting()), *self.ledger.open_ids()]
+        )
         self.ledger.close_many(list(lost), Outcome.CANCELLED, reason)
         self.assembler.clear()
 
@@ -124,9 +142,12 @@ class GroupSettler:
     def placeholders(self, n: int, size: int) -> list[list[Sample]]:
         """Groups of unsampled (PENDING) samples: what slime's own data source gives without a data set."""
         first, self._next_group_index = self._next_group_index, self._next_group_index + n
-        return [[Sample(group_index=group, index=group * size + member) for member in range(size)] for group in range(first, first + n)]
+        return [
+            [Sample(group_index=group, index=group * size + member) for member in range(size)]
+            for group in range(first, first + n)
+        ]
 
-    # -- state -----------------------------------------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     def state(self) -> DataSourceState:
         """Where the groups stand."""
@@ -145,11 +166,14 @@ class GroupSettler:
         )
 
     def restore(self, state: DataSourceState) -> None:
-        """Go on from ``state``; raises ``KeyError``, ``TypeError`` or ``ValueError`` when it is none, and then nothing has changed."""
+        """Go on from ``state``; raises ``KeyError``, ``TypeError`` or ``ValueError`` when it is none, and then nothing
+        has changed."""
         n = len(state.groups)
         groups = [
             ReadyGroup([Sample.from_dict(sample) for sample in samples], members, instance_id)
-            for samples, members, instance_id in zip(state.groups, state.members or [[]] * n, state.instances or [None] * n, strict=True)
+            for samples, members, instance_id in zip(
+                state.groups, state.members or [[]] * n, state.instances or [None] * n, strict=True
+            )
         ]
         closed = [(Outcome(outcome), reason, n) for outcome, reason, n in state.closed or []]
         self.ledger.remember(state.ended or [])
@@ -166,7 +190,7 @@ class GroupSettler:
         self._next_group_index = max(self._next_group_index, state.group_index)
         self._next_rollout_number = max(self._next_rollout_number, state.rollout_number)
 
-    # -- internals -------------------------------------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------------
 
     def _check_age(self, member: MemberResult) -> MemberResult:
         """The member, as a failure when it was sampled by weights that are too old."""
@@ -175,7 +199,9 @@ class GroupSettler:
         self.advance(versions_of(member.samples))
         if not self.version.too_old(member.samples):
             return member
-        message = f"{self.version.lag(member.samples)} versions behind the policy, {self.version.max_staleness} are allowed"
+        message = (
+            f"{self.version.lag(member.samples)} versions behind the policy, {self.version.max_staleness} are allowed"
+        )
         return replace(member, failure="stale", failure_message=message, outcome_if_failed=Outcome.STALE, samples=())
 
     def _settled(self, group: GroupResult) -> None:
@@ -215,7 +241,9 @@ class GroupSettler:
 
     def _closed(self) -> list[list[Any]]:
         closed = Counter(self.ledger.counts().reasons)
-        for member in self.assembler.members_waiting():  # which are read, and counted, once more when the state is loaded
+        for (
+            member
+        ) in self.assembler.members_waiting():  # which are read, and counted, once more when the state is loaded
             if not member.ok:
                 closed[member.outcome_if_failed, member.failure or ""] -= 1
             elif member.mode != "train":

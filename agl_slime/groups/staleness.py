@@ -1,7 +1,7 @@
 """How old the weights are that a sample was sampled with.
 
-Weight versions are names; those that are whole numbers, as this package and slime give them, can be compared. The policy's version is what the loop
-says, or the newest one that any sample has seen, whichever is newer.
+Weight versions are names; those that are whole numbers, as this package and slime give them, can be compared. The
+policy's version is what the loop says, or the newest one that any sample has seen, whichever is newer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class PolicyVersion:
 
 def versions_of(samples: Iterable[Sample]) -> list[str]:
     """The weight versions that ``samples`` were sampled with, each once."""
-    return list(dict.fromkeys(version for sample in samples for version in getattr(sample, "weight_versions", None) or ()))
+    return list(
+        dict.fromkeys(version for sample in samples for version in getattr(sample, "weight_versions", None) or ())
+    )
 
 
 def _number(version: str | int | None) -> int | None:

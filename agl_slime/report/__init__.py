@@ -1,4 +1,5 @@
-"""What a run tells: progress on the console, metrics, TensorBoard, the reward plot, transcripts and the closing summary.
+"""What a run tells: progress on the console, metrics, TensorBoard, the reward plot, transcripts and the closing
+summary.
 
 ``StandardReporters`` sets them all up for one run directory::
 
@@ -31,7 +32,14 @@ from agl_slime.report.rundir import RunDir, open_run_dir
 from agl_slime.report.standard import StandardReporters
 from agl_slime.report.summary import SummaryReporter
 from agl_slime.report.tensorboard import TensorBoardWriter
-from agl_slime.report.transcripts import Segment, TranscriptItem, TranscriptSample, TranscriptWriter, choose_rollouts, transcript_sample
+from agl_slime.report.transcripts import (
+    Segment,
+    TranscriptItem,
+    TranscriptSample,
+    TranscriptWriter,
+    choose_rollouts,
+    transcript_sample,
+)
 
 __all__ = [
     "Artifact",

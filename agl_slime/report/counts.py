@@ -12,12 +12,14 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def count_reason(counter: Counter[str], reason: str) -> None:
-    """Count a reason; when there are too many different ones (an error text used as a reason), the rest is counted together."""
+    """Count a reason; when there are too many different ones (an error text used as a reason), the rest is counted
+    together."""
     counter[reason if reason in counter or len(counter) < MOST_REASONS else OTHER] += 1
 
 
 class Series:
-    """The whole course of a value in at most ``2 * width`` means over equally many neighbours: when full, neighbours are joined."""
+    """The whole course of a value in at most ``2 * width`` means over equally many neighbours: when full, neighbours
+    are joined."""
 
     def __init__(self, width: int = 40) -> None:
         if width < 1:

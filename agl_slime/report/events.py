@@ -1,6 +1,7 @@
 """What a run reports, as small frozen events, and the protocol of those that take them.
 
-Iterations count from 1; iteration 0 is what happens before the first step (the start validation). ``at`` is ``time.monotonic()``.
+Iterations count from 1; iteration 0 is what happens before the first step (the start validation). ``at`` is
+``time.monotonic()``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ MetricValue = float | int | str | None
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted:
-    """The run begins. ``num_iterations`` and ``rollouts_per_iteration`` are what progress counts up to, when they are known."""
+    """The run begins. ``num_iterations`` and ``rollouts_per_iteration`` are what progress counts up to, when they are
+    known."""
 
     settings: Mapping[str, Any]
     output_dir: Path | None = None
@@ -32,7 +34,8 @@ class RunStarted:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseStarted:
-    """The iteration enters a phase; ``rollouts`` is how many this phase runs, where that differs from the run's usual number."""
+    """The iteration enters a phase; ``rollouts`` is how many this phase runs, where that differs from the run's usual
+    number."""
 
     iteration: int
     phase: Phase
@@ -87,7 +90,8 @@ class Warning:
 class RunFinished:
     """The run ended. ``reason`` is ``"finished"``, ``"interrupted"`` or the sentence that says why it stopped.
 
-    What ``summary`` holds goes into ``summary.json`` and stands before what the reporters counted themselves (see ``agl_slime.report.summary``).
+    What ``summary`` holds goes into ``summary.json`` and stands before what the reporters counted themselves (see
+    ``agl_slime.report.summary``).
     """
 
     summary: Mapping[str, Any] = field(default_factory=dict)
@@ -106,5 +110,6 @@ class Reporter(Protocol):
         ...
 
     def close(self) -> object:
-        """Release files and threads; called once, also without a ``RunFinished`` before it. What it returns is not used."""
+        """Release files and threads; called once, also without a ``RunFinished`` before it. What it returns is not
+        used."""
         ...

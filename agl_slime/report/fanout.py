@@ -1,7 +1,7 @@
 """Brings the events of a run to its reporters.
 
-The loop calls ``Reporters.handle`` and goes on: a thread hands the events on in order, so that no disk or terminal stands on an event loop that
-serves rollouts.
+The loop calls ``Reporters.handle`` and goes on: a thread hands the events on in order, so that no disk or terminal
+stands on an event loop that serves rollouts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class _Flush:
 class Reporters:
     """Hands each event to every reporter, on a thread of its own, in the order of the calls.
 
-    A reporter that raises is dropped with one ``Warning``; the others and the run go on. When reporting falls more than ``backlog`` events behind,
-    rollout events are left out and counted, so that memory stays bounded; the other events, a few per iteration, are always kept. ``handle`` may be
-    called from any thread and never waits.
+    A reporter that raises is dropped with one ``Warning``; the others and the run go on. When reporting falls more than
+    ``backlog`` events behind, rollout events are left out and counted, so that memory stays bounded; the other events,
+    a few per iteration, are always kept. ``handle`` may be called from any thread and never waits.
     """
 
     def __init__(self, reporters: Iterable[Reporter] = (), *, backlog: int = 100_000) -> None:
@@ -61,7 +61,8 @@ class Reporters:
         self._put(event)
 
     def warn(self, text: str, key: str) -> None:
-        """Report a ``Warning``. From a reporter it reaches the others at once, so that it is not overtaken by the end of the run."""
+        """Report a ``Warning``. From a reporter it reaches the others at once, so that it is not overtaken by the end
+        of the run."""
         event = Warning(text=text, key=key)
         if threading.current_thread() is self._thread:
             self._dispatch(event)
@@ -77,7 +78,8 @@ class Reporters:
         return marker.done.wait(timeout_s)
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Handle what is left, close the reporters; False when that takes longer than ``timeout_s``. A second call only waits again."""
+        """Handle what is left, close the reporters; False when that takes longer than ``timeout_s``. A second call only
+        waits again."""
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -1,4 +1,5 @@
-"""JSON lines that survive a kill: valid JSON only, one flush per write, a torn last line is read over and cut before more is appended."""
+"""JSON lines that survive a kill: valid JSON only, one flush per write, a torn last line is read over and cut before
+more is appended."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from agl_slime.errors import ConfigError
 def jsonable(value: Any) -> Any:
     """``value`` as what JSON can hold.
 
-    Dataclasses and mappings become objects, enums their value, NaN and infinity None, numpy and torch scalars numbers, anything unknown text.
+    Dataclasses and mappings become objects, enums their value, NaN and infinity None, numpy and torch scalars numbers,
+    anything unknown text.
     """
     if value is None or isinstance(value, bool | str):
         return value.value if isinstance(value, Enum) else value
@@ -44,7 +46,9 @@ def jsonable(value: Any) -> Any:
 
 def dump_line(record: Mapping[str, Any]) -> bytes:
     """One line of UTF-8 JSON, newline included; a lone surrogate becomes its JSON escape."""
-    return (json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
+    return (json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False) + "\n").encode(
+        "utf-8", "backslashreplace"
+    )
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -64,7 +68,9 @@ def iter_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if bad is not None:
-                raise ConfigError(f"line {bad} of {os.fspath(path)} is not a JSON object; remove that line or start with another output directory")
+                raise ConfigError(
+                    f"line {bad} of {os.fspath(path)} is not a JSON object; remove that line or start with another output directory"
+                )
             if not line.strip():
                 continue
             record = _parse(line)
@@ -83,7 +89,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 class IterationFile:
-    """Appends records that belong to an iteration. Writing an iteration again replaces it and every later one, so a resumed run leaves no duplicates.
+    """Appends records that belong to an iteration. Writing an iteration again replaces it and every later one, so a
+    resumed run leaves no duplicates.
 
     Nothing is touched before the first ``append``.
     """

@@ -16,7 +16,13 @@ from agl_slime.report.counts import sparkline
 from agl_slime.report.progress import ProgressState, spell_reasons, spell_seconds
 
 REDRAWS_PER_S = 4
-PHASE_WORDS = {"start": "starting", "collect": "collecting", "train": "training", "sync": "syncing weights", "eval": "validating"}
+PHASE_WORDS = {
+    "start": "starting",
+    "collect": "collecting",
+    "train": "training",
+    "sync": "syncing weights",
+    "eval": "validating",
+}
 
 
 class LiveView:

@@ -1,4 +1,5 @@
-"""``metrics.jsonl``: one JSON object per iteration. The names below are those that the reporters read; a run may add others."""
+"""``metrics.jsonl``: one JSON object per iteration. The names below are those that the reporters read; a run may add
+others."""
 
 from __future__ import annotations
 
@@ -19,20 +20,36 @@ REWARD_MAX = "rollout/reward_max"
 COUNT = "rollout/count"  # rollouts that ended in this iteration, failed ones included
 FAILED = "rollout/failed"
 RESPONSE_TOKENS = "rollout/response_tokens_mean"  # sampled tokens per rollout
-TOKENS_UNDER_MASK = "rollout/tokens_under_mask"  # tokens with loss mask 1, counted where the samples leave the data source
+TOKENS_UNDER_MASK = (
+    "rollout/tokens_under_mask"  # tokens with loss mask 1, counted where the samples leave the data source
+)
 FORKS = "trace/forks"  # samples beyond the first of their rollout
 RETOKENIZED = "trace/retokenized"  # samples whose ids are not the engine's
 VAL_START_REWARD_MEAN = "val/start_reward_mean"  # validation before the first training step, in the first iteration
 VAL_REWARD_MEAN = "val/reward_mean"  # validation with the weights after the iteration; only in iterations that have one
 LOSS = "train/loss"
-LOGPROB_DIFF_MAX = "train/logprob_diff_max"  # max |trainer - engine| log-prob, in nats, before the first step on the batch
+LOGPROB_DIFF_MAX = (
+    "train/logprob_diff_max"  # max |trainer - engine| log-prob, in nats, before the first step on the batch
+)
 FIRST_RATIO_DEV_MAX = "train/first_ratio_dev_max"  # max |ratio - 1| in the first minibatch
-TOKENS_TRAINED = "train/tokens_trained"  # tokens with loss mask 1, counted by the trainer, once whatever the number of epochs
+TOKENS_TRAINED = (
+    "train/tokens_trained"  # tokens with loss mask 1, counted by the trainer, once whatever the number of epochs
+)
 TOKENS_PER_S = "perf/tokens_per_s"  # sampled tokens per second of collecting
 ITERATION_S = "perf/iteration_s"
 WEIGHTS_VERSION = "weights/version"
 
-REQUIRED_KEYS = (REWARD_MEAN, COUNT, FAILED, LOSS, LOGPROB_DIFF_MAX, FIRST_RATIO_DEV_MAX, TOKENS_PER_S, ITERATION_S, WEIGHTS_VERSION)
+REQUIRED_KEYS = (
+    REWARD_MEAN,
+    COUNT,
+    FAILED,
+    LOSS,
+    LOGPROB_DIFF_MAX,
+    FIRST_RATIO_DEV_MAX,
+    TOKENS_PER_S,
+    ITERATION_S,
+    WEIGHTS_VERSION,
+)
 
 
 def number(metrics: Mapping[str, Any], key: str) -> float | None:
@@ -42,7 +59,8 @@ def number(metrics: Mapping[str, Any], key: str) -> float | None:
 
 
 def clean(metrics: Mapping[str, MetricValue]) -> tuple[dict[str, Any], list[str]]:
-    """The metrics as JSON can hold them, with None for the required ones that are missing; and the names of those that were NaN or infinite."""
+    """The metrics as JSON can hold them, with None for the required ones that are missing; and the names of those that
+    were NaN or infinite."""
     record: dict[str, Any] = dict.fromkeys(REQUIRED_KEYS)
     not_finite: list[str] = []
     for key, value in metrics.items():
@@ -55,7 +73,8 @@ def clean(metrics: Mapping[str, MetricValue]) -> tuple[dict[str, Any], list[str]
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The iterations in ``metrics.jsonl``; a last line torn by a kill is left out, any other broken line is a ``ConfigError``."""
+    """The iterations in ``metrics.jsonl``; a last line torn by a kill is left out, any other broken line is a
+    ``ConfigError``."""
     return list(iter_jsonl(path))
 
 

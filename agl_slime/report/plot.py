@@ -1,7 +1,8 @@
-"""``reward.png``: the reward per iteration with its spread and the validations, and below it what best shows the health of training.
+"""``reward.png``: the reward per iteration with its spread and the validations, and below it what best shows the health
+of training.
 
-Drawn from ``metrics.jsonl`` on a thread of its own, so that neither the run nor the other reporters wait for it; matplotlib is loaded at the first
-drawing.
+Drawn from ``metrics.jsonl`` on a thread of its own, so that neither the run nor the other reporters wait for it;
+matplotlib is loaded at the first drawing.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ REWARD_COLOR, VAL_COLOR, HEALTH_COLOR = "#2166ac", "#d6604d", "#7b6ca8"
 
 
 def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.PathLike[str], *, title: str = "") -> bool:
-    """Draw the image from ``metrics.jsonl``; False when no iteration has a reward yet. Raises ``MissingDependencyError`` without matplotlib."""
+    """Draw the image from ``metrics.jsonl``; False when no iteration has a reward yet. Raises
+    ``MissingDependencyError`` without matplotlib."""
     if find_spec("matplotlib") is None:
         raise MissingDependencyError(NOT_INSTALLED)
     rows = m.read_metrics(metrics_path)
     reward, val = _column(rows, m.REWARD_MEAN), _column(rows, m.VAL_START_REWARD_MEAN)
-    val += [(iteration + 1, value) for iteration, value in _column(rows, m.VAL_REWARD_MEAN)]  # after the step: with what the next one samples with
+    val += [
+        (iteration + 1, value) for iteration, value in _column(rows, m.VAL_REWARD_MEAN)
+    ]  # after the step: with what the next one samples with
     if not (reward or val):
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -66,17 +70,26 @@ def _column(rows: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
 
 
 def _band(rows: list[dict[str, Any]]) -> tuple[str, list[tuple[int, float, float]]]:
-    """Mean ± std, within min..max where these are known (rewards of 0 and 1 would otherwise pass their limits); else min..max."""
+    """Mean ± std, within min..max where these are known (rewards of 0 and 1 would otherwise pass their limits); else
+    min..max."""
     band: list[tuple[int, float, float]] = []
     for row in rows:
         mean, std, low, high = (m.number(row, key) for key in (m.REWARD_MEAN, m.REWARD_STD, m.REWARD_MIN, m.REWARD_MAX))
         if mean is not None and std is not None:
             below, above = mean - std, mean + std
-            band.append((row["iteration"], below if low is None else max(below, low), above if high is None else min(above, high)))
+            band.append(
+                (
+                    row["iteration"],
+                    below if low is None else max(below, low),
+                    above if high is None else min(above, high),
+                )
+            )
     if band:
         return "± 1 std over rollouts", band
     spans = ((row["iteration"], m.number(row, m.REWARD_MIN), m.number(row, m.REWARD_MAX)) for row in rows)
-    return "lowest to highest", [(iteration, low, high) for iteration, low, high in spans if low is not None and high is not None]
+    return "lowest to highest", [
+        (iteration, low, high) for iteration, low, high in spans if low is not None and high is not None
+    ]
 
 
 def _health(rows: list[dict[str, Any]]) -> tuple[str, list[tuple[int, float]], bool] | None:
@@ -88,7 +101,9 @@ def _health(rows: list[dict[str, Any]]) -> tuple[str, list[tuple[int, float]], b
     return None
 
 
-def _draw_reward(axes: Axes, rows: list[dict[str, Any]], reward: list[tuple[int, float]], val: list[tuple[int, float]]) -> None:
+def _draw_reward(
+    axes: Axes, rows: list[dict[str, Any]], reward: list[tuple[int, float]], val: list[tuple[int, float]]
+) -> None:
     _style(axes)
     label, band = _band(rows)
     if band:
@@ -97,13 +112,37 @@ def _draw_reward(axes: Axes, rows: list[dict[str, Any]], reward: list[tuple[int,
     if reward:
         xs, ys = zip(*reward, strict=True)
         few = len(xs) <= 60
-        axes.plot(xs, ys, color=REWARD_COLOR, linewidth=2, marker="o" if few else None, markersize=3.5, label="training rollouts, mean")
+        axes.plot(
+            xs,
+            ys,
+            color=REWARD_COLOR,
+            linewidth=2,
+            marker="o" if few else None,
+            markersize=3.5,
+            label="training rollouts, mean",
+        )
         axes.annotate(
-            f"{ys[-1]:.2f}", (xs[-1], ys[-1]), xytext=(6, 0), textcoords="offset points", va="center", color=REWARD_COLOR, fontweight="bold"
+            f"{ys[-1]:.2f}",
+            (xs[-1], ys[-1]),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            color=REWARD_COLOR,
+            fontweight="bold",
         )
     if val:
         xs, ys = zip(*val, strict=True)
-        axes.plot(xs, ys, color=VAL_COLOR, linestyle="none", marker="D", markersize=6, markeredgecolor="white", label="validation, mean", zorder=4)
+        axes.plot(
+            xs,
+            ys,
+            color=VAL_COLOR,
+            linestyle="none",
+            marker="D",
+            markersize=6,
+            markeredgecolor="white",
+            label="validation, mean",
+            zorder=4,
+        )
     axes.set_ylabel("reward", color=MUTED)
     axes.margins(x=0.03, y=0.08)
     axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
@@ -115,7 +154,9 @@ def _draw_health(axes: Axes, label: str, points: list[tuple[int, float]], log: b
     axes.plot(xs, ys, color=HEALTH_COLOR, linewidth=1.3, marker="o" if len(xs) == 1 else None)
     if log:  # whole powers of ten, so that ordinary noise looks like noise
         axes.set_yscale("log")
-        axes.set_ylim(10.0 ** (math.floor(math.log10(min(ys))) - 0.2), 10.0 ** (math.ceil(math.log10(max(ys)) + 1e-9) + 0.2))
+        axes.set_ylim(
+            10.0 ** (math.floor(math.log10(min(ys))) - 0.2), 10.0 ** (math.ceil(math.log10(max(ys)) + 1e-9) + 0.2)
+        )
         axes.minorticks_off()
     axes.set_ylabel(label, color=MUTED, fontsize=8.5)
 

@@ -79,7 +79,11 @@ class ProgressState:
         elif isinstance(event, PhaseStarted):
             self.iteration = event.iteration
             self.phase = event.phase
-            self.phase_rollouts = event.rollouts if event.rollouts is not None else (self.usual_rollouts if event.phase == "collect" else None)
+            self.phase_rollouts = (
+                event.rollouts
+                if event.rollouts is not None
+                else (self.usual_rollouts if event.phase == "collect" else None)
+            )
             self._clear_phase(event.at)
         elif isinstance(event, RolloutFinished):
             self._rollout(event)
@@ -173,12 +177,19 @@ def iteration_line(event: IterationFinished, num_iterations: int | None, reasons
 
 
 def wants_live(console: Console) -> bool:
-    """A live view needs a terminal that can move the cursor and show its characters; ``NO_COLOR`` asks for plain output."""
-    return console.is_terminal and not console.is_dumb_terminal and not console.no_color and console.encoding.lower().startswith("utf")
+    """A live view needs a terminal that can move the cursor and show its characters; ``NO_COLOR`` asks for plain
+    output."""
+    return (
+        console.is_terminal
+        and not console.is_dumb_terminal
+        and not console.no_color
+        and console.encoding.lower().startswith("utf")
+    )
 
 
 class ProgressReporter:
-    """Shows the run on ``console``: ``view="auto"`` is the live view where the terminal can show it, else plain lines, with warnings on stderr."""
+    """Shows the run on ``console``: ``view="auto"`` is the live view where the terminal can show it, else plain lines,
+    with warnings on stderr."""
 
     def __init__(self, *, console: Console | None = None, view: View = "auto") -> None:
         self._console = console or Console()

@@ -69,7 +69,16 @@ class RunDir:
     def reports(self) -> tuple[Path, ...]:
         """What a new run in the same place replaces."""
         ledger = tuple(self.ledger.with_name(self.ledger.name + suffix) for suffix in ("", "-wal", "-shm"))
-        return (self.metrics, self.plot, self.summary, self.tensorboard, self.transcripts, self.trained, self.checkpoints, *ledger)
+        return (
+            self.metrics,
+            self.plot,
+            self.summary,
+            self.tensorboard,
+            self.transcripts,
+            self.trained,
+            self.checkpoints,
+            *ledger,
+        )
 
 
 def open_run_dir(
@@ -83,9 +92,10 @@ def open_run_dir(
 ) -> RunDir:
     """Make or open the directory of a run and write ``config.json`` into it; ``settings`` is a mapping or a dataclass.
 
-    ``path=None`` makes a new ``<root>/<time>-<agent>``. A directory that holds a run with other settings is refused, unless ``resume`` continues
-    that run (its files are kept) or ``overwrite`` replaces it. A run with the same settings is replaced: the reports, checkpoints and ledger of the
-    old run are removed, nothing else in the directory. Values of settings named like a password or an API key are not written.
+    ``path=None`` makes a new ``<root>/<time>-<agent>``. A directory that holds a run with other settings is refused,
+    unless ``resume`` continues that run (its files are kept) or ``overwrite`` replaces it. A run with the same settings
+    is replaced: the reports, checkpoints and ledger of the old run are removed, nothing else in the directory. Values
+    of settings named like a password or an API key are not written.
 
     Raises ``ConfigError`` when the directory is refused, cannot be written, or ``resume`` finds no run in it.
     """
@@ -112,7 +122,9 @@ def open_run_dir(
         raise ConfigError(f"output directory {run.path} holds no run to resume ({CONFIG} is missing)")
     elif not overwrite and (foreign := [path.name for path in run.reports if path.exists()]):
         fix = "choose another directory or overwrite it"
-        raise ConfigError(f"output directory {run.path} holds {foreign[0]} but no {CONFIG}, so it may not be a run's; {fix}")
+        raise ConfigError(
+            f"output directory {run.path} holds {foreign[0]} but no {CONFIG}, so it may not be a run's; {fix}"
+        )
     return _write(RunDir(path=run.path, changed=changed if resume else ()), wanted, clear=not resume)
 
 
@@ -145,7 +157,9 @@ def _new(root: Path, agent: str) -> RunDir:
         except FileExistsError:
             continue
         except OSError as error:
-            raise ConfigError(f"output directory {path} cannot be made: {error.strerror}; choose another with --output-dir") from error
+            raise ConfigError(
+                f"output directory {path} cannot be made: {error.strerror}; choose another with --output-dir"
+            ) from error
         return RunDir(path=path)
     raise ConfigError(f"{root} holds 999 runs of this second already; choose an output directory")
 
@@ -159,7 +173,9 @@ def _read(config: Path, *, overwrite: bool) -> dict[str, Any]:
         pass
     if overwrite:
         return {}
-    raise ConfigError(f"{config} is not a JSON object, so the run in this directory is unknown; choose another directory or overwrite it")
+    raise ConfigError(
+        f"{config} is not a JSON object, so the run in this directory is unknown; choose another directory or overwrite it"
+    )
 
 
 def _clear(run: RunDir) -> None:
@@ -177,5 +193,7 @@ def _write(run: RunDir, settings: dict[str, Any], *, clear: bool = False) -> Run
             _clear(run)
         write_json(run.config, settings)
     except OSError as error:
-        raise ConfigError(f"output directory {run.path} cannot be written: {error.strerror}; choose another with --output-dir") from error
+        raise ConfigError(
+            f"output directory {run.path} cannot be written: {error.strerror}; choose another with --output-dir"
+        ) from error
     return run

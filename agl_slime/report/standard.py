@@ -31,4 +31,6 @@ class StandardReporters(Reporters):
         self.add(ProgressReporter(console=console, view=view))
         # last: the live view has gone and every file is there
         artifacts = (metrics, plot, self.transcripts, tensorboard)
-        self.add(SummaryReporter(metrics_path=run.metrics, summary_path=run.summary, artifacts=artifacts, console=console))
+        self.add(
+            SummaryReporter(metrics_path=run.metrics, summary_path=run.summary, artifacts=artifacts, console=console)
+        )

@@ -1,8 +1,9 @@
 """The closing summary: on the console, and as ``summary.json``.
 
-What concerns iterations is taken from ``metrics.jsonl``, so that a resumed run is summed up as a whole; rollouts by outcome and the wall time by
-phase are those of this session. Entries of ``RunFinished.summary`` with the names below stand before what is counted here; any others are added to
-``summary.json``. Its ``ledger`` (``opened`` and how many ended how) is shown where the run gives one.
+What concerns iterations is taken from ``metrics.jsonl``, so that a resumed run is summed up as a whole; rollouts by
+outcome and the wall time by phase are those of this session. Entries of ``RunFinished.summary`` with the names below
+stand before what is counted here; any others are added to ``summary.json``. Its ``ledger`` (``opened`` and how many
+ended how) is shown where the run gives one.
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     def get(name: str) -> Any:
         return summary.get(name)
 
-    rows = [("run", "finished" if get("reason") == "finished" else f"stopped: {get('reason')}"), ("iterations", str(get("iterations")))]
+    rows = [
+        ("run", "finished" if get("reason") == "finished" else f"stopped: {get('reason')}"),
+        ("iterations", str(get("iterations"))),
+    ]
     if get("reward_first") is not None:
         best = f"  (best {get('reward_best'):.3f} in iteration {get('reward_best_iteration')})"
         rows.append(("reward", f"{get('reward_first'):.3f} -> {get('reward_last'):.3f}{best}"))
@@ -112,14 +116,25 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         verdict = "equal" if sampled == trained else "NOT EQUAL"
         rows.append(("tokens", f"{_count(sampled)} sampled under mask, {_count(trained)} trained: {verdict}"))
     if get("logprob_diff_first") is not None:
-        rows.append(("log-prob difference", f"{get('logprob_diff_first'):.1e} at most between trainer and engine, first batch"))
+        rows.append(
+            ("log-prob difference", f"{get('logprob_diff_first'):.1e} at most between trainer and engine, first batch")
+        )
     if get("first_ratio_dev_max") is not None:
         rows.append(("first ratio", f"within {get('first_ratio_dev_max'):.1e} of 1"))
     if get("forks") is not None or get("retokenized") is not None:
         rows.append(("samples", f"{_count(get('forks'))} forks, {_count(get('retokenized'))} retokenized"))
     if get("wall_s") is not None:
-        phases = sorted(((name, seconds) for name, seconds in (get("phase_s") or {}).items() if seconds >= 0.005), key=lambda item: -item[1])
-        rows.append(("wall time", spell_seconds(get("wall_s")) + "".join(f"  {name} {spell_seconds(seconds)}" for name, seconds in phases)))
+        phases = sorted(
+            ((name, seconds) for name, seconds in (get("phase_s") or {}).items() if seconds >= 0.005),
+            key=lambda item: -item[1],
+        )
+        rows.append(
+            (
+                "wall time",
+                spell_seconds(get("wall_s"))
+                + "".join(f"  {name} {spell_seconds(seconds)}" for name, seconds in phases),
+            )
+        )
     rows += [("warning", text + (f" (x{times})" if times > 1 else "")) for text, times in get("warnings") or ()]
     rows += [(label, path) for label, path in (get("files") or {}).items()]
     rows += [("note", note) for note in get("notes") or ()]
@@ -147,7 +162,8 @@ def show(rows: Sequence[tuple[str, str]], console: Console) -> None:
 
 
 class SummaryReporter:
-    """Counts rollouts, phases and warnings, and sums the run up when it ends. Put it last: it says what the reporters in ``artifacts`` have left."""
+    """Counts rollouts, phases and warnings, and sums the run up when it ends. Put it last: it says what the reporters
+    in ``artifacts`` have left."""
 
     def __init__(
         self,

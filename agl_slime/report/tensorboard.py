@@ -19,7 +19,8 @@ NOT_INSTALLED = 'TensorBoard is not installed; pip install "agl-slime[report]" w
 
 
 class TensorBoardWriter:
-    """One scalar per metric and iteration, flushed as the iteration ends. TensorBoard (0.3 s to import) is loaded at the first iteration."""
+    """One scalar per metric and iteration, flushed as the iteration ends. TensorBoard (0.3 s to import) is loaded at
+    the first iteration."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = Path(directory)
@@ -40,7 +41,9 @@ class TensorBoardWriter:
             self._writer = None
 
     def artifact(self) -> Artifact:
-        return Artifact("tensorboard", self._directory, "no iteration was finished" if self._installed else NOT_INSTALLED)
+        return Artifact(
+            "tensorboard", self._directory, "no iteration was finished" if self._installed else NOT_INSTALLED
+        )
 
     def _write(self, event: IterationFinished) -> None:
         # protobuf makes these classes at run time, so a type checker cannot see them
@@ -57,5 +60,7 @@ class TensorBoardWriter:
             self._writer.add_event(TensorBoardEvent(step=event.iteration, wall_time=time.time(), session_log=start))
         scalars = {key: number(event.metrics, key) for key in event.metrics if key != "iteration"}
         values = [Summary.Value(tag=key, simple_value=value) for key, value in scalars.items() if value is not None]
-        self._writer.add_event(TensorBoardEvent(step=event.iteration, wall_time=time.time(), summary=Summary(value=values)))
+        self._writer.add_event(
+            TensorBoardEvent(step=event.iteration, wall_time=time.time(), summary=Summary(value=values))
+        )
         self._writer.flush()

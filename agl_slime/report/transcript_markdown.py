@@ -51,7 +51,13 @@ def _rollout(item: TranscriptItem) -> str:
             lines += [f"**{_inline(str(message.get('role', '?')))}**", "", _fence(_content(message))]
     for number, sample in enumerate(item.samples, start=1):
         which = f"Sample {number} of {len(item.samples)}" if len(item.samples) > 1 else "Sample"
-        lines += [f"### {which}: trained tokens between {OPEN} and {CLOSE}", "", _figures(sample), "", _fence(marked(sample))]
+        lines += [
+            f"### {which}: trained tokens between {OPEN} and {CLOSE}",
+            "",
+            _figures(sample),
+            "",
+            _fence(marked(sample)),
+        ]
     return "\n".join(lines)
 
 
@@ -65,9 +71,19 @@ def _figures(sample: TranscriptSample) -> str:
 
 def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content")
-    text = content if isinstance(content, str) else "" if content is None else json.dumps(jsonable(content), ensure_ascii=False, indent=2)
+    text = (
+        content
+        if isinstance(content, str)
+        else ""
+        if content is None
+        else json.dumps(jsonable(content), ensure_ascii=False, indent=2)
+    )
     calls = message.get("tool_calls")
-    return text + ("\n" if text and calls else "") + (json.dumps(jsonable(calls), ensure_ascii=False, indent=2) if calls else "")
+    return (
+        text
+        + ("\n" if text and calls else "")
+        + (json.dumps(jsonable(calls), ensure_ascii=False, indent=2) if calls else "")
+    )
 
 
 def _fence(text: str, language: str = "text") -> str:

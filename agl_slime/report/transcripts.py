@@ -1,7 +1,8 @@
-"""Sample transcripts: a few rollouts per iteration in full, as Markdown for people (a file per iteration) and as JSON lines for programs.
+"""Sample transcripts: a few rollouts per iteration in full, as Markdown for people (a file per iteration) and as JSON
+lines for programs.
 
-The loop asks ``TranscriptWriter.wanted(iteration)``, picks rollouts with ``choose_rollouts``, describes only these (``transcript_sample``)
-and passes them on in a ``TranscriptsSampled`` event.
+The loop asks ``TranscriptWriter.wanted(iteration)``, picks rollouts with ``choose_rollouts``, describes only these
+(``transcript_sample``) and passes them on in a ``TranscriptsSampled`` event.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class TranscriptSample:
 class TranscriptItem:
     """One rollout to show.
 
-    ``label`` says why it was chosen, ``messages`` are chat messages (role, content), ``rewards`` the named rewards where there are several.
+    ``label`` says why it was chosen, ``messages`` are chat messages (role, content), ``rewards`` the named rewards
+    where there are several.
     """
 
     rollout_id: str
@@ -71,7 +73,8 @@ class TranscriptItem:
 def choose_rollouts(rewards: Mapping[str, float | None], *, iteration: int, seed: int = 0) -> dict[str, str]:
     """Rollout id → ``"best"``, ``"worst"``, ``"random"`` or ``"failed"`` (the first one without a reward).
 
-    The first of equals is taken, and the random one depends on ``seed``, ``iteration`` and the order of ``rewards`` only.
+    The first of equals is taken, and the random one depends on ``seed``, ``iteration`` and the order of ``rewards``
+    only.
     """
     scored = [(rollout_id, reward) for rollout_id, reward in rewards.items() if reward is not None]
     chosen: dict[str, str] = {}
@@ -90,14 +93,17 @@ def choose_rollouts(rewards: Mapping[str, float | None], *, iteration: int, seed
 def transcript_sample(sample: Sample, decode: Callable[[Sequence[int]], str]) -> TranscriptSample:
     """Describe a training sample; ``decode`` turns token ids into text, special tokens included.
 
-    Without a loss mask the whole response is trained, as in slime. Raises ``TraceError`` when mask and response differ in length.
+    Without a loss mask the whole response is trained, as in slime. Raises ``TraceError`` when mask and response differ
+    in length.
     """
     tokens, length = sample.tokens, sample.response_length
     prompt = tokens[: len(tokens) - length]
     response = tokens[len(tokens) - length :]
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * length
     if len(mask) != length:
-        raise TraceError(f"loss_mask has {len(mask)} entries, the response {length} tokens; a transcript cannot show which were trained")
+        raise TraceError(
+            f"loss_mask has {len(mask)} entries, the response {length} tokens; a transcript cannot show which were trained"
+        )
     segments = [_segment(prompt, False, decode)] if prompt else []
     start = 0
     for end in range(1, length + 1):
@@ -129,8 +135,8 @@ def _segment(ids: Sequence[int], trained: bool, decode: Callable[[Sequence[int]]
 class TranscriptWriter:
     """Writes ``transcripts.jsonl`` and ``<iteration>.md`` into ``directory``, at most ``most_bytes`` in all.
 
-    So that a long run is covered to its end, the iterations that are written grow sparser: every time half of the room left is used, the stride
-    between them doubles.
+    So that a long run is covered to its end, the iterations that are written grow sparser: every time half of the room
+    left is used, the stride between them doubles.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, most_bytes: int = 64 * 2**20) -> None:
@@ -155,7 +161,10 @@ class TranscriptWriter:
         return Artifact("transcripts", self._directory, "no rollout was sampled")
 
     def _write(self, event: TranscriptsSampled) -> None:
-        items = [replace(item, messages=item.messages[:MOST_MESSAGES], samples=item.samples[:MOST_SAMPLES]) for item in event.items]
+        items = [
+            replace(item, messages=item.messages[:MOST_MESSAGES], samples=item.samples[:MOST_SAMPLES])
+            for item in event.items
+        ]
         page = to_markdown(event.iteration, items).encode("utf-8", "backslashreplace")
         records = [_shortened(jsonable(item)) for item in items]
         size = len(page) + sum(len(dump_line({"iteration": event.iteration, **record})) for record in records)

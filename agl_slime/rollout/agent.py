@@ -1,7 +1,8 @@
 """``SGLangLitAgent``: the base class of agents that talk to SGLang.
 
-A user writes ``compute_reward``, perhaps ``build_prompt``, and for more than one turn declares ``tools`` or a ``scheduler``, or writes ``run``.
-Everything else (prompt ids, log-probs, weight versions, spans, the reward span) is done here.
+A user writes ``compute_reward``, perhaps ``build_prompt``, and for more than one turn declares ``tools`` or a
+``scheduler``, or writes ``run``. Everything else (prompt ids, log-probs, weight versions, spans, the reward span) is
+done here.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agl_slime._agl import LLM, LitAgent, NamedResources, Rollout, emit_reward
 from agl_slime.errors import ConfigError
 from agl_slime.rollout.loss_scale import LossScale, check_loss_scale, untrained_turns
 from agl_slime.rollout.reward import check_reward
 from agl_slime.rollout.scheduler import MultiTurnScheduler, make_scheduler
 from agl_slime.rollout.session import GenerateClient, RolloutSession
 from agl_slime.rollout.stop import RolloutStopped
-from agl_slime.rollout.template import ChatTemplate
 from agl_slime.rollout.tool_parsers import ToolParser, get_tool_parser, parser_for_template
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.rollout.turns import run_turns
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.payloads import SamplingParams
 from agl_slime.sglang.transport import ClientSettings
-from agl_slime.threads import run_in_thread
-from agl_slime.tokenizer import ChatTokenizer, load_tokenizer
+from agl_slime.support.agl import LLM, LitAgent, NamedResources, Rollout, emit_reward
+from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.template import ChatTemplate
+from agl_slime.tokens.tokenizer import ChatTokenizer, load_tokenizer
 from agl_slime.trace.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -52,22 +53,27 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             def compute_reward(self, task, response):
                 return 1.0 if response.strip() == task["label"] else 0.0
 
-    More than one turn by declaration: ``tools`` that the model may call, a ``scheduler`` that decides what follows an answer, and limits::
+    More than one turn by declaration: ``tools`` that the model may call, a ``scheduler`` that decides what follows an
+    answer, and limits::
 
         class Searcher(SGLangLitAgent):
             tools = [search, open_page]      # functions, objects with a schema, or classes that are made for each rollout
             max_turns = 6
 
-    The engine, the model (whose tokenizer is loaded from ``LLM.model``) and the sampling parameters come from the resource ``main_llm``.
-    ``tokenizer``, ``sampling``, ``client`` and ``client_settings`` override what the resource says.
+    The engine, the model (whose tokenizer is loaded from ``LLM.model``) and the sampling parameters come from the
+    resource ``main_llm``. ``tokenizer``, ``sampling``, ``client`` and ``client_settings`` override what the resource
+    says.
     """
 
     tools: Sequence[Any] = ()
-    """What the model may call; see ``agl_slime.rollout.tools``. For tools that depend on the task override ``build_tools``."""
+    """What the model may call; see ``agl_slime.rollout.tools``. For tools that depend on the task override
+    ``build_tools``."""
     tools_in_prompt: bool = True
-    """Show the tools' schemas to the model through its chat template; ``False`` where the prompt itself says what there is."""
+    """Show the tools' schemas to the model through its chat template; ``False`` where the prompt itself says what there
+    is."""
     tool_parser: str | ToolParser | None = None
-    """How the model writes calls ("hermes", "qwen_xml", "glm", "kimi", "llama_json"); ``None``: as its chat template shows."""
+    """How the model writes calls ("hermes", "qwen_xml", "glm", "kimi", "llama_json"); ``None``: as its chat template
+    shows."""
     tool_timeout_s: float = 60.0
     """Seconds that a call may take."""
     max_tool_result_chars: int | None = None
@@ -75,7 +81,8 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
     stop_on_tool_error: bool = False
     """End the rollout when a tool fails; by default the model sees the error and goes on."""
     scheduler: MultiTurnScheduler | type[MultiTurnScheduler] | str | None = None
-    """Decides what follows an answer without calls: a scheduler, its class, or its registered name. One object serves all rollouts."""
+    """Decides what follows an answer without calls: a scheduler, its class, or its registered name. One object serves
+    all rollouts."""
     max_turns: int | None = None
     """Most answers of a rollout; ``None``: no limit."""
     max_trajectory_tokens: int | None = None
@@ -102,29 +109,32 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         self._clients: dict[str, SGLangClient] = {}
         self._templates: dict[str, ChatTemplate] = {}
 
-    # -- what a user writes -----------------------------------------------------------------------------------------------------------------
+    # -- what a user writes -------------------------------------------------------------------------------------------
 
     def compute_reward(self, task: dict[str, Any], response: str) -> Any:
-        """The reward of the last answer: a number, or a dict of named numbers whose first is the primary one. May be async; a sync one runs in a
-        thread."""
+        """The reward of the last answer: a number, or a dict of named numbers whose first is the primary one. May be
+        async; a sync one runs in a thread."""
         raise NotImplementedError(f"{type(self).__name__} must implement compute_reward(task, response)")
 
     def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]]:
-        """Chat messages for a task. The default takes ``task["messages"]``, or ``task["prompt"]`` (a string, or chat messages)."""
+        """Chat messages for a task. The default takes ``task["messages"]``, or ``task["prompt"]`` (a string, or chat
+        messages)."""
         prompt = task.get("messages", task.get("prompt"))
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt}]
         if isinstance(prompt, list) and prompt:
             return prompt
-        raise ConfigError(f"the task has no usable prompt (keys: {sorted(map(str, task))}); give it `prompt` or `messages`, or override build_prompt")
+        raise ConfigError(
+            f"the task has no usable prompt (keys: {sorted(map(str, task))}); give it `prompt` or `messages`, or override build_prompt"
+        )
 
     def build_tools(self, task: dict[str, Any]) -> Sequence[Any]:
         """The tools of one rollout. The default gives ``tools``."""
         return self.tools
 
     async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
-        """The conversation. The default asks, runs the tools that the answer calls, follows the scheduler, and asks again until neither wants more;
-        with neither it asks once. Override it to do otherwise."""
+        """The conversation. The default asks, runs the tools that the answer calls, follows the scheduler, and asks
+        again until neither wants more; with neither it asks once. Override it to do otherwise."""
         await run_turns(
             session,
             task=task,
@@ -138,10 +148,11 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         """The reward of the whole rollout. The default calls ``compute_reward`` on the last answer."""
         return await _call(self.compute_reward, task, trajectory.response)
 
-    # -- what Agent Lightning calls -----------------------------------------------------------------------------------------------------------
+    # -- what Agent Lightning calls -----------------------------------------------------------------------------------
 
     async def rollout_async(self, task: dict[str, Any], resources: NamedResources, rollout: Rollout) -> None:
-        """One rollout: the conversation, then the reward, each as spans. Raises what went wrong; the runner records it as the attempt's failure."""
+        """One rollout: the conversation, then the reward, each as spans. Raises what went wrong; the runner records it
+        as the attempt's failure."""
         session = await self._open_session(task, resources, rollout)
         try:
             await self.run(task, session)
@@ -173,13 +184,17 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         # connections belong to a process; a copy in another one opens its own
         return {**self.__dict__, "_clients": {}, "_templates": {}}
 
-    # -- internals --------------------------------------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------------
 
     async def _open_session(self, task: dict[str, Any], resources: NamedResources, rollout: Rollout) -> RolloutSession:
         llm = _llm_of(resources)
         tokenizer = self._tokenizer or await _tokenizer_of(llm.model)
         offered = self.build_tools(task)
-        tools = ToolManager(offered, timeout_s=self.tool_timeout_s, max_result_chars=self.max_tool_result_chars, task=task) if offered else None
+        tools = (
+            ToolManager(offered, timeout_s=self.tool_timeout_s, max_result_chars=self.max_tool_result_chars, task=task)
+            if offered
+            else None
+        )
         return RolloutSession(
             client=self._client or self._client_for(llm, tokenizer),
             tokenizer=tokenizer,
@@ -226,8 +241,8 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
 
 
 def sampling_of(llm: LLM) -> SamplingParams:
-    """``LLM.sampling_parameters`` as ``SamplingParams``; OpenAI's ``max_tokens`` is taken for ``max_new_tokens``, names that are not ours are passed
-    to SGLang as they are."""
+    """``LLM.sampling_parameters`` as ``SamplingParams``; OpenAI's ``max_tokens`` is taken for ``max_new_tokens``, names
+    that are not ours are passed to SGLang as they are."""
     given: Mapping[str, Any] = llm.sampling_parameters
     values = {name: value for name, value in given.items() if name in _SAMPLING_FIELDS}
     if "max_tokens" in given:
@@ -241,8 +256,8 @@ def sampling_of(llm: LLM) -> SamplingParams:
 
 
 def _vocab_size_of(model: str) -> int | None:
-    """The vocabulary of the checkpoint at ``model``, where that is a directory of this machine. SGLang does not tell its own, and answers an id
-    beyond it with an error that names no cause."""
+    """The vocabulary of the checkpoint at ``model``, where that is a directory of this machine. SGLang does not tell
+    its own, and answers an id beyond it with an error that names no cause."""
     try:
         config = json.loads((Path(model) / "config.json").read_bytes())
         size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
@@ -254,13 +269,17 @@ def _vocab_size_of(model: str) -> int | None:
 def _llm_of(resources: NamedResources) -> LLM:
     llm = resources.get(LLM_RESOURCE)
     if not isinstance(llm, LLM):
-        raise ConfigError(f"the store's resources hold no LLM named {LLM_RESOURCE!r} (they hold {sorted(resources)}); add one before enqueueing")
+        raise ConfigError(
+            f"the store's resources hold no LLM named {LLM_RESOURCE!r} (they hold {sorted(resources)}); add one before enqueueing"
+        )
     return llm
 
 
 async def _tokenizer_of(model: str) -> ChatTokenizer:
     if not model:
-        raise ConfigError(f"the resource {LLM_RESOURCE!r} names no model; set LLM.model to the path of the checkpoint, or give the agent a tokenizer")
+        raise ConfigError(
+            f"the resource {LLM_RESOURCE!r} names no model; set LLM.model to the path of the checkpoint, or give the agent a tokenizer"
+        )
     return await run_in_thread(load_tokenizer, model)
 
 

@@ -18,7 +18,8 @@ from agl_slime.rollout.scheduler import make_scheduler
 def load_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
     """Run the named files, once each; what they register (schedulers, tool parsers, loss masks) is known afterwards.
 
-    Only files that the person who starts the process names are loaded. Raises ``ConfigError`` when one is not there or fails.
+    Only files that the person who starts the process names are loaded. Raises ``ConfigError`` when one is not there or
+    fails.
     """
     modules = []
     for given in paths:
@@ -40,19 +41,25 @@ def load_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
     return modules
 
 
-def configure_agent(agent: Any, *, scheduler: str | None = None, max_turns: int | None = None, plugins: Sequence[str | Path] = ()) -> None:
-    """Load ``plugins``, then give ``agent`` the scheduler of that name and the limit. Raises ``ConfigError`` with one sentence when that cannot
-    be."""
+def configure_agent(
+    agent: Any, *, scheduler: str | None = None, max_turns: int | None = None, plugins: Sequence[str | Path] = ()
+) -> None:
+    """Load ``plugins``, then give ``agent`` the scheduler of that name and the limit. Raises ``ConfigError`` with one
+    sentence when that cannot be."""
     load_plugins(plugins)
     if max_turns is not None and max_turns < 1:
         raise ConfigError(f"--max-turns must be at least 1, got {max_turns}")
     if scheduler is None and max_turns is None:
         return
     if not isinstance(agent, SGLangLitAgent):
-        raise ConfigError(f"--multi-turn-scheduler and --max-turns need an SGLangLitAgent, not a {type(agent).__name__}")
+        raise ConfigError(
+            f"--multi-turn-scheduler and --max-turns need an SGLangLitAgent, not a {type(agent).__name__}"
+        )
     if scheduler is not None:
         if type(agent).run is not SGLangLitAgent.run:
-            raise ConfigError(f"--multi-turn-scheduler {scheduler}: {type(agent).__name__} has a run of its own, which asks without a scheduler")
+            raise ConfigError(
+                f"--multi-turn-scheduler {scheduler}: {type(agent).__name__} has a run of its own, which asks without a scheduler"
+            )
         agent.scheduler = make_scheduler(scheduler, max_turns=max_turns)
     if max_turns is not None:
         agent.max_turns = max_turns

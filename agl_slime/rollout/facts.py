@@ -15,8 +15,9 @@ from agl_slime.trace import attributes as names
 class RolloutFacts:
     """Counts of one rollout, all its branches together.
 
-    ``tool_calls`` counts executed calls by tool, ``malformed_calls`` what looked like a call and was none, ``unknown_tools`` calls of tools that do
-    not exist, ``tool_errors`` and ``tool_timeouts`` those that failed. ``untrained_turns`` are the turns that the loss scale leaves out.
+    ``tool_calls`` counts executed calls by tool, ``malformed_calls`` what looked like a call and was none,
+    ``unknown_tools`` calls of tools that do not exist, ``tool_errors`` and ``tool_timeouts`` those that failed.
+    ``untrained_turns`` are the turns that the loss scale leaves out.
     """
 
     stop_reason: StopReason | None = None

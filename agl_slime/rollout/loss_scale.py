@@ -1,8 +1,9 @@
 """Which answers of a rollout are trained.
 
-``default`` trains every sampled answer, ``last_round`` the last one. A function is asked for each answer: ``scale(messages, turn, turns)`` gets the
-conversation up to and including that answer, its number from 1 and how many there are, and returns 1 to train it or 0 to keep it as context. Other
-weights are refused: slime's loss masks are 0 or 1.
+``default`` trains every sampled answer, ``last_round`` the last one. A function is asked for each answer:
+``scale(messages, turn, turns)`` gets the conversation up to and including that answer, its number from 1 and how many
+there are, and returns 1 to train it or 0 to keep it as context. Other weights are refused: slime's loss masks are 0 or
+1.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ def check_loss_scale(scale: Any) -> LossScale:
     """``scale``, or ``ConfigError`` when it is none."""
     if scale in ("default", "last_round") or callable(scale):
         return cast(LossScale, scale)
-    raise ConfigError(f"loss_scale must be 'default', 'last_round' or a function of (messages, turn, turns), got {scale!r}")
+    raise ConfigError(
+        f"loss_scale must be 'default', 'last_round' or a function of (messages, turn, turns), got {scale!r}"
+    )
 
 
 def untrained_turns(scale: LossScale, turns: Sequence[Turn]) -> tuple[int, ...]:
-    """Indices of the turns that are context only. ``ConfigError`` when that would be all of them, or a function returns another weight than 0 or
-    1."""
-    sampled = [index for index, turn in enumerate(turns) if len(turn.response_ids)]  # an answer that was aborted at once has nothing to train
+    """Indices of the turns that are context only. ``ConfigError`` when that would be all of them, or a function returns
+    another weight than 0 or 1."""
+    sampled = [
+        index for index, turn in enumerate(turns) if len(turn.response_ids)
+    ]  # an answer that was aborted at once has nothing to train
     if scale == "default" or not sampled:
         return ()
     if scale == "last_round":
@@ -37,7 +42,9 @@ def untrained_turns(scale: LossScale, turns: Sequence[Turn]) -> tuple[int, ...]:
         messages = [*map(dict, turns[index].messages or ()), {"role": "assistant", "content": turns[index].text}]
         weight = scale(messages, index + 1, len(turns))
         if weight not in (0, 1):
-            raise ConfigError(f"loss_scale must return 0 or 1 for each answer, got {weight!r} for answer {index + 1}; weights cannot be trained with")
+            raise ConfigError(
+                f"loss_scale must return 0 or 1 for each answer, got {weight!r} for answer {index + 1}; weights cannot be trained with"
+            )
         if not weight:
             left_out.append(index)
     if len(left_out) == len(sampled):

@@ -13,7 +13,8 @@ from agl_slime.errors import RewardError
 def check_reward(value: Any, *, source: str) -> dict[str, float]:
     """The named rewards of ``value``, the primary first; a plain number is named ``primary``.
 
-    Numbers of numpy and torch are taken too. ``None``, strings, NaN and infinities raise ``RewardError``: a reward is never invented.
+    Numbers of numpy and torch are taken too. ``None``, strings, NaN and infinities raise ``RewardError``: a reward is
+    never invented.
     """
     if isinstance(value, Mapping):
         if not value:

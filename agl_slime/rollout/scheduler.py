@@ -1,7 +1,7 @@
 """What happens after each answer: whether the rollout goes on, and with which messages.
 
-A scheduler is written as for ms-swift: ``check_finished`` decides whether the rollout ends, ``step`` builds the next request from the last. Two
-styles::
+A scheduler is written as for ms-swift: ``check_finished`` decides whether the rollout ends, ``step`` builds the next
+request from the last. Two styles::
 
     # a new round: the feedback is a message
     infer_request.messages.append({"role": "user", "content": "Your answer is wrong, try again."})
@@ -9,7 +9,8 @@ styles::
     # continuation: the feedback is part of the answer, which the model then goes on with
     infer_request.messages[-1]["content"] += " But wait, something is wrong."
 
-One scheduler object serves all rollouts of an agent, in flight at the same time: keep the state of a rollout in ``infer_request.data_dict``.
+One scheduler object serves all rollouts of an agent, in flight at the same time: keep the state of a rollout in
+``infer_request.data_dict``.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ Messages = list[dict[str, Any]]
 
 @dataclass
 class ChatMessage:
-    """One answer. ``content`` is the text as the model wrote it, calls included; ``tool_calls`` are those that a parser found in it, in OpenAI's
-    form."""
+    """One answer. ``content`` is the text as the model wrote it, calls included; ``tool_calls`` are those that a parser
+    found in it, in OpenAI's form."""
 
     role: str
     content: str
@@ -40,8 +41,9 @@ class ChatMessage:
 class RolloutInferRequest:
     """The conversation that the next answer is asked for.
 
-    ``messages`` are the history, the last answer included. ``data_dict`` holds the other columns of the task, and is the rollout's own: a scheduler
-    may keep things in it. ``stop_reason`` is set by ``check_finished`` when something else than the model ended the rollout.
+    ``messages`` are the history, the last answer included. ``data_dict`` holds the other columns of the task, and is
+    the rollout's own: a scheduler may keep things in it. ``stop_reason`` is set by ``check_finished`` when something
+    else than the model ended the rollout.
     """
 
     messages: Messages
@@ -56,7 +58,8 @@ class RolloutInferRequest:
 
 @dataclass
 class RolloutResponseChoice:
-    """The last answer. ``logprobs`` are natural logs, one per sampled token. ``messages`` is set when the rollout ends: all of the conversation."""
+    """The last answer. ``logprobs`` are natural logs, one per sampled token. ``messages`` is set when the rollout ends:
+    all of the conversation."""
 
     index: int
     message: ChatMessage
@@ -66,10 +69,11 @@ class RolloutResponseChoice:
 
 
 class MultiTurnScheduler(ABC):
-    """Derive from it and implement ``step``; ``check_finished`` ends a rollout when an answer was cut off or the turns are used up.
+    """Derive from it and implement ``step``; ``check_finished`` ends a rollout when an answer was cut off or the turns
+    are used up.
 
-    ``step``, ``check_finished`` and the two hooks may be async; a sync one that takes long (a judge, a sandbox) should not be sync, since it would
-    hold up all other rollouts.
+    ``step``, ``check_finished`` and the two hooks may be async; a sync one that takes long (a judge, a sandbox) should
+    not be sync, since it would hold up all other rollouts.
     """
 
     def __init__(self, max_turns: int | None = None, *args: Any, **kwargs: Any) -> None:
@@ -79,9 +83,12 @@ class MultiTurnScheduler(ABC):
 
     @abstractmethod
     def step(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> Any:
-        """The request for the next answer, a ``RolloutInferRequest``: the given one, changed, or a new one. ``current_turn`` counts from 1."""
+        """The request for the next answer, a ``RolloutInferRequest``: the given one, changed, or a new one.
+        ``current_turn`` counts from 1."""
 
-    def check_finished(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> Any:
+    def check_finished(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> Any:
         """Whether the rollout is over (a bool)."""
         if result.finish_reason == "length":
             infer_request.stop_reason = StopReason.LENGTH
@@ -94,7 +101,9 @@ class MultiTurnScheduler(ABC):
     async def on_trajectory_start(self, infer_request: RolloutInferRequest) -> None:  # noqa: B027  a hook that need not be used
         """Called before the first answer: open what the rollout needs."""
 
-    async def on_turn_end(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> None:  # noqa: B027
+    async def on_turn_end(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> None:
         """Called after each answer, before it is decided whether there is another."""
 
 
@@ -103,7 +112,7 @@ async def resolved(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-# -- the registry ------------------------------------------------------------------------------------------------------------------------------------
+# -- the registry ----------------------------------------------------------------------------------------------------
 
 S = TypeVar("S", bound=Callable[..., MultiTurnScheduler])
 
@@ -130,7 +139,9 @@ def make_scheduler(name: str, *, max_turns: int | None = None) -> MultiTurnSched
     """The scheduler that was registered under ``name``. Raises ``ConfigError`` when there is none."""
     if name not in _schedulers:
         known = f"there are {', '.join(sorted(_schedulers))}" if _schedulers else "none is registered"
-        raise ConfigError(f"--multi-turn-scheduler {name}: there is no scheduler of that name ({known}); name its file with --external-plugins")
+        raise ConfigError(
+            f"--multi-turn-scheduler {name}: there is no scheduler of that name ({known}); name its file with --external-plugins"
+        )
     return _schedulers[name](max_turns=max_turns)
 
 

@@ -1,7 +1,7 @@
 """One rollout's line to the engine: a conversation, its turns, and a span for each.
 
-An agent asks (``ask``), shows what the world answered (``add``) and asks again; prompt ids, sampled ids and log-probs are recorded as the engine gave
-them.
+An agent asks (``ask``), shows what the world answered (``add``) and asks again; prompt ids, sampled ids and log-probs
+are recorded as the engine gave them.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from agl_slime._agl import TraceStatus, get_active_tracer
 from agl_slime.errors import ContextOverflowError, RolloutError
-from agl_slime.rollout.context import ChatContext, Message
 from agl_slime.rollout.facts import RolloutFacts
 from agl_slime.rollout.stop import RolloutStopped, StopReason, of_finish_reason
-from agl_slime.rollout.template import ChatTemplate
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.sglang.payloads import FinishReason, Generation, SamplingParams
-from agl_slime.threads import run_in_thread
-from agl_slime.tokenizer import ChatTokenizer
+from agl_slime.support.agl import TraceStatus, get_active_tracer
+from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.conversation import ChatContext, Message
+from agl_slime.tokens.template import ChatTemplate
+from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace.attributes import GENERATE_SPAN
 from agl_slime.trace.turn import Turn, TurnEncoder
 
@@ -31,7 +31,9 @@ _LONG_TEXT_CHARS = 8_000
 class GenerateClient(Protocol):
     """What a session asks of an engine; ``SGLangClient`` is the usual one."""
 
-    async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, *, routing_key: str | None = None) -> Generation: ...
+    async def generate(
+        self, input_ids: Sequence[int], sampling: SamplingParams, *, routing_key: str | None = None
+    ) -> Generation: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,13 @@ class Answer:
 
 
 class RolloutSession:
-    """The conversation of one rollout with one engine. Not for concurrent ``ask`` calls: a rollout that branches opens one session per branch with
-    ``branch``.
+    """The conversation of one rollout with one engine. Not for concurrent ``ask`` calls: a rollout that branches opens
+    one session per branch with ``branch``.
 
-    ``tools`` are shown to the model; ``SGLangLitAgent.run`` runs what it calls. ``max_turns`` limits the answers of the rollout, all branches
-    together; ``max_trajectory_tokens`` the tokens of one conversation, prompt and
-    answers: an answer gets no more tokens than are left. Where there is no room for another answer, ``ask`` raises ``RolloutStopped``.
+    ``tools`` are shown to the model; ``SGLangLitAgent.run`` runs what it calls. ``max_turns`` limits the answers of the
+    rollout, all branches together; ``max_trajectory_tokens`` the tokens of one conversation, prompt and answers: an
+    answer gets no more tokens than are left. Where there is no room for another answer, ``ask`` raises
+    ``RolloutStopped``.
     """
 
     def __init__(
@@ -73,7 +76,9 @@ class RolloutSession:
         template: ChatTemplate | None = None,
         facts: RolloutFacts | None = None,
     ) -> None:
-        self._template = template or ChatTemplate(tokenizer=tokenizer, tools=tools.schemas if tools is not None else None)
+        self._template = template or ChatTemplate(
+            tokenizer=tokenizer, tools=tools.schemas if tools is not None else None
+        )
         self.tools = tools
         self.context = ChatContext(tokenizer=tokenizer, messages=messages, template=self._template)
         self.sampling = sampling
@@ -89,7 +94,8 @@ class RolloutSession:
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation so far. It may be edited; what was sampled before is still trained as it was sampled, and the next prompt forks."""
+        """The conversation so far. It may be edited; what was sampled before is still trained as it was sampled, and
+        the next prompt forks."""
         return self.context.messages
 
     @messages.setter
@@ -109,8 +115,8 @@ class RolloutSession:
     async def ask(self, *messages: Mapping[str, Any], sampling: SamplingParams | None = None) -> Answer:
         """Append ``messages``, let the model answer, append the answer.
 
-        When the conversation ends with an assistant message, the model goes on with that message. Raises ``RolloutStopped`` when a limit leaves no
-        room for an answer, and the client's typed errors.
+        When the conversation ends with an assistant message, the model goes on with that message. Raises
+        ``RolloutStopped`` when a limit leaves no room for an answer, and the client's typed errors.
         """
         self.add(*messages)
         if self.max_turns is not None and len(self.turns) >= self.max_turns:
@@ -158,7 +164,9 @@ class RolloutSession:
         room = self.max_trajectory_tokens - prompt_tokens
         if room < 1:
             if not self.turns:
-                raise ContextOverflowError(f"the prompt has {prompt_tokens} tokens, max_trajectory_tokens is {self.max_trajectory_tokens}")
+                raise ContextOverflowError(
+                    f"the prompt has {prompt_tokens} tokens, max_trajectory_tokens is {self.max_trajectory_tokens}"
+                )
             raise self._stopped(StopReason.LENGTH, f"the trajectory has its {self.max_trajectory_tokens} tokens")
         return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
 
@@ -170,5 +178,12 @@ class RolloutSession:
         self.turns.append(turn)
         tracer = get_active_tracer()
         if tracer is None:
-            raise RolloutError("no tracer is active: SGLangLitAgent runs inside an Agent Lightning runner", reason="no_tracer")
-        tracer.create_span(GENERATE_SPAN, attributes=self._encoder.encode(turn), timestamp=started, status=TraceStatus(status_code="OK"))
+            raise RolloutError(
+                "no tracer is active: SGLangLitAgent runs inside an Agent Lightning runner", reason="no_tracer"
+            )
+        tracer.create_span(
+            GENERATE_SPAN,
+            attributes=self._encoder.encode(turn),
+            timestamp=started,
+            status=TraceStatus(status_code="OK"),
+        )

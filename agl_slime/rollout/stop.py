@@ -15,7 +15,8 @@ class StopReason(str, Enum):
     MAX_TURNS = "max_turns"
     """More turns were wanted than are allowed."""
     CONTEXT_OVERFLOW = "context_overflow"
-    """The conversation did not fit into the model's context any more. Not retried: it would not fit the second time either."""
+    """The conversation did not fit into the model's context any more. Not retried: it would not fit the second time
+    either."""
     TOOL_ERROR = "tool_error"
     """A tool failed and the agent is set to stop then; by default the model sees the error and goes on."""
     ABORTED = "aborted"
@@ -25,7 +26,8 @@ class StopReason(str, Enum):
 class RolloutStopped(Exception):
     """Raised by ``RolloutSession.ask`` when the rollout is over: a limit was reached before the model could answer.
 
-    Not an error: ``SGLangLitAgent`` catches it and scores what there is. An agent that wants to do something else then catches it in ``run``.
+    Not an error: ``SGLangLitAgent`` catches it and scores what there is. An agent that wants to do something else then
+    catches it in ``run``.
     """
 
     def __init__(self, reason: StopReason, message: str) -> None:

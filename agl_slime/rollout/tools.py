@@ -10,9 +10,9 @@ A function's schema is told from its signature and docstring::
             limit: Most results to return.
         '''
 
-An object has ``schema`` (``{"name", "description", "parameters"}``, or OpenAI's form around it) and is called with the arguments. A class is
-instantiated for each rollout, with the task when its constructor takes one parameter: that is how a tool has a state. Functions and methods may be
-async; others run in threads.
+An object has ``schema`` (``{"name", "description", "parameters"}``, or OpenAI's form around it) and is called with the
+arguments. A class is instantiated for each rollout, with the task when its constructor takes one parameter: that is how
+a tool has a state. Functions and methods may be async; others run in threads.
 """
 
 from __future__ import annotations
@@ -29,16 +29,24 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from agl_slime.errors import ConfigError
 from agl_slime.rollout.tool_parsers import ToolCall
-from agl_slime.threads import run_in_thread
+from agl_slime.support.threads import run_in_thread
 
 ToolError = Literal["exception", "timeout", "unknown_tool", "bad_arguments"]
 
-_JSON_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+_JSON_TYPES: dict[Any, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    list: "array",
+    dict: "object",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What a call came to. ``content`` is what the model sees; ``error`` says that it is a failure and of which kind. ``duration_s`` in seconds."""
+    """What a call came to. ``content`` is what the model sees; ``error`` says that it is a failure and of which kind.
+    ``duration_s`` in seconds."""
 
     call: ToolCall
     content: str
@@ -58,17 +66,24 @@ class _Tool:
 
 
 class ToolManager:
-    """The tools of one rollout. Calls of one answer run at the same time; a call that fails is an observation for the model, never an exception.
+    """The tools of one rollout. Calls of one answer run at the same time; a call that fails is an observation for the
+    model, never an exception.
 
     Args:
         tools: Functions, objects with a ``schema``, or classes; see the module's text.
-        timeout_s: Seconds that a call may take. A function that runs in a thread then is abandoned, since a thread cannot be stopped.
+        timeout_s: Seconds that a call may take. A function that runs in a thread then is abandoned, since a thread
+            cannot be stopped.
         max_result_chars: Longer results are cut, with a note that they were.
         task: Given to classes that want it.
     """
 
     def __init__(
-        self, tools: Iterable[Any] = (), *, timeout_s: float = 60.0, max_result_chars: int | None = None, task: Mapping[str, Any] | None = None
+        self,
+        tools: Iterable[Any] = (),
+        *,
+        timeout_s: float = 60.0,
+        max_result_chars: int | None = None,
+        task: Mapping[str, Any] | None = None,
     ) -> None:
         if timeout_s <= 0:
             raise ConfigError(f"timeout_s of tools must be above 0 seconds, got {timeout_s}")
@@ -109,7 +124,10 @@ class ToolManager:
 
         tool = self._tools.get(call.name)
         if tool is None:
-            return result(f"Error: there is no tool named {call.name!r}; there are {', '.join(self._tools) or 'none'}.", "unknown_tool")
+            return result(
+                f"Error: there is no tool named {call.name!r}; there are {', '.join(self._tools) or 'none'}.",
+                "unknown_tool",
+            )
         try:
             arguments = _fit_arguments(call.arguments, tool.schema)
         except ValueError as error:
@@ -138,11 +156,15 @@ async def _invoke(function: Callable[..., Any], arguments: Mapping[str, Any]) ->
 
 
 def _instance(tool_class: type, task: Mapping[str, Any] | None) -> Any:
-    wanted = [p for p in inspect.signature(tool_class).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    wanted = [
+        p
+        for p in inspect.signature(tool_class).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     return tool_class(task) if wanted else tool_class()
 
 
-# -- schemas -----------------------------------------------------------------------------------------------------------------------------------------
+# -- schemas ---------------------------------------------------------------------------------------------------------
 
 
 def _tool_of(tool: Any, name: str | None) -> _Tool:
@@ -150,10 +172,18 @@ def _tool_of(tool: Any, name: str | None) -> _Tool:
     if given is not None:
         given = given() if callable(given) else given
         schema = given.get("function", given) if isinstance(given, Mapping) else None
-        if not isinstance(schema, Mapping) or not isinstance(schema.get("name"), str) or not isinstance(schema.get("parameters", {}), Mapping):
-            raise ConfigError(f"the schema of tool {tool!r} must be an object with name, description and parameters, got {given!r:.200}")
+        if (
+            not isinstance(schema, Mapping)
+            or not isinstance(schema.get("name"), str)
+            or not isinstance(schema.get("parameters", {}), Mapping)
+        ):
+            raise ConfigError(
+                f"the schema of tool {tool!r} must be an object with name, description and parameters, got {given!r:.200}"
+            )
         if not callable(tool):
-            raise ConfigError(f"tool {schema['name']!r} has a schema but cannot be called; give its class a __call__ with the schema's parameters")
+            raise ConfigError(
+                f"tool {schema['name']!r} has a schema but cannot be called; give its class a __call__ with the schema's parameters"
+            )
         schema = {"parameters": {"type": "object", "properties": {}}, **schema}
         return _Tool(name or schema["name"], {**schema, "name": name or schema["name"]}, tool)
     if not callable(tool) or not hasattr(tool, "__name__"):
@@ -165,8 +195,8 @@ def _tool_of(tool: Any, name: str | None) -> _Tool:
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """``{"name", "description", "parameters"}`` of a function, from its annotations and its docstring (Google style).
 
-    Types may be ``str``, ``int``, ``float``, ``bool``, lists and dicts of those, ``Literal`` and ``Optional``. Raises ``ConfigError`` for a parameter
-    without a type, or of another.
+    Types may be ``str``, ``int``, ``float``, ``bool``, lists and dicts of those, ``Literal`` and ``Optional``. Raises
+    ``ConfigError`` for a parameter without a type, or of another.
     """
     name = function.__name__
     description, described = _read_docstring(inspect.getdoc(function) or "")
@@ -198,7 +228,10 @@ def _schema_of_type(hint: Any, where: str) -> dict[str, Any]:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         kinds = {type(value) for value in arguments}
-        return {"enum": list(arguments), **({"type": _JSON_TYPES[kinds.pop()]} if len(kinds) == 1 and kinds <= set(_JSON_TYPES) else {})}
+        return {
+            "enum": list(arguments),
+            **({"type": _JSON_TYPES[kinds.pop()]} if len(kinds) == 1 and kinds <= set(_JSON_TYPES) else {}),
+        }
     if origin in (Union, types.UnionType):
         options = [option for option in arguments if option is not type(None)]
         schemas = [_schema_of_type(option, where) for option in options]
@@ -214,7 +247,9 @@ def _schema_of_type(hint: Any, where: str) -> dict[str, Any]:
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     """The text before the first section, and what the section ``Args`` says of each parameter."""
-    head, _, rest = re.sub(r"^(Args|Arguments|Parameters):\s*$", "\0", text, count=1, flags=re.MULTILINE).partition("\0")
+    head, _, rest = re.sub(r"^(Args|Arguments|Parameters):\s*$", "\0", text, count=1, flags=re.MULTILINE).partition(
+        "\0"
+    )
     description = re.split(r"^(?:Returns?|Raises|Yields|Examples?|Notes?):\s*$", head, flags=re.MULTILINE)[0].strip()
     described: dict[str, str] = {}
     current, first_indent = "", 0
@@ -231,11 +266,12 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     return description, described
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------------------------
 
 
 def _fit_arguments(given: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as the schema wants them: strings become numbers and the like where they read as such. ``ValueError`` says what does not fit."""
+    """The arguments as the schema wants them: strings become numbers and the like where they read as such.
+    ``ValueError`` says what does not fit."""
     parameters = schema.get("parameters", {})
     properties: Mapping[str, Any] = parameters.get("properties", {})
     name = schema["name"]
@@ -245,7 +281,9 @@ def _fit_arguments(given: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[
     if parameters.get("additionalProperties", False) is False:
         unknown = [key for key in given if key not in properties]
         if unknown:
-            raise ValueError(f"{name} has no argument {', '.join(map(repr, unknown))}, only {', '.join(map(repr, properties)) or 'none'}")
+            raise ValueError(
+                f"{name} has no argument {', '.join(map(repr, unknown))}, only {', '.join(map(repr, properties)) or 'none'}"
+            )
     return {key: _fit(value, properties.get(key, {}), f"argument {key!r} of {name}") for key, value in given.items()}
 
 

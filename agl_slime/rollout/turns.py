@@ -1,7 +1,7 @@
 """The turns of a rollout whose agent declares what it needs: tools, a scheduler, limits.
 
-After each answer: calls of tools in it are run, and the rollout goes on with their results; else the scheduler decides. Without a scheduler an answer
-without calls is the last.
+After each answer: calls of tools in it are run, and the rollout goes on with their results; else the scheduler decides.
+Without a scheduler an answer without calls is the last.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from agl_slime.rollout.scheduler import ChatMessage, MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice, resolved
+from agl_slime.rollout.scheduler import (
+    ChatMessage,
+    MultiTurnScheduler,
+    RolloutInferRequest,
+    RolloutResponseChoice,
+    resolved,
+)
 from agl_slime.rollout.session import Answer, RolloutSession
 from agl_slime.rollout.stop import StopReason
 from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolParser
@@ -30,7 +36,8 @@ async def run_turns(
 ) -> RolloutResponseChoice:
     """Ask until the rollout is over; the session then holds why. Returns the last answer, with all messages.
 
-    Raises ``RolloutStopped`` when a limit of the session leaves no room for an answer that was wanted, and the client's typed errors.
+    Raises ``RolloutStopped`` when a limit of the session leaves no room for an answer that was wanted, and the client's
+    typed errors.
     """
     request = RolloutInferRequest(
         messages=session.messages,

@@ -9,19 +9,23 @@ from typing import Any
 
 import aiohttp
 
-from agl_slime._agl import LightningStore
 from agl_slime.errors import DataSourceError
-from agl_slime.store_feed import FeedPosition
+from agl_slime.store.feed import FeedPosition
+from agl_slime.support.agl import LightningStore
 
 logger = logging.getLogger(__name__)
 
 
-def listen_for_cancellations(store: LightningStore, *, cancel: Callable[[str], None], claimed: Callable[[], set[str]]) -> Callable[[], None]:
-    """Call ``cancel(rollout_id)`` for each rollout that is cancelled in the store from now on; the returned function ends that.
+def listen_for_cancellations(
+    store: LightningStore, *, cancel: Callable[[str], None], claimed: Callable[[], set[str]]
+) -> Callable[[], None]:
+    """Call ``cancel(rollout_id)`` for each rollout that is cancelled in the store from now on; the returned function
+    ends that.
 
-    A store of this process calls, on whatever thread; one elsewhere is followed by a task of the running event loop. Stores that tell of no
-    cancellations are not asked. ``cancel`` may be called twice for a rollout, and for rollouts of other runners. ``claimed`` are the ids of this
-    runner's own, which are looked at after a time in which the store could not be heard.
+    A store of this process calls, on whatever thread; one elsewhere is followed by a task of the running event loop.
+    Stores that tell of no cancellations are not asked. ``cancel`` may be called twice for a rollout, and for rollouts
+    of other runners. ``claimed`` are the ids of this runner's own, which are looked at after a time in which the store
+    could not be heard.
     """
     subscribe: Any = getattr(store, "subscribe_finished", None)
     if subscribe is not None:
@@ -47,7 +51,10 @@ async def _follow(store: Any, cancel: Callable[[str], None], claimed: Callable[[
                 try:
                     await _look(store, cancel, claimed())
                 except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-                    logger.debug("The store did not say what was cancelled while it could not be heard (%s); asking again.", error)
+                    logger.debug(
+                        "The store did not say what was cancelled while it could not be heard (%s); asking again.",
+                        error,
+                    )
                     continue  # the position stays, so the same page comes again
             position.epoch, position.after = page["epoch"], page["last"]
     except DataSourceError as error:

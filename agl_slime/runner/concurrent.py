@@ -1,7 +1,7 @@
 """Many rollouts at once in one process.
 
-``ConcurrentRunner`` reuses Agent Lightning's own step (resources, hooks, tracing, result handling) and changes only what surrounds it: it claims as
-many rollouts as it has room for and runs each as an asyncio task. Agents need not know.
+``ConcurrentRunner`` reuses Agent Lightning's own step (resources, hooks, tracing, result handling) and changes only
+what surrounds it: it claims as many rollouts as it has room for and runs each as an asyncio task. Agents need not know.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agl_slime._agl import AttemptedRollout, ExecutionEvent, Hook, LitAgent, LitAgentRunner
 from agl_slime.errors import ConfigError
 from agl_slime.runner.cancellations import listen_for_cancellations
 from agl_slime.runner.guard import GuardedAgent
 from agl_slime.runner.lag import LagMonitor
 from agl_slime.runner.recording import current_recording
 from agl_slime.runner.tracer import ContextTracer
+from agl_slime.support.agl import AttemptedRollout, ExecutionEvent, Hook, LitAgent, LitAgentRunner
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +31,16 @@ _RESTARTS_PER_WORKER = 3
 class RunnerSettings:
     """How one process executes rollouts.
 
-    ``max_concurrent``: rollouts in flight; a rollout that waits for the engine costs tens of kilobytes. ``max_sync_threads``: rollouts in flight of
-    an agent that is not async, each in a thread. ``claim_batch``: most rollouts claimed in one store call; a runner begins with few and doubles as
-    long as it gets all it asks for, so that several runners share a short queue. ``poll_interval_s``: pause between looks at an empty queue, cut
-    short by ``wake``. ``timeout_s``: time limit of rollouts whose own configuration has none. ``heartbeat_interval_s``: as Agent Lightning's; 0 is
-    off. ``flush_spans`` and ``flush_interval_s``: spans of an attempt that still runs are written when there are so many, or when they have waited so
-    long (and within a third of the rollout's ``unresponsive_seconds``). ``lag_warning_s``: a warning names the agent that blocks the event loop for
-    so long; 0 is off. ``max_restarts``: dead workers that a pool of processes or Ray actors replaces in all; ``None`` is three per worker, enough for
-    accidents, not for an agent that kills every process it runs in.
+    ``max_concurrent``: rollouts in flight; a rollout that waits for the engine costs tens of kilobytes.
+    ``max_sync_threads``: rollouts in flight of an agent that is not async, each in a thread. ``claim_batch``: most
+    rollouts claimed in one store call; a runner begins with few and doubles as long as it gets all it asks for, so that
+    several runners share a short queue. ``poll_interval_s``: pause between looks at an empty queue, cut short by
+    ``wake``. ``timeout_s``: time limit of rollouts whose own configuration has none. ``heartbeat_interval_s``: as Agent
+    Lightning's; 0 is off. ``flush_spans`` and ``flush_interval_s``: spans of an attempt that still runs are written
+    when there are so many, or when they have waited so long (and within a third of the rollout's
+    ``unresponsive_seconds``). ``lag_warning_s``: a warning names the agent that blocks the event loop for so long; 0 is
+    off. ``max_restarts``: dead workers that a pool of processes or Ray actors replaces in all; ``None`` is three per
+    worker, enough for accidents, not for an agent that kills every process it runs in.
     """
 
     max_concurrent: int = 1024
@@ -72,7 +74,8 @@ class RunnerSettings:
         return _RESTARTS_PER_WORKER * workers if self.max_restarts is None else self.max_restarts
 
 
-# A runner whose queue was empty asks for this many rollouts at first, and gives others a moment before it asks for twice as many.
+# A runner whose queue was empty asks for this many rollouts at first, and gives others a moment before it asks for
+# twice as many.
 _FIRST_CLAIM = 8
 _CLAIM_PAUSE_S = 0.002
 # With a full house the places that become free are filled together: a 64th of all, or what is free after this long.
@@ -83,8 +86,8 @@ _ROOM_PAUSE_S = 0.01
 class ConcurrentRunner(LitAgentRunner[Any]):
     """A ``LitAgentRunner`` that keeps up to ``max_concurrent`` rollouts in flight on one event loop.
 
-    ``on_finished`` is called on the runner's loop with the rollout's id after each attempt has reached its end in the store; it must not block.
-    ``name`` is how the store knows this runner; runners of one store need different ones.
+    ``on_finished`` is called on the runner's loop with the rollout's id after each attempt has reached its end in the
+    store; it must not block. ``name`` is how the store knows this runner; runners of one store need different ones.
     """
 
     def __init__(
@@ -118,7 +121,9 @@ class ConcurrentRunner(LitAgentRunner[Any]):
     def init(self, agent: LitAgent[Any], *, hooks: Sequence[Hook] | None = None, **kwargs: Any) -> None:
         super().init(agent, hooks=hooks, **kwargs)
         settings = self.settings
-        self._guard = GuardedAgent(agent=agent, default_timeout_s=settings.timeout_s, flush_interval_s=settings.flush_interval_s)
+        self._guard = GuardedAgent(
+            agent=agent, default_timeout_s=settings.timeout_s, flush_interval_s=settings.flush_interval_s
+        )
         if not agent.is_async():
             self._limit = min(settings.max_concurrent, settings.max_sync_threads)
         if settings.lag_warning_s:
@@ -143,14 +148,15 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         """Whether ``stop`` was called."""
         return self._stopping
 
-    # -- from any thread --------------------------------------------------------------------------------------------------------------------
+    # -- from any thread ----------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
         """Look at the queue now rather than at the next poll."""
         self._on_loop(lambda: self._wake.set() if self._wake else None)
 
     def cancel(self, rollout_id: str) -> None:
-        """Cancel the agent that runs this rollout, or is about to, if one does; its attempt then fails with the reason ``cancelled``."""
+        """Cancel the agent that runs this rollout, or is about to, if one does; its attempt then fails with the reason
+        ``cancelled``."""
         self._on_loop(lambda: self._guard.cancel(rollout_id) if self._guard is not None else None)
 
     def stop(self, *, cancel: bool = True) -> None:
@@ -175,11 +181,11 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         except RuntimeError:  # the loop closed between the check and the call: nothing is left to wake or stop
             logger.debug("The runner's loop is closed already.")
 
-    # -- the loop ---------------------------------------------------------------------------------------------------------------------------
+    # -- the loop -----------------------------------------------------------------------------------------------------
 
     async def iter(self, *, event: ExecutionEvent | None = None) -> None:
-        """Execute rollouts from the store until ``stop`` is called or ``event`` is set; then wait for those in flight. When this is cancelled, so are
-        they."""
+        """Execute rollouts from the store until ``stop`` is called or ``event`` is set; then wait for those in flight.
+        When this is cancelled, so are they."""
         store = self.get_store()
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
@@ -263,7 +269,8 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self._in_flight.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("Rollout %s broke outside of its agent: %s", task.get_name(), error, exc_info=error)
-        # With a full house the loop waits for room, and a call of the store for each free place would cost more than the place is worth.
+        # With a full house the loop waits for room, and a call of the store for each free place would cost more than
+        # the place is worth.
         free = self._limit - len(self._in_flight)
         if self._wake is None or self._loop is None:
             return
@@ -276,9 +283,11 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         try:
             await self._step_impl(rollout)
             if current_recording.get() is None:
-                # The step returned without running the agent, which it does only when the store holds no resources: left alone, the attempt would
-                # stay "preparing" for ever.
-                logger.error("Rollout %s: the store holds no resources; add `main_llm` before enqueueing.", rollout.rollout_id)
+                # The step returned without running the agent, which it does only when the store holds no resources:
+                # left alone, the attempt would stay "preparing" for ever.
+                logger.error(
+                    "Rollout %s: the store holds no resources; add `main_llm` before enqueueing.", rollout.rollout_id
+                )
                 await self.get_store().update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="failed")
         finally:
             if self._on_finished is not None:

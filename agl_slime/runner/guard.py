@@ -1,8 +1,10 @@
-"""What stands between the runner's step and the user's agent: time limits, threads for sync agents, and a recorded reason for every failure.
+"""What stands between the runner's step and the user's agent: time limits, threads for sync agents, and a recorded
+reason for every failure.
 
-Agent Lightning's step marks an attempt as succeeded when the agent was cancelled, cannot stop an agent that hangs, and runs sync agents on the event
-loop. The guard is the ``agent`` that the step sees: it turns each of those into an ordinary exception with a reason, written as an
-``agentlightning.exception`` span, so that whoever reads the attempt knows why.
+Agent Lightning's step marks an attempt as succeeded when the agent was cancelled, cannot stop an agent that hangs, and
+runs sync agents on the event loop. The guard is the ``agent`` that the step sees: it turns each of those into an
+ordinary exception with a reason, written as an ``agentlightning.exception`` span, so that whoever reads the attempt
+knows why.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from agl_slime._agl import LitAgent, NamedResources, Rollout, emit_exception
 from agl_slime.errors import RewardError, RolloutError, RolloutTimeoutError
 from agl_slime.runner.recording import current_recording
 from agl_slime.runner.sync_threads import SyncThreads
+from agl_slime.support.agl import LitAgent, NamedResources, Rollout, emit_exception
 
 # Attribute of the exception span that names why the attempt failed, as one stable word for counting.
 FAILURE_REASON = "agl_slime.failure.reason"
@@ -25,7 +27,8 @@ _CANCEL_GRACE_S = 2.0
 
 
 class _Run:
-    """One agent at work. ``cancel`` cancels it, and lets whoever waits go on when it does not end within the grace period."""
+    """One agent at work. ``cancel`` cancels it, and lets whoever waits go on when it does not end within the grace
+    period."""
 
     def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -48,7 +51,9 @@ class _Run:
 class GuardedAgent:
     """Runs one agent's rollouts under guard; everything else is the agent's own (hooks see it as the agent)."""
 
-    def __init__(self, *, agent: LitAgent[Any], default_timeout_s: float | None = None, flush_interval_s: float | None = None) -> None:
+    def __init__(
+        self, *, agent: LitAgent[Any], default_timeout_s: float | None = None, flush_interval_s: float | None = None
+    ) -> None:
         self._agent = agent
         self._default_timeout_s = default_timeout_s
         self._flush_interval_s = flush_interval_s
@@ -77,8 +82,8 @@ class GuardedAgent:
         return len(self._running)
 
     def cancel(self, rollout_id: str) -> bool:
-        """Cancel the agent that runs this rollout; ``False`` when none does. One that is about to begin with it will not, until ``forget_refusals``
-        says that nobody is."""
+        """Cancel the agent that runs this rollout; ``False`` when none does. One that is about to begin with it will
+        not, until ``forget_refusals`` says that nobody is."""
         run = self._running.get(rollout_id)
         if run is not None:
             run.cancel()
@@ -87,7 +92,8 @@ class GuardedAgent:
         return run is not None
 
     def forget_refusals(self, *, claimed: Callable[[], set[str]]) -> None:
-        """Of what was cancelled and had no agent, only what is among the ``claimed`` can still get one. Costs nothing when there is none."""
+        """Of what was cancelled and had no agent, only what is among the ``claimed`` can still get one. Costs nothing
+        when there is none."""
         if self._refused:
             self._refused &= claimed()
 
@@ -108,7 +114,9 @@ class GuardedAgent:
             if self._agent.is_async():
                 work = method(task, resources, rollout)
             else:
-                work = self.sync_threads.run(f"agl-slime-agent-{rollout.rollout_id}", sync_method, task, resources, rollout)
+                work = self.sync_threads.run(
+                    f"agl-slime-agent-{rollout.rollout_id}", sync_method, task, resources, rollout
+                )
             result = await self._with_time_limit(_contained(work), rollout)
             check_result(result)
         except Exception as error:
@@ -119,7 +127,11 @@ class GuardedAgent:
     def _flush_after_s(self, rollout: Rollout) -> float | None:
         # the store takes an attempt without new spans for dead after unresponsive_seconds: show life well within them
         silence = rollout.config.unresponsive_seconds
-        limits = [limit for limit in (self._flush_interval_s, silence / 3 if silence is not None else None) if limit is not None]
+        limits = [
+            limit
+            for limit in (self._flush_interval_s, silence / 3 if silence is not None else None)
+            if limit is not None
+        ]
         return min(limits) if limits else None
 
     async def _with_time_limit(self, work: Coroutine[Any, Any, Any], rollout: Rollout) -> Any:
@@ -135,7 +147,9 @@ class GuardedAgent:
                 how = "was cancelled" if inner.done() else "ignored its cancellation; it was abandoned"
                 raise RolloutTimeoutError(f"The agent ran past its limit of {limit:g} s and {how}.")
             if not inner.done():
-                raise RolloutError("The rollout was cancelled; its agent ignored that and was abandoned.", reason="cancelled")
+                raise RolloutError(
+                    "The rollout was cancelled; its agent ignored that and was abandoned.", reason="cancelled"
+                )
             if inner.cancelled():
                 raise RolloutError("The rollout was cancelled.", reason="cancelled")
             return inner.result()
@@ -148,7 +162,8 @@ class GuardedAgent:
 
 
 async def _contained(work: Coroutine[Any, Any, Any]) -> Any:
-    """``work``, whose ``sys.exit()`` is its own end and not the runner's: asyncio lets ``SystemExit`` through to whoever runs the loop."""
+    """``work``, whose ``sys.exit()`` is its own end and not the runner's: asyncio lets ``SystemExit`` through to
+    whoever runs the loop."""
     try:
         return await work
     except SystemExit as error:
@@ -161,7 +176,8 @@ def failure_reason(error: BaseException) -> str:
 
 
 def check_result(result: Any) -> None:
-    """What an agent may return: ``None``, a finite number (the reward) or a list of spans. Anything else is not a reward and is not made into one."""
+    """What an agent may return: ``None``, a finite number (the reward) or a list of spans. Anything else is not a
+    reward and is not made into one."""
     if result is None or isinstance(result, list):
         return
     if not isinstance(result, (int, float)):

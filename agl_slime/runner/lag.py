@@ -1,7 +1,8 @@
 """Notices code that blocks an event loop, and names it.
 
-One agent that sleeps, computes or asks a slow judge on the event loop stops thousands of rollouts. A task on the loop notes the time every quarter of
-a second; a thread looks at the note, and when it is old, at what the loop's thread is doing.
+One agent that sleeps, computes or asks a slow judge on the event loop stops thousands of rollouts. A task on the loop
+notes the time every quarter of a second; a thread looks at the note, and when it is old, at what the loop's thread is
+doing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 # Frames of these packages are how the agent's code is called, not what it does.
-_PLUMBING = ("asyncio", "agl_slime/runner", "agentlightning", "opentelemetry", "concurrent/futures", "threading.py", "contextvars")
+_PLUMBING = (
+    "asyncio",
+    "agl_slime/runner",
+    "agentlightning",
+    "opentelemetry",
+    "concurrent/futures",
+    "threading.py",
+    "contextvars",
+)
 
 
 class LagMonitor:
@@ -80,7 +89,9 @@ def _place_of(frame: FrameType | None) -> str:
     stack = traceback.extract_stack(frame)
     library = sys.prefix, sys.base_prefix
     own = [entry for entry in stack if not any(part in entry.filename.replace("\\", "/") for part in _PLUMBING)]
-    chosen = next((entry for entry in reversed(own) if not entry.filename.startswith(library)), own[-1] if own else stack[-1])
+    chosen = next(
+        (entry for entry in reversed(own) if not entry.filename.startswith(library)), own[-1] if own else stack[-1]
+    )
     return f"{chosen.filename}:{chosen.lineno} ({chosen.name})"
 
 

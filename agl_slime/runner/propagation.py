@@ -1,9 +1,10 @@
 """Carries the current recording into threads and executors.
 
-Python gives a new thread, and a call in a ``ThreadPoolExecutor``, an empty context (until 3.14, and there only by a switch). Under stock Agent
-Lightning that does not matter, for one process runs one rollout; here a span of such a thread would belong to nobody. While a tracer is active,
-``threading.Thread.start`` and ``ThreadPoolExecutor.submit`` hand the recording of whoever calls them on, and nothing else of the context.
-``asyncio.to_thread`` carries the whole context by itself; ``loop.run_in_executor`` goes through ``submit``.
+Python gives a new thread, and a call in a ``ThreadPoolExecutor``, an empty context (until 3.14, and there only by a
+switch). Under stock Agent Lightning that does not matter, for one process runs one rollout; here a span of such a
+thread would belong to nobody. While a tracer is active, ``threading.Thread.start`` and ``ThreadPoolExecutor.submit``
+hand the recording of whoever calls them on, and nothing else of the context. ``asyncio.to_thread`` carries the whole
+context by itself; ``loop.run_in_executor`` goes through ``submit``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def propagate() -> None:
 
 
 def stop_propagating() -> None:
-    """The last one puts back what was there, unless somebody else has replaced it since: then theirs stays, and calls ours, which does no harm."""
+    """The last one puts back what was there, unless somebody else has replaced it since: then theirs stays, and calls
+    ours, which does no harm."""
     global _users
     with _lock:
         _users -= 1
@@ -75,7 +77,9 @@ def _start_with_recording(self: threading.Thread) -> None:
     _start(self)
 
 
-def _submit_with_recording(executor: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+def _submit_with_recording(
+    executor: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Future[Any]:
     # Also outside of any rollout: the worker thread may have been started by one.
     return _submit(executor, _Call(fn, current_recording.get()), *args, **kwargs)
 

@@ -1,7 +1,7 @@
 """Runners as Ray actors: the same runner, on as many hosts as Ray has.
 
-Ray is imported when a pool is made. A Ray that runs already is used (``RAY_ADDRESS``, or the one that this process is connected to); otherwise a
-local one is started, and ended with the pool.
+Ray is imported when a pool is made. A Ray that runs already is used (``RAY_ADDRESS``, or the one that this process is
+connected to); otherwise a local one is started, and ended with the pool.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from agl_slime._agl import LitAgent
 from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.worker import Worker, WorkerSpec
+from agl_slime.support.agl import LitAgent
 
 if TYPE_CHECKING:
-    from agl_slime.runner.pools import StoreAccess
+    from agl_slime.runner.processes import StoreAccess
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,8 @@ class RayPool:
     """``actors`` runners on Ray.
 
     Args:
-        access: the store; workers on other hosts must reach its address, so a Ray of several nodes needs another host than the loopback.
+        access: the store; workers on other hosts must reach its address, so a Ray of several nodes needs another host
+            than the loopback.
         num_cpus: CPUs that Ray reserves for each.
     """
 
@@ -73,7 +74,9 @@ class RayPool:
         try:
             self._ray: Any = importlib.import_module("ray")
         except ImportError as error:
-            raise MissingDependencyError('runners on Ray need Ray: pip install "ray>=2.40", or use --runners process:N') from error
+            raise MissingDependencyError(
+                'runners on Ray need Ray: pip install "ray>=2.40", or use --runners process:N'
+            ) from error
         self._agent = agent
         self._access = access
         self._count = actors
@@ -94,7 +97,7 @@ class RayPool:
     def start(self) -> RayPool:
         if self._watcher is not None:
             raise LoopError("The pool was started already; make a new one to run again.")
-        from agl_slime.runner.pools import worker_names
+        from agl_slime.runner.processes import worker_names
 
         ray = self._ray
         if not ray.is_initialized():
@@ -104,9 +107,19 @@ class RayPool:
             self._check_address()
             self._access.open()
             for name in worker_names(self._count, kind="ray"):
-                spec = WorkerSpec(agent=self._agent, store_url=self._access.url, store_token=self._access.token, settings=self._settings, name=name)
+                spec = WorkerSpec(
+                    agent=self._agent,
+                    store_url=self._access.url,
+                    store_token=self._access.token,
+                    settings=self._settings,
+                    name=name,
+                )
                 self._launch(spec)
-            ready, _ = ray.wait([actor.handle.ready.remote() for actor in self._actors.values()], num_returns=1, timeout=_START_TIMEOUT_S)
+            ready, _ = ray.wait(
+                [actor.handle.ready.remote() for actor in self._actors.values()],
+                num_returns=1,
+                timeout=_START_TIMEOUT_S,
+            )
             if not ready:
                 raise LoopError(
                     f"no runner actor was ready within {_START_TIMEOUT_S:g} s; Ray has {ray.available_resources().get('CPU', 0):g} free CPUs"
@@ -139,7 +152,9 @@ class RayPool:
             actor.handle.stop.remote(cancel)
         unfinished: list[Any] = []
         if actors:
-            _, unfinished = ray.wait([actor.running for actor in actors], num_returns=len(actors), timeout=max(timeout_s, 0.001))
+            _, unfinished = ray.wait(
+                [actor.running for actor in actors], num_returns=len(actors), timeout=max(timeout_s, 0.001)
+            )
         for actor in actors:
             ray.kill(actor.handle)
             self._access.fail_worker(actor.spec.name, "the pool was stopped")
@@ -148,7 +163,12 @@ class RayPool:
             self._own_ray = False
             ray.shutdown()
         if unfinished:
-            logger.warning("%d of %d runner actors did not stop within %g s and were ended.", len(unfinished), len(actors), timeout_s)
+            logger.warning(
+                "%d of %d runner actors did not stop within %g s and were ended.",
+                len(unfinished),
+                len(actors),
+                timeout_s,
+            )
         return not unfinished
 
     def __enter__(self) -> RayPool:
@@ -184,7 +204,7 @@ class RayPool:
                     self._bury(actor)
 
     def _bury(self, actor: _Actor) -> None:
-        from agl_slime.runner.pools import worker_names
+        from agl_slime.runner.processes import worker_names
 
         try:
             self._ray.get(actor.running)

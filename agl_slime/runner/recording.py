@@ -1,8 +1,8 @@
 """Which rollout the running code belongs to, and the spans it has produced so far.
 
-The current recording lives in a ``contextvars.ContextVar``: asyncio tasks and ``asyncio.to_thread`` inherit it, so spans of nested tasks and of
-threads land on the rollout that started them, however many rollouts share the process. ``agl_slime.runner.propagation`` carries it into threads and
-executors that Python starts without a context.
+The current recording lives in a ``contextvars.ContextVar``: asyncio tasks and ``asyncio.to_thread`` inherit it, so
+spans of nested tasks and of threads land on the rollout that started them, however many rollouts share the process.
+``agl_slime.runner.propagation`` carries it into threads and executors that Python starts without a context.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from agl_slime._agl import LightningStore, Span
+from agl_slime.support.agl import LightningStore, Span
 
 # A span is built once its sequence id is known: the store numbers the spans of an attempt when they are written.
 SpanBuilder = Callable[[str, str, int], Span]
@@ -24,8 +24,8 @@ SpanBuilder = Callable[[str, str, int], Span]
 class Recording:
     """The spans of one attempt that are not written yet, in the order in which they ended. Any thread may add.
 
-    ``flush_after_s``: a span waits at most about this long to be written. ``flush_spans`` of them are written at once, and then ``on_full`` is
-    called, on the thread that added the last one.
+    ``flush_after_s``: a span waits at most about this long to be written. ``flush_spans`` of them are written at once,
+    and then ``on_full`` is called, on the thread that added the last one.
     """
 
     rollout_id: str
@@ -56,11 +56,13 @@ class Recording:
 
     def due(self, now: float) -> bool:
         """Whether spans have waited for ``flush_after_s`` at ``now`` (``time.monotonic``)."""
-        return bool(self._pending) and self.flush_after_s is not None and now - self._pending_since >= self.flush_after_s
+        return (
+            bool(self._pending) and self.flush_after_s is not None and now - self._pending_since >= self.flush_after_s
+        )
 
     async def write(self, *, close: bool = False) -> None:
-        """Write what is there to the store, in one call each for the numbers and the spans; with ``close`` nothing is taken in after this. What could
-        not be written stays for the next time, and the error is raised."""
+        """Write what is there to the store, in one call each for the numbers and the spans; with ``close`` nothing is
+        taken in after this. What could not be written stays for the next time, and the error is raised."""
         if self._writing is not None or not close:  # the usual attempt is written once, at its end, and needs no lock
             self._writing = self._writing or asyncio.Lock()
             async with self._writing:
@@ -88,7 +90,11 @@ class Recording:
             first = len(self.written) + 1
             return [build(*key, number) for number, build in enumerate(builders, first)]
         numbers = await self.store.get_many_span_sequence_ids([key] * len(builders))
-        return [*await self.store.add_many_spans([build(*key, number) for build, number in zip(builders, numbers, strict=True)])]
+        return [
+            *await self.store.add_many_spans(
+                [build(*key, number) for build, number in zip(builders, numbers, strict=True)]
+            )
+        ]
 
 
 current_recording: ContextVar[Recording | None] = ContextVar("agl_slime_recording", default=None)

@@ -1,7 +1,7 @@
 """Threads for sync agents: one per rollout, daemons, so that what hangs is abandoned and never keeps the process alive.
 
-How many run at once is bounded by how many rollouts the runner claims. A thread that was abandoned at its rollout's time limit goes on until it
-returns; it is counted, and rollouts stop being claimed when as many hang as may run.
+How many run at once is bounded by how many rollouts the runner claims. A thread that was abandoned at its rollout's
+time limit goes on until it returns; it is counted, and rollouts stop being claimed when as many hang as may run.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from agl_slime._agl import Hook, LightningStore, LitAgent
 from agl_slime.errors import LoopError
 from agl_slime.runner.concurrent import ConcurrentRunner, FinishedListener, RunnerSettings
 from agl_slime.runner.garbage import tune_garbage_collector
+from agl_slime.support.agl import Hook, LightningStore, LitAgent
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 class RunnerThread:
     """Runs a ``ConcurrentRunner`` on a thread; a context manager that leaves nothing running.
 
-    The store must be thread-safe when other threads write to it too (``InMemoryLightningStore(thread_safe=True)``, or any HTTP client store).
+    The store must be thread-safe when other threads write to it too (``InMemoryLightningStore(thread_safe=True)``, or
+    any HTTP client store).
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class RunnerThread:
         return self._failure
 
     def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
-        """Stop claiming, cancel (or finish) what is in flight, end the thread. ``False`` when it did not end in time (an agent that blocks its event
-        loop)."""
+        """Stop claiming, cancel (or finish) what is in flight, end the thread. ``False`` when it did not end in time
+        (an agent that blocks its event loop)."""
         if self._thread is None:
             return True
         self.runner.stop(cancel=cancel)
@@ -78,7 +79,9 @@ class RunnerThread:
     def __enter__(self) -> RunnerThread:
         return self.start()
 
-    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.stop()
 
     def _main(self, ready: threading.Event) -> None:

@@ -1,14 +1,14 @@
 """A tracer for many rollouts at once.
 
-Agent Lightning's own tracer keeps one rollout per process and submits each span on its own, waiting for the store. This one keeps the rollout in a
-context variable, gathers the spans of an attempt in memory and writes them in one call when the attempt ends, so an agent never waits for the store
-in the middle of its work.
+Agent Lightning's own tracer keeps one rollout per process and submits each span on its own, waiting for the store. This
+one keeps the rollout in a context variable, gathers the spans of an attempt in memory and writes them in one call when
+the attempt ends, so an agent never waits for the store in the middle of its work.
 
-A long attempt's spans are written before that, so that the store's watchdog sees life: whenever there are ``flush_spans`` of them, and when the
-oldest has waited for the recording's ``flush_after_s``.
+A long attempt's spans are written before that, so that the store's watchdog sees life: whenever there are
+``flush_spans`` of them, and when the oldest has waited for the recording's ``flush_after_s``.
 
-Spans come from two sides: Agent Lightning's emitters (``emit_reward`` and the rest, through ``create_span``), and any OpenTelemetry instrumentation
-inside the agent, through a span processor on the global tracer provider.
+Spans come from two sides: Agent Lightning's emitters (``emit_reward`` and the rest, through ``create_span``), and any
+OpenTelemetry instrumentation inside the agent, through a span processor on the global tracer provider.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from opentelemetry.sdk.trace import Span as SdkSpan
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import format_span_id, format_trace_id
 
-from agl_slime._agl import (
+from agl_slime.runner.propagation import propagate, stop_propagating
+from agl_slime.runner.recording import Recording, SpanBuilder, current_recording
+from agl_slime.support.agl import (
     LightningStore,
     OtelSpanRecordingContext,
     Span,
@@ -40,8 +42,6 @@ from agl_slime._agl import (
     get_active_tracer,
     set_active_tracer,
 )
-from agl_slime.runner.propagation import propagate, stop_propagating
-from agl_slime.runner.recording import Recording, SpanBuilder, current_recording
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class ContextTracer(Tracer):
         self._flushing: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    # -- life cycle -----------------------------------------------------------------------------------------------------------------------
+    # -- life cycle ---------------------------------------------------------------------------------------------------
 
     def init_worker(self, worker_id: int, store: LightningStore | None = None) -> None:
         super().init_worker(worker_id, store)
@@ -73,7 +73,8 @@ class ContextTracer(Tracer):
         super().teardown_worker(worker_id)
 
     async def flush_for_ever(self) -> None:
-        """Write spans of attempts that still run as they become due, until cancelled. The runner has it run beside its rollouts."""
+        """Write spans of attempts that still run as they become due, until cancelled. The runner has it run beside its
+        rollouts."""
         self._loop = asyncio.get_running_loop()
         try:
             while True:
@@ -102,7 +103,9 @@ class ContextTracer(Tracer):
         try:
             loop.call_soon_threadsafe(self._flush, recording)
         except RuntimeError:
-            logger.debug("The runner's loop closed before the spans of rollout %s could be written early.", recording.rollout_id)
+            logger.debug(
+                "The runner's loop closed before the spans of rollout %s could be written early.", recording.rollout_id
+            )
 
     def trace_context(
         self,
@@ -112,15 +115,18 @@ class ContextTracer(Tracer):
         rollout_id: str | None = None,
         attempt_id: str | None = None,
     ) -> AbstractAsyncContextManager[Recording]:
-        """The scope of one attempt; on leaving it, also by an exception, its spans are written to the store in one call."""
+        """The scope of one attempt; on leaving it, also by an exception, its spans are written to the store in one
+        call."""
         if (rollout_id is None) != (attempt_id is None):
             raise ValueError("trace_context needs rollout_id and attempt_id together, or neither")
         if rollout_id is None or attempt_id is None:
             return _AttemptScope(self, Recording("rollout-untracked", "attempt-untracked"))
-        recording = Recording(rollout_id, attempt_id, store=store or self._store, flush_spans=self._flush_spans, on_full=self._on_full)
+        recording = Recording(
+            rollout_id, attempt_id, store=store or self._store, flush_spans=self._flush_spans, on_full=self._on_full
+        )
         return _AttemptScope(self, recording)
 
-    # -- spans ----------------------------------------------------------------------------------------------------------------------------
+    # -- spans --------------------------------------------------------------------------------------------------------
 
     def create_span(
         self,
@@ -131,7 +137,11 @@ class ContextTracer(Tracer):
     ) -> SpanCoreFields:
         now = timestamp if timestamp is not None else time.time()
         core = SpanCoreFields(
-            name=name, attributes=dict(attributes or {}), start_time=now, end_time=now, status=status or TraceStatus(status_code="UNSET")
+            name=name,
+            attributes=dict(attributes or {}),
+            start_time=now,
+            end_time=now,
+            status=status or TraceStatus(status_code="UNSET"),
         )
         _record(lambda rollout_id, attempt_id, sequence_id: _from_core(core, rollout_id, attempt_id, sequence_id), name)
         return core
@@ -160,8 +170,8 @@ class ContextTracer(Tracer):
 
 
 class _AttemptScope(AbstractAsyncContextManager[Recording]):
-    """Makes a recording current, and writes it when left. The context variable keeps the finished recording, so that ``get_last_trace`` works after
-    the scope."""
+    """Makes a recording current, and writes it when left. The context variable keeps the finished recording, so that
+    ``get_last_trace`` works after the scope."""
 
     def __init__(self, tracer: ContextTracer, recording: Recording) -> None:
         self._tracer = tracer
@@ -178,11 +188,13 @@ class _AttemptScope(AbstractAsyncContextManager[Recording]):
 
 
 class _RecordingSpanProcessor(SpanProcessor):
-    """Hands finished OpenTelemetry spans to the recording of the code that *started* them: they may end in a callback thread without context.
+    """Hands finished OpenTelemetry spans to the recording of the code that *started* them: they may end in a callback
+    thread without context.
 
-    A span whose parent is under way in some recording belongs there, wherever it starts: code that hands a parent on explicitly knows better than the
-    thread it runs in. Any other belongs to the current recording. What ends is a copy of what started, so the two are matched by trace and span id; a
-    span that never ends is forgotten with its recording.
+    A span whose parent is under way in some recording belongs there, wherever it starts: code that hands a parent on
+    explicitly knows better than the thread it runs in. Any other belongs to the current recording. What ends is a copy
+    of what started, so the two are matched by trace and span id; a span that never ends is forgotten with its
+    recording.
     """
 
     def __init__(self) -> None:
@@ -199,7 +211,9 @@ class _RecordingSpanProcessor(SpanProcessor):
         recording = self._started.pop(_key_of(span), None)
         if recording is None:
             return
-        if not recording.add(lambda rollout_id, attempt_id, sequence_id: _from_otel(span, rollout_id, attempt_id, sequence_id)):
+        if not recording.add(
+            lambda rollout_id, attempt_id, sequence_id: _from_otel(span, rollout_id, attempt_id, sequence_id)
+        ):
             logger.warning("Span %r ended after its rollout %s and is not recorded.", span.name, recording.rollout_id)
 
 
@@ -214,7 +228,8 @@ _ids = RandomIdGenerator()
 
 
 def _from_core(core: SpanCoreFields, rollout_id: str, attempt_id: str, sequence_id: int) -> Span:
-    """``Span.from_core_fields`` without validating again what ``core`` has validated: half of its time. No two spans share a part that may change."""
+    """``Span.from_core_fields`` without validating again what ``core`` has validated: half of its time. No two spans
+    share a part that may change."""
     assert _BLANK.context is not None
     trace_id, span_id = format_trace_id(_ids.generate_trace_id()), format_span_id(_ids.generate_span_id())
     return _BLANK.model_copy(
@@ -249,7 +264,7 @@ def _record(builder: SpanBuilder, name: str) -> None:
         logger.warning("Span %r came after its rollout %s had ended and is dropped.", name, recording.rollout_id)
 
 
-# -- process-wide state: one span processor and one active tracer, shared by all ContextTracers ------------------------------------------------
+# -- process-wide state: one span processor and one active tracer, shared by all ContextTracers ----------------------
 
 _state_lock = threading.Lock()
 _processor: _RecordingSpanProcessor | None = None
@@ -269,8 +284,8 @@ def _attach_processor() -> None:
 
 
 def _activate(tracer: ContextTracer) -> None:
-    # Agent Lightning's emitters look the tracer up in a process global. All ContextTracers share the context variable, so any one of them serves them
-    # all.
+    # Agent Lightning's emitters look the tracer up in a process global. All ContextTracers share the context variable,
+    # so any one of them serves them all.
     global _users
     with _state_lock:
         if not isinstance(get_active_tracer(), ContextTracer):

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from agl_slime._agl import LitAgent
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
 from agl_slime.runner.garbage import tune_garbage_collector
-from agl_slime.store_batch import WorkerStore
+from agl_slime.store.batch import WorkerStore
+from agl_slime.support.agl import LitAgent
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """The one way to SGLang: every endpoint that this package uses, with typed answers and typed errors.
 
-Invariant: what ``generate`` returns was sampled by the engine token by token for the prompt that was given; however often the engine aborted, failed
-or was sent to again, no id appears twice, none is missing, and no id of an abandoned attempt is mixed in (a retry starts under a new request id, and
-the abandoned one is aborted).
+Invariant: what ``generate`` returns was sampled by the engine token by token for the prompt that was given; however
+often the engine aborted, failed or was sent to again, no id appears twice, none is missing, and no id of an abandoned
+attempt is mixed in (a retry starts under a new request id, and the abandoned one is aborted).
 """
 
 from __future__ import annotations
@@ -29,20 +29,35 @@ from agl_slime.errors import (
     EngineServerError,
     OutOfVocabularyError,
 )
-from agl_slime.sglang.describe import PROBE_TIMEOUT_S, EngineDescription, describe, model_info, server_info, weight_version
+from agl_slime.sglang.describe import (
+    PROBE_TIMEOUT_S,
+    EngineDescription,
+    describe,
+    model_info,
+    server_info,
+    weight_version,
+)
 from agl_slime.sglang.payloads import Generation, SamplingParams, parse_generation, parse_workers
 from agl_slime.sglang.resume import PartRequest, ResumableGeneration
 from agl_slime.sglang.retry import backoff_s, classify_exception, context_limit
 from agl_slime.sglang.transport import ClientSettings, HttpTransport, Response
 
-__all__ = ["PROBE_TIMEOUT_S", "ROUTING_KEY_HEADER", "ClientSettings", "EngineDescription", "EngineLoad", "PauseMode", "SGLangClient"]
+__all__ = [
+    "PROBE_TIMEOUT_S",
+    "ROUTING_KEY_HEADER",
+    "ClientSettings",
+    "EngineDescription",
+    "EngineLoad",
+    "PauseMode",
+    "SGLangClient",
+]
 
 logger = logging.getLogger(__name__)
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
-# sglang-router's "manual" and "consistent hashing" policies keep requests with one key on one worker, so that the turns of a rollout find their
-# prefix cache
+# sglang-router's "manual" and "consistent hashing" policies keep requests with one key on one worker, so that the turns
+# of a rollout find their prefix cache
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 
 # aborts of requests that nobody waits for any more: best effort, so few at a time and not for long
@@ -61,12 +76,13 @@ class EngineLoad:
 class SGLangClient:
     """A client of one SGLang server or router, for thousands of concurrent calls.
 
-    It may be made in one thread and used in another: connections are opened in the event loop that first needs them. Use it as an async context
-    manager, or call ``aclose``.
+    It may be made in one thread and used in another: connections are opened in the event loop that first needs them.
+    Use it as an async context manager, or call ``aclose``.
 
-    ``vocab_size`` and ``context_length``, when known, refuse what the server cannot take before it is sent; ``context_length`` also shortens
-    ``max_new_tokens`` to the room that is left, since SGLang refuses prompt + max_new_tokens beyond it. ``eos_token_ids`` are the model's own end
-    tokens, needed only to end a generation that was aborted in the very step that sampled one.
+    ``vocab_size`` and ``context_length``, when known, refuse what the server cannot take before it is sent;
+    ``context_length`` also shortens ``max_new_tokens`` to the room that is left, since SGLang refuses prompt +
+    max_new_tokens beyond it. ``eos_token_ids`` are the model's own end tokens, needed only to end a generation that was
+    aborted in the very step that sampled one.
 
     Errors are those of ``agl_slime.errors``; ``agl_slime.sglang.retry`` says which failures are tried again.
     """
@@ -86,8 +102,8 @@ class SGLangClient:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._http = HttpTransport(base_url=base_url, settings=self.settings)
         self._rng = random.Random()
-        # requests that nobody waits for any more, and the tasks that tell the engine so (held here: a task that only its loop knows may be collected
-        # while it runs)
+        # requests that nobody waits for any more, and the tasks that tell the engine so (held here: a task that only
+        # its loop knows may be collected while it runs)
         self._unwanted: deque[str] = deque()
         self._aborters: set[asyncio.Task[None]] = set()
 
@@ -98,7 +114,9 @@ class SGLangClient:
     async def __aenter__(self) -> SGLangClient:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -111,7 +129,7 @@ class SGLangClient:
             await asyncio.gather(*late, return_exceptions=True)
         await self._http.aclose()
 
-    # -- generation ----------------------------------------------------------------------------------------------------------------------
+    # -- generation ---------------------------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -127,12 +145,16 @@ class SGLangClient:
         Args:
             input_ids: The prompt's token ids, at least one.
             sampling: ``max_new_tokens`` counts the whole answer, resumed parts included.
-            routing_key: Calls with one key reach one worker behind a router (one key per rollout keeps its prefix cache).
-            rid: Request id of the first attempt; later attempts and parts derive theirs from it. SGLang aborts by prefix: no rid may begin another.
-            resume_aborted: Take up a generation again that the engine aborted (a weight sync does); False returns it as it is, reason "abort".
+            routing_key: Calls with one key reach one worker behind a router (one key per rollout keeps its prefix
+                cache).
+            rid: Request id of the first attempt; later attempts and parts derive theirs from it. SGLang aborts by
+                prefix: no rid may begin another.
+            resume_aborted: Take up a generation again that the engine aborted (a weight sync does); False returns it as
+                it is, reason "abort".
 
         Raises:
-            OutOfVocabularyError, ContextOverflowError: Before sending when the client knows the sizes, else by the server's answer.
+            OutOfVocabularyError, ContextOverflowError: Before sending when the client knows the sizes, else by the
+                server's answer.
             EngineRequestError: The server refused the request.
             EngineUnreachableError, EngineTimeoutError, EngineServerError, EngineProtocolError: After retries.
         """
@@ -140,15 +162,24 @@ class SGLangClient:
         deadline = started + self.settings.total_timeout_s
         self._check_prompt(input_ids)
         rids = _request_ids(rid or uuid.uuid4().hex)
-        wanted = ResumableGeneration(prompt_ids=input_ids, sampling=sampling, eos_token_ids=self._eos_token_ids, context_length=self.context_length)
+        wanted = ResumableGeneration(
+            prompt_ids=input_ids,
+            sampling=sampling,
+            eos_token_ids=self._eos_token_ids,
+            context_length=self.context_length,
+        )
         while not wanted.done:
             request = wanted.next_request()
             try:
                 part = await self._send_part(request, rids, routing_key=routing_key, deadline=deadline)
             except ContextOverflowError as error:
                 limit = context_limit(error)
-                if limit is not None and len(request.input_ids) < limit < len(request.input_ids) + request.sampling.max_new_tokens:
-                    # the prompt fits and prompt + max_new_tokens does not; the server has told the limit, so ask for what fits
+                if (
+                    limit is not None
+                    and len(request.input_ids) < limit < len(request.input_ids) + request.sampling.max_new_tokens
+                ):
+                    # the prompt fits and prompt + max_new_tokens does not; the server has told the limit, so ask for
+                    # what fits
                     self.context_length = limit
                     wanted.limit_context(limit)
                 elif wanted.sampled:
@@ -164,16 +195,24 @@ class SGLangClient:
                     wanted.give_up("abort")
         return wanted.result(latency_s=time.monotonic() - started)
 
-    async def _send_part(self, request: PartRequest, rids: Iterator[str], *, routing_key: str | None, deadline: float) -> Generation:
+    async def _send_part(
+        self, request: PartRequest, rids: Iterator[str], *, routing_key: str | None, deadline: float
+    ) -> Generation:
         """One part with its retries, each under the next of ``rids``."""
         headers = {ROUTING_KEY_HEADER: routing_key} if routing_key else None
-        payload: dict[str, Any] = {"input_ids": request.input_ids, "sampling_params": request.sampling.to_payload(), "return_logprob": True}
+        payload: dict[str, Any] = {
+            "input_ids": request.input_ids,
+            "sampling_params": request.sampling.to_payload(),
+            "return_logprob": True,
+        }
 
         async def attempt(_n: int) -> Generation:
             rid = next(rids)
             sent = time.monotonic()
             try:
-                answer = await self._http.send("POST", "/generate", payload={**payload, "rid": rid}, headers=headers, deadline=deadline)
+                answer = await self._http.send(
+                    "POST", "/generate", payload={**payload, "rid": rid}, headers=headers, deadline=deadline
+                )
             except aiohttp.ClientConnectorError:
                 raise  # it never arrived
             except (asyncio.CancelledError, asyncio.TimeoutError, TimeoutError, aiohttp.ClientError, OSError):
@@ -192,7 +231,12 @@ class SGLangClient:
             )
         if wanted.empty_parts:
             # aborted in the queue: do not spin against an engine that keeps emptying it
-            pause = backoff_s(wanted.empty_parts - 1, base_s=self.settings.backoff_base_s, cap_s=self.settings.backoff_cap_s, rng=self._rng)
+            pause = backoff_s(
+                wanted.empty_parts - 1,
+                base_s=self.settings.backoff_base_s,
+                cap_s=self.settings.backoff_cap_s,
+                rng=self._rng,
+            )
             await asyncio.sleep(pause)
 
     def _check_prompt(self, input_ids: Sequence[int]) -> None:
@@ -209,10 +253,11 @@ class SGLangClient:
                 f"the prompt has {len(input_ids)} tokens and leaves no room for one more in the model's context length of {self.context_length}"
             )
 
-    # -- control -------------------------------------------------------------------------------------------------------------------------
+    # -- control ------------------------------------------------------------------------------------------------------
 
     async def model_info(self) -> dict[str, Any]:
-        """``/model_info``: model_path, weight_version, ...; a router passes the older ``/get_model_info`` on to one of its workers."""
+        """``/model_info``: model_path, weight_version, ...; a router passes the older ``/get_model_info`` on to one of
+        its workers."""
         return await model_info(self._http)
 
     async def server_info(self) -> dict[str, Any]:
@@ -224,8 +269,8 @@ class SGLangClient:
         return weight_version(await self.model_info(), self.base_url)
 
     async def health(self, *, timeout_s: float = 30.0) -> bool:
-        """Whether the server can generate; False when it says no, does not answer in time or is not there. SGLang's ``/health`` takes 1 s, or 20 s
-        while it is paused (then False)."""
+        """Whether the server can generate; False when it says no, does not answer in time or is not there. SGLang's
+        ``/health`` takes 1 s, or 20 s while it is paused (then False)."""
         try:
             await self._http.call("GET", "/health", timeout_s=timeout_s, max_attempts=1, read=_ignore)
         except EngineError:
@@ -233,45 +278,58 @@ class SGLangClient:
         return True
 
     async def loads(self) -> EngineLoad:
-        """Running and waiting requests of this server (all its data-parallel ranks together). A router has no such endpoint."""
+        """Running and waiting requests of this server (all its data-parallel ranks together). A router has no such
+        endpoint."""
         return await self._http.call("GET", "/v1/loads?include=core", read=_read_loads)
 
     async def workers(self) -> tuple[str, ...]:
-        """URLs of a router's workers. Raises ``EngineRequestError`` (404) on a server that is no router; see ``agl_slime.sglang.discovery``."""
-        return await self._http.call("GET", "/workers", read=lambda answer: parse_workers(answer.json(), where=answer.where))
+        """URLs of a router's workers. Raises ``EngineRequestError`` (404) on a server that is no router; see
+        ``agl_slime.sglang.discovery``."""
+        return await self._http.call(
+            "GET", "/workers", read=lambda answer: parse_workers(answer.json(), where=answer.where)
+        )
 
     async def flush_cache(self) -> None:
-        """Empty the prefix cache. Raises ``EngineRequestError`` (400) while requests run or wait: pause first, and ask again."""
+        """Empty the prefix cache. Raises ``EngineRequestError`` (400) while requests run or wait: pause first, and ask
+        again."""
         await self._http.call("POST", "/flush_cache", read=_ignore)
 
     async def pause_generation(self, mode: PauseMode = "abort") -> None:
-        """Stop sampling; requests that come later wait for ``continue_generation``. "abort": running requests answer with what they have, and
-        ``generate`` resumes them."""
+        """Stop sampling; requests that come later wait for ``continue_generation``. "abort": running requests answer
+        with what they have, and ``generate`` resumes them."""
         await self._http.call("POST", "/pause_generation", payload={"mode": mode}, read=_ignore)
 
     async def continue_generation(self, *, timeout_s: float | None = None) -> None:
-        """Undo ``pause_generation``; harmless when nothing is paused. ``timeout_s``: None for the settings' ``control_timeout_s``."""
+        """Undo ``pause_generation``; harmless when nothing is paused. ``timeout_s``: None for the settings'
+        ``control_timeout_s``."""
         await self._http.call("POST", "/continue_generation", payload={}, timeout_s=timeout_s, read=_ignore)
 
     async def abort(self, rid: str | None = None) -> None:
         """Abort the requests whose id begins with ``rid``; None: all. They answer with what they have."""
-        await self._http.call("POST", "/abort_request", payload={"abort_all": True} if rid is None else {"rid": rid}, read=_ignore)
+        await self._http.call(
+            "POST", "/abort_request", payload={"abort_all": True} if rid is None else {"rid": rid}, read=_ignore
+        )
 
-    async def update_weights_from_disk(self, path: str, version: str, *, flush_cache: bool = False, timeout_s: float = 600.0) -> None:
+    async def update_weights_from_disk(
+        self, path: str, version: str, *, flush_cache: bool = False, timeout_s: float = 600.0
+    ) -> None:
         """Load the checkpoint directory ``path`` (as the server sees it) under weight version ``version``.
 
-        ``flush_cache`` is sent as False although SGLang's default is True: with requests pending, True ends a 0.5.15 server (an assertion in its
-        scheduler) and makes 0.5.23 answer 400 after it has taken the weights. Flush by itself while paused, as ``DiskWeightSync`` does. ``timeout_s``
-        covers a large model from a shared disk.
+        ``flush_cache`` is sent as False although SGLang's default is True: with requests pending, True ends a 0.5.15
+        server (an assertion in its scheduler) and makes 0.5.23 answer 400 after it has taken the weights. Flush by
+        itself while paused, as ``DiskWeightSync`` does. ``timeout_s`` covers a large model from a shared disk.
 
         Raises:
             EngineRequestError: The server could not load it; the text has its reason.
         """
         payload = {"model_path": path, "weight_version": version, "flush_cache": flush_cache}
-        await self._http.call("POST", "/update_weights_from_disk", payload=payload, timeout_s=timeout_s, read=_read_update)
+        await self._http.call(
+            "POST", "/update_weights_from_disk", payload=payload, timeout_s=timeout_s, read=_read_update
+        )
 
     async def probe(self, *, timeout_s: float = PROBE_TIMEOUT_S) -> EngineDescription:
-        """Look at the server once, at start-up, and say what it is; a failure is one sentence for the person who gave the URL.
+        """Look at the server once, at start-up, and say what it is; a failure is one sentence for the person who gave
+        the URL.
 
         Sizes that the server tells and this client was not given are kept for checking prompts.
 
@@ -282,11 +340,11 @@ class SGLangClient:
         self.context_length = self.context_length or description.context_length
         return description
 
-    # -- inside --------------------------------------------------------------------------------------------------------------------------
+    # -- inside -------------------------------------------------------------------------------------------------------
 
     def _abort_soon(self, rid: str) -> None:
-        """Ask the engine to abort ``rid`` without waiting for it. Best effort: SGLang also notices by itself, some seconds later, that the connection
-        is gone."""
+        """Ask the engine to abort ``rid`` without waiting for it. Best effort: SGLang also notices by itself, some
+        seconds later, that the connection is gone."""
         self._unwanted.append(rid)
         if len(self._aborters_here()) < _ABORTERS:
             task = asyncio.get_running_loop().create_task(self._send_aborts())
@@ -301,7 +359,9 @@ class SGLangClient:
         while self._unwanted:
             rid = self._unwanted.popleft()
             try:
-                await self._http.send("POST", "/abort_request", payload={"rid": rid}, deadline=time.monotonic() + _ABORT_TIMEOUT_S)
+                await self._http.send(
+                    "POST", "/abort_request", payload={"rid": rid}, deadline=time.monotonic() + _ABORT_TIMEOUT_S
+                )
             except Exception as exc:
                 # unreachable, or a router, which does not pass aborts on: asking for the rest would be as vain
                 logger.debug("abort of %s not sent: %s", rid, classify_exception(exc, where=self.base_url).error)
@@ -309,8 +369,8 @@ class SGLangClient:
 
 
 def _request_ids(first: str) -> Iterator[str]:
-    """``first``, then others for the retries and resumed parts. The number stands in front: SGLang aborts by prefix, and aborting a lost attempt must
-    not hit the next one."""
+    """``first``, then others for the retries and resumed parts. The number stands in front: SGLang aborts by prefix,
+    and aborting a lost attempt must not hit the next one."""
     yield first
     for n in itertools.count(1):
         yield f"{n}.{first}"

@@ -1,4 +1,5 @@
-"""What stands at a URL, asked once at start-up, so that a wrong one is one sentence and not a run that fails minutes later."""
+"""What stands at a URL, asked once at start-up, so that a wrong one is one sentence and not a run that fails minutes
+later."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from agl_slime.errors import EngineError, EngineProtocolError, EngineRequestError, EngineServerError, EngineTimeoutError, EngineUnreachableError
+from agl_slime.errors import (
+    EngineError,
+    EngineProtocolError,
+    EngineRequestError,
+    EngineServerError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+)
 from agl_slime.sglang.payloads import parse_workers
 from agl_slime.sglang.retry import HttpStatusError
 from agl_slime.sglang.transport import HttpTransport, Response
@@ -24,7 +32,8 @@ _ATTEMPTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDescription:
-    """What a server says of itself. ``vocab_size`` and ``context_length`` are None when it does not tell (SGLang does not tell its vocabulary)."""
+    """What a server says of itself. ``vocab_size`` and ``context_length`` are None when it does not tell (SGLang does
+    not tell its vocabulary)."""
 
     base_url: str
     model_path: str
@@ -59,15 +68,21 @@ async def describe(http: HttpTransport, *, timeout_s: float = PROBE_TIMEOUT_S) -
     except EngineProtocolError as error:
         raise EngineProtocolError(f"{url} answers but not as SGLang does: {error}; check the port") from error
     except EngineServerError as error:
-        raise EngineServerError(f"{url} answers but does not serve: {error}; check the port, or wait until the server has started") from error
+        raise EngineServerError(
+            f"{url} answers but does not serve: {error}; check the port, or wait until the server has started"
+        ) from error
 
 
-async def model_info(http: HttpTransport, *, timeout_s: float | None = None, max_attempts: int | None = None) -> dict[str, Any]:
+async def model_info(
+    http: HttpTransport, *, timeout_s: float | None = None, max_attempts: int | None = None
+) -> dict[str, Any]:
     """``/model_info``, or ``/get_model_info``: sglang-router passes only the older path on, to one of its workers."""
     return await _either(http, "/model_info", "/get_model_info", timeout_s=timeout_s, max_attempts=max_attempts)
 
 
-async def server_info(http: HttpTransport, *, timeout_s: float | None = None, max_attempts: int | None = None) -> dict[str, Any]:
+async def server_info(
+    http: HttpTransport, *, timeout_s: float | None = None, max_attempts: int | None = None
+) -> dict[str, Any]:
     """``/server_info``, or the older ``/get_server_info``."""
     return await _either(http, "/server_info", "/get_server_info", timeout_s=timeout_s, max_attempts=max_attempts)
 
@@ -90,9 +105,13 @@ async def _describe(http: HttpTransport, timeout_s: float) -> EngineDescription:
     model_path = info.get("model_path")
     if not isinstance(model_path, str):
         raise EngineProtocolError("its /model_info names no model_path")
-    workers = await _optional(http, "/workers", lambda answer: parse_workers(answer.json(), where=answer.where), timeout_s) or (http.base_url,)
+    workers = await _optional(
+        http, "/workers", lambda answer: parse_workers(answer.json(), where=answer.where), timeout_s
+    ) or (http.base_url,)
     is_router = any(not _same_server(worker, http.base_url) for worker in workers)
-    vocab_size, context_length = await (_sizes_of_worker(http, workers[0], timeout_s) if is_router else _sizes(http, info, timeout_s))
+    vocab_size, context_length = await (
+        _sizes_of_worker(http, workers[0], timeout_s) if is_router else _sizes(http, info, timeout_s)
+    )
     return EngineDescription(
         base_url=http.base_url,
         model_path=model_path,
@@ -105,12 +124,14 @@ async def _describe(http: HttpTransport, timeout_s: float) -> EngineDescription:
 
 
 async def _sizes(http: HttpTransport, info: Mapping[str, Any], timeout_s: float) -> tuple[int | None, int | None]:
-    """Vocabulary and context length, as far as told: SGLang tells the latter in ``/v1/models``, and in ``/server_info`` only when it was set at the
-    start."""
+    """Vocabulary and context length, as far as told: SGLang tells the latter in ``/v1/models``, and in ``/server_info``
+    only when it was set at the start."""
     server = await _optional(http, "/server_info", Response.json_object, timeout_s) or {}
     models = await _optional(http, "/v1/models", Response.json_object, timeout_s) or {}
     cards = models.get("data")
-    lengths = [card.get("max_model_len") for card in cards if isinstance(card, Mapping)] if isinstance(cards, list) else []
+    lengths = (
+        [card.get("max_model_len") for card in cards if isinstance(card, Mapping)] if isinstance(cards, list) else []
+    )
     return _first(info.get("vocab_size"), server.get("vocab_size")), _first(server.get("context_length"), *lengths)
 
 
@@ -125,7 +146,9 @@ async def _sizes_of_worker(router: HttpTransport, url: str, timeout_s: float) ->
         await worker.aclose()
 
 
-async def _either(http: HttpTransport, path: str, older: str, *, timeout_s: float | None, max_attempts: int | None) -> dict[str, Any]:
+async def _either(
+    http: HttpTransport, path: str, older: str, *, timeout_s: float | None, max_attempts: int | None
+) -> dict[str, Any]:
     try:
         return await http.call("GET", path, timeout_s=timeout_s, max_attempts=max_attempts, read=Response.json_object)
     except EngineRequestError as error:

@@ -1,6 +1,7 @@
 """What goes to SGLang and what comes back, as typed objects; nothing here does I/O.
 
-Conventions, the same in the engine and the trainer: log-probs are natural logs of softmax(logits / temperature), not renormalised for top_p or top_k.
+Conventions, the same in the engine and the trainer: log-probs are natural logs of softmax(logits / temperature), not
+renormalised for top_p or top_k.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from agl_slime.errors import ConfigError, EngineError, EngineProtocolError
 
 FinishReason = Literal["stop", "length", "abort"]
 
-# SGLang's Req._check_vocab_boundary_finish: a sampled id outside the vocabulary becomes an end token, with this as the "stop string" that matched
+# SGLang's Req._check_vocab_boundary_finish: a sampled id outside the vocabulary becomes an end token, with this as the
+# "stop string" that matched
 _NAN_MARK = "NaN happened"
 
 _first, _second = itemgetter(0), itemgetter(1)
@@ -28,7 +30,8 @@ _DP_RANK = re.compile(r"@\d+/?$")
 class SamplingParams:
     """How to sample one generation; the names are SGLang's.
 
-    ``max_new_tokens`` counts the tokens of one call, resumed parts included. ``extra`` is sent as it stands (``regex`` and the like).
+    ``max_new_tokens`` counts the tokens of one call, resumed parts included. ``extra`` is sent as it stands (``regex``
+    and the like).
     """
 
     temperature: float = 1.0
@@ -79,9 +82,11 @@ class WeightSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One generation: ``output_ids`` and ``log_probs`` are the engine's, one log-prob per id; the stop token is among the ids.
+    """One generation: ``output_ids`` and ``log_probs`` are the engine's, one log-prob per id; the stop token is among
+    the ids.
 
-    ``text`` is the engine's text and is for reading, not for training. ``resumed`` counts how often an aborted generation was taken up again.
+    ``text`` is the engine's text and is for reading, not for training. ``resumed`` counts how often an aborted
+    generation was taken up again.
     """
 
     output_ids: tuple[int, ...]
@@ -105,8 +110,8 @@ class Generation:
 def parse_generation(body: Any, *, latency_s: float = 0.0, where: str = "/generate") -> Generation:
     """A ``/generate`` answer (asked with ``return_logprob``) as a ``Generation``; ``where`` names the URL in errors.
 
-    Raises ``EngineProtocolError`` when the answer does not have SGLang's shape, or a log-prob is not finite; ``EngineError`` when the engine says
-    that its logits were NaN.
+    Raises ``EngineProtocolError`` when the answer does not have SGLang's shape, or a log-prob is not finite;
+    ``EngineError`` when the engine says that its logits were NaN.
     """
     if not isinstance(body, Mapping) or not isinstance(body.get("meta_info"), Mapping):
         raise EngineProtocolError(f"{where} answered {_short(body)}, which is not SGLang's form (no meta_info)")
@@ -114,7 +119,9 @@ def parse_generation(body: Any, *, latency_s: float = 0.0, where: str = "/genera
     finish = meta.get("finish_reason")
     kind = finish.get("type") if isinstance(finish, Mapping) else None
     if kind not in ("stop", "length", "abort"):
-        raise EngineProtocolError(f"{where} answered finish_reason {_short(finish)}; expected a type of stop, length or abort")
+        raise EngineProtocolError(
+            f"{where} answered finish_reason {_short(finish)}; expected a type of stop, length or abort"
+        )
     if kind == "stop" and finish is not None and finish.get("matched") == _NAN_MARK:
         raise EngineError(f"{where} computed NaN logits and replaced the sampled token: its weights are broken")
     pairs = meta.get("output_token_logprobs")
@@ -146,9 +153,9 @@ def parse_generation(body: Any, *, latency_s: float = 0.0, where: str = "/genera
 def parse_workers(body: Any, *, where: str = "/workers") -> tuple[str, ...]:
     """A ``/workers`` answer as the workers' URLs, each once, in the answer's order.
 
-    sglang-router 0.3 answers ``{"workers": [{"url": ..., "is_healthy": ...}, ...]}``; unhealthy ones are listed as well, since they come back with
-    whatever weights they hold. With data-parallel awareness the URL of each rank ends in ``@rank`` and means the same server. Raises
-    ``EngineProtocolError`` for any other form.
+    sglang-router 0.3 answers ``{"workers": [{"url": ..., "is_healthy": ...}, ...]}``; unhealthy ones are listed as
+    well, since they come back with whatever weights they hold. With data-parallel awareness the URL of each rank ends
+    in ``@rank`` and means the same server. Raises ``EngineProtocolError`` for any other form.
     """
     listed = body.get("workers") if isinstance(body, Mapping) else None
     if not isinstance(listed, list):
@@ -167,7 +174,9 @@ def _weight_spans(meta: Mapping[str, Any], n_tokens: int, where: str) -> tuple[W
     listed = meta.get("weight_versions")
     if listed:
         try:
-            spans = [WeightSpan(str(item["version"]), int(item["start"]), min(int(item["end"]), n_tokens)) for item in listed]
+            spans = [
+                WeightSpan(str(item["version"]), int(item["start"]), min(int(item["end"]), n_tokens)) for item in listed
+            ]
         except (KeyError, TypeError, ValueError) as error:
             raise EngineProtocolError(f"{where} answered weight_versions of another form: {_short(listed)}") from error
         return tuple(span for span in spans if span.start < span.end)

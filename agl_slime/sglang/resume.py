@@ -1,27 +1,28 @@
-"""Joins the parts of a generation that the engine aborted and we took up again. No I/O: the client sends what ``next_request`` says and hands every
-answer to ``add``.
+"""Joins the parts of a generation that the engine aborted and we took up again. No I/O: the client sends what
+``next_request`` says and hands every answer to ``add``.
 
-A weight sync pauses the engine with mode ``abort``: running requests answer at once with what they have (HTTP 200, finish_reason ``abort``). To the
-agent one model call must stay one model call, so the next part's prompt is the prompt plus all ids sampled so far, and its budget is what is left of
-``max_new_tokens``.
+A weight sync pauses the engine with mode ``abort``: running requests answer at once with what they have (HTTP 200,
+finish_reason ``abort``). To the agent one model call must stay one model call, so the next part's prompt is the prompt
+plus all ids sampled so far, and its budget is what is left of ``max_new_tokens``.
 
-The invariant: ``output_ids`` are exactly what the engine sampled, in order, each with the log-prob and weight version of its own sampling; the joined
-generation ends where one that was never aborted would have ended:
+The invariant: ``output_ids`` are exactly what the engine sampled, in order, each with the log-prob and weight version
+of its own sampling; the joined generation ends where one that was never aborted would have ended:
 
-- **Budget**: at ``max_new_tokens`` ids the reason is ``length`` (the engine checks length before anything else, and so do we).
-- **Stop tokens**: SGLang looks at the abort mark before it looks at the sampled token, so the last id of an aborted part may be a stop token that
-  nobody acted on.
-- **Stop strings**: the engine searches only what one request sampled. A string that begins in one part and ends in the next would be missed. When the
-  text so far ends in the beginning of a stop string, the next part is asked for one token at a time, until the string is complete (we stop there: no
-  id past the end is ever sampled) or can no longer become one. It needs no tokenizer and, since it is rare and hits the prefix cache, costs a few
-  one-token requests.
-- **Constrained output** (``regex``, ``json_schema``, ``ebnf``, ``structural_tag``): a grammar would start anew in the middle, so such a generation
-  starts again from nothing.
+- **Budget**: at ``max_new_tokens`` ids the reason is ``length`` (the engine checks length before anything else, and so
+  do we).
+- **Stop tokens**: SGLang looks at the abort mark before it looks at the sampled token, so the last id of an aborted
+  part may be a stop token that nobody acted on.
+- **Stop strings**: the engine searches only what one request sampled. A string that begins in one part and ends in the
+  next would be missed. When the text so far ends in the beginning of a stop string, the next part is asked for one
+  token at a time, until the string is complete (we stop there: no id past the end is ever sampled) or can no longer
+  become one. It needs no tokenizer and, since it is rare and hits the prefix cache, costs a few one-token requests.
+- **Constrained output** (``regex``, ``json_schema``, ``ebnf``, ``structural_tag``): a grammar would start anew in the
+  middle, so such a generation starts again from nothing.
 - ``min_new_tokens`` shrinks with each part.
 
-What it cannot give back: penalties (``repetition_penalty`` and its kin) count the resumed part's own tokens only; a character whose bytes are split
-by the boundary is the replacement character in ``text`` (ids are exact; decode them when the text matters to the byte); ``stop_regex`` is searched
-within each part only.
+What it cannot give back: penalties (``repetition_penalty`` and its kin) count the resumed part's own tokens only; a
+character whose bytes are split by the boundary is the replacement character in ``text`` (ids are exact; decode them
+when the text matters to the byte); ``stop_regex`` is searched within each part only.
 """
 
 from __future__ import annotations
@@ -90,10 +91,13 @@ class ResumableGeneration:
     @property
     def _open_stop(self) -> bool:
         """The text ends in the beginning of a stop string."""
-        return bool(self._ids) and any(self._text.endswith(stop[:n]) for stop in self._stops for n in range(1, len(stop)))
+        return bool(self._ids) and any(
+            self._text.endswith(stop[:n]) for stop in self._stops for n in range(1, len(stop))
+        )
 
     def limit_context(self, context_length: int) -> None:
-        """Shorten the budget so that prompt + new tokens fit into ``context_length``: SGLang refuses a request for more."""
+        """Shorten the budget so that prompt + new tokens fit into ``context_length``: SGLang refuses a request for
+        more."""
         self._budget = min(self._budget, context_length - len(self._prompt))
 
     def next_request(self) -> PartRequest:
@@ -154,8 +158,8 @@ class ResumableGeneration:
         )
 
     def _end_if_over(self, searched: int) -> None:
-        """The engine ended this part before it looked whether the generation is over: look now, in the engine's own order (length, stop strings, stop
-        tokens)."""
+        """The engine ended this part before it looked whether the generation is over: look now, in the engine's own
+        order (length, stop strings, stop tokens)."""
         if len(self._ids) >= self._budget:
             self._finish = "length"
             return

@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# uvicorn under SGLang closes a connection that was idle for 5 s (SGLANG_TIMEOUT_KEEP_ALIVE); letting go of it first avoids sending into a closing
-# socket.
+# uvicorn under SGLang closes a connection that was idle for 5 s (SGLANG_TIMEOUT_KEEP_ALIVE); letting go of it first
+# avoids sending into a closing socket.
 _KEEPALIVE_S = 4.0
 
-# A generation can be silent for many minutes: without probes a vanished host or a NAT that forgot the connection would be noticed only by the idle
-# timeout.
+# A generation can be silent for many minutes: without probes a vanished host or a NAT that forgot the connection would
+# be noticed only by the idle timeout.
 _TCP_KEEPALIVE_IDLE_S, _TCP_KEEPALIVE_INTERVAL_S, _TCP_KEEPALIVE_PROBES = 60, 20, 6
 
 # Files that a process needs besides: libraries, logs, the store's connections.
@@ -42,49 +42,59 @@ class ClientSettings:
     """Limits of a client; all times in seconds."""
 
     max_connections: int = 4096
-    """Requests on the wire at once; more wait in the client, in order. Thousands of rollouts wait for the engine at once and its own queue orders
-    them better than ours could, so this is a guard for file descriptors (one each), not a throttle. The soft limit of open files is raised when
-    it is too low for that and the hard one allows it; else there are fewer connections, and a warning."""
+    """Requests on the wire at once; more wait in the client, in order. Thousands of rollouts wait for the engine at
+    once and its own queue orders them better than ours could, so this is a guard for file descriptors (one each), not a
+    throttle. The soft limit of open files is raised when it is too low for that and the hard one allows it; else there
+    are fewer connections, and a warning."""
 
     total_timeout_s: float = 3600.0
-    """One call from first byte to typed answer, with all its retries, resumes and waiting for a connection. 32k tokens at 20 tokens/s are 27 minutes,
-    plus as much again in the queue."""
+    """One call from first byte to typed answer, with all its retries, resumes and waiting for a connection. 32k tokens
+    at 20 tokens/s are 27 minutes, plus as much again in the queue."""
 
     idle_timeout_s: float = 1800.0
-    """The longest silence of one request (aiohttp's ``sock_read``). ``/generate`` without streaming is silent until its last token, so this is the
-    longest that a single generation may take, its time in the engine's queue and in weight syncs included; a vanished host is noticed sooner, by TCP
-    keep-alive (3 minutes)."""
+    """The longest silence of one request (aiohttp's ``sock_read``). ``/generate`` without streaming is silent until its
+    last token, so this is the longest that a single generation may take, its time in the engine's queue and in weight
+    syncs included; a vanished host is noticed sooner, by TCP keep-alive (3 minutes)."""
 
     connect_timeout_s: float = 10.0
-    """Opening one TCP connection; a machine that is there answers in milliseconds, and SYN is sent again after 1, 3 and 7 s."""
+    """Opening one TCP connection; a machine that is there answers in milliseconds, and SYN is sent again after 1, 3 and
+    7 s."""
 
     control_timeout_s: float = 60.0
-    """One control call (model_info, flush, pause, ...) with its retries; ``pause`` waits until every running request has answered, which takes one
-    decode step and some polling."""
+    """One control call (model_info, flush, pause, ...) with its retries; ``pause`` waits until every running request
+    has answered, which takes one decode step and some polling."""
 
     max_attempts: int = 8
-    """Sends of one request. With the backoff below the seven pauses are 23 s together on average and 45 s at most: a restarted engine is found again,
-    a dead one is reported within a minute."""
+    """Sends of one request. With the backoff below the seven pauses are 23 s together on average and 45 s at most: a
+    restarted engine is found again, a dead one is reported within a minute."""
 
     backoff_base_s: float = 0.5
-    """Upper bound of the first pause; each further one doubles it, and the pause is uniform below the bound ("full jitter")."""
+    """Upper bound of the first pause; each further one doubles it, and the pause is uniform below the bound ("full
+    jitter")."""
 
     backoff_cap_s: float = 15.0
     """No bound of a pause grows above this."""
 
     resume_limit: int = 64
-    """How often one generation may be aborted and taken up again: one weight sync aborts it once, so this is far above any real run and still ends a
-    server that aborts everything."""
+    """How often one generation may be aborted and taken up again: one weight sync aborts it once, so this is far above
+    any real run and still ends a server that aborts everything."""
 
     retry_budget: int = 16384
-    """Retries of all calls together beyond the answers they got (see ``RetryBudget``): four for each of ``max_connections``, so a full outage of some
-    seconds is survived by all."""
+    """Retries of all calls together beyond the answers they got (see ``RetryBudget``): four for each of
+    ``max_connections``, so a full outage of some seconds is survived by all."""
 
     api_key: str | None = field(default=None, repr=False)
     """Sent as ``Authorization: Bearer``; what SGLang was started with as ``--api-key``."""
 
     def __post_init__(self) -> None:
-        for name in ("total_timeout_s", "idle_timeout_s", "connect_timeout_s", "control_timeout_s", "backoff_base_s", "backoff_cap_s"):
+        for name in (
+            "total_timeout_s",
+            "idle_timeout_s",
+            "connect_timeout_s",
+            "control_timeout_s",
+            "backoff_base_s",
+            "backoff_cap_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be more than 0 seconds, got {getattr(self, name)!r}")
         for name, least in (("max_connections", 1), ("max_attempts", 1), ("resume_limit", 0), ("retry_budget", 0)):
@@ -101,12 +111,15 @@ class Response:
     content_type: str
 
     def json(self) -> Any:
-        """The body as JSON. Raises ``EngineProtocolError`` when it is none (a page of some other server, half an answer)."""
+        """The body as JSON. Raises ``EngineProtocolError`` when it is none (a page of some other server, half an
+        answer)."""
         try:
             return _decoded(self.body)
         except ValueError:
             start = error_message(self.body[:200].decode(errors="replace"))
-            raise EngineProtocolError(f"{self.where} answered {self.content_type or 'a body without a type'}, which is not JSON: {start!r}") from None
+            raise EngineProtocolError(
+                f"{self.where} answered {self.content_type or 'a body without a type'}, which is not JSON: {start!r}"
+            ) from None
 
     def json_object(self) -> dict[str, Any]:
         found = self.json()
@@ -116,7 +129,8 @@ class Response:
 
 
 class HttpTransport:
-    """Requests to one base URL from any number of event loops: each loop gets its own connection pool when it first sends something.
+    """Requests to one base URL from any number of event loops: each loop gets its own connection pool when it first
+    sends something.
 
     A program with a background loop may therefore make it in one thread and use it in another, or in several.
     """
@@ -141,8 +155,11 @@ class HttpTransport:
         deadline: float,
         max_attempts: int | None = None,
     ) -> T:
-        """``attempt`` again until it succeeds or cannot (see ``Retrier``); ``deadline`` is on ``time.monotonic``'s clock."""
-        return await self._retrier.run(attempt, where=self.base_url + path, deadline=deadline, max_attempts=max_attempts)
+        """``attempt`` again until it succeeds or cannot (see ``Retrier``); ``deadline`` is on ``time.monotonic``'s
+        clock."""
+        return await self._retrier.run(
+            attempt, where=self.base_url + path, deadline=deadline, max_attempts=max_attempts
+        )
 
     async def call(
         self,
@@ -154,8 +171,8 @@ class HttpTransport:
         max_attempts: int | None = None,
         read: Callable[[Response], T],
     ) -> T:
-        """One control call with retries; ``read`` turns the answer into what the caller wants and may raise ``EngineProtocolError``, which is retried
-        as well."""
+        """One control call with retries; ``read`` turns the answer into what the caller wants and may raise
+        ``EngineProtocolError``, which is retried as well."""
         deadline = time.monotonic() + (timeout_s or self.settings.control_timeout_s)
 
         async def attempt(_n: int) -> T:
@@ -185,10 +202,14 @@ class HttpTransport:
         if body is not None:
             headers = {**(headers or {}), "Content-Type": "application/json"}
         # a redirect is not followed: it is no answer of SGLang's, and the key would travel with it
-        async with session.request(method, where, data=body, headers=headers, timeout=timeout, allow_redirects=False) as answer:
+        async with session.request(
+            method, where, data=body, headers=headers, timeout=timeout, allow_redirects=False
+        ) as answer:
             content = await answer.read()
             if answer.status != 200:
-                raise HttpStatusError(answer.status, content.decode(errors="replace"), where=where, headers=answer.headers)
+                raise HttpStatusError(
+                    answer.status, content.decode(errors="replace"), where=where, headers=answer.headers
+                )
             return Response(where, content, answer.content_type)
 
     async def aclose(self) -> None:
@@ -229,7 +250,8 @@ class HttpTransport:
 
 
 def _encoded(payload: Any) -> bytes:
-    """``payload`` as JSON; the standard library takes what orjson refuses: text cut within a character, numbers beyond 64 bits."""
+    """``payload`` as JSON; the standard library takes what orjson refuses: text cut within a character, numbers beyond
+    64 bits."""
     try:
         # a copy: orjson's own bytes keep their buffer of 8 kB or more, and a body lives as long as its request
         return bytes(memoryview(orjson.dumps(payload)))
@@ -238,8 +260,8 @@ def _encoded(payload: Any) -> bytes:
 
 
 def _decoded(body: bytes) -> Any:
-    """JSON, with what orjson refuses and servers write: NaN, text cut within a character. Integers beyond 64 bits, which no endpoint has, come as
-    floats. ``ValueError`` when it is no JSON."""
+    """JSON, with what orjson refuses and servers write: NaN, text cut within a character. Integers beyond 64 bits,
+    which no endpoint has, come as floats. ``ValueError`` when it is no JSON."""
     try:
         return orjson.loads(body)
     except ValueError:
@@ -259,7 +281,8 @@ def checked_url(url: str) -> str:
 
 
 def _drop(session: aiohttp.ClientSession) -> None:
-    """Let go of what belongs to a loop that no longer runs: nothing can be awaited there, and the sockets close when they are collected."""
+    """Let go of what belongs to a loop that no longer runs: nothing can be awaited there, and the sockets close when
+    they are collected."""
     connector = session.connector
     session.detach()
     if connector is None:
@@ -272,8 +295,8 @@ def _drop(session: aiohttp.ClientSession) -> None:
 
 
 def _within_file_limit(connections: int) -> int:
-    """``connections``, or as many as this process may open. The usual soft limit of 1,024 files is a leftover of ``select``, which asyncio does not
-    use; raising it to the hard limit is what that limit is for."""
+    """``connections``, or as many as this process may open. The usual soft limit of 1,024 files is a leftover of
+    ``select``, which asyncio does not use; raising it to the hard limit is what that limit is for."""
     try:
         import resource
     except ImportError:
@@ -289,7 +312,12 @@ def _within_file_limit(connections: int) -> int:
     if soft >= needed:
         return connections
     fewer = max(1, soft // 2)
-    logger.warning("at most %d connections instead of %d: this process may open only %d files (raise ulimit -Hn)", fewer, connections, soft)
+    logger.warning(
+        "at most %d connections instead of %d: this process may open only %d files (raise ulimit -Hn)",
+        fewer,
+        connections,
+        soft,
+    )
     return fewer
 
 

@@ -1,12 +1,13 @@
 """New weights into every SGLang worker, from a checkpoint directory that the workers can read.
 
-Per worker: pause → flush → update → verify → continue. The order is what both SGLang versions that we know of (0.5.15, 0.5.23) survive:
+Per worker: pause → flush → update → verify → continue. The order is what both SGLang versions that we know of (0.5.15,
+0.5.23) survive:
 
-- ``pause`` with mode "abort" makes every running request answer with what it has (the client resumes it under the new weights) and holds back new
-  ones, so the flush finds an idle engine.
-- ``flush`` comes before the update and by itself. An update with ``flush_cache=true`` while requests are pending ends a 0.5.15 server, and 0.5.23
-  answers it with 400 "Weights were updated, but the cache was not flushed". We always send ``flush_cache=false``: after a successful flush of a
-  paused engine no entry of the old weights is left to be reused.
+- ``pause`` with mode "abort" makes every running request answer with what it has (the client resumes it under the new
+  weights) and holds back new ones, so the flush finds an idle engine.
+- ``flush`` comes before the update and by itself. An update with ``flush_cache=true`` while requests are pending ends a
+  0.5.15 server, and 0.5.23 answers it with 400 "Weights were updated, but the cache was not flushed". We always send
+  ``flush_cache=false``: after a successful flush of a paused engine no entry of the old weights is left to be reused.
 - ``verify`` reads ``/model_info`` while the worker is still paused; what it says there counts, not the update's status.
 - ``continue`` is sent whatever happened before, or the worker would hold all requests for ever.
 """
@@ -40,20 +41,21 @@ class WeightSyncSettings:
     """Limits of a weight sync; all times in seconds."""
 
     pause_mode: PauseMode = "abort"
-    """What happens to running requests. "abort": they answer and are resumed by the client, with all their cache recomputed under the new weights, at
-    the price of one prefill each.
-    "retract" and "in_place" keep them inside SGLang, which then refuses to flush: entries of the old weights stay in the prefix cache and are mixed
-    into later answers."""
+    """What happens to running requests. "abort": they answer and are resumed by the client, with all their cache
+    recomputed under the new weights, at the price of one prefill each. "retract" and "in_place" keep them inside
+    SGLang, which then refuses to flush: entries of the old weights stay in the prefix cache and are mixed into later
+    answers."""
 
     flush_timeout_s: float = 30.0
-    """How long a paused worker may take to become idle; one decode step and the abort's way through its processes, so normally well below a
-    second."""
+    """How long a paused worker may take to become idle; one decode step and the abort's way through its processes, so
+    normally well below a second."""
 
     flush_poll_s: float = 0.05
     """Between two flushes while the worker is not idle yet."""
 
     update_timeout_s: float = 600.0
-    """Loading the checkpoint on one worker: 140 GB (70B parameters in bfloat16) at 0.5 GB/s from a shared disk are 280 s."""
+    """Loading the checkpoint on one worker: 140 GB (70B parameters in bfloat16) at 0.5 GB/s from a shared disk are 280
+    s."""
 
     def __post_init__(self) -> None:
         if self.pause_mode not in ("abort", "retract", "in_place"):
@@ -65,8 +67,8 @@ class WeightSyncSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSync:
-    """What one worker took: ``seconds`` by phase (see ``PHASES``), phases that were not reached left out; ``error`` is None when it has the new
-    weights and runs."""
+    """What one worker took: ``seconds`` by phase (see ``PHASES``), phases that were not reached left out; ``error`` is
+    None when it has the new weights and runs."""
 
     url: str
     seconds: dict[str, float]
@@ -86,26 +88,35 @@ class WeightSyncReport:
 class DiskWeightSync:
     """Pushes checkpoints to all workers behind ``base_url`` (a server, or a router)."""
 
-    def __init__(self, *, base_url: str, settings: WeightSyncSettings | None = None, client_settings: ClientSettings | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        base_url: str,
+        settings: WeightSyncSettings | None = None,
+        client_settings: ClientSettings | None = None,
+    ) -> None:
         self.base_url = checked_url(base_url)
         self.settings = settings or WeightSyncSettings()
         self.client_settings = client_settings or ClientSettings()
         self._pushing = False
 
     async def push(self, model_path: str, version: str) -> WeightSyncReport:
-        """Load the checkpoint directory ``model_path`` (as the workers see it) on every worker, under weight version ``version``.
+        """Load the checkpoint directory ``model_path`` (as the workers see it) on every worker, under weight version
+        ``version``.
 
-        Workers are taken at the same time, and found anew each time: a router's may come and go. Connections last for one push, so that successive
-        pushes may come from different event loops.
+        Workers are taken at the same time, and found anew each time: a router's may come and go. Connections last for
+        one push, so that successive pushes may come from different event loops.
 
         Raises:
-            WeightSyncError: Some worker did not take the weights, reports another version, or could not be continued; all the others have been
-            finished and continued by then.
-                Also when a push of this object is still under way.
+            WeightSyncError: Some worker did not take the weights, reports another version, or could not be continued;
+                all the others have been finished and continued by then. Also when a push of this object is still under
+                way.
             EngineError: The workers could not be found.
         """
         if self._pushing:
-            raise WeightSyncError(f"a push to {self.base_url} is still under way; wait for it before pushing version {version}")
+            raise WeightSyncError(
+                f"a push to {self.base_url} is still under way; wait for it before pushing version {version}"
+            )
         self._pushing = True
         try:
             return await self._push(model_path, version)
@@ -120,8 +131,12 @@ class DiskWeightSync:
         failed = [worker for worker in workers if worker.error is not None]
         if failed:
             reasons = "; ".join(f"{worker.url}: {worker.error}" for worker in failed)
-            raise WeightSyncError(f"weight version {version} did not reach {len(failed)} of {len(workers)} workers: {reasons}")
-        report = WeightSyncReport(version=version, model_path=model_path, seconds=time.monotonic() - started, workers=tuple(workers))
+            raise WeightSyncError(
+                f"weight version {version} did not reach {len(failed)} of {len(workers)} workers: {reasons}"
+            )
+        report = WeightSyncReport(
+            version=version, model_path=model_path, seconds=time.monotonic() - started, workers=tuple(workers)
+        )
         logger.info("weight version %s on %d workers in %.2f s", version, len(workers), report.seconds)
         return report
 
@@ -154,11 +169,13 @@ class DiskWeightSync:
         with worker.phase("verify"):
             found = await client.weight_version()
             if found != version:
-                raise WeightSyncError(f"reports weight version {found} instead of {version}" + (f", after {refusal}" if refusal else ""))
+                raise WeightSyncError(
+                    f"reports weight version {found} instead of {version}" + (f", after {refusal}" if refusal else "")
+                )
 
     async def _load(self, client: SGLangClient, model_path: str, version: str) -> EngineRequestError | None:
-        """Load the weights. Returns the refusal of a server that has loaded them and could not flush (it was not asked to): then the version
-        tells."""
+        """Load the weights. Returns the refusal of a server that has loaded them and could not flush (it was not asked
+        to): then the version tells."""
         try:
             await client.update_weights_from_disk(model_path, version, timeout_s=self.settings.update_timeout_s)
         except EngineRequestError as error:
@@ -168,8 +185,8 @@ class DiskWeightSync:
         return None
 
     async def _flush(self, client: SGLangClient) -> None:
-        """Until the worker is idle and its prefix cache empty. With requests kept inside (see ``pause_mode``) it never is, so there is nothing to
-        wait for."""
+        """Until the worker is idle and its prefix cache empty. With requests kept inside (see ``pause_mode``) it never
+        is, so there is nothing to wait for."""
         if self.settings.pause_mode != "abort":
             return
         deadline = time.monotonic() + self.settings.flush_timeout_s
@@ -179,7 +196,9 @@ class DiskWeightSync:
                 break
             except EngineRequestError as error:
                 if time.monotonic() + self.settings.flush_poll_s >= deadline:
-                    raise WeightSyncError(f"still busy {self.settings.flush_timeout_s:g} s after the pause: {error}") from error
+                    raise WeightSyncError(
+                        f"still busy {self.settings.flush_timeout_s:g} s after the pause: {error}"
+                    ) from error
             await asyncio.sleep(self.settings.flush_poll_s)
 
 

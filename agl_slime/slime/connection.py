@@ -1,4 +1,5 @@
-"""What a data source that slime builds from ``args`` is connected to: a store, a tokenizer, and the tasks and the agent where it has them."""
+"""What a data source that slime builds from ``args`` is connected to: a store, a tokenizer, and the tasks and the agent
+where it has them."""
 
 from __future__ import annotations
 
@@ -7,20 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agl_slime._agl import LLM, EnqueueRolloutRequest, LightningStore, Rollout, RolloutConfig
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.groups.filters import zero_variance
 from agl_slime.groups.policy import CompleteGroup, RetryGroup
-from agl_slime.loading import load_agent
+from agl_slime.loop.tasks import Task, TaskSource, as_task_source, read_tasks
+from agl_slime.rollout.loading import load_agent
 from agl_slime.runner.thread import RunnerThread
-from agl_slime.slime.settings import PluginSettings
-from agl_slime.store import BridgeStore
-from agl_slime.store_feed import RemoteStore
-from agl_slime.tasks import Task, TaskSource, as_task_source, read_tasks
-from agl_slime.tokenizer import load_tokenizer
+from agl_slime.slime.args import PluginSettings
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.feed import RemoteStore
+from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LightningStore, Rollout, RolloutConfig
+from agl_slime.tokens.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:  # which builds a Connection
-    from agl_slime.datasource import DataSourceSettings
+    from agl_slime.datasource.source import DataSourceSettings
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,8 @@ LLM_RESOURCE = "main_llm"
 class Connection:
     """A store over HTTP whose runners are elsewhere, or a store and a runner in this process.
 
-    ``tasks`` is ``None`` when someone else enqueues rollouts. ``start`` and ``stop`` concern the runner of this process only.
+    ``tasks`` is ``None`` when someone else enqueues rollouts. ``start`` and ``stop`` concern the runner of this process
+    only.
     """
 
     def __init__(self, settings: PluginSettings) -> None:
@@ -53,25 +55,31 @@ class Connection:
         self.tasks = _source(tasks, make_task, seed=settings.seed)
         self.eval_tasks = _source(eval_tasks, make_task, seed=settings.seed + 1)
         if self._runner is not None and self.tasks is None:
-            raise ConfigError(f"{settings.agent} has no tasks: set agl_tasks or --prompt-data to a JSON-lines file, or give it make_task(rng)")
+            raise ConfigError(
+                f"{settings.agent} has no tasks: set agl_tasks or --prompt-data to a JSON-lines file, or give it make_task(rng)"
+            )
         self._resources_id: str | None = None
 
     def data_source_settings(self) -> DataSourceSettings:
-        """slime wants exactly ``n_samples_per_prompt`` rollouts per group: failed ones are run again, an incomplete group is replaced."""
-        from agl_slime.datasource import DataSourceSettings
+        """slime wants exactly ``n_samples_per_prompt`` rollouts per group: failed ones are run again, an incomplete
+        group is replaced."""
+        from agl_slime.datasource.source import DataSourceSettings
 
         settings = self.settings
         retries, timeout_s = settings.group_max_retries, settings.group_timeout_s
         return DataSourceSettings(
             get_timeout_s=settings.get_timeout_s,
             blocking=settings.blocking,
-            policy=RetryGroup(max_retries=retries, timeout_s=timeout_s) if retries else CompleteGroup(timeout_s=timeout_s),
+            policy=RetryGroup(max_retries=retries, timeout_s=timeout_s)
+            if retries
+            else CompleteGroup(timeout_s=timeout_s),
             group_filter=zero_variance if settings.drop_zero_variance else None,
             max_staleness=settings.max_staleness,
         )
 
     def tokenizer(self) -> Any:
-        """The tokenizer of slime's ``--hf-checkpoint``; ``None`` when there is no such directory (samples are then decoded as the engine did)."""
+        """The tokenizer of slime's ``--hf-checkpoint``; ``None`` when there is no such directory (samples are then
+        decoded as the engine did)."""
         model = self.settings.model
         return load_tokenizer(model) if model and Path(model).is_dir() else None
 
@@ -91,17 +99,25 @@ class Connection:
         """Enqueue ``size`` rollouts per (group id, task)."""
         if self._resources_id is None:
             self._resources_id = await self.publish(self.settings.sampling or {})
-        requests = [self.request(task, group_id=group_id, size=size, mode=mode) for group_id, task in groups for _ in range(size)]
+        requests = [
+            self.request(task, group_id=group_id, size=size, mode=mode)
+            for group_id, task in groups
+            for _ in range(size)
+        ]
         rollouts = [*await self.store.enqueue_many_rollouts(requests)]
         self.wake_runner()
         return rollouts
 
     async def publish(self, sampling: dict[str, Any] | Any) -> str:
         """A resources snapshot with the engine and these sampling parameters; returns its id."""
-        llm = LLM(endpoint=self.settings.llm_url or "", model=self.settings.model or "", sampling_parameters=dict(sampling))
+        llm = LLM(
+            endpoint=self.settings.llm_url or "", model=self.settings.model or "", sampling_parameters=dict(sampling)
+        )
         return (await self.store.add_resources({LLM_RESOURCE: llm})).resources_id
 
-    def request(self, task: Task, *, group_id: str, size: int, mode: str, resources_id: str | None = None) -> EnqueueRolloutRequest:
+    def request(
+        self, task: Task, *, group_id: str, size: int, mode: str, resources_id: str | None = None
+    ) -> EnqueueRolloutRequest:
         attempts = self.settings.max_attempts
         config = RolloutConfig(
             timeout_seconds=self.settings.rollout_timeout_s,

@@ -1,6 +1,7 @@
 """Tasks on demand: as many groups are ready or under way as have been asked for, and no more.
 
-slime asks for a batch when it wants one, so enqueueing ahead would only make samples older. A group that is dropped is replaced.
+slime asks for a batch when it wants one, so enqueueing ahead would only make samples older. A group that is dropped is
+replaced.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from agl_slime._agl import Rollout
 from agl_slime.errors import DataSourceError
-from agl_slime.groups.outcome import GroupResult
+from agl_slime.groups.results import GroupResult
+from agl_slime.loop.tasks import Task, TaskSource
 from agl_slime.slime.connection import Connection
-from agl_slime.tasks import Task, TaskSource
+from agl_slime.support.agl import Rollout
 
 # So many dropped groups in a row, and at least so many for each that is wanted, are no bad luck.
 _HOPELESS = 8
@@ -24,9 +25,11 @@ _HOPELESS = 8
 
 @dataclass
 class Demand:
-    """Enqueues groups of training tasks. All methods belong to the data source's loop, but for ``raise_wanted`` and ``taken``.
+    """Enqueues groups of training tasks. All methods belong to the data source's loop, but for ``raise_wanted`` and
+    ``taken``.
 
-    ``announce(group_id, size, mode)`` and ``opened(rollouts)`` are the data source's; ``ready()`` counts its ready groups.
+    ``announce(group_id, size, mode)`` and ``opened(rollouts)`` are the data source's; ``ready()`` counts its ready
+    groups.
     """
 
     connection: Connection
@@ -68,8 +71,12 @@ class Demand:
         self._under_way.pop(group.group_id, None)
         self._dropped_in_a_row = 0 if group.ready else self._dropped_in_a_row + 1
         if self._dropped_in_a_row >= _HOPELESS * max(1, self.wanted):
-            failures = sorted({f"{member.failure}: {member.failure_message}" for member in group.members if not member.ok})
-            raise DataSourceError(f"{self._dropped_in_a_row} groups in a row were not fit to train on ({group.reason}); {'; '.join(failures[:3])}")
+            failures = sorted(
+                {f"{member.failure}: {member.failure_message}" for member in group.members if not member.ok}
+            )
+            raise DataSourceError(
+                f"{self._dropped_in_a_row} groups in a row were not fit to train on ({group.reason}); {'; '.join(failures[:3])}"
+            )
 
     def restart(self) -> None:
         """What was under way will never end: enqueue its tasks again."""

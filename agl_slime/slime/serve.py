@@ -2,8 +2,8 @@
 
     python -m agl_slime.slime.serve --agent module:Class [--host 127.0.0.1] [--port 4748] [--max-concurrent 1024]
 
-It prints the URL to give slime as ``agl_store_url`` (or ``AGL_SLIME_STORE_URL``), and runs until it is interrupted. On another address than a
-loopback one it needs ``AGL_SLIME_STORE_TOKEN``, here and in slime's environment.
+It prints the URL to give slime as ``agl_store_url`` (or ``AGL_SLIME_STORE_URL``), and runs until it is interrupted. On
+another address than a loopback one it needs ``AGL_SLIME_STORE_TOKEN``, here and in slime's environment.
 """
 
 from __future__ import annotations
@@ -37,19 +37,26 @@ class ServeConfig:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code."""
     config = tyro.cli(ServeConfig, prog="python -m agl_slime.slime.serve", args=argv)
-    from agl_slime.loading import load_agent
+    from agl_slime.rollout.loading import load_agent
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.thread import RunnerThread
-    from agl_slime.store import BridgeStore
-    from agl_slime.store_feed import StoreService
+    from agl_slime.store.bridge import BridgeStore
+    from agl_slime.store.feed import StoreService
 
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     try:
         store = BridgeStore()
-        runner = RunnerThread(agent=load_agent(config.agent), store=store, settings=RunnerSettings(max_concurrent=config.max_concurrent))
-        with StoreService(store=store, host=config.host, port=config.port, token=os.environ.get("AGL_SLIME_STORE_TOKEN")) as service, runner:
+        runner = RunnerThread(
+            agent=load_agent(config.agent), store=store, settings=RunnerSettings(max_concurrent=config.max_concurrent)
+        )
+        with (
+            StoreService(
+                store=store, host=config.host, port=config.port, token=os.environ.get("AGL_SLIME_STORE_TOKEN")
+            ) as service,
+            runner,
+        ):
             print(f"agl_store_url: {service.url}", flush=True)
             while not ended.wait(1.0):
                 if runner.failure is not None:

@@ -37,17 +37,21 @@ def filter_output(keep: bool, reason: str | None) -> Any:
 
 
 def logging_function(name: str) -> Callable[..., Any]:
-    """``configure_logger``, ``init_tracking`` or ``finish_tracking`` of the installed slime, wherever that version keeps it."""
+    """``configure_logger``, ``init_tracking`` or ``finish_tracking`` of the installed slime, wherever that version
+    keeps it."""
     for home in ("slime.observability.logging_utils", "slime.utils.logging_utils", "slime.utils.tracking_utils"):
         try:
             return getattr(importlib.import_module(home), name)
         except (ImportError, AttributeError):
             continue
-    raise MissingDependencyError(f"the installed slime has no {name}; versions v0.2.4 to v0.3.1 and HEAD of August 2026 are known to work")
+    raise MissingDependencyError(
+        f"the installed slime has no {name}; versions v0.2.4 to v0.3.1 and HEAD of August 2026 are known to work"
+    )
 
 
 def periodic_action(rollout_id: int, interval: int | None, per_epoch: int | None, num_rollout: int | None) -> bool:
-    """Whether something that happens every ``interval`` rollouts, at the end of an epoch and at the end of the run is due."""
+    """Whether something that happens every ``interval`` rollouts, at the end of an epoch and at the end of the run is
+    due."""
     if interval is None:
         return False
     step = rollout_id + 1

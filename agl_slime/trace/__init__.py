@@ -1,7 +1,14 @@
 """Spans and tokens: how model calls are written to spans, and how the spans of a rollout become slime Samples."""
 
-from agl_slime.trace.converter import Conversion, ConversionOptions, ConversionReport, convert_rollout, rollout_to_sample, rollout_to_samples
-from agl_slime.trace.forks import ForkReason
+from agl_slime.tokens.forks import ForkReason
+from agl_slime.trace.converter import (
+    Conversion,
+    ConversionOptions,
+    ConversionReport,
+    convert_rollout,
+    rollout_to_sample,
+    rollout_to_samples,
+)
 from agl_slime.trace.reward import Reward, read_reward
 from agl_slime.trace.segments import Segment, merge_turns
 from agl_slime.trace.spans import read_turns, spans_of_attempt

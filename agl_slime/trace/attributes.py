@@ -1,7 +1,7 @@
 """Names of the span and of the attributes that a model call is stored under.
 
-``gen_ai.*`` are OpenTelemetry's names (its generative-AI semantic conventions), used for all they cover, so that any OpenTelemetry viewer shows a
-call as what it is; ``agl_slime.*`` are ours.
+``gen_ai.*`` are OpenTelemetry's names (its generative-AI semantic conventions), used for all they cover, so that any
+OpenTelemetry viewer shows a call as what it is; ``agl_slime.*`` are ours.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Final
 
 GENERATE_SPAN: Final = "agl_slime.generate"
-"""Name of the span of one model call. Agent Lightning's ``TracerTraceToTriplet(llm_call_match=r"agl_slime\\.generate")`` finds it (with the encoder's
-list form)."""
+"""Name of the span of one model call. Agent Lightning's
+``TracerTraceToTriplet(llm_call_match=r"agl_slime\\.generate")`` finds it (with the encoder's list form)."""
 
 FORMAT_VERSION: Final = 1
 """Written as ``agl_slime.format``; a reader refuses a version that it does not know."""
 
-# -- OpenTelemetry's ---------------------------------------------------------------------------------------------------------------------
+# -- OpenTelemetry's --------------------------------------------------------------------------------------------------
 OPERATION_NAME: Final = "gen_ai.operation.name"
 PROVIDER_NAME: Final = "gen_ai.provider.name"
 REQUEST_MODEL: Final = "gen_ai.request.model"
@@ -31,7 +31,7 @@ SYSTEM_INSTRUCTIONS: Final = "gen_ai.system_instructions"
 LEGACY_PROMPT: Final = "gen_ai.prompt"
 LEGACY_COMPLETION: Final = "gen_ai.completion"
 
-# -- ours --------------------------------------------------------------------------------------------------------------------------------
+# -- ours -------------------------------------------------------------------------------------------------------------
 FORMAT: Final = "agl_slime.format"
 STREAM: Final = "agl_slime.turn.stream"  # which encoder wrote the span: turn indices count within it
 TURN_INDEX: Final = "agl_slime.turn.index"
@@ -52,7 +52,7 @@ TOOLS: Final = "agl_slime.tools"  # JSON, on the last span: the tools on offer, 
 OPEN_SEAMS: Final = "agl_slime.prompt.open_seams"  # on the last span: prompt texts whose first merge might have reached into the tokens before
 UNTRAINED_TURNS: Final = "agl_slime.untrained_turns"  # JSON list, on the last span: turns that are context only
 
-# -- what Agent Lightning's instrumentation writes and its adapters read (agentlightning/adapter/triplet.py) -----------------------------
+# -- what Agent Lightning's instrumentation writes and its adapters read (agentlightning/adapter/triplet.py) ----------
 LIST_PROMPT_IDS: Final = "prompt_token_ids"
 LIST_RESPONSE_IDS: Final = "response_token_ids"
 LIST_LOG_PROBS: Final = "logprobs.content"  # JSON list of OpenAI's log-prob objects

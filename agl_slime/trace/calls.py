@@ -26,7 +26,7 @@ from agl_slime.trace.retokenize import Retokenizer
 from agl_slime.trace.turn import Turn, finish_reason, parse_json
 
 if TYPE_CHECKING:
-    from agl_slime._agl import Span
+    from agl_slime.support.agl import Span
 
 # Where each instrumentation keeps a thing, in the order of preference.
 _VLLM = "llm.hosted_vllm"
@@ -60,7 +60,9 @@ class ModelCall:
             span=span,
             prompt_ids=_ids(attributes, _PROMPT_IDS),
             response_ids=_ids(attributes, _RESPONSE_IDS) or _integers(_vllm_choice(attributes).get("token_ids")),
-            request_id=next((value for name in _REQUEST_ID if isinstance(value := attributes.get(name), str) and value), ""),
+            request_id=next(
+                (value for name in _REQUEST_ID if isinstance(value := attributes.get(name), str) and value), ""
+            ),
         )
 
     @property
@@ -75,16 +77,23 @@ class ModelCall:
         """The turn with the ids that the span carries. ``TraceError`` when its log-probs do not fit them."""
         log_probs = self._log_probs()
         if log_probs is not None and len(log_probs) != len(self.response_ids):
-            raise TraceError(f"span {self.span.span_id} carries {len(log_probs)} log-probs for {len(self.response_ids)} response_token_ids")
+            raise TraceError(
+                f"span {self.span.span_id} carries {len(log_probs)} log-probs for {len(self.response_ids)} response_token_ids"
+            )
         try:
             messages, answers = request_messages(self.span.attributes), answer_messages(self.span.attributes)
         except TraceError:  # images and the like; messages are for reading here, the ids are what is trained
             messages, answers = [], []
-        return Turn(prompt_ids=self.prompt_ids, response_ids=self.response_ids, log_probs=log_probs, **self._described(messages, answers))
+        return Turn(
+            prompt_ids=self.prompt_ids,
+            response_ids=self.response_ids,
+            log_probs=log_probs,
+            **self._described(messages, answers),
+        )
 
     def retokenized_turn(self, retokenizer: Retokenizer) -> Turn | None:
-        """The turn with the ids of its text; ``None`` when there is no message or no answer. ``TraceError`` when the text cannot be read or
-        rendered."""
+        """The turn with the ids of its text; ``None`` when there is no message or no answer. ``TraceError`` when the
+        text cannot be read or rendered."""
         messages, answers = request_messages(self.span.attributes), answer_messages(self.span.attributes)
         if not messages or not answers:
             return None
@@ -95,7 +104,9 @@ class ModelCall:
             finish_reason=described["finish_reason"],
             tools=tool_definitions(self.span.attributes),
         )
-        return Turn(prompt_ids=prompt_ids, response_ids=response_ids, log_probs=None, token_source="retokenized", **described)
+        return Turn(
+            prompt_ids=prompt_ids, response_ids=response_ids, log_probs=None, token_source="retokenized", **described
+        )
 
     def _described(self, messages: list[ChatMessage], answers: list[ChatMessage]) -> dict[str, Any]:
         cached = self.span.attributes.get(names.USAGE_CACHED_TOKENS)
@@ -129,7 +140,9 @@ class ModelCall:
         try:
             return [entry["logprob"] for entry in content]
         except (TypeError, KeyError) as error:
-            raise TraceError(f"the log-probs of span {self.span.span_id} are not a list of objects with 'logprob'") from error
+            raise TraceError(
+                f"the log-probs of span {self.span.span_id} are not a list of objects with 'logprob'"
+            ) from error
 
 
 def may_be_call(attributes: Mapping[str, Any]) -> bool:
@@ -142,7 +155,8 @@ def _ids(attributes: Mapping[str, Any], places: Iterable[str]) -> list[int]:
 
 
 def _integers(value: Any) -> list[int]:
-    """``value`` as a list of ids; vLLM lists the ids of each choice, of which the first counts. Empty when it is something else."""
+    """``value`` as a list of ids; vLLM lists the ids of each choice, of which the first counts. Empty when it is
+    something else."""
     if isinstance(value, (list, tuple)) and value:
         if isinstance(value[0], (list, tuple)):
             return _integers(value[0])

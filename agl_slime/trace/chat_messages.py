@@ -1,4 +1,5 @@
-"""Chat messages in span attributes: OpenTelemetry's JSON, the older flattened form, and Weave's, all as the messages that chat templates expect."""
+"""Chat messages in span attributes: OpenTelemetry's JSON, the older flattened form, and Weave's, all as the messages
+that chat templates expect."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def has_conversation(attributes: Mapping[str, Any]) -> bool:
 
 
 def request_messages(attributes: Mapping[str, Any]) -> list[ChatMessage]:
-    """The messages that the model was sent, in order; empty when there are none. ``TraceError`` when one is damaged or holds more than text and tool
-    calls."""
+    """The messages that the model was sent, in order; empty when there are none. ``TraceError`` when one is damaged or
+    holds more than text and tool calls."""
     if names.INPUT_MESSAGES in attributes:
         return _otel_messages(attributes, names.SYSTEM_INSTRUCTIONS) + _otel_messages(attributes, names.INPUT_MESSAGES)
     return _flat_messages(attributes, names.LEGACY_PROMPT) or _flat_messages(attributes, f"{WEAVE_INPUT}.messages")
@@ -40,7 +41,11 @@ def answer_messages(attributes: Mapping[str, Any]) -> list[ChatMessage]:
     choices = _flat_messages(attributes, names.LEGACY_COMPLETION)
     if choices:
         return choices
-    return [_plain(choice["message"]) for choice in _unflatten(attributes, f"{WEAVE_OUTPUT}.choices") if isinstance(choice.get("message"), dict)]
+    return [
+        _plain(choice["message"])
+        for choice in _unflatten(attributes, f"{WEAVE_OUTPUT}.choices")
+        if isinstance(choice.get("message"), dict)
+    ]
 
 
 def tool_definitions(attributes: Mapping[str, Any]) -> list[Any] | None:
@@ -51,7 +56,10 @@ def tool_definitions(attributes: Mapping[str, Any]) -> list[Any] | None:
     functions = _unflatten(attributes, "gen_ai.request.functions")
     if not functions:
         return None
-    return [{"type": "function", "function": {**function, "parameters": literal(function.get("parameters", {}))}} for function in functions]
+    return [
+        {"type": "function", "function": {**function, "parameters": literal(function.get("parameters", {}))}}
+        for function in functions
+    ]
 
 
 def literal(value: Any) -> Any:
@@ -68,7 +76,8 @@ def literal(value: Any) -> Any:
 
 
 def _otel_messages(attributes: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """OpenTelemetry's messages (``role`` and ``parts``) or plain chat messages, written as JSON; the system instructions are a list of parts."""
+    """OpenTelemetry's messages (``role`` and ``parts``) or plain chat messages, written as JSON; the system
+    instructions are a list of parts."""
     if not isinstance(attributes.get(name), str):
         return []
     written = parse_json(str(attributes[name]), name)
@@ -89,13 +98,17 @@ def _from_parts(message: Mapping[str, Any]) -> dict[str, Any]:
             plain["reasoning_content"] = plain.get("reasoning_content", "") + str(part.get("content", ""))
         elif kind == "tool_call":
             call = {"name": str(part.get("name", "")), "arguments": literal(part.get("arguments"))}
-            plain.setdefault("tool_calls", []).append({"id": str(part.get("id", "")), "type": "function", "function": call})
+            plain.setdefault("tool_calls", []).append(
+                {"id": str(part.get("id", "")), "type": "function", "function": call}
+            )
         elif kind == "tool_call_response":
             result = part.get("response", part.get("result", ""))
             plain["content"] += result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
             plain["tool_call_id"] = str(part.get("id", ""))
         else:
-            raise TraceError(f"a message of the trace has a part of type {kind!r}; only text and tool calls can be tokenised again")
+            raise TraceError(
+                f"a message of the trace has a part of type {kind!r}; only text and tool calls can be tokenised again"
+            )
     if "finish_reason" in message:
         plain["finish_reason"] = message["finish_reason"]
     return plain
@@ -120,7 +133,11 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
     arguments = literal(function.get("arguments"))
-    return {"id": str(call.get("id", "")), "type": "function", "function": {"name": str(function.get("name", "")), "arguments": arguments}}
+    return {
+        "id": str(call.get("id", "")),
+        "type": "function",
+        "function": {"name": str(function.get("name", "")), "arguments": arguments},
+    }
 
 
 def _text(content: Any) -> str:

@@ -1,7 +1,9 @@
-"""Rollout and spans to slime Samples. Stateless; what is given out has been checked against the invariants that training relies on.
+"""Rollout and spans to slime Samples. Stateless; what is given out has been checked against the invariants that
+training relies on.
 
-Per Sample: ``tokens`` is prompt and response; ``loss_mask`` and ``rollout_log_probs`` begin at the first response token and have ``response_length``
-entries; a token under mask 1 was sampled by the engine at that place and is under mask 1 in no other Sample of the rollout.
+Per Sample: ``tokens`` is prompt and response; ``loss_mask`` and ``rollout_log_probs`` begin at the first response token
+and have ``response_length`` entries; a token under mask 1 was sampled by the engine at that place and is under mask 1
+in no other Sample of the rollout.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import numpy.typing as npt
 from typing_extensions import TypedDict, Unpack
 
 from agl_slime.errors import RewardError, TraceError
+from agl_slime.tokens.codec import LogProbArray
 from agl_slime.trace import attributes as names
-from agl_slime.trace.codec import LogProbArray
 from agl_slime.trace.reward import read_reward
 from agl_slime.trace.segments import Segment, merge_turns
 from agl_slime.trace.spans import Convention, read_turns, spans_of_attempt
@@ -27,15 +29,16 @@ from agl_slime.trace.turn import Turn, parse_json
 from agl_slime.types import Sample, sample_from_fields
 
 if TYPE_CHECKING:
-    from agl_slime._agl import Rollout, Span
-    from agl_slime.tokenizer import ChatTokenizer
+    from agl_slime.support.agl import Rollout, Span
+    from agl_slime.tokens.tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True)
 class ConversionReport:
     """What a rollout became, for counting.
 
-    ``forks`` counts the segments that began with a fork, by reason. ``ignored_calls`` are model calls in the spans that are no turns of the policy.
+    ``forks`` counts the segments that began with a fork, by reason. ``ignored_calls`` are model calls in the spans that
+    are no turns of the policy.
     """
 
     convention: Convention | None
@@ -60,29 +63,36 @@ class ConversionOptions(TypedDict, total=False):
     """The keyword arguments of the conversion, all optional."""
 
     reward_key: str | None
-    """Which dimension of the reward to train on; the Samples then carry all dimensions as a dict, as slime's ``--reward-key`` reads them."""
+    """Which dimension of the reward to train on; the Samples then carry all dimensions as a dict, as slime's
+    ``--reward-key`` reads them."""
     index: int | None
     """slime's number of the Sample; as the next two, the same for all Samples of a rollout."""
     group_index: int | None
     rollout_id: int | None
     attempt_id: str | None
-    """Which attempt to read; by default the rollout's own (an ``AttemptedRollout`` has one), else the one that began last."""
+    """Which attempt to read; by default the rollout's own (an ``AttemptedRollout`` has one), else the one that began
+    last."""
     is_policy_call: Callable[[Span], bool] | None
     """Which model calls are the policy's, where spans do not tell: see ``read_turns``."""
 
 
 def convert_rollout(
-    rollout: Rollout, spans: Iterable[Span], tokenizer: ChatTokenizer | None = None, **options: Unpack[ConversionOptions]
+    rollout: Rollout,
+    spans: Iterable[Span],
+    tokenizer: ChatTokenizer | None = None,
+    **options: Unpack[ConversionOptions],
 ) -> Conversion:
     """The Samples of one finished rollout, with its trajectory and counts.
 
     Args:
-        rollout: the rollout; its ``input`` gives the label (key ``label``), its metadata ``group_id`` and ``source_name``. spans: spans of the
-        rollout, in any order; those of other attempts are passed over. tokenizer: decodes prompt and response for reading, tells drift from edits,
-        and tokenises text-only traces. Not needed for spans with token ids. **options: see ``ConversionOptions``.
+        rollout: the rollout; its ``input`` gives the label (key ``label``), its metadata ``group_id`` and
+            ``source_name``. spans: spans of the rollout, in any order; those of other attempts are passed over.
+            tokenizer: decodes prompt and response for reading, tells drift from edits, and tokenises text-only traces.
+            Not needed for spans with token ids. **options: see ``ConversionOptions``.
 
     Raises:
-        TraceError: reason ``no_turns`` when no token was sampled; ``bad_trace`` when spans are damaged or cannot be aligned.
+        TraceError: reason ``no_turns`` when no token was sampled; ``bad_trace`` when spans are damaged or cannot be
+            aligned.
         RewardError: reason ``no_reward`` or ``bad_reward``.
     """
     reward_key = options.get("reward_key")
@@ -130,14 +140,17 @@ def convert_trajectory(
 ) -> Conversion:
     """The Samples of a trajectory that has its turns and its reward; see ``convert_rollout``.
 
-    ``untrained_turns`` are context only. ``metadata`` is added to that of the Samples. ``convention`` and ``ignored_calls`` are passed on to the
-    report. Raises ``TraceError`` when no token is to be trained, ``RewardError`` when there is no reward.
+    ``untrained_turns`` are context only. ``metadata`` is added to that of the Samples. ``convention`` and
+    ``ignored_calls`` are passed on to the report. Raises ``TraceError`` when no token is to be trained, ``RewardError``
+    when there is no reward.
     """
     if trajectory.reward is None:
         raise RewardError(f"trajectory {trajectory.rollout_id} has no reward", reason="no_reward")
     segments = merge_turns(trajectory.turns, tokenizer, untrained=untrained_turns)
     if not segments:
-        raise TraceError(f"trajectory {trajectory.rollout_id} has no sampled token that is to be trained", reason="no_turns")
+        raise TraceError(
+            f"trajectory {trajectory.rollout_id} has no sampled token that is to be trained", reason="no_turns"
+        )
     report = ConversionReport(
         convention=convention,
         turns=len(trajectory.turns),
@@ -147,7 +160,9 @@ def convert_trajectory(
         retokenized_turns=sum(turn.token_source == "retokenized" for turn in trajectory.turns),
         ignored_calls=ignored_calls,
     )
-    with_log_probs = all(segment.log_probs is not None for segment in segments)  # slime trains with them on all Samples or on none
+    with_log_probs = all(
+        segment.log_probs is not None for segment in segments
+    )  # slime trains with them on all Samples or on none
     samples = [
         _make_sample(
             segment,
@@ -166,22 +181,30 @@ def convert_trajectory(
 
 
 def rollout_to_samples(
-    rollout: Rollout, spans: Iterable[Span], tokenizer: ChatTokenizer | None = None, **options: Unpack[ConversionOptions]
+    rollout: Rollout,
+    spans: Iterable[Span],
+    tokenizer: ChatTokenizer | None = None,
+    **options: Unpack[ConversionOptions],
 ) -> list[Sample]:
-    """The Samples of one finished rollout: one, or several when it forks. Options and errors as for ``convert_rollout``."""
+    """The Samples of one finished rollout: one, or several when it forks. Options and errors as for
+    ``convert_rollout``."""
     return convert_rollout(rollout, spans, tokenizer, **options).samples
 
 
 def rollout_to_sample(
-    rollout: Rollout, spans: Iterable[Span], tokenizer: ChatTokenizer | None = None, **options: Unpack[ConversionOptions]
+    rollout: Rollout,
+    spans: Iterable[Span],
+    tokenizer: ChatTokenizer | None = None,
+    **options: Unpack[ConversionOptions],
 ) -> Sample:
-    """The one Sample of a finished rollout that does not fork; ``TraceError`` with reason ``forked`` when it does. Options as for
-    ``convert_rollout``."""
+    """The one Sample of a finished rollout that does not fork; ``TraceError`` with reason ``forked`` when it does.
+    Options as for ``convert_rollout``."""
     conversion = convert_rollout(rollout, spans, tokenizer, **options)
     if len(conversion.samples) > 1:
         reasons = ", ".join(f"{reason} {count}" for reason, count in conversion.report.forks.items())
         raise TraceError(
-            f"rollout {rollout.rollout_id} forks into {len(conversion.samples)} Samples ({reasons}); use rollout_to_samples", reason="forked"
+            f"rollout {rollout.rollout_id} forks into {len(conversion.samples)} Samples ({reasons}); use rollout_to_samples",
+            reason="forked",
         )
     return conversion.samples[0]
 
@@ -236,7 +259,10 @@ def _make_sample(
 ) -> Sample:
     turns = [trajectory.turns[at.turn] for at in segment.placements]
     start = segment.prompt_length
-    mask, log_probs = segment.loss_mask[start:], segment.log_probs[start:] if with_log_probs and segment.log_probs is not None else None
+    mask, log_probs = (
+        segment.loss_mask[start:],
+        segment.log_probs[start:] if with_log_probs and segment.log_probs is not None else None,
+    )
     tokens = segment.token_ids.tolist()
     _check(len(tokens), len(tokens) - start, mask, log_probs)
     # the rollout's own stop reason is that of the segment with its last turn
@@ -251,7 +277,9 @@ def _make_sample(
         response=_decode(tokens[start:], tokenizer) if tokenizer is not None else "".join(turn.text for turn in turns),
         label=_label(trajectory.task),
         reward=reward,
-        status=Sample.Status.TRUNCATED if is_truncated(stop_reason) or is_truncated(turns[-1].finish_reason) else Sample.Status.COMPLETED,
+        status=Sample.Status.TRUNCATED
+        if is_truncated(stop_reason) or is_truncated(turns[-1].finish_reason)
+        else Sample.Status.COMPLETED,
         weight_versions=list(dict.fromkeys(span.version for turn in turns for span in turn.weight_versions)),
         prefix_cache_info=_prefix_cache_info(turns),
         metadata={**facts, **_metadata(segment, number, turns, trajectory, report, stop_reason)},
@@ -259,8 +287,8 @@ def _make_sample(
 
 
 def _check(length: int, n: int, mask: npt.NDArray[np.int8], log_probs: LogProbArray | None) -> None:
-    """The invariants of a Sample of ``length`` tokens, ``n`` of them response; slime checks only some of them, and late. On arrays: 20 times as fast
-    as on the lists that the Sample gets."""
+    """The invariants of a Sample of ``length`` tokens, ``n`` of them response; slime checks only some of them, and
+    late. On arrays: 20 times as fast as on the lists that the Sample gets."""
     if not 0 < n < length:
         raise TraceError(f"response_length must lie between 1 and {length - 1} (the tokens less one), got {n}")
     trained = mask == 1
@@ -277,7 +305,12 @@ def _check(length: int, n: int, mask: npt.NDArray[np.int8], log_probs: LogProbAr
 
 
 def _metadata(
-    segment: Segment, number: int, turns: Sequence[Turn], trajectory: Trajectory, report: ConversionReport, stop_reason: str
+    segment: Segment,
+    number: int,
+    turns: Sequence[Turn],
+    trajectory: Trajectory,
+    report: ConversionReport,
+    stop_reason: str,
 ) -> dict[str, Any]:
     """JSON values only: slime logs and saves metadata. Spans are over the response's tokens, end exclusive."""
     metadata: dict[str, Any] = {

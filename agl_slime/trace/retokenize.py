@@ -1,5 +1,5 @@
-"""Text-only traces as tokens: the chat template's rendering, tokenised again. What comes out is an approximation of what the engine saw and is marked
-as such."""
+"""Text-only traces as tokens: the chat template's rendering, tokenised again. What comes out is an approximation of
+what the engine saw and is marked as such."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from agl_slime.errors import TraceError
 
 if TYPE_CHECKING:
-    from agl_slime.tokenizer import ChatTokenizer
+    from agl_slime.tokens.tokenizer import ChatTokenizer
 
 Message = Mapping[str, Any]
 
@@ -19,39 +19,54 @@ Message = Mapping[str, Any]
 class Retokenizer:
     """Turns of one text-only rollout to token ids.
 
-    A prompt that begins with the text of an earlier turn (prompt and answer) begins with its ids too, so a conversation that only grows stays one
-    sequence: tokenised as a whole, the pieces at the seams could merge differently each time and every turn would fork.
+    A prompt that begins with the text of an earlier turn (prompt and answer) begins with its ids too, so a conversation
+    that only grows stays one sequence: tokenised as a whole, the pieces at the seams could merge differently each time
+    and every turn would fork.
     """
 
     tokenizer: ChatTokenizer
     _held: list[tuple[str, list[int]]] = field(default_factory=list)
 
     def turn(
-        self, messages: Sequence[Message], answer: Message, *, finish_reason: str = "stop", tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Message],
+        answer: Message,
+        *,
+        finish_reason: str = "stop",
+        tools: Sequence[Any] | None = None,
     ) -> tuple[list[int], list[int]]:
         """Prompt ids and response ids of one call that was sent ``messages`` (and ``tools``) and answered ``answer``.
 
-        The response ends with the tokenizer's end-of-sequence token where the template writes it and the call was not cut off. Raises ``TraceError``
-        when the template refuses the messages, or there is no template and more than one message.
+        The response ends with the tokenizer's end-of-sequence token where the template writes it and the call was not
+        cut off. Raises ``TraceError`` when the template refuses the messages, or there is no template and more than one
+        message.
         """
         prompt, response = self._render(messages, answer, finish_reason, tools)
-        held_text, held_ids = max((held for held in self._held if prompt.startswith(held[0])), key=lambda held: len(held[0]), default=("", []))
+        held_text, held_ids = max(
+            (held for held in self._held if prompt.startswith(held[0])), key=lambda held: len(held[0]), default=("", [])
+        )
         prompt_ids = held_ids + self._encode(prompt[len(held_text) :])
         response_ids = self._encode(response)
         self._held.append((prompt + response, prompt_ids + response_ids))
         return prompt_ids, response_ids
 
-    def _render(self, messages: Sequence[Message], answer: Message, finish_reason: str, tools: Sequence[Any] | None) -> tuple[str, str]:
+    def _render(
+        self, messages: Sequence[Message], answer: Message, finish_reason: str, tools: Sequence[Any] | None
+    ) -> tuple[str, str]:
         content = str(answer.get("content") or "")
         if not getattr(self.tokenizer, "chat_template", None):
             if len(messages) != 1:
-                raise TraceError(f"the tokenizer has no chat template, so a text trace of {len(messages)} messages cannot be tokenised")
+                raise TraceError(
+                    f"the tokenizer has no chat template, so a text trace of {len(messages)} messages cannot be tokenised"
+                )
             return str(messages[0].get("content") or ""), content  # the completions API: one text in, one text out
         options: dict[str, Any] = {"tokenize": False, **({"tools": list(tools)} if tools else {})}
         try:
             prompt = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **options)
             whole = self.tokenizer.apply_chat_template([*messages, answer], **options)
-        except Exception as error:  # a template may raise anything: jinja's errors, TypeError for a shape it does not expect
+        except (
+            Exception
+        ) as error:  # a template may raise anything: jinja's errors, TypeError for a shape it does not expect
             raise TraceError(f"the chat template cannot render the messages of the trace: {error}") from error
         if not whole.startswith(prompt):  # the template renders a finished answer in another way than an open one
             return prompt, content

@@ -1,4 +1,5 @@
-"""The reward of a rollout, as Agent Lightning's reward spans carry it. A reward that is missing or no finite number is an error, never a 0.0."""
+"""The reward of a rollout, as Agent Lightning's reward spans carry it. A reward that is missing or no finite number is
+an error, never a 0.0."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ REWARD_PREFIX = "agentlightning.reward"
 _FIRST_NAME, _FIRST_VALUE = f"{REWARD_PREFIX}.0.name", f"{REWARD_PREFIX}.0.value"
 
 if TYPE_CHECKING:
-    from agl_slime._agl import Span
+    from agl_slime.support.agl import Span
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,14 @@ class Reward:
 def read_reward(spans: Sequence[Span], *, reward_key: str | None = None) -> Reward:
     """The final reward in ``spans``, which are those of one attempt in the order of their sequence ids.
 
-    ``primary`` is what ``agentlightning.find_final_reward`` finds: the first dimension of the last reward span; with ``reward_key``, the last
-    dimension of that name. ``named`` holds the last value of every dimension. Raises ``RewardError`` with reason ``no_reward`` when there is none (or
-    none of that name), ``bad_reward`` when one is not a finite number.
+    ``primary`` is what ``agentlightning.find_final_reward`` finds: the first dimension of the last reward span; with
+    ``reward_key``, the last dimension of that name. ``named`` holds the last value of every dimension. Raises
+    ``RewardError`` with reason ``no_reward`` when there is none (or none of that name), ``bad_reward`` when one is not
+    a finite number.
     """
-    from agl_slime._agl import find_final_reward  # seconds of import, which packing and merging tokens do without
+    from agl_slime.support.agl import (
+        find_final_reward,
+    )  # seconds of import, which packing and merging tokens do without
 
     named: dict[str, float] = {}
     primary: float | None = None
@@ -47,19 +51,25 @@ def read_reward(spans: Sequence[Span], *, reward_key: str | None = None) -> Rewa
     except ValueError as error:  # pydantic's: a value that is no number
         raise RewardError(f"a reward span does not hold named numbers: {error}") from error
     if primary is None:
-        raise RewardError("the rollout has no reward: emit one with emit_reward, or return a number from the agent", reason="no_reward")
+        raise RewardError(
+            "the rollout has no reward: emit one with emit_reward, or return a number from the agent",
+            reason="no_reward",
+        )
     if not named:  # the forms of Agent Lightning before 0.3, which have no names
         named["primary"] = primary
     rewards = {name: _finite(value, name) for name, value in named.items()}
     if reward_key is None:
         return Reward(_finite(primary, "primary"), rewards)
     if reward_key not in rewards:
-        raise RewardError(f"the rollout has no reward named {reward_key!r}, only {', '.join(sorted(rewards))}", reason="no_reward")
+        raise RewardError(
+            f"the rollout has no reward named {reward_key!r}, only {', '.join(sorted(rewards))}", reason="no_reward"
+        )
     return Reward(rewards[reward_key], rewards)
 
 
 def _dimensions(span: Span) -> list[tuple[str, float]]:
-    """The names and values of a reward span, as ``agentlightning.get_rewards_from_span`` reads them; empty for other spans."""
+    """The names and values of a reward span, as ``agentlightning.get_rewards_from_span`` reads them; empty for other
+    spans."""
     attributes = span.attributes
     count = sum(key.startswith(REWARD_PREFIX) for key in attributes)
     if not count:
@@ -67,7 +77,7 @@ def _dimensions(span: Span) -> list[tuple[str, float]]:
     name, value = attributes.get(_FIRST_NAME), attributes.get(_FIRST_VALUE)
     if count == 2 and type(name) is str and type(value) is float:  # the usual one; its general reader takes 10 µs
         return [(name, value)]
-    from agl_slime._agl import get_rewards_from_span
+    from agl_slime.support.agl import get_rewards_from_span
 
     return [(dimension.name, dimension.value) for dimension in get_rewards_from_span(span)]
 

@@ -1,10 +1,12 @@
 """Turns of one rollout as token sequences to train on.
 
-The rule that is kept here: each sampled token is under mask 1 in exactly one segment, at the place where it was sampled. A turn whose prompt begins
-with all that a segment holds goes on in that segment, and what the prompt adds (observations, template) gets mask 0. Any other turn starts a segment
-of its own, whose whole prompt is context with mask 0: what was sampled in it earlier trains where it was sampled first.
+The rule that is kept here: each sampled token is under mask 1 in exactly one segment, at the place where it was
+sampled. A turn whose prompt begins with all that a segment holds goes on in that segment, and what the prompt adds
+(observations, template) gets mask 0. Any other turn starts a segment of its own, whose whole prompt is context with
+mask 0: what was sampled in it earlier trains where it was sampled first.
 
-The held sequences are in a radix tree, so a turn costs one comparison of its prompt with the path it follows, not with every turn before it.
+The held sequences are in a radix tree, so a turn costs one comparison of its prompt with the path it follows, not with
+every turn before it.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from agl_slime.errors import TraceError
-from agl_slime.trace.codec import LogProbArray, TokenArray
-from agl_slime.trace.forks import ForkReason, contains, rendering_drift
+from agl_slime.tokens.codec import LogProbArray, TokenArray
+from agl_slime.tokens.forks import ForkReason, contains, rendering_drift
 from agl_slime.trace.token_tree import Match, TokenTree
 from agl_slime.trace.turn import Turn
 
 if TYPE_CHECKING:
-    from agl_slime.tokenizer import ChatTokenizer
+    from agl_slime.tokens.tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class Segment:
-    """One token sequence: ``token_ids`` with ``loss_mask`` (1 where this segment trains a sampled token) and ``log_probs`` (0.0 where the mask is 0),
-    all of one length.
+    """One token sequence: ``token_ids`` with ``loss_mask`` (1 where this segment trains a sampled token) and
+    ``log_probs`` (0.0 where the mask is 0), all of one length.
 
-    ``placements`` are the turns trained here, in order; the first starts where the response starts. ``log_probs`` is ``None`` when a turn has none.
-    ``fork_reason`` is ``None`` for the segment that the rollout began with.
+    ``placements`` are the turns trained here, in order; the first starts where the response starts. ``log_probs`` is
+    ``None`` when a turn has none. ``fork_reason`` is ``None`` for the segment that the rollout began with.
     """
 
     token_ids: TokenArray
@@ -57,7 +59,8 @@ class Segment:
 
 @dataclass
 class _Open:
-    """A segment while turns are added to it; ``history`` also lists the sampled responses that its first prompt holds as context."""
+    """A segment while turns are added to it; ``history`` also lists the sampled responses that its first prompt holds
+    as context."""
 
     fork_reason: ForkReason | None
     history: list[Placement]
@@ -70,7 +73,8 @@ class _Open:
         self.length = placement.end
 
     def close(self, turns: Sequence[Turn], untrained: Collection[int]) -> Segment | None:
-        """The segment; ``None`` when none of its turns is trained. What follows the last trained one is context for nothing and left out."""
+        """The segment; ``None`` when none of its turns is trained. What follows the last trained one is context for
+        nothing and left out."""
         placements = [at for at in self.placements if at.turn not in untrained]
         if not placements:
             return None
@@ -87,11 +91,13 @@ class _Open:
         return Segment(tokens, mask, log_probs, tuple(placements), self.fork_reason)
 
 
-def merge_turns(turns: Sequence[Turn], tokenizer: ChatTokenizer | None = None, *, untrained: Collection[int] = ()) -> list[Segment]:
+def merge_turns(
+    turns: Sequence[Turn], tokenizer: ChatTokenizer | None = None, *, untrained: Collection[int] = ()
+) -> list[Segment]:
     """The segments of a rollout, in the order in which they began; turns that sampled nothing contribute nothing.
 
-    ``tokenizer`` is used to tell the reason of a fork, never to make tokens. The turns whose indices are ``untrained`` are context only; a segment of
-    such turns alone is left out. Raises ``TraceError`` when a turn has an empty prompt.
+    ``tokenizer`` is used to tell the reason of a fork, never to make tokens. The turns whose indices are ``untrained``
+    are context only; a segment of such turns alone is left out. Raises ``TraceError`` when a turn has an empty prompt.
     """
     tree = TokenTree()
     segments: list[_Open] = []
@@ -100,7 +106,9 @@ def merge_turns(turns: Sequence[Turn], tokenizer: ChatTokenizer | None = None, *
         if not len(turn.response_ids):
             continue
         if not len(turn.prompt_ids):
-            raise TraceError(f"turn {index} has an empty prompt; training needs at least one token before the first sampled one")
+            raise TraceError(
+                f"turn {index} has an empty prompt; training needs at least one token before the first sampled one"
+            )
         match = tree.match(turn.prompt_ids)
         segment = _continued(match, placed)
         if segment is None:
@@ -128,7 +136,11 @@ def _continued(match: Match, placed: dict[int, tuple[_Open, Placement]]) -> _Ope
 
 
 def _fork_reason(
-    prompt: TokenArray, match: Match, turns: Sequence[Turn], placed: dict[int, tuple[_Open, Placement]], tokenizer: ChatTokenizer | None
+    prompt: TokenArray,
+    match: Match,
+    turns: Sequence[Turn],
+    placed: dict[int, tuple[_Open, Placement]],
+    tokenizer: ChatTokenizer | None,
 ) -> ForkReason:
     """Why ``prompt`` leaves what is held after ``match.length`` tokens; see ``ForkReason`` for the classes."""
     if match.length == len(prompt):

@@ -1,13 +1,14 @@
 """The turns of one attempt from Agent Lightning spans, whoever wrote them.
 
-Three conventions are read. The best one that occurs in an attempt counts and the others do not, so that a call seen by two instrumentations is one
-turn:
+Three conventions are read. The best one that occurs in an attempt counts and the others do not, so that a call seen by
+two instrumentations is one turn:
 
 1. ours: packed ids and log-probs (``agl_slime.trace.turn``);
-2. token lists: ``prompt_token_ids`` and ``response_token_ids`` of Agent Lightning's own instrumentation, with log-probs where they are there. The ids
-   are the engine's. (vLLM's log-probs are those before temperature unless it is told otherwise.)
-3. text: ``gen_ai.prompt.N.*`` and ``gen_ai.completion.N.*``, or ``gen_ai.input.messages`` and ``gen_ai.output.messages``. Tokenised again through the
-   chat template, marked ``retokenized``, without log-probs.
+2. token lists: ``prompt_token_ids`` and ``response_token_ids`` of Agent Lightning's own instrumentation, with log-probs
+  where they are there. The ids are the engine's. (vLLM's log-probs are those before temperature unless it is told
+  otherwise.)
+3. text: ``gen_ai.prompt.N.*`` and ``gen_ai.completion.N.*``, or ``gen_ai.input.messages`` and
+  ``gen_ai.output.messages``. Tokenised again through the chat template, marked ``retokenized``, without log-probs.
 
 Calls beneath a reward span (a judge) are no turns of the policy.
 """
@@ -26,8 +27,8 @@ from agl_slime.trace.reward import REWARD_PREFIX
 from agl_slime.trace.turn import Turn, decode_turns, is_packed
 
 if TYPE_CHECKING:
-    from agl_slime._agl import Span
-    from agl_slime.tokenizer import ChatTokenizer
+    from agl_slime.support.agl import Span
+    from agl_slime.tokens.tokenizer import ChatTokenizer
 
 Convention = Literal["packed", "lists", "text"]
 
@@ -37,7 +38,8 @@ _MODEL_OPERATIONS = frozenset({None, "chat", "text_completion", "generate_conten
 
 @dataclass(frozen=True)
 class TurnsRead:
-    """The turns of an attempt in order, the convention that they were written in, and how many other model calls there were that are not turns."""
+    """The turns of an attempt in order, the convention that they were written in, and how many other model calls there
+    were that are not turns."""
 
     turns: tuple[Turn, ...]
     convention: Convention | None
@@ -47,13 +49,15 @@ class TurnsRead:
 def spans_of_attempt(spans: Iterable[Span], attempt_id: str | None = None) -> list[Span]:
     """The spans of one attempt by sequence id, each once. Without ``attempt_id``, of the attempt that began last.
 
-    A worker that was given up may still write spans to its dead attempt, so an attempt is as late as its earliest span. Raises ``TraceError`` when
-    several attempts are there and their spans have no start times.
+    A worker that was given up may still write spans to its dead attempt, so an attempt is as late as its earliest span.
+    Raises ``TraceError`` when several attempts are there and their spans have no start times.
     """
     spans = list(spans)
     if attempt_id is None:
         attempt_id = _latest_attempt(spans)
-    by_id = {span.span_id: span for span in reversed(spans) if span.attempt_id == attempt_id}  # an exporter may deliver a span twice
+    by_id = {
+        span.span_id: span for span in reversed(spans) if span.attempt_id == attempt_id
+    }  # an exporter may deliver a span twice
     return sorted(by_id.values(), key=lambda span: (span.sequence_id, span.start_time or 0.0))
 
 
@@ -64,16 +68,23 @@ def _latest_attempt(spans: Sequence[Span]) -> str | None:
             began[span.attempt_id] = min(span.start_time, began.get(span.attempt_id, span.start_time))
     attempts = {span.attempt_id for span in spans}
     if len(attempts) > 1 and attempts != set(began):
-        raise TraceError(f"spans of {len(attempts)} attempts, not all with start times; name the attempt to read with attempt_id")
+        raise TraceError(
+            f"spans of {len(attempts)} attempts, not all with start times; name the attempt to read with attempt_id"
+        )
     return max(attempts, key=lambda attempt: began.get(attempt, 0.0), default=None)
 
 
-def read_turns(spans: Sequence[Span], tokenizer: ChatTokenizer | None = None, *, is_policy_call: Callable[[Span], bool] | None = None) -> TurnsRead:
+def read_turns(
+    spans: Sequence[Span],
+    tokenizer: ChatTokenizer | None = None,
+    *,
+    is_policy_call: Callable[[Span], bool] | None = None,
+) -> TurnsRead:
     """The turns among ``spans``, which are those of one attempt in order (``spans_of_attempt``).
 
-    ``tokenizer`` is needed for text-only traces alone. ``is_policy_call`` leaves out calls to other models in the second and third convention, whose
-    spans do not say whether the policy answered; without it every call counts. Raises ``TraceError`` when a span is damaged or a text-only trace
-    comes without tokenizer.
+    ``tokenizer`` is needed for text-only traces alone. ``is_policy_call`` leaves out calls to other models in the
+    second and third convention, whose spans do not say whether the policy answered; without it every call counts.
+    Raises ``TraceError`` when a span is damaged or a text-only trace comes without tokenizer.
     """
     calls = _calls(spans, is_policy_call)
     if any(is_packed(span.attributes) for span in spans):
@@ -96,7 +107,9 @@ def _calls(spans: Sequence[Span], is_policy_call: Callable[[Span], bool] | None)
     A proxy and the client's instrumentation write nested spans of one call, with the same response id or with none.
     """
     by_id = {span.span_id: span for span in spans}
-    found = [ModelCall.of(span) for span in spans if _may_be_call(span) and (is_policy_call is None or is_policy_call(span))]
+    found = [
+        ModelCall.of(span) for span in spans if _may_be_call(span) and (is_policy_call is None or is_policy_call(span))
+    ]
     taken: list[ModelCall] = []
     request_ids: set[str] = set()
     taken_at: dict[str, ModelCall] = {}  # by its span
@@ -120,7 +133,11 @@ def _calls(spans: Sequence[Span], is_policy_call: Callable[[Span], bool] | None)
 
 def _may_be_call(span: Span) -> bool:
     attributes = span.attributes
-    return not is_packed(attributes) and attributes.get(names.OPERATION_NAME) in _MODEL_OPERATIONS and may_be_call(attributes)
+    return (
+        not is_packed(attributes)
+        and attributes.get(names.OPERATION_NAME) in _MODEL_OPERATIONS
+        and may_be_call(attributes)
+    )
 
 
 def _ancestors(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:

@@ -1,23 +1,24 @@
 """A radix tree over token sequences: what of a new sequence is already held, and by whom.
 
-Every distinct token is stored once, so the memory is linear in what was added however often histories overlap; looking a sequence up costs one numpy
-comparison per node on its path.
+Every distinct token is stored once, so the memory is linear in what was added however often histories overlap; looking
+a sequence up costs one numpy comparison per node on its path.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agl_slime.trace.codec import TokenArray
+from agl_slime.tokens.codec import TokenArray
 
 
 @dataclass(frozen=True)
 class Match:
     """How far a looked-up sequence is held.
 
-    ``length`` tokens of it are held. ``first`` is the earliest and ``latest`` the most recent owner of a sequence through the last place reached (an
-    owner whose sequence goes on differently or ends there), ``None`` when nothing is held. ``ends`` lists ``(length, owners)`` for each place on the
-    way where sequences end, shortest first: the sequences that the looked-up one extends or equals.
+    ``length`` tokens of it are held. ``first`` is the earliest and ``latest`` the most recent owner of a sequence
+    through the last place reached (an owner whose sequence goes on differently or ends there), ``None`` when nothing is
+    held. ``ends`` lists ``(length, owners)`` for each place on the way where sequences end, shortest first: the
+    sequences that the looked-up one extends or equals.
     """
 
     length: int

@@ -13,8 +13,9 @@ from agl_slime.trace.turn import Messages, Turn
 class Trajectory:
     """What happened in one attempt of a rollout.
 
-    ``task`` is the rollout's input. ``reward`` and ``rewards`` (by name) are ``None`` and empty until there is a reward. ``stop_reason`` says why the
-    rollout stopped; where the agent named none it is the finish reason of the last call. ``mode`` is ``"train"``, ``"val"``, ``"test"`` or not set.
+    ``task`` is the rollout's input. ``reward`` and ``rewards`` (by name) are ``None`` and empty until there is a
+    reward. ``stop_reason`` says why the rollout stopped; where the agent named none it is the finish reason of the last
+    call. ``mode`` is ``"train"``, ``"val"``, ``"test"`` or not set.
     """
 
     rollout_id: str
@@ -29,7 +30,8 @@ class Trajectory:
 
     @property
     def response(self) -> str:
-        """The text of the last answer, with the part of it that was there before the last call went on with it; empty when there is none."""
+        """The text of the last answer, with the part of it that was there before the last call went on with it; empty
+        when there is none."""
         if not self.turns:
             return ""
         asked = self.turns[-1].messages
@@ -59,7 +61,9 @@ class Trajectory:
         return is_truncated(self.stop_reason) or (bool(self.turns) and is_truncated(self.turns[-1].finish_reason))
 
 
-TRUNCATING_REASONS = frozenset({"length", "abort", "aborted", "max_turns", "max_tokens", "max_trajectory_tokens", "context_overflow"})
+TRUNCATING_REASONS = frozenset(
+    {"length", "abort", "aborted", "max_turns", "max_tokens", "max_trajectory_tokens", "context_overflow"}
+)
 """Stop reasons after which more would have come."""
 
 

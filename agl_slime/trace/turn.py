@@ -1,8 +1,9 @@
 """One model call with the exact tokens, and its form as span attributes.
 
-A rollout's prompts repeat its history, so a turn is stored as the difference to an earlier turn of the rollout: which turn, how many tokens of its
-prompt and response are kept, and the tokens after those. Twenty turns cost what their new tokens cost. A checksum over the whole prompt, the response
-and the log-probs makes sure that what is read is what was sampled.
+A rollout's prompts repeat its history, so a turn is stored as the difference to an earlier turn of the rollout: which
+turn, how many tokens of its prompt and response are kept, and the tokens after those. Twenty turns cost what their new
+tokens cost. A checksum over the whole prompt, the response and the log-probs makes sure that what is read is what was
+sampled.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ import numpy as np
 
 from agl_slime.errors import TraceError
 from agl_slime.sglang.payloads import WeightSpan
-from agl_slime.trace import attributes as names
-from agl_slime.trace.codec import (
+from agl_slime.tokens.codec import (
     LogProbArray,
     TokenArray,
     log_prob_array,
@@ -31,6 +31,7 @@ from agl_slime.trace.codec import (
     unpack_log_probs,
     unpack_token_ids,
 )
+from agl_slime.trace import attributes as names
 from agl_slime.trace.token_tree import TokenTree
 
 if TYPE_CHECKING:
@@ -46,10 +47,11 @@ _TOKEN_SOURCES = ("engine", "retokenized")
 class Turn:
     """One model call: the prompt that was sent and what was sampled after it.
 
-    ``prompt_ids`` and ``response_ids`` are read-only int32 arrays and ``log_probs`` a read-only float32 array (natural log, one per response id) or
-    ``None`` when the source has none; any sequence of numbers may be given. ``response_ids`` holds the stop token. ``weight_versions`` says which
-    version sampled which response tokens. ``messages`` are the chat messages of the request and ``text`` the engine's answer: for reading, never for
-    training. ``latency_s`` is the time the call took in seconds.
+    ``prompt_ids`` and ``response_ids`` are read-only int32 arrays and ``log_probs`` a read-only float32 array (natural
+    log, one per response id) or ``None`` when the source has none; any sequence of numbers may be given.
+    ``response_ids`` holds the stop token. ``weight_versions`` says which version sampled which response tokens.
+    ``messages`` are the chat messages of the request and ``text`` the engine's answer: for reading, never for training.
+    ``latency_s`` is the time the call took in seconds.
 
     Raises ``TraceError`` when ids are not non-negative int32, log-probs are not finite, or the lengths do not fit.
     """
@@ -90,11 +92,15 @@ class Turn:
                 raise TraceError(f"{name} must not be negative, got {int(ids.min())}")
         probs = None if log_probs is None else log_prob_array(log_probs, name="log_probs")
         if probs is not None and len(probs) != len(response):
-            raise TraceError(f"a turn needs one log-prob per response id, got {len(probs)} log-probs for {len(response)} ids")
+            raise TraceError(
+                f"a turn needs one log-prob per response id, got {len(probs)} log-probs for {len(response)} ids"
+            )
         versions = tuple(weight_versions)
         for span in versions:
             if not 0 <= span.start <= span.end <= len(response):
-                raise TraceError(f"weight version {span.version!r} covers tokens {span.start} to {span.end} of a response of {len(response)}")
+                raise TraceError(
+                    f"weight version {span.version!r} covers tokens {span.start} to {span.end} of a response of {len(response)}"
+                )
         if token_source not in _TOKEN_SOURCES:
             raise TraceError(f"token_source must be one of {', '.join(_TOKEN_SOURCES)}, got {token_source!r}")
         self.__dict__.update(  # frozen: not by assignment
@@ -114,7 +120,11 @@ class Turn:
 
     @classmethod
     def from_generation(
-        cls, prompt_ids: Sequence[int] | TokenArray, generation: Generation, *, messages: Iterable[Mapping[str, Any]] | None = None
+        cls,
+        prompt_ids: Sequence[int] | TokenArray,
+        generation: Generation,
+        *,
+        messages: Iterable[Mapping[str, Any]] | None = None,
     ) -> Turn:
         """The turn of a ``/generate`` call that was sent ``prompt_ids``."""
         return cls(
@@ -150,9 +160,10 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-# -- writing -----------------------------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------------------------
 
-# What tells the encoders of one attempt apart: they live in one process. Begins anywhere, so that those of its attempts look different as well.
+# What tells the encoders of one attempt apart: they live in one process. Begins anywhere, so that those of its attempts
+# look different as well.
 _streams = itertools.count(secrets.randbits(32))
 # json.dumps would make an encoder per call
 _to_json = json.JSONEncoder(ensure_ascii=False, default=str).encode
@@ -161,9 +172,9 @@ _to_json = json.JSONEncoder(ensure_ascii=False, default=str).encode
 class TurnEncoder:
     """Turns of one rollout to span attributes, each stored as the difference to what was sent before.
 
-    One encoder per rollout attempt. Thread-safe: concurrent branches of an agent may share it. Its memory is linear in the distinct tokens of the
-    rollout. ``list_form`` adds the lists that Agent Lightning's own adapters read (whole prompts: quadratic in the number of turns, so only where
-    they are needed).
+    One encoder per rollout attempt. Thread-safe: concurrent branches of an agent may share it. Its memory is linear in
+    the distinct tokens of the rollout. ``list_form`` adds the lists that Agent Lightning's own adapters read (whole
+    prompts: quadratic in the number of turns, so only where they are needed).
     """
 
     def __init__(self, *, model: str | None = None, list_form: bool = False) -> None:
@@ -176,14 +187,16 @@ class TurnEncoder:
         self._shared_json: dict[str, str] = {}
 
     def encode(self, turn: Turn) -> dict[str, Any]:
-        """The attributes of the span of ``turn``: strings, numbers and (in the list form) lists. Every encoded turn must reach the store, or later
-        ones cannot be read."""
+        """The attributes of the span of ``turn``: strings, numbers and (in the list form) lists. Every encoded turn
+        must reach the store, or later ones cannot be read."""
         tokens = turn.token_ids
         with self._lock:
             index = len(self._messages)
             match = self._tree.match(turn.prompt_ids)
             self._tree.insert(tokens, index)
-            messages = tuple(self._shared_json.setdefault(text, text) for text in map(_message_json, turn.messages or ()))
+            messages = tuple(
+                self._shared_json.setdefault(text, text) for text in map(_message_json, turn.messages or ())
+            )
             base_messages = () if match.first is None else self._messages[match.first]
             self._messages.append(messages)
 
@@ -210,9 +223,14 @@ class TurnEncoder:
         if turn.log_probs is not None:
             attributes[names.LOG_PROBS] = pack_array(turn.log_probs)
         if turn.weight_versions:
-            attributes[names.WEIGHT_VERSIONS] = json.dumps([[span.version, span.start, span.end] for span in turn.weight_versions])
+            attributes[names.WEIGHT_VERSIONS] = json.dumps(
+                [[span.version, span.start, span.end] for span in turn.weight_versions]
+            )
         if turn.messages is not None:
-            kept = next((i for i, (a, b) in enumerate(zip(messages, base_messages, strict=False)) if a != b), min(len(messages), len(base_messages)))
+            kept = next(
+                (i for i, (a, b) in enumerate(zip(messages, base_messages, strict=False)) if a != b),
+                min(len(messages), len(base_messages)),
+            )
             attributes[names.MESSAGES_KEPT] = kept
             attributes[names.MESSAGES_NEW] = f"[{','.join(messages[kept:])}]"
         if turn.request_id:
@@ -225,7 +243,9 @@ class TurnEncoder:
             attributes[names.LIST_PROMPT_IDS] = turn.prompt_ids.tolist()
             attributes[names.LIST_RESPONSE_IDS] = turn.response_ids.tolist()
             if turn.log_probs is not None:
-                attributes[names.LIST_LOG_PROBS] = json.dumps([{"token": f"token_id:{i}", "logprob": p} for i, p in _pairs(turn)])
+                attributes[names.LIST_LOG_PROBS] = json.dumps(
+                    [{"token": f"token_id:{i}", "logprob": p} for i, p in _pairs(turn)]
+                )
         return attributes
 
 
@@ -262,7 +282,7 @@ def _checksum(prompt: TokenArray, response: TokenArray, log_probs: LogProbArray 
     return crc
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------------------------
 
 
 class HasAttributes(Protocol):
@@ -280,15 +300,18 @@ def is_packed(attributes: Mapping[str, Any]) -> bool:
 def decode_turns(spans: Iterable[HasAttributes]) -> list[Turn]:
     """The turns of spans whose attributes a ``TurnEncoder`` made, in their order; other spans are passed over.
 
-    Turns of one encoder come in the order of encoding, whatever the order of the spans; those of several encoders keep the places that their spans
-    have. Raises ``TraceError`` when a turn is missing, doubled, damaged or not in a known format.
+    Turns of one encoder come in the order of encoding, whatever the order of the spans; those of several encoders keep
+    the places that their spans have. Raises ``TraceError`` when a turn is missing, doubled, damaged or not in a known
+    format.
     """
     packed = [span.attributes for span in spans if is_packed(span.attributes)]
     streams: dict[str, dict[int, Mapping[str, Any]]] = {}
     places: list[str] = []
     for attributes in packed:
         if attributes[names.FORMAT] != names.FORMAT_VERSION:
-            raise TraceError(f"span format {attributes[names.FORMAT]!r} is unknown; this version of agl-slime reads format {names.FORMAT_VERSION}")
+            raise TraceError(
+                f"span format {attributes[names.FORMAT]!r} is unknown; this version of agl-slime reads format {names.FORMAT_VERSION}"
+            )
         stream, index = str(attributes.get(names.STREAM)), _integer(attributes, names.TURN_INDEX)
         turns = streams.setdefault(stream, {})
         if index in turns:
@@ -327,7 +350,10 @@ def _decode_turn(attributes: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn
         prompt.flags.writeable = False
     response = unpack_token_ids(_string(attributes, names.RESPONSE_IDS), name="response ids")
     log_probs = unpack_log_probs(_string(attributes, names.LOG_PROBS)) if names.LOG_PROBS in attributes else None
-    for what, ids, name in (("prompt", prompt, names.USAGE_INPUT_TOKENS), ("response", response, names.USAGE_OUTPUT_TOKENS)):
+    for what, ids, name in (
+        ("prompt", prompt, names.USAGE_INPUT_TOKENS),
+        ("response", response, names.USAGE_OUTPUT_TOKENS),
+    ):
         if len(ids) != _integer(attributes, name):
             raise TraceError(f"its {what} has {len(ids)} tokens where {name} says {attributes[name]}")
     if _checksum(prompt, response, log_probs) != _integer(attributes, names.CHECKSUM):
@@ -352,7 +378,10 @@ def _decode_turn(attributes: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn
 def _decode_messages(attributes: Mapping[str, Any], base: Turn | None) -> Messages | None:
     if names.MESSAGES_NEW not in attributes:
         return None
-    kept, held = _integer(attributes, names.MESSAGES_KEPT), (base.messages if base is not None and base.messages is not None else ())
+    kept, held = (
+        _integer(attributes, names.MESSAGES_KEPT),
+        (base.messages if base is not None and base.messages is not None else ()),
+    )
     if not 0 <= kept <= len(held):
         raise TraceError(f"it keeps {kept} chat messages of its base turn, which has {len(held)}")
     new = parse_json(_string(attributes, names.MESSAGES_NEW), names.MESSAGES_NEW)
@@ -368,7 +397,9 @@ def _weight_versions(attributes: Mapping[str, Any]) -> tuple[WeightSpan, ...]:
     try:
         return tuple(WeightSpan(str(version), int(start), int(end)) for version, start, end in listed)
     except (TypeError, ValueError) as error:
-        raise TraceError(f"{names.WEIGHT_VERSIONS} must be a JSON list of [version, start, end], got {listed!r}") from error
+        raise TraceError(
+            f"{names.WEIGHT_VERSIONS} must be a JSON list of [version, start, end], got {listed!r}"
+        ) from error
 
 
 def _output_text(attributes: Mapping[str, Any]) -> str:

@@ -1,20 +1,21 @@
-"""Trainers: what turns a batch of samples into new weights. ``LocalTrainer`` needs torch and is imported only when it is asked for."""
+"""Trainers: what turns a batch of samples into new weights. ``LocalTrainer`` needs torch and is imported only when it
+is asked for."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.trainers.base import Trainer
-from agl_slime.trainers.batch import TrainBatch, samples_to_train_data
-from agl_slime.trainers.settings import LocalTrainerSettings
+from agl_slime.trainers.local.batch import TrainBatch, samples_to_train_data
+from agl_slime.trainers.local.settings import LocalTrainerSettings
 
 if TYPE_CHECKING:
-    from agl_slime.trainers.local import LocalTrainer
+    from agl_slime.trainers.local.trainer import LocalTrainer
 
 
 def __getattr__(name: str) -> Any:
     if name == "LocalTrainer":
-        from agl_slime.trainers.local import LocalTrainer
+        from agl_slime.trainers.local.trainer import LocalTrainer
 
         return LocalTrainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,8 @@
-"""Online RL under ``agentlightning.Trainer``, as its users write it for other algorithms: on this machine, with the local trainer, in about a minute.
+"""Online RL under ``agentlightning.Trainer``, as its users write it for other algorithms: on this machine, with the
+local trainer, in about a minute.
 
-On a machine with slime and GPUs: ``SlimeAlgorithm(model_path=…, slime_flags=[…], rollout_num_gpus=…)`` and nothing else changes.
-Run it with ``python examples/slime/trainer_fit.py``.
+On a machine with slime and GPUs: ``SlimeAlgorithm(model_path=…, slime_flags=[…], rollout_num_gpus=…)`` and nothing else
+changes. Run it with ``python examples/slime/trainer_fit.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from agentlightning.execution.shared_memory import SharedMemoryExecutionStrategy
 
 from agents.lookup import LookupAgent
 from agl_slime import BridgeStore, ConcurrentRunner, SlimeAlgorithm
-from agl_slime.sglang.embedded.policy import make_policy
+from agl_slime.demo.policy import make_policy
 
 
 def main() -> None:
@@ -31,7 +32,9 @@ def main() -> None:
     val = [agent.make_task(rng) for _ in range(64)]
     with tempfile.TemporaryDirectory() as directory:
         model = make_policy(Path(directory) / "policy", seed=0, demonstrations=agent.demonstrations)
-        algorithm = SlimeAlgorithm(model_path=model, trainer="local", num_iterations=10, eval_interval=10, output_dir=Path(directory) / "run")
+        algorithm = SlimeAlgorithm(
+            model_path=model, trainer="local", num_iterations=10, eval_interval=10, output_dir=Path(directory) / "run"
+        )
         trainer = agl.Trainer(
             algorithm=algorithm,
             store=BridgeStore(),

@@ -1,5 +1,5 @@
-"""Stands in for SGLang's kernel package, whose CPU build needs AMX: the names that SGLang imports at module level. They are called in speculative
-decoding only, which stays off."""
+"""Stands in for SGLang's kernel package, whose CPU build needs AMX: the names that SGLang imports at module level. They
+are called in speculative decoding only, which stays off."""
 
 _NAMES = (
     "assign_draft_cache_locs_contiguous_cpu",

@@ -1,9 +1,9 @@
 """Import hooks for the SGLang server's process, found by Python at start-up because this directory is on PYTHONPATH.
 
-- PyPI's torchvision is a CUDA build: beside a CPU torch its import fails, since it registers fake kernels for two operators that its library did not
-  define. They are declared first.
-- SGLang's grammar mask calls a CUDA/Triton kernel whatever the device; on CPU logits it is replaced by xgrammar's CPU one. Without this a constrained
-  request ends the server.
+- PyPI's torchvision is a CUDA build: beside a CPU torch its import fails, since it registers fake kernels for two
+  operators that its library did not define. They are declared first.
+- SGLang's grammar mask calls a CUDA/Triton kernel whatever the device; on CPU logits it is replaced by xgrammar's CPU
+  one. Without this a constrained request ends the server.
 """
 
 import importlib.abc

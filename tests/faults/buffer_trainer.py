@@ -32,7 +32,9 @@ class DataBuffer:
 def main() -> None:
     url, directory, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     checkpoint = directory / "checkpoint.json"
-    state: dict[str, Any] = json.loads(checkpoint.read_text()) if checkpoint.exists() else {"step": 0, "metadata": {}, "trained": []}
+    state: dict[str, Any] = (
+        json.loads(checkpoint.read_text()) if checkpoint.exists() else {"step": 0, "metadata": {}, "trained": []}
+    )
     data_buffer = DataBuffer(state["metadata"])
     args = SimpleNamespace(
         agent_rollout_buffer_url=url,

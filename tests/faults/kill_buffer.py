@@ -1,4 +1,5 @@
-"""kill -9 of the buffer, of the generator and of the trainer at random moments of a run; then: was each group trained on exactly once?
+"""kill -9 of the buffer, of the generator and of the trainer at random moments of a run; then: was each group trained
+on exactly once?
 
 python -m tests.faults.kill_buffer --kills 50
 """
@@ -64,7 +65,9 @@ class Run:
 
     def __init__(self, directory: Path, *, groups: int) -> None:
         self.directory, self.groups = directory, groups
-        (directory / "input.jsonl").write_text("".join(json.dumps({"instance_id": f"id{n}", "prompt": "2+2?"}) + "\n" for n in range(groups)))
+        (directory / "input.jsonl").write_text(
+            "".join(json.dumps({"instance_id": f"id{n}", "prompt": "2+2?"}) + "\n" for n in range(groups))
+        )
         (directory / "generators").mkdir()
         (directory / "generators" / "kill_generator.py").write_text(textwrap.dedent(_GENERATOR))
         with socket.socket() as probe:
@@ -80,10 +83,19 @@ class Run:
     def keep_up(self) -> None:
         if self.buffer is None or self.buffer.poll() is not None:
             code = "import sys; from agl_slime.buffer.command import main; sys.exit(main(sys.argv[1:]))"
-            where = ("--generators", f"{self.directory}/generators", "--input-dir", str(self.directory), "--run-dir", f"{self.directory}/run")
+            where = (
+                "--generators",
+                f"{self.directory}/generators",
+                "--input-dir",
+                str(self.directory),
+                "--run-dir",
+                f"{self.directory}/run",
+            )
             self.buffer = self.start("-c", code, "--port", str(self.port), "--generator-restarts", "1000", *where)
         if not self.done and (self.trainer is None or self.trainer.poll() is not None):
-            self.trainer = self.start("-m", "tests.faults.buffer_trainer", self.url, str(self.directory), str(self.groups))
+            self.trainer = self.start(
+                "-m", "tests.faults.buffer_trainer", self.url, str(self.directory), str(self.groups)
+            )
 
     def kill(self, victim: str) -> bool:
         if victim == "generator":
@@ -120,7 +132,9 @@ class Run:
         self._log.close()
 
 
-def run(directory: Path, *, kills: int, groups: int, seed: int, limit_s: float, pause_s: tuple[float, float] = (0.3, 2.0)) -> Result:
+def run(
+    directory: Path, *, kills: int, groups: int, seed: int, limit_s: float, pause_s: tuple[float, float] = (0.3, 2.0)
+) -> Result:
     rng = random.Random(seed)
     scene = Run(directory, groups=groups)
     killed: Counter[str] = Counter()
@@ -162,7 +176,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        result = run(Path(directory), kills=options.kills, groups=60 * options.kills, seed=options.seed, limit_s=60 + 20 * options.kills)
+        result = run(
+            Path(directory),
+            kills=options.kills,
+            groups=60 * options.kills,
+            seed=options.seed,
+            limit_s=60 + 20 * options.kills,
+        )
     print(
         f"{sum(result.kills.values())} kills ({dict(result.kills)}) in {result.seconds:.0f} s: of {result.groups} groups {len(result.lost)} lost, ",
         end="",

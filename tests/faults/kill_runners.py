@@ -1,10 +1,12 @@
-"""kill -9 of runner processes at random moments of a run; then: was each group trained on exactly once, each with its own tokens?
+"""kill -9 of runner processes at random moments of a run; then: was each group trained on exactly once, each with its
+own tokens?
 
 python -m tests.faults.kill_runners --kills 50
 
-A whole ``OnlineRLLoop`` with real worker processes; only the model and the trainer are played. Each task is a number, and the engine says that number
-in each of the rollout's three turns, so the tokens and the reward of a sample tell which task they belong to. A kill waits for a worker that is up,
-for rollouts that are in flight, and for a random share of the iteration's rollouts to have ended.
+A whole ``OnlineRLLoop`` with real worker processes; only the model and the trainer are played. Each task is a number,
+and the engine says that number in each of the rollout's three turns, so the tokens and the reward of a sample tell
+which task they belong to. A kill waits for a worker that is up, for rollouts that are in flight, and for a random share
+of the iteration's rollouts to have ended.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from agl_slime._agl import LLM, EnqueueRolloutRequest, Rollout
-from agl_slime.datasource import AGLDataSource, DataSourceSettings
-from agl_slime.groups.outcome import GroupResult, Outcome
-from agl_slime.loop import LoopSettings, OnlineRLLoop
+from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
+from agl_slime.groups.results import GroupResult, Outcome
+from agl_slime.loop.online import LoopSettings, OnlineRLLoop
 from agl_slime.report.events import RolloutFinished
 from agl_slime.rollout.scheduler import MultiTurnScheduler
 from agl_slime.runner.concurrent import RunnerSettings
-from agl_slime.runner.pools import ProcessPool
+from agl_slime.runner.processes import ProcessPool
 from agl_slime.sglang.transport import ClientSettings
-from agl_slime.store import BridgeStore
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import LLM, EnqueueRolloutRequest, Rollout
 from agl_slime.types import Sample
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
 from tests.loop_cases import Recorder, Trainer
@@ -68,7 +70,13 @@ def answer_of(n: int) -> str:
 def conversation_of(n: int) -> str:
     """All of the text of a rollout of task ``n``, up to its last end token, as the chat template writes it."""
     turn = f"<|im_start|>assistant\n{answer_of(n)}<|im_end|>\n"
-    return "\n".join(["<|im_start|>user", f"task {n} please<|im_end|>", (turn + "<|im_start|>user\nagain<|im_end|>\n") * (TURNS - 1) + turn]).strip()
+    return "\n".join(
+        [
+            "<|im_start|>user",
+            f"task {n} please<|im_end|>",
+            (turn + "<|im_start|>user\nagain<|im_end|>\n") * (TURNS - 1) + turn,
+        ]
+    ).strip()
 
 
 def counting_engine(*, token_s: float) -> ScriptedEngine:
@@ -79,12 +87,20 @@ def counting_engine(*, token_s: float) -> ScriptedEngine:
 
     def next_id(ids: Sequence[int]) -> int:
         listed = list(ids)
-        begins = next(i for i in range(len(listed) - len(opening), -1, -1) if listed[i : i + len(opening)] == opening) + len(opening)
+        begins = next(
+            i for i in range(len(listed) - len(opening), -1, -1) if listed[i : i + len(opening)] == opening
+        ) + len(opening)
         n = int(re.findall(r"task (\d+) please", tokenizer.decode(listed))[0])
         words = [*tokenizer.encode(answer_of(n), add_special_tokens=False), eos]
         return words[len(listed) - begins]
 
-    return ScriptedEngine(vocab_size=len(tokenizer), eos_id=eos, token_s=token_s, next_id=next_id, decode=lambda ids: tokenizer.decode(list(ids)))
+    return ScriptedEngine(
+        vocab_size=len(tokenizer),
+        eos_id=eos,
+        token_s=token_s,
+        next_id=next_id,
+        decode=lambda ids: tokenizer.decode(list(ids)),
+    )
 
 
 class WatchedStore(BridgeStore):
@@ -172,7 +188,9 @@ def plan_kills(rng: random.Random, kills: int) -> list[list[float]]:
     return plan
 
 
-def run(*, kills: int, seed: int, groups: int = 8, group_size: int = 4, max_attempts: int = 1_000, token_s: float = 0.02) -> Result:
+def run(
+    *, kills: int, seed: int, groups: int = 8, group_size: int = 4, max_attempts: int = 1_000, token_s: float = 0.02
+) -> Result:
     """A run of as many iterations of ``groups`` groups as ``kills`` need."""
     rng = random.Random(seed)
     plan = plan_kills(rng, kills)
@@ -196,7 +214,9 @@ def run(*, kills: int, seed: int, groups: int = 8, group_size: int = 4, max_atte
             store=store,
             agent=CountAgent(tokenizer=tokenizer, client_settings=ClientSettings(total_timeout_s=60.0)),
             tasks=make_task,
-            llm=LLM(endpoint=engine.url, model="scripted", sampling_parameters={"max_new_tokens": 64, "temperature": 1.0}),
+            llm=LLM(
+                endpoint=engine.url, model="scripted", sampling_parameters={"max_new_tokens": 64, "temperature": 1.0}
+            ),
             data_source=source,
             slime_train_fn=trainer,
             # the last iterations are there for kills that found nothing in flight in theirs
@@ -226,7 +246,12 @@ def run(*, kills: int, seed: int, groups: int = 8, group_size: int = 4, max_atte
             killer.end()
         result = Result(kills=killer.kills, seconds=time.monotonic() - began, counts={})
         _check(
-            result, store=store, source=source, recorder=recorder, trained=[group for batch in trainer.batches for group in batch], settled=settled
+            result,
+            store=store,
+            source=source,
+            recorder=recorder,
+            trained=[group for batch in trainer.batches for group in batch],
+            settled=settled,
         )
     return result
 
@@ -257,17 +282,25 @@ def _check(
         group_ids = {store.groups.get(rollout_id, "unknown") for rollout_id in ids}
         handed_out.update(group_ids)
         if len(group_ids) != 1 or sorted(ids) != sorted(wanted.get(next(iter(group_ids)), [])):
-            faults.append(f"a trained group consists of {len(ids)} samples of the groups {sorted(group_ids)}, not of one group's members")
+            faults.append(
+                f"a trained group consists of {len(ids)} samples of the groups {sorted(group_ids)}, not of one group's members"
+            )
         for rollout_id, sample in zip(ids, samples, strict=True):
             n = store.tasks.get(rollout_id, -1)
             if sample.reward != n or tokenizer.decode(sample.tokens) != conversation_of(n):
                 wrong += 1
-                faults.append(f"rollout {rollout_id} of task {n} has the reward {sample.reward} and says {tokenizer.decode(sample.tokens)!r}")
+                faults.append(
+                    f"rollout {rollout_id} of task {n} has the reward {sample.reward} and says {tokenizer.decode(sample.tokens)!r}"
+                )
 
     dropped = [group for group in settled if not group.ready]
-    lost = [name for name in enqueued_groups if not settlements[name]] + [name for name in wanted if not handed_out[name]]
+    lost = [name for name in enqueued_groups if not settlements[name]] + [
+        name for name in wanted if not handed_out[name]
+    ]
     lost += [group.group_id for group in dropped if not group.reason]
-    twice = [name for name, times in (handed_out + Counter()).items() if times > 1] + [name for name, times in settlements.items() if times > 1]
+    twice = [name for name, times in (handed_out + Counter()).items() if times > 1] + [
+        name for name, times in settlements.items() if times > 1
+    ]
     not_once = [name for name in store.tasks if store.ends[name] != 1]
     doubled = [name for name, times in in_samples.items() if times > 1]
     closed = {outcome.value: count for outcome, count in ledger.closed.items()}
@@ -280,7 +313,9 @@ def _check(
     if doubled:
         faults.append(f"{len(doubled)} rollouts are in the trained samples twice: {doubled[:5]}")
     if not_once:
-        faults.append(f"{len(not_once)} rollouts did not end once in the store: {[(name, store.ends[name]) for name in not_once[:5]]}")
+        faults.append(
+            f"{len(not_once)} rollouts did not end once in the store: {[(name, store.ends[name]) for name in not_once[:5]]}"
+        )
     repeated = [name for name, times in told.items() if times > 1]
     if repeated:
         faults.append(f"the run told of {len(repeated)} rollouts more than once: {repeated[:5]}")
@@ -311,11 +346,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-attempts", type=int, default=1_000, help="of a rollout; with few of them groups may be dropped, with a reason")
+    parser.add_argument(
+        "--max-attempts",
+        type=int,
+        default=1_000,
+        help="of a rollout; with few of them groups may be dropped, with a reason",
+    )
     options = parser.parse_args()
-    logging.getLogger("agl_slime.runner.pools").setLevel(logging.ERROR)  # each kill is a warning there
+    logging.getLogger("agl_slime.runner.processes").setLevel(logging.ERROR)  # each kill is a warning there
     result = run(kills=options.kills, seed=options.seed, max_attempts=options.max_attempts)
-    print(f"{result.kills} of {options.kills} kills in {result.seconds:.0f} s (load {os.getloadavg()[0]:.1f}, seed {options.seed})")
+    print(
+        f"{result.kills} of {options.kills} kills in {result.seconds:.0f} s (load {os.getloadavg()[0]:.1f}, seed {options.seed})"
+    )
     for name, count in result.counts.items():
         print(f"  {name:<40}{count:>8}")
     for fault in result.faults:

@@ -1,8 +1,10 @@
-"""kill -9 of a real ``train.py`` at random moments, going on with --resume each time; then: was each task trained on or dropped exactly once?
+"""kill -9 of a real ``train.py`` at random moments, going on with --resume each time; then: was each task trained on or
+dropped exactly once?
 
 python -m tests.faults.kill_train --kills 50
 
-What was trained is judged by the last checkpoint's own optimizer steps and by the run's ``trained.jsonl``, and compared with the ledger.
+What was trained is judged by the last checkpoint's own optimizer steps and by the run's ``trained.jsonl``, and compared
+with the ledger.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from typing import Any
 _ROOT = Path(__file__).parents[2]
 _FLAGS = "--agent tests.faults.flaky_lookup:FlakyLookup --rollout-batch-size 4 --n-samples-per-prompt 4 --eval-interval 7 --eval-rollouts 4"
 _SAVE_INTERVAL = 3
-# Lives that are ended before they have trained on anything; the others are ended within seconds of their first iteration.
+# Lives that are ended before they have trained on anything; the others are ended within seconds of their first
+# iteration.
 _EARLY = 0.25
 
 
@@ -63,7 +66,15 @@ class Run:
         self._log = (directory / "log").open("ab")
 
     def start(self, *, iterations: int) -> subprocess.Popen[bytes]:
-        flags = [*_FLAGS.split(), "--save-interval", str(_SAVE_INTERVAL), "--num-iterations", str(iterations), "--view", "lines"]
+        flags = [
+            *_FLAGS.split(),
+            "--save-interval",
+            str(_SAVE_INTERVAL),
+            "--num-iterations",
+            str(iterations),
+            "--view",
+            "lines",
+        ]
         if (self.output / "config.json").exists():
             flags.append("--resume")
         command = [sys.executable, "train.py", "--output-dir", str(self.output), *flags]
@@ -71,7 +82,9 @@ class Run:
 
     def rows(self) -> list[dict[str, Any]]:
         path = self.output / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+        return (
+            [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+        )
 
     def wait_for_training(self, process: subprocess.Popen[bytes]) -> None:
         """Until this life has reported an iteration."""
@@ -100,7 +113,8 @@ class Run:
         return (path.stat().st_mtime_ns, path.stat().st_size) if path.exists() else (0, 0)
 
     def leftovers(self, *, patience_s: float = 20.0) -> list[str]:
-        """Command lines of processes that still work on this run; an engine notices within moments that its run is gone."""
+        """Command lines of processes that still work on this run; an engine notices within moments that its run is
+        gone."""
         end = time.monotonic() + patience_s
         while (found := _processes_of(str(self.output))) and time.monotonic() < end:
             time.sleep(0.05)
@@ -151,7 +165,9 @@ def audit(output: Path) -> Result:
     with sqlite3.connect(output / "ledger.sqlite") as ledger:
         finished = Counter(name for (name,) in ledger.execute("SELECT instance_id FROM ledger_finished"))
         outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for instance, state, outcome in ledger.execute("SELECT instance_id, state, outcome FROM ledger_rollouts WHERE instance_id IS NOT NULL"):
+        for instance, state, outcome in ledger.execute(
+            "SELECT instance_id, state, outcome FROM ledger_rollouts WHERE instance_id IS NOT NULL"
+        ):
             outcomes[instance][outcome if state == 2 else "unfinished"] += 1
         counts = dict(ledger.execute("SELECT kind, sum(n) FROM ledger_counts GROUP BY kind").fetchall())
     tasks = {str(n) for n in range(1 + max(map(int, finished)))}
@@ -173,8 +189,12 @@ def audit(output: Path) -> Result:
         tasks=len(tasks),
         trained=len(trained),
         dropped=len(tasks - set(trained)),
-        lost=sorted((tasks - set(finished)) | {name for name in wrong if trained[name] <= 1 and finished[name] <= 1}, key=int),
-        twice=sorted(name for name in tasks if trained[name] > 1 or finished[name] > 1 or outcomes[name]["trained"] > 4),
+        lost=sorted(
+            (tasks - set(finished)) | {name for name in wrong if trained[name] <= 1 and finished[name] <= 1}, key=int
+        ),
+        twice=sorted(
+            name for name in tasks if trained[name] > 1 or finished[name] > 1 or outcomes[name]["trained"] > 4
+        ),
         optimizer_steps=(state["steps"], round(sum(row.get("train/steps") or 0 for row in metrics))),
         reports_in_order=[row["iteration"] for row in metrics] == list(range(1, state["iteration"] + 1)),
         adds_up=counts["opened"] == closed and not counts.get("open") and not counts.get("ready"),
@@ -188,7 +208,11 @@ def _processes_of(text: str) -> list[str]:
             words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:  # it has ended
             continue
-        if int(path.name) != os.getpid() and any(text in word for word in words) and "kill_train" not in " ".join(words):
+        if (
+            int(path.name) != os.getpid()
+            and any(text in word for word in words)
+            and "kill_train" not in " ".join(words)
+        ):
             found.append(" ".join(words))
     return found
 
@@ -206,8 +230,12 @@ def main() -> int:
     print(f"  tasks      {result.tasks}: {result.trained} trained on, {result.dropped} dropped with a reason")
     print(f"  lost       {len(result.lost)} {result.lost[:10]}")
     print(f"  twice      {len(result.twice)} {result.twice[:10]}")
-    print(f"  steps      {result.optimizer_steps[0]} in the last checkpoint, {result.optimizer_steps[1]} in the reports")
-    print(f"  ledger     {'adds up' if result.adds_up else 'does NOT add up'}; reports {'in order' if result.reports_in_order else 'NOT in order'}")
+    print(
+        f"  steps      {result.optimizer_steps[0]} in the last checkpoint, {result.optimizer_steps[1]} in the reports"
+    )
+    print(
+        f"  ledger     {'adds up' if result.adds_up else 'does NOT add up'}; reports {'in order' if result.reports_in_order else 'NOT in order'}"
+    )
     print(f"  left over  {len(result.leftovers)} processes {result.leftovers[:3]}")
     return 0 if result.good else 1
 

@@ -1,4 +1,5 @@
-"""A look-alike of SGLang's HTTP server that fails on command. A real server on 127.0.0.1 and a free port, no model, no GPU.
+"""A look-alike of SGLang's HTTP server that fails on command. A real server on 127.0.0.1 and a free port, no model, no
+GPU.
 
 Use it where a test needs an engine whose answers are known beforehand, or one that misbehaves in a known way:
 
@@ -9,19 +10,22 @@ Use it where a test needs an engine whose answers are known beforehand, or one t
         assert list(generation.output_ids) == engine.continuation([1, 2, 3], 8)
         assert engine.calls["/generate"] == 3
 
-From code without an event loop of its own (a runner in a thread, a subprocess): ``with in_thread(ScriptedEngine()) as engine: ...``.
+From code without an event loop of its own (a runner in a thread, a subprocess): ``with in_thread(ScriptedEngine()) as
+engine: ...``.
 
-What it samples: the next id is a function of all ids before it (``next_id``), and so is its log-prob (``log_prob``): a generation that is aborted and
-resumed from its partial ids must give exactly what one uninterrupted request gives. Both can be replaced, as can ``decode``, to make it say something
-(``answering`` does: a fixed answer, then the end token).
+What it samples: the next id is a function of all ids before it (``next_id``), and so is its log-prob (``log_prob``): a
+generation that is aborted and resumed from its partial ids must give exactly what one uninterrupted request gives. Both
+can be replaced, as can ``decode``, to make it say something (``answering`` does: a fixed answer, then the end token).
 
-What it keeps of SGLang: stop strings are searched in what this request sampled, after each token; order of the checks is abort, length, stop string,
-stop token; an aborted request answers 200 with its partial ids, or, when it was still waiting, without ids and counts; a pause aborts running
-requests and holds new ones; ``/flush_cache`` is refused while requests run; an update with ``flush_cache`` while requests run loads the weights and
-still answers 400; a rid in use is refused; ``/abort_request`` matches by prefix.
+What it keeps of SGLang: stop strings are searched in what this request sampled, after each token; order of the checks
+is abort, length, stop string, stop token; an aborted request answers 200 with its partial ids, or, when it was still
+waiting, without ids and counts; a pause aborts running requests and holds new ones; ``/flush_cache`` is refused while
+requests run; an update with ``flush_cache`` while requests run loads the weights and still answers 400; a rid in use is
+refused; ``/abort_request`` matches by prefix.
 
-Faults are consumed one per request in the order of arrival; ``always`` sets one for every request. ``calls`` counts requests by path, ``received``
-keeps what they were, and ``await engine.arrived("/generate", n)`` waits for the n-th request instead of sleeping.
+Faults are consumed one per request in the order of arrival; ``always`` sets one for every request. ``calls`` counts
+requests by path, ``received`` keeps what they were, and ``await engine.arrived("/generate", n)`` waits for the n-th
+request instead of sleeping.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ PIECES = ("a", "b", "c", "ab", "bc", "ca", "aa", "cb", "é", " ", "\n", "abc", "
 Answer = Callable[[], Awaitable[web.StreamResponse]]
 
 
-# -- faults ------------------------------------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------------------------
 
 
 class Fault:
@@ -155,7 +159,7 @@ class NewVersion(Fault):
         raise AssertionError("handled by the generation itself")
 
 
-# -- the engine --------------------------------------------------------------------------------------------------------------------------
+# -- the engine ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -176,13 +180,15 @@ class ScriptedEngine:
     """See the module's docstring.
 
     Args:
-        vocab_size, context_length: Told by ``/server_info`` and ``/v1/models``; longer prompts and larger ids are refused as SGLang does.
+        vocab_size, context_length: Told by ``/server_info`` and ``/v1/models``; longer prompts and larger ids are
+            refused as SGLang does.
         token_s: Seconds per sampled token (0: a generation is done within one step of the event loop).
         latency_s: Seconds before each ``/generate`` answer.
         eos_id: An id that ends a generation when it is sampled; None: there is none.
         lists_versions: Answer ``weight_versions`` as newer servers do, else only ``weight_version``.
         tells_sizes: Whether ``/v1/models`` tells the context length and ``/server_info`` the vocabulary.
-        workers: URLs; given, it answers as a router does: ``/workers`` lists them, and what a router does not pass on is 404.
+        workers: URLs; given, it answers as a router does: ``/workers`` lists them, and what a router does not pass on
+            is 404.
         next_id, log_prob, decode: Replace what it samples and says; ``next_id`` and ``log_prob`` get all ids so far.
     """
 
@@ -230,7 +236,7 @@ class ScriptedEngine:
         self._runner: web.AppRunner | None = None
         self._port = 0
 
-    # -- what a test uses ----------------------------------------------------------------------------------------------------------------
+    # -- what a test uses ---------------------------------------------------------------------------------------------
 
     @property
     def url(self) -> str:
@@ -302,8 +308,8 @@ class ScriptedEngine:
         await self.stop()
 
     async def start(self, port: int = 0) -> None:
-        """Listen on 127.0.0.1; ``port`` 0 takes a free one. After ``stop`` it may be started again, on the same port to play a server that comes
-        back."""
+        """Listen on 127.0.0.1; ``port`` 0 takes a free one. After ``stop`` it may be started again, on the same port to
+        play a server that comes back."""
         self.closing = asyncio.Event()
         self._arrival = asyncio.Condition()
         self._unpaused = asyncio.Condition()
@@ -333,7 +339,7 @@ class ScriptedEngine:
         """What ``/generate`` answers to ``payload``, without HTTP."""
         return await self._sample(payload, _Running(), fault)
 
-    # -- inside --------------------------------------------------------------------------------------------------------------------------
+    # -- inside -------------------------------------------------------------------------------------------------------
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = request.path
@@ -439,7 +445,9 @@ class ScriptedEngine:
             "weight_version": spans[-1][0],
         }
         if self.lists_versions:
-            counts["weight_versions"] = [{"version": version, "start": start, "end": end} for version, start, end in spans]
+            counts["weight_versions"] = [
+                {"version": version, "start": start, "end": end} for version, start, end in spans
+            ]
         self._last_ids = tuple(ids)
         return _answer(rid, text, ids[len(prompt) :], log_probs, finish, counts)
 
@@ -467,7 +475,9 @@ class ScriptedEngine:
         return web.Response()
 
     async def _model_info(self, _: dict[str, Any]) -> web.StreamResponse:
-        return web.json_response({"model_path": self.model_path, "is_generation": True, "weight_version": self.weight_version})
+        return web.json_response(
+            {"model_path": self.model_path, "is_generation": True, "weight_version": self.weight_version}
+        )
 
     async def _server_info(self, _: dict[str, Any]) -> web.StreamResponse:
         sizes = {"vocab_size": self.vocab_size} if self.tells_sizes else {}
@@ -482,7 +492,10 @@ class ScriptedEngine:
         return web.json_response({"loads": [rank]})
 
     async def _workers(self, _: dict[str, Any]) -> web.StreamResponse:
-        listed = [{"id": str(i), "url": url, "worker_type": "regular", "is_healthy": True} for i, url in enumerate(self.workers or [])]
+        listed = [
+            {"id": str(i), "url": url, "worker_type": "regular", "is_healthy": True}
+            for i, url in enumerate(self.workers or [])
+        ]
         return web.json_response({"workers": listed, "total": len(listed)})
 
     async def _flush(self, _: dict[str, Any]) -> web.StreamResponse:
@@ -514,10 +527,14 @@ class ScriptedEngine:
     async def _update(self, payload: dict[str, Any]) -> web.StreamResponse:
         self.model_path = payload["model_path"]
         if payload.get("flush_cache", True) and self.running:
-            message = "Weights were updated, but the cache was not flushed because requests are still running or queued."
+            message = (
+                "Weights were updated, but the cache was not flushed because requests are still running or queued."
+            )
             return web.json_response({"success": False, "message": message}, status=400)
         self.weight_version = payload.get("weight_version") or self.weight_version
-        return web.json_response({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+        return web.json_response(
+            {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+        )
 
     def _next_id(self, ids: Sequence[int]) -> int:
         return _digest(ids) % self.vocab_size
@@ -551,9 +568,11 @@ def in_thread(engine: ScriptedEngine) -> Iterator[ScriptedEngine]:
 
 
 def answering(answer_ids: Sequence[int], *, end_id: int) -> Callable[[Sequence[int]], int]:
-    """A ``next_id`` that says ``answer_ids`` and then ``end_id`` after any prompt; taken up in the middle it goes on where it was.
+    """A ``next_id`` that says ``answer_ids`` and then ``end_id`` after any prompt; taken up in the middle it goes on
+    where it was.
 
-    The longest beginning of the answer that the ids so far end with is taken as said already, so the answer must not begin as the prompt ends.
+    The longest beginning of the answer that the ids so far end with is taken as said already, so the answer must not
+    begin as the prompt ends.
     """
     answer = (*answer_ids, end_id)
 
@@ -581,9 +600,15 @@ def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _answer(rid: str, text: str, ids: list[int], log_probs: list[float], finish: dict[str, Any], counts: dict[str, Any]) -> dict[str, Any]:
+def _answer(
+    rid: str, text: str, ids: list[int], log_probs: list[float], finish: dict[str, Any], counts: dict[str, Any]
+) -> dict[str, Any]:
     pairs = [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=True)]
-    return {"text": text, "output_ids": ids, "meta_info": {"id": rid, "finish_reason": finish, "output_token_logprobs": pairs, **counts}}
+    return {
+        "text": text,
+        "output_ids": ids,
+        "meta_info": {"id": rid, "finish_reason": finish, "output_token_logprobs": pairs, **counts},
+    }
 
 
 def _body(response: web.StreamResponse) -> bytes:

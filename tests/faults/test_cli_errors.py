@@ -46,7 +46,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def said(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
-    """The exit code and what was written to standard error, with the frame that tyro draws taken off; nothing goes to standard output."""
+    """The exit code and what was written to standard error, with the frame that tyro draws taken off; nothing goes to
+    standard output."""
     try:
         code = main(["train", *flags])
     except SystemExit as end:  # how tyro ends
@@ -71,7 +72,9 @@ def server_that_answers(status: int, body: bytes, content_type: str) -> Iterator
             return
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)  # looks that often whether it is to end
+    thread = threading.Thread(
+        target=server.serve_forever, args=(0.01,), daemon=True
+    )  # looks that often whether it is to end
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -108,7 +111,9 @@ def server_that_answers(status: int, body: bytes, content_type: str) -> Iterator
         ("--unknown-flag", "1", "--unknown-flag"),
     ],
 )
-def test_a_flag_out_of_range_is_named_with_its_value(flag: str, value: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flag_out_of_range_is_named_with_its_value(
+    flag: str, value: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, text = said(capsys, flag, value)
     assert code == 2
     assert says in text
@@ -120,7 +125,10 @@ def test_a_flag_out_of_range_is_named_with_its_value(flag: str, value: str, says
         ("cli_nowhere:Agent", "there is no module 'cli_nowhere' here; run from the directory that holds it"),
         ("cli_agents:Agent", "cli_agents has no class 'Agent'; it has NeedsArguments, Plain, Silent"),
         ("cli_agents:Plain", "Plain is not an Agent Lightning LitAgent; derive it from agl_slime.SGLangLitAgent"),
-        ("cli_agents:NeedsArguments", "NeedsArguments() cannot be made without arguments (missing a required argument: 'url')"),
+        (
+            "cli_agents:NeedsArguments",
+            "NeedsArguments() cannot be made without arguments (missing a required argument: 'url')",
+        ),
         ("cli_agents:X:", "cli_agents:X:: "),  # no emoji in what was typed
     ],
 )
@@ -131,7 +139,9 @@ def test_an_agent_that_cannot_be_used_is_named(path: str, says: str, capsys: pyt
     assert says in text
 
 
-def test_an_agent_without_tasks_or_demonstrations_says_what_is_missing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_agent_without_tasks_or_demonstrations_says_what_is_missing(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert said(capsys, "--agent", "cli_agents:Silent") == (
         2,
         "error: there are no tasks: give --tasks FILE.jsonl, or define make_task(rng) on cli_agents:Silent",
@@ -152,7 +162,9 @@ def test_an_agent_without_tasks_or_demonstrations_says_what_is_missing(here: Pat
         ("[1]\n", "line 1: expected an object"),
     ],
 )
-def test_a_task_file_that_cannot_be_used_is_named(flag: str, content: str | None, says: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_file_that_cannot_be_used_is_named(
+    flag: str, content: str | None, says: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if content is not None:
         (here / "tasks.jsonl").write_text(content)
     code, text = said(capsys, flag, "tasks.jsonl")
@@ -165,7 +177,10 @@ def test_a_model_path_that_is_missing_or_no_checkpoint_is_named(here: Path, caps
     for path in ("nowhere", str(here)):
         code, text = said(capsys, "--model-path", path)
         assert code == 2
-        assert text == f"error: --model-path {path}: there is no Hugging Face checkpoint (no config.json); leave the flag out to make a tiny policy"
+        assert (
+            text
+            == f"error: --model-path {path}: there is no Hugging Face checkpoint (no config.json); leave the flag out to make a tiny policy"
+        )
 
 
 def test_a_checkpoint_without_a_tokenizer_is_one_sentence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +194,9 @@ def test_a_checkpoint_without_a_tokenizer_is_one_sentence(here: Path, capsys: py
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["model.safetensors", "config.json"])
-def test_a_checkpoint_without_weights_is_one_sentence(broken: str, policy_dir: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_without_weights_is_one_sentence(
+    broken: str, policy_dir: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(policy_dir, here / "model")
     if broken == "config.json":
         (here / "model" / broken).write_text("not json")
@@ -228,12 +245,18 @@ def test_what_is_no_url_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (200, b"<html><head><title>Welcome to nginx!</title></head><body>It works!</body></html>", "text/html"),
         (404, b'{"detail": "Not Found"}', "application/json"),
-        (404, b"<!DOCTYPE HTML><html><title>Error response</title><body><p>Error code: 404</p></body></html>", "text/html"),
+        (
+            404,
+            b"<!DOCTYPE HTML><html><title>Error response</title><body><p>Error code: 404</p></body></html>",
+            "text/html",
+        ),
         (200, b'{"hello": "world"}', "application/json"),
         (200, b"", "text/plain"),
     ],
 )
-def test_another_server_at_the_url_is_not_taken_for_sglang(status: int, body: bytes, content_type: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_server_at_the_url_is_not_taken_for_sglang(
+    status: int, body: bytes, content_type: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with server_that_answers(status, body, content_type) as url:
         code, text = said(capsys, "--sglang-url", url)
     assert code == 1
@@ -308,4 +331,7 @@ def test_the_commands_are_listed_and_an_unknown_one_is_named(capsys: pytest.Capt
     assert main([]) == 0
     assert "train" in capsys.readouterr().out
     assert main(["trian"]) == 2
-    assert capsys.readouterr().err == "agl-slime: there is no command 'trian'; the commands are train, buffer, assign-instance-id\n"
+    assert (
+        capsys.readouterr().err
+        == "agl-slime: there is no command 'trian'; the commands are train, buffer, assign-instance-id\n"
+    )

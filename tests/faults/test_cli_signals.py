@@ -1,6 +1,8 @@
-"""Ctrl-C, SIGTERM and SIGKILL on a real ``python train.py``: it ends within seconds, leaves nothing running and keeps what was written.
+"""Ctrl-C, SIGTERM and SIGKILL on a real ``python train.py``: it ends within seconds, leaves nothing running and keeps
+what was written.
 
-Starting one takes ten seconds, most of them imports, so those tests are ``slow``; the first one has a twin inside the test's own process.
+Starting one takes ten seconds, most of them imports, so those tests are ``slow``; the first one has a twin inside the
+test's own process.
 """
 
 from __future__ import annotations
@@ -75,11 +77,23 @@ class Run:
 
 @contextmanager
 def train(*flags: str | Path) -> Iterator[Run]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     command = [sys.executable, str(REPOSITORY / "train.py"), "--view", "lines", *map(str, flags)]
     # a session of its own, so that a signal to the test is not one to it
     process = subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         yield Run(process)
@@ -115,7 +129,9 @@ def check_interrupted(directory: Path, text: str) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_in_the_middle_of_an_iteration(policy_dir: Path, tmp_path: Path) -> None:
-    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000", "--eval-interval", "0") as run:
+    with train(
+        "--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000", "--eval-interval", "0"
+    ) as run:
         run.until("iter 2/1000")
         [engine] = run.children()
         run.process.send_signal(signal.SIGINT)
@@ -139,7 +155,9 @@ def logging_as_before() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("logging_as_before")
-def test_ctrl_c_in_this_process(policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_in_this_process(
+    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Between two rewards of the third iteration, with the engine in a process of its own as ever."""
     pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
     from agents.lookup import LookupAgent
@@ -158,7 +176,14 @@ def test_ctrl_c_in_this_process(policy_dir: Path, tmp_path: Path, monkeypatch: p
         return reward(self, task, response)
 
     monkeypatch.setattr(LookupAgent, "compute_reward", compute_reward)
-    code = main(["train", "--view", "lines", *map(str, ("--model-path", policy_dir, "--output-dir", tmp_path / "out", "--eval-interval", "0"))])
+    code = main(
+        [
+            "train",
+            "--view",
+            "lines",
+            *map(str, ("--model-path", policy_dir, "--output-dir", tmp_path / "out", "--eval-interval", "0")),
+        ]
+    )
     ended = time.monotonic()
     said = capsys.readouterr()
     assert (code, "Traceback" in said.out + said.err) == (130, False), said
@@ -215,7 +240,9 @@ def test_ctrl_c_while_it_imports(after_s: float, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kill_9_leaves_no_engine(policy_dir: Path, tmp_path: Path) -> None:
-    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000", "--eval-interval", "0") as run:
+    with train(
+        "--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000", "--eval-interval", "0"
+    ) as run:
         run.until("iter 1/1000")
         children = run.children()
         assert children
@@ -227,7 +254,9 @@ def test_kill_9_leaves_no_engine(policy_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_engine_that_is_killed_ends_the_run_with_one_sentence(policy_dir: Path, tmp_path: Path) -> None:
-    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000", "--eval-interval", "0") as run:
+    with train(
+        "--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000", "--eval-interval", "0"
+    ) as run:
         run.until("iter 1/1000")
         [engine] = run.children()
         engine.kill()
@@ -240,7 +269,9 @@ def test_an_engine_that_is_killed_ends_the_run_with_one_sentence(policy_dir: Pat
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_it_at_once(policy_dir: Path, tmp_path: Path) -> None:
-    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000", "--eval-interval", "0") as run:
+    with train(
+        "--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000", "--eval-interval", "0"
+    ) as run:
         run.until("iter 1/1000")
         children = run.children()
         run.process.send_signal(signal.SIGINT)

@@ -1,5 +1,5 @@
-"""What the client makes of an engine that misbehaves: one clear outcome each time, within its limits, with no token of an abandoned attempt in the
-answer."""
+"""What the client makes of an engine that misbehaves: one clear outcome each time, within its limits, with no token of
+an abandoned attempt in the answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,19 @@ from agl_slime.errors import (
 )
 from agl_slime.sglang.client import ClientSettings, SGLangClient
 from agl_slime.sglang.payloads import Generation, SamplingParams
-from tests.faults.scripted_engine import GARBAGE_JSON, HTML_PAGE, Abort, Body, Drip, Fault, NewVersion, Reset, ScriptedEngine, Stall, Status
+from tests.faults.scripted_engine import (
+    GARBAGE_JSON,
+    HTML_PAGE,
+    Abort,
+    Body,
+    Drip,
+    Fault,
+    NewVersion,
+    Reset,
+    ScriptedEngine,
+    Stall,
+    Status,
+)
 
 PROMPT = [1, 2, 3]
 SAMPLING = SamplingParams(max_new_tokens=8)
@@ -77,7 +89,9 @@ async def test_it_recovers_and_the_answer_is_the_undisturbed_one(faults: list[Fa
     ],
     ids=repr,
 )
-async def test_what_does_not_pass_ends_in_one_typed_error(fault: Fault, error: type[EngineError], calls: int, says: str) -> None:
+async def test_what_does_not_pass_ends_in_one_typed_error(
+    fault: Fault, error: type[EngineError], calls: int, says: str
+) -> None:
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=QUICK) as client:
         engine.always("/generate", fault)
         with pytest.raises(error, match=says) as caught:
@@ -185,7 +199,10 @@ async def test_many_failing_at_once_share_one_budget() -> None:
 
 
 async def test_weights_that_change_in_the_middle_are_told_apart() -> None:
-    async with ScriptedEngine(weight_version="1") as engine, SGLangClient(base_url=engine.url, settings=QUICK) as client:
+    async with (
+        ScriptedEngine(weight_version="1") as engine,
+        SGLangClient(base_url=engine.url, settings=QUICK) as client,
+    ):
         engine.script("/generate", NewVersion(after=2, version="2"), Abort(after=1), NewVersion(after=0, version="3"))
         first = await client.generate(PROMPT, SAMPLING)
         assert [(span.version, span.start, span.end) for span in first.weight_versions] == [("1", 0, 2), ("2", 2, 8)]
@@ -193,13 +210,21 @@ async def test_weights_that_change_in_the_middle_are_told_apart() -> None:
         assert [(span.version, span.start, span.end) for span in second.weight_versions] == [("2", 0, 1), ("3", 1, 8)]
 
 
-# -- what a person gets to read at start-up ----------------------------------------------------------------------------------------------
+# -- what a person gets to read at start-up --------------------------------------------------------------------------
 
 
 async def test_probe_describes_the_server() -> None:
-    async with ScriptedEngine(weight_version="4", context_length=64) as engine, SGLangClient(base_url=engine.url) as client:
+    async with (
+        ScriptedEngine(weight_version="4", context_length=64) as engine,
+        SGLangClient(base_url=engine.url) as client,
+    ):
         found = await client.probe()
-        assert (found.model_path, found.weight_version, found.vocab_size, found.context_length) == ("/models/scripted", "4", 16, 64)
+        assert (found.model_path, found.weight_version, found.vocab_size, found.context_length) == (
+            "/models/scripted",
+            "4",
+            16,
+            64,
+        )
         assert (found.is_router, found.workers) == (False, (engine.url,))
         assert (client.vocab_size, client.context_length) == (16, 64)
 
@@ -212,7 +237,10 @@ async def test_probe_takes_what_a_stock_server_tells() -> None:
 
 
 async def test_probe_sees_a_router() -> None:
-    async with ScriptedEngine(workers=["http://127.0.0.1:1", "http://127.0.0.1:2"]) as router, SGLangClient(base_url=router.url) as client:
+    async with (
+        ScriptedEngine(workers=["http://127.0.0.1:1", "http://127.0.0.1:2"]) as router,
+        SGLangClient(base_url=router.url) as client,
+    ):
         found = await client.probe()
         assert (found.is_router, found.workers) == (True, ("http://127.0.0.1:1", "http://127.0.0.1:2"))
 
@@ -248,7 +276,16 @@ async def test_probe_of_a_server_that_does_not_answer() -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [HTML_PAGE, GARBAGE_JSON, Body("{}"), Body('{"model_path": 3}'), Body('{"model_path": "m"}'), Body("[1]"), Status(404), Status(302)],
+    [
+        HTML_PAGE,
+        GARBAGE_JSON,
+        Body("{}"),
+        Body('{"model_path": 3}'),
+        Body('{"model_path": "m"}'),
+        Body("[1]"),
+        Status(404),
+        Status(302),
+    ],
     ids=repr,
 )
 async def test_probe_of_some_other_server(fault: Fault) -> None:
@@ -281,7 +318,10 @@ async def test_probe_of_something_that_is_not_even_http() -> None:
         writer.close()
 
     server = await asyncio.start_server(greet, "127.0.0.1", 0)
-    async with server, SGLangClient(base_url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", settings=QUICK) as client:
+    async with (
+        server,
+        SGLangClient(base_url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", settings=QUICK) as client,
+    ):
         with pytest.raises(EngineProtocolError, match="does not speak HTTP"):
             await client.probe()
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from agl_slime._agl import LitAgent, emit_reward
 from agl_slime.errors import LoopError
-from agl_slime.groups.outcome import Outcome
+from agl_slime.groups.results import Outcome
+from agl_slime.support.agl import LitAgent, emit_reward
 from tests.faults.scripted_engine import ScriptedEngine
 from tests.loop_cases import TASKS, HelloAgent, LoopCase, hello_engine, threads_of_ours
 
@@ -63,13 +63,20 @@ class NoReward(LitAgent[Any]):
     ],
     ids=["raises", "KeyError", "exits", "None", "NaN", "inf", "string", "named NaN", "list"],
 )
-def test_a_judge_that_misbehaves_fails_its_rollouts_and_no_others(fault: Any, reason: str, says: str, engine: ScriptedEngine) -> None:
+def test_a_judge_that_misbehaves_fails_its_rollouts_and_no_others(
+    fault: Any, reason: str, says: str, engine: ScriptedEngine
+) -> None:
     with LoopCase(agent=HelloAgent(judge=fails_for_ada(fault)), url=engine.url, rollout_batch_size=4) as case:
         result = case.loop.run()
         case.check_ledger()
     [metrics] = case.recorder.metrics
     assert case.reasons == {reason: 2}
-    assert (metrics["rollout/count"], metrics["rollout/failed"], metrics["rollout/groups_ready"], metrics["rollout/groups_dropped"]) == (8, 2, 3, 1)
+    assert (
+        metrics["rollout/count"],
+        metrics["rollout/failed"],
+        metrics["rollout/groups_ready"],
+        metrics["rollout/groups_dropped"],
+    ) == (8, 2, 3, 1)
     assert metrics["rollout/reward_mean"] == 1.0  # over those that have one: nothing counts as 0
     assert result.reward_means == (1.0,)
     assert case.recorder.end.reason == "finished"
@@ -127,7 +134,10 @@ def test_every_reason_is_named_when_all_fail_for_different_ones(engine: Scripted
     def judge(task: dict[str, Any], response: str) -> Any:
         return {"Ada": None, "Alan": math.nan, "Grace": "good"}[task["name"]]
 
-    with LoopCase(agent=HelloAgent(judge=judge), url=engine.url, rollout_batch_size=4) as case, pytest.raises(LoopError) as caught:
+    with (
+        LoopCase(agent=HelloAgent(judge=judge), url=engine.url, rollout_batch_size=4) as case,
+        pytest.raises(LoopError) as caught,
+    ):
         case.loop.run()
     text = str(caught.value)
     assert text.startswith("iteration 1: all 8 rollouts failed: 4 x bad_reward (")
@@ -157,9 +167,16 @@ def test_groups_too_small_to_train_on_stop_the_run_after_a_few_iterations(engine
             calls += 1
             return 1.0 if calls % 2 else None
 
-    with LoopCase(agent=HelloAgent(judge=every_second), url=engine.url, rollout_batch_size=1, num_iterations=10, max_empty_iterations=3) as case:
+    with LoopCase(
+        agent=HelloAgent(judge=every_second),
+        url=engine.url,
+        rollout_batch_size=1,
+        num_iterations=10,
+        max_empty_iterations=3,
+    ) as case:
         with pytest.raises(
-            LoopError, match=r"iteration 3: no group was fit to train on in 3 iterations in a row \(1 of 2 rollouts succeeded"
+            LoopError,
+            match=r"iteration 3: no group was fit to train on in 3 iterations in a row \(1 of 2 rollouts succeeded",
         ) as caught:
             case.loop.run()
         case.check_ledger()
@@ -179,7 +196,9 @@ def test_a_rollout_that_is_tried_again_counts_once(engine: ScriptedEngine) -> No
                 raise ConnectionError("judge is busy")
         return 1.0
 
-    with LoopCase(agent=HelloAgent(judge=judge), url=engine.url, n_samples_per_prompt=1, rollout_batch_size=4, max_attempts=2) as case:
+    with LoopCase(
+        agent=HelloAgent(judge=judge), url=engine.url, n_samples_per_prompt=1, rollout_batch_size=4, max_attempts=2
+    ) as case:
         case.loop.run()
         case.check_ledger()
     assert set(tries.values()) == {2}

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from agl_slime.errors import LoopError, WeightSyncError
-from agl_slime.groups.outcome import Outcome
+from agl_slime.groups.results import Outcome
 from agl_slime.sglang.weights import DiskWeightSync
 from tests.faults.scripted_engine import GARBAGE_JSON, HTML_PAGE, Abort, Fault, NewVersion, Reset, Stall, Status
 from tests.loop_cases import QUICK_CLIENT, HelloAgent, LoopCase, hello_engine, threads_of_ours
@@ -34,7 +34,9 @@ IMPATIENT = replace(QUICK_CLIENT, idle_timeout_s=0.2, total_timeout_s=2.0)
     ],
     ids=repr,
 )
-def test_an_engine_that_recovers_costs_nothing_and_the_samples_are_the_undisturbed_ones(faults: Sequence[Fault]) -> None:
+def test_an_engine_that_recovers_costs_nothing_and_the_samples_are_the_undisturbed_ones(
+    faults: Sequence[Fault],
+) -> None:
     with hello_engine() as engine:
         engine.script("/generate", *faults)
         agent = HelloAgent(client_settings=replace(IMPATIENT, max_attempts=4))
@@ -53,7 +55,11 @@ def test_an_engine_that_recovers_costs_nothing_and_the_samples_are_the_undisturb
             assert sample.loss_mask == [1] * sample.response_length
             assert sample.tokens[-1] == tokenizer.eos_token_id
         [metrics] = case.recorder.metrics
-        assert metrics["rollout/tokens_sampled"] == metrics["rollout/tokens_under_mask"] == sum(sample.response_length for sample in samples)
+        assert (
+            metrics["rollout/tokens_sampled"]
+            == metrics["rollout/tokens_under_mask"]
+            == sum(sample.response_length for sample in samples)
+        )
 
 
 @pytest.mark.parametrize(
@@ -129,7 +135,7 @@ def test_weights_that_change_in_the_middle_of_an_answer_are_recorded_token_by_to
     assert sample.metadata["weight_spans"] == [["1", 0, 1], ["2", 1, sample.response_length]]
 
 
-# -- weight sync ---------------------------------------------------------------------------------------------------------------------------------
+# -- weight sync -----------------------------------------------------------------------------------------------------
 
 
 def push_to(url: str) -> object:
@@ -149,7 +155,10 @@ def test_versions_rise_and_are_the_engines() -> None:
             resources = asyncio.run(case.store.get_latest_resources())
         assert engine.weight_version == "3"
     assert [metrics["weights/version"] for metrics in case.recorder.metrics] == ["1", "2", "3"]
-    assert [{version for group in batch for sample in group for version in sample.weight_versions} for batch in case.trainer.batches] == [
+    assert [
+        {version for group in batch for sample in group for version in sample.weight_versions}
+        for batch in case.trainer.batches
+    ] == [
         {"0"},
         {"1"},
         {"2"},

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from agl_slime import loop
-from agl_slime._agl import InMemoryLightningStore
-from agl_slime.datasource import DataSourceSettings
+from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.errors import ConfigError, DataSourceError, LoopError, TrainerError
-from agl_slime.groups.outcome import Outcome
+from agl_slime.groups.results import Outcome
+from agl_slime.loop import online as loop
 from agl_slime.report.events import PhaseStarted
-from agl_slime.store import BridgeStore
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import InMemoryLightningStore
 from tests.faults.scripted_engine import ScriptedEngine, Stall
 from tests.loop_cases import HelloAgent, LoopCase, hello_engine, threads_of_ours
 
@@ -40,7 +40,8 @@ def test_a_trainer_that_raises_stops_the_run_with_its_place_and_its_cause(engine
     with (
         LoopCase(agent=HelloAgent(), url=engine.url, train=train, num_iterations=4) as case,
         pytest.raises(
-            LoopError, match=r"^iteration 2: training failed with ZeroDivisionError: division by zero \(test_loop_parts\.py, line \d+\)$"
+            LoopError,
+            match=r"^iteration 2: training failed with ZeroDivisionError: division by zero \(test_loop_parts\.py, line \d+\)$",
         ) as caught,
     ):
         case.loop.run()
@@ -54,7 +55,10 @@ def test_an_error_of_ours_keeps_its_type_and_words(engine: ScriptedEngine) -> No
     async def train(iteration: int) -> dict[str, float]:
         raise TrainerError("the loss is NaN")
 
-    with LoopCase(agent=HelloAgent(), url=engine.url, train=train) as case, pytest.raises(TrainerError, match=r"^the loss is NaN$"):
+    with (
+        LoopCase(agent=HelloAgent(), url=engine.url, train=train) as case,
+        pytest.raises(TrainerError, match=r"^the loss is NaN$"),
+    ):
         case.loop.run()
 
 
@@ -72,7 +76,10 @@ def test_tasks_that_cannot_be_made_are_named(engine: ScriptedEngine) -> None:
         raise KeyError("difficulty")
 
     sentence = r"^iteration 1: failed with KeyError: 'difficulty' \(test_loop_parts\.py, line"
-    with LoopCase(agent=HelloAgent(), url=engine.url, tasks=make_task) as case, pytest.raises(LoopError, match=sentence):
+    with (
+        LoopCase(agent=HelloAgent(), url=engine.url, tasks=make_task) as case,
+        pytest.raises(LoopError, match=sentence),
+    ):
         case.loop.run()
 
 
@@ -168,7 +175,13 @@ def test_an_engine_that_dies_in_any_phase_ends_the_run_at_once(phase: str, engin
 
 def test_a_plain_store_that_is_thread_safe_works_as_well(engine: ScriptedEngine) -> None:
     store = InMemoryLightningStore(thread_safe=True)
-    with LoopCase(agent=HelloAgent(), url=engine.url, store=store, num_iterations=2, source_settings=DataSourceSettings(get_timeout_s=20)) as case:
+    with LoopCase(
+        agent=HelloAgent(),
+        url=engine.url,
+        store=store,
+        num_iterations=2,
+        source_settings=DataSourceSettings(get_timeout_s=20),
+    ) as case:
         case.loop.run()
         case.check_ledger()
     assert case.source.ledger.counts().closed == {Outcome.TRAINED: 8}
@@ -193,7 +206,10 @@ async def test_cancelling_ends_it_at_once_and_every_rollout_has_an_end(phase: st
         if phase == "collect":
             engine.always("/generate", Stall())
         with LoopCase(
-            agent=HelloAgent(), url=engine.url, train=wait_forever if phase == "train" else None, sync=wait_forever if phase == "sync" else None
+            agent=HelloAgent(),
+            url=engine.url,
+            train=wait_forever if phase == "train" else None,
+            sync=wait_forever if phase == "sync" else None,
         ) as case:
             running = asyncio.ensure_future(case.loop.run_async())
             if phase == "collect":
@@ -243,7 +259,13 @@ def test_validation_needs_tasks_of_its_own(engine: ScriptedEngine) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"num_iterations": 0}, {"rollout_batch_size": 0}, {"n_samples_per_prompt": -1}, {"eval_interval": -1}, {"rollout_timeout_s": 0.0}],
+    [
+        {"num_iterations": 0},
+        {"rollout_batch_size": 0},
+        {"n_samples_per_prompt": -1},
+        {"eval_interval": -1},
+        {"rollout_timeout_s": 0.0},
+    ],
     ids=str,
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, Any], engine: ScriptedEngine) -> None:

@@ -14,8 +14,11 @@ from tests.integration.engine_servers import Server, real_sglang
 
 
 @pytest.fixture(scope="session", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
-def server(request: pytest.FixtureRequest, policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The embedded engine and, under the marker ``sglang``, a real SGLang serving the same checkpoint. To be left as ``embedded_engine``."""
+def server(
+    request: pytest.FixtureRequest, policy_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """The embedded engine and, under the marker ``sglang``, a real SGLang serving the same checkpoint. To be left as
+    ``embedded_engine``."""
     if request.param == "embedded":
         yield Server(request.getfixturevalue("embedded_engine"), policy_dir, real=False)
     else:
@@ -34,8 +37,8 @@ class _AsyncioWithShortSleeps:
 
 @pytest.fixture(scope="session", autouse=True)
 def servers_that_look_often() -> Iterator[None]:
-    """uvicorn and Agent Lightning's launcher of it look every 0.1 s whether a server has started or is to end: 0.3 s for each store that a test
-    serves. Here they look every 0.01 s."""
+    """uvicorn and Agent Lightning's launcher of it look every 0.1 s whether a server has started or is to end: 0.3 s
+    for each store that a test serves. Here they look every 0.01 s."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("uvicorn.server", "agentlightning.utils.server_launcher"):
             if name in sys.modules:

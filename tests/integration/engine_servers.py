@@ -1,5 +1,5 @@
-"""What the tests share that run on the embedded engine and on a real SGLang alike, and how the real one is started on the CPU: with
-``AGL_SLIME_SGLANG_PYTHON`` and ``-m sglang``."""
+"""What the tests share that run on the embedded engine and on a real SGLang alike, and how the real one is started on
+the CPU: with ``AGL_SLIME_SGLANG_PYTHON`` and ``-m sglang``."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def _free_port() -> int:
 def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path, limit_s: float = 240.0) -> None:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        assert process.poll() is None, f"SGLang ended with {process.returncode}: {log.read_text(errors='replace')[-2000:]}"
+        assert process.poll() is None, (
+            f"SGLang ended with {process.returncode}: {log.read_text(errors='replace')[-2000:]}"
+        )
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
                 if answer.status == 200:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agl_slime._agl import LLM, EnqueueRolloutRequest
-from agl_slime.collector import failure_of
+from agl_slime.datasource.read import failure_of
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
-from agl_slime.store import BridgeStore
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import LLM, EnqueueRolloutRequest
 from agl_slime.trace.converter import Conversion, convert_rollout
 
 
@@ -30,12 +30,18 @@ async def run_rollout(agent: Any, task: Mapping[str, Any]) -> Finished:
     return (await run_rollouts(agent, [task]))[0]
 
 
-async def run_rollouts(agent: Any, tasks: list[Any], *, endpoint: str = "http://127.0.0.1:1", **sampling: Any) -> list[Finished]:
+async def run_rollouts(
+    agent: Any, tasks: list[Any], *, endpoint: str = "http://127.0.0.1:1", **sampling: Any
+) -> list[Finished]:
     """``tasks`` at the same time; the engine is the agent's client, or at ``endpoint``."""
     store = BridgeStore()
-    await store.add_resources({"main_llm": LLM(endpoint=endpoint, model="none", sampling_parameters=sampling or {"max_new_tokens": 64})})
+    await store.add_resources(
+        {"main_llm": LLM(endpoint=endpoint, model="none", sampling_parameters=sampling or {"max_new_tokens": 64})}
+    )
     with RunnerThread(agent=agent, store=store, settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0)):
-        enqueued = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=task, mode="train") for task in tasks])
+        enqueued = await store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input=task, mode="train") for task in tasks]
+        )
         results = []
         for rollout in enqueued:
             done = await asyncio.wait_for(store.wait_for_rollout(rollout.rollout_id, timeout=50), 60)  # type: ignore[attr-defined]

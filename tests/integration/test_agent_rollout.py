@@ -14,7 +14,13 @@ import pytest
 from aiohttp import web
 
 from agl_slime.buffer import agent_rollout
-from agl_slime.buffer.agent_rollout import generate_agent_rollout, generate_rollout, get_rollout_data, log_raw_info, start_rollout
+from agl_slime.buffer.agent_rollout import (
+    generate_agent_rollout,
+    generate_rollout,
+    get_rollout_data,
+    log_raw_info,
+    start_rollout,
+)
 from agl_slime.buffer.server import BufferServer
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -146,7 +152,8 @@ async def test_one_sample_per_prompt_works(tmp_path):
 
 
 async def test_a_resumed_trainer_trains_the_rest_and_nothing_twice(tmp_path):
-    """The trainer dies after step 2 with a checkpoint of step 0: steps 1 and 2 are made of the same groups again, and of no others."""
+    """The trainer dies after step 2 with a checkpoint of step 0: steps 1 and 2 are made of the same groups again, and
+    of no others."""
     add_generator(tmp_path, "sums", GENERATOR)
     async with BufferServer(settings=settings_for(tmp_path, run_dir=tmp_path / "run")) as server:
         args = args_for(server.url, tmp_path, instances=8)
@@ -167,14 +174,23 @@ async def test_steps_that_a_saved_data_buffer_knows_and_the_trainer_forgot_do_no
         args = args_for(server.url, tmp_path)
         data_buffer = DataBuffer()
         await call(args, 0, data_buffer)
-        lost = instances(await call(args, 1, data_buffer))  # generated ahead of the checkpoint of step 0, as asynchronous training does
+        lost = instances(
+            await call(args, 1, data_buffer)
+        )  # generated ahead of the checkpoint of step 0, as asynchronous training does
         agent_rollout.forget_sessions()
         assert sorted(instances(await call(args, 1, data_buffer))) == sorted(lost)
 
 
 async def test_what_was_fetched_beyond_a_batch_waits_for_the_next_call(tmp_path):
     """A server that gives all it has, whatever is asked, as slime's does."""
-    answers = [{"data": [make_item(f"{i}.{n}", f"id{i}", tokens=[1, 2], response_length=1) for i in range(3) for n in range(2)], "meta_info": {}}]
+    answers = [
+        {
+            "data": [
+                make_item(f"{i}.{n}", f"id{i}", tokens=[1, 2], response_length=1) for i in range(3) for n in range(2)
+            ],
+            "meta_info": {},
+        }
+    ]
 
     async def get(request: web.Request) -> web.Response:
         data = answers.pop() if answers else {"data": [], "meta_info": {}}
@@ -208,7 +224,9 @@ class serve:
 
 async def test_a_generator_that_ends_too_early_ends_the_wait_with_its_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(agent_rollout, "_ASK_ABOUT_RUN_S", 0.1)
-    add_generator(tmp_path, "sums", GENERATOR.replace("skip = list", "raise RuntimeError('no engine')\n        skip = list"))
+    add_generator(
+        tmp_path, "sums", GENERATOR.replace("skip = list", "raise RuntimeError('no engine')\n        skip = list")
+    )
     async with BufferServer(settings=settings_for(tmp_path)) as server:
         with pytest.raises(DataSourceError, match=r"has ended \(failed\)(.|\n)*RuntimeError: no engine"):
             await call(args_for(server.url, tmp_path), 0, DataBuffer())
@@ -227,7 +245,10 @@ async def test_groups_that_cannot_be_used_are_left_out(tmp_path):
 
 
 async def test_groups_of_another_size_are_told(tmp_path):
-    items = [make_item("1", "a", tokens=[1, 2], response_length=1), make_item("2", "b", tokens=[1, 2], response_length=1)]
+    items = [
+        make_item("1", "a", tokens=[1, 2], response_length=1),
+        make_item("2", "b", tokens=[1, 2], response_length=1),
+    ]
 
     async def get(request: web.Request) -> web.Response:
         return web.json_response({"success": True, "message": "", "data": {"data": items, "meta_info": {}}})
@@ -302,7 +323,14 @@ async def test_the_documented_payload_is_what_is_sent(tmp_path):
     app = web.Application()
     app.router.add_post("/start_rollout", start)
     async with serve(app) as url:
-        args = args_for(url, tmp_path, rollout_num_process=1024, num_epoch=3, n_samples_per_prompt=8, hf_checkpoint="/path/to/tokenizer")
+        args = args_for(
+            url,
+            tmp_path,
+            rollout_num_process=1024,
+            num_epoch=3,
+            n_samples_per_prompt=8,
+            hf_checkpoint="/path/to/tokenizer",
+        )
         answer = await asyncio.to_thread(start_rollout, url, args, {"0": ["id1"], "1": ["id2"]})
     assert answer == {"message": "Rollout started"}
     assert seen == [
@@ -338,8 +366,14 @@ async def test_get_rollout_data_has_the_documented_results_and_errors(tmp_path):
         case = request.match_info["case"]
         if case == "slow":
             await asked_enough.wait()
-        body = {"keys": {"success": True, "data": {"data": [{"uid": "1"}]}}, "shape": [1], "list": {"success": True, "data": {"data": 3}}}.get(case)
-        return web.json_response(body) if body is not None else web.Response(text="hello", content_type="application/json")
+        body = {
+            "keys": {"success": True, "data": {"data": [{"uid": "1"}]}},
+            "shape": [1],
+            "list": {"success": True, "data": {"data": 3}},
+        }.get(case)
+        return (
+            web.json_response(body) if body is not None else web.Response(text="hello", content_type="application/json")
+        )
 
     app = web.Application()
     app.router.add_post("/{case}/get_rollout_data", answer)
@@ -362,7 +396,9 @@ def test_the_documented_log_format(caplog):
     caplog.set_level("INFO", logger="agl_slime.buffer.agent_rollout")
     meta = [{"total_samples": 60, "avg_reward": 1.0}, {"total_samples": 40, "avg_reward": 0.375}, {"other": 1}]
     log_raw_info(SimpleNamespace(use_wandb=False, use_tensorboard=False), meta, 7)
-    assert caplog.messages == ["rollout 7: {'rollout/no_filter/total_samples': 100, 'rollout/no_filter/avg_reward': 0.75}"]
+    assert caplog.messages == [
+        "rollout 7: {'rollout/no_filter/total_samples': 100, 'rollout/no_filter/avg_reward': 0.75}"
+    ]
 
 
 async def test_without_args_the_environment_says_what_is_needed(tmp_path, monkeypatch):
@@ -378,7 +414,7 @@ async def test_without_args_the_environment_says_what_is_needed(tmp_path, monkey
 
 async def test_a_loss_mask_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch):
     (tmp_path / "my_masks.py").write_text(
-        "from agl_slime.trace.masks import MaskGenerator\n\n\n"
+        "from agl_slime.tokens.masks import MaskGenerator\n\n\n"
         "class CustomTaskMask(MaskGenerator):\n"
         "    def get_loss_mask(self, messages, tools=None):\n"
         "        return [7, 8, 9], [0, 1, 1]\n"
@@ -388,7 +424,9 @@ async def test_a_loss_mask_of_ones_own_is_named_by_its_path(tmp_path, monkeypatc
     code = GENERATOR.replace('"tokens": [1, 2, 3], "response_length": 2, "rollout_log_probs": [-0.5, -1.0],', "")
     add_generator(tmp_path, "sums", code)
     async with BufferServer(settings=settings_for(tmp_path)) as server:
-        args = args_for(server.url, tmp_path, hf_checkpoint=str(tmp_path / "tokenizer"), loss_mask_type="my_masks:CustomTaskMask")
+        args = args_for(
+            server.url, tmp_path, hf_checkpoint=str(tmp_path / "tokenizer"), loss_mask_type="my_masks:CustomTaskMask"
+        )
         output = await call(args, 0, DataBuffer())
         sample = output.samples[0][0]
         assert (sample.tokens, sample.loss_mask, sample.metadata["token_source"]) == ([7, 8, 9], [1, 1], "retokenized")

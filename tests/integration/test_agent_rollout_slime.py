@@ -1,4 +1,5 @@
-"""slime's own code as a client of our buffer, and its contract tests pointed at the agent rollout. Needs slime's source (``SLIME_DIR``)."""
+"""slime's own code as a client of our buffer, and its contract tests pointed at the agent rollout. Needs slime's source
+(``SLIME_DIR``)."""
 
 from __future__ import annotations
 
@@ -59,9 +60,13 @@ print("RESULT " + json.dumps({"started": started, "n": len(results), "chosen": [
 
 
 async def run(*command: str, cwd: Path, **variables: str) -> str:
-    python_path = os.pathsep.join(filter(None, [str(STANDINS), str(cwd), str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    python_path = os.pathsep.join(
+        filter(None, [str(STANDINS), str(cwd), str(REPOSITORY), os.environ.get("PYTHONPATH")])
+    )
     environment = {**os.environ, "PYTHONPATH": python_path, **variables}
-    finished = await asyncio.to_thread(subprocess.run, command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    finished = await asyncio.to_thread(
+        subprocess.run, command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 
@@ -87,11 +92,23 @@ async def test_the_agent_rollout_passes_slimes_contract(tmp_path):
     add_generator(tmp_path, "sums_eval", _GENERATOR.format(task="sums_eval"))
     async with BufferServer(settings=settings_for(tmp_path)) as server:
         output = await run(
-            *(sys.executable, "-m", "pytest", "-rA", "-q", "-p", "no:cacheprovider", "tests/plugin_contracts/test_plugin_rollout_contracts.py"),
+            *(
+                sys.executable,
+                "-m",
+                "pytest",
+                "-rA",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "tests/plugin_contracts/test_plugin_rollout_contracts.py",
+            ),
             cwd=root,
             SLIME_CONTRACT_ROLLOUT_FUNCTION_PATH="agl_slime.buffer.agent_rollout.generate_rollout",
             AGL_SLIME_BUFFER_URL=server.url,
             AGL_SLIME_BUFFER_TASK_TYPE="sums",
             AGL_SLIME_BUFFER_EVAL_TASK_TYPE="sums_eval",
         )
-    assert "PASSED tests/plugin_contracts/test_plugin_rollout_contracts.py::test_rollout_function_path_contract_supports_user_override" in output
+    assert (
+        "PASSED tests/plugin_contracts/test_plugin_rollout_contracts.py::test_rollout_function_path_contract_supports_user_override"
+        in output
+    )

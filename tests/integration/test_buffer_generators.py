@@ -53,11 +53,23 @@ class ChatEngine:
         text, finish_reason, tokens = answer
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish_reason}
         usage = {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": 1 + tokens}
-        return web.json_response({"id": "x", "object": "chat.completion", "created": 0, "model": "custom", "choices": [choice], "usage": usage})
+        return web.json_response(
+            {
+                "id": "x",
+                "object": "chat.completion",
+                "created": 0,
+                "model": "custom",
+                "choices": [choice],
+                "usage": usage,
+            }
+        )
 
 
 def write_problems(tmp_path: Path, n: int = 3) -> str:
-    rows = [{"instance_id": f"math_{i}", "prompt": [{"role": "user", "content": f"{i} + 1?"}], "label": str(i + 1)} for i in range(n)]
+    rows = [
+        {"instance_id": f"math_{i}", "prompt": [{"role": "user", "content": f"{i} + 1?"}], "label": str(i + 1)}
+        for i in range(n)
+    ]
     path = tmp_path / "problems.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -74,7 +86,11 @@ def test_the_shipped_directory_has_no_broken_generator():
 
 
 async def test_the_math_generator_goes_from_payload_to_groups(tmp_path):
-    async with ChatEngine(adds) as engine, BufferServer(settings=settings_for(tmp_path, generators=None)) as server, Client(server.url) as client:
+    async with (
+        ChatEngine(adds) as engine,
+        BufferServer(settings=settings_for(tmp_path, generators=None)) as server,
+        Client(server.url) as client,
+    ):
         payload = {
             "num_process": 8,
             "num_epoch": 2,
@@ -98,14 +114,21 @@ async def test_the_math_generator_goes_from_payload_to_groups(tmp_path):
         assert {entry["raw_reward"] for entry in data} == {1.0}
         assert {"uid", "instance_id", "messages", "reward", "extra_info"} <= data[0].keys()
         assert data[0]["extra_info"]["finish_reason"] == "stop"
-        assert {(asked["temperature"], asked["top_p"], asked["max_tokens"]) for asked in engine.requests} == {(0.8, 0.9, 64)}
+        assert {(asked["temperature"], asked["top_p"], asked["max_tokens"]) for asked in engine.requests} == {
+            (0.8, 0.9, 64)
+        }
 
 
 async def test_an_aborted_answer_is_continued_with_what_is_left(monkeypatch):
     monkeypatch.setattr(base_generator, "_PAUSE_S", 0.001)
     script = iter([("The answer", "abort", 3), (" is", "abort", 2), (r" \boxed{4}", "stop", 5)])
-    async with ChatEngine(lambda asked: next(script)) as engine, openai.AsyncOpenAI(api_key="none", base_url=f"{engine.url}/v1") as client:
-        messages, finish_reason = await base_generator.query_single_turn(client, [{"role": "user", "content": "2+2?"}], {"max_tokens": 32})
+    async with (
+        ChatEngine(lambda asked: next(script)) as engine,
+        openai.AsyncOpenAI(api_key="none", base_url=f"{engine.url}/v1") as client,
+    ):
+        messages, finish_reason = await base_generator.query_single_turn(
+            client, [{"role": "user", "content": "2+2?"}], {"max_tokens": 32}
+        )
     assert messages[-1] == {"role": "assistant", "content": r"The answer is \boxed{4}"}
     assert finish_reason == "stop"
     first, second, third = engine.requests
@@ -118,8 +141,13 @@ async def test_an_aborted_answer_is_continued_with_what_is_left(monkeypatch):
 
 async def test_an_aborted_answer_without_room_left_is_cut_off(monkeypatch):
     monkeypatch.setattr(base_generator, "_PAUSE_S", 0.001)
-    async with ChatEngine(lambda asked: ("word", "abort", 8)) as engine, openai.AsyncOpenAI(api_key="none", base_url=f"{engine.url}/v1") as client:
-        messages, finish_reason = await base_generator.query_single_turn(client, [{"role": "user", "content": "?"}], {"max_tokens": 16})
+    async with (
+        ChatEngine(lambda asked: ("word", "abort", 8)) as engine,
+        openai.AsyncOpenAI(api_key="none", base_url=f"{engine.url}/v1") as client,
+    ):
+        messages, finish_reason = await base_generator.query_single_turn(
+            client, [{"role": "user", "content": "?"}], {"max_tokens": 16}
+        )
     assert (messages[-1]["content"], finish_reason) == ("wordword", "length")
 
 
@@ -129,9 +157,15 @@ async def test_a_failed_rollout_is_written_with_its_mark(tmp_path):
     def refuses_one(asked: dict[str, Any]) -> Any:
         return 400 if asked["messages"][0]["content"].startswith("1") else adds(asked)
 
-    async with ChatEngine(refuses_one) as engine, BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+    async with (
+        ChatEngine(refuses_one) as engine,
+        BufferServer(settings=settings_for(tmp_path)) as server,
+        Client(server.url) as client,
+    ):
         generator = base_generator.BaseGenerator(engine.url, server.url, num_repeat_per_sample=2, max_tokens=16)
-        await generator.run(write_problems(tmp_path), base_generator.query_single_turn, base_generator.get_rule_based_math_reward)
+        await generator.run(
+            write_problems(tmp_path), base_generator.query_single_turn, base_generator.get_rule_based_math_reward
+        )
         data = await client.read()
         assert {entry["instance_id"] for entry in data} == {"math_0", "math_2"}
         _, stats = await client.get("/stats")
@@ -140,12 +174,25 @@ async def test_a_failed_rollout_is_written_with_its_mark(tmp_path):
 
 
 async def test_only_what_the_buffer_lacks_is_made(tmp_path):
-    async with ChatEngine(adds) as engine, BufferServer(settings=settings_for(tmp_path, group_size=4)) as server, Client(server.url) as client:
+    async with (
+        ChatEngine(adds) as engine,
+        BufferServer(settings=settings_for(tmp_path, group_size=4)) as server,
+        Client(server.url) as client,
+    ):
         partial = [{"instance_id": "math_1", "group_id": 0, "items": 3}]
         generator = base_generator.BaseGenerator(
-            engine.url, server.url, num_repeat_per_sample=4, skip_instance_ids=["math_0", "math_0"], partial_groups=partial
+            engine.url,
+            server.url,
+            num_repeat_per_sample=4,
+            skip_instance_ids=["math_0", "math_0"],
+            partial_groups=partial,
         )
-        await generator.run(write_problems(tmp_path), base_generator.query_single_turn, base_generator.get_rule_based_math_reward, num_epoch=2)
+        await generator.run(
+            write_problems(tmp_path),
+            base_generator.query_single_turn,
+            base_generator.get_rule_based_math_reward,
+            num_epoch=2,
+        )
         asked = Counter(asked["messages"][0]["content"] for asked in engine.requests)
         assert asked == {"1 + 1?": 1 + 4, "2 + 1?": 8}
         _, stats = await client.get("/stats")
@@ -153,7 +200,8 @@ async def test_only_what_the_buffer_lacks_is_made(tmp_path):
 
 
 async def test_the_documented_generator_runs_as_a_file_of_its_own(tmp_path):
-    """The template of the documentation: its own task type, sync functions, an OpenAI client, run_rollout as printed (less its sleep)."""
+    """The template of the documentation: its own task type, sync functions, an OpenAI client, run_rollout as printed
+    (less its sleep)."""
     add_generator(
         tmp_path,
         "your_task",
@@ -194,7 +242,11 @@ async def test_the_documented_generator_runs_as_a_file_of_its_own(tmp_path):
             return item["instance_id"] != "math_2"
         """,
     )
-    async with ChatEngine(adds) as engine, BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+    async with (
+        ChatEngine(adds) as engine,
+        BufferServer(settings=settings_for(tmp_path)) as server,
+        Client(server.url) as client,
+    ):
         payload = {
             "remote_engine_url": engine.url,
             "task_type": "your_task_name",
@@ -252,7 +304,8 @@ async def test_a_buffer_that_stays_away_is_told(tmp_path):
 
 
 async def test_an_agent_lightning_agent_fills_the_buffer_with_the_engines_tokens(tmp_path):
-    """Real store, runner, tracer and buffer; only the model is scripted. One task fails: its items say why and its group is left out."""
+    """Real store, runner, tracer and buffer; only the model is scripted. One task fails: its items say why and its
+    group is left out."""
     tokenizer = chat_tokenizer("anthropic", "chatml")
     answer = (*tokenizer.encode("4", add_special_tokens=False), tokenizer.eos_token_id)
 
@@ -260,7 +313,9 @@ async def test_an_agent_lightning_agent_fills_the_buffer_with_the_engines_tokens
         async def generate(self, input_ids: Any, sampling: Any, **_: Any) -> Generation:
             assert sampling.max_new_tokens == 16
             log_probs = tuple(-0.5 for _ in answer)
-            return Generation(output_ids=answer, log_probs=log_probs, text="4", finish_reason="stop", prompt_tokens=len(input_ids))
+            return Generation(
+                output_ids=answer, log_probs=log_probs, text="4", finish_reason="stop", prompt_tokens=len(input_ids)
+            )
 
     class Adder(SGLangLitAgent):
         def compute_reward(self, task: dict[str, Any], response: str) -> float:
@@ -282,7 +337,11 @@ async def test_an_agent_lightning_agent_fills_the_buffer_with_the_engines_tokens
         _, stats = await client.get("/stats")
     assert Counter(entry["instance_id"] for entry in items) == {"math_0": 2, "math_2": 2, "math_3": 2}
     assert stats["task_types"]["math"]["groups_refused"] == {"too_few_valid_items": 1}
-    assert {(entry["instance_id"], entry["raw_reward"]) for entry in items} == {("math_0", 0.0), ("math_2", 0.0), ("math_3", 1.0)}
+    assert {(entry["instance_id"], entry["raw_reward"]) for entry in items} == {
+        ("math_0", 0.0),
+        ("math_2", 0.0),
+        ("math_3", 1.0),
+    }
     groups = [SampleMaker(masks=None, normalized=False).group([entry]) for entry in items]
     for (sample,) in groups:
         assert tuple(sample.tokens[-sample.response_length :]) == answer

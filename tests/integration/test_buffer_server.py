@@ -39,7 +39,9 @@ WRITES_TWO_PER_INSTANCE = """
 
 def start_payload(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     """The documented payload, with a file that exists."""
-    (tmp_path / "input.jsonl").write_text("".join(json.dumps({"instance_id": f"id{n}", "prompt": "?"}) + "\n" for n in range(3)))
+    (tmp_path / "input.jsonl").write_text(
+        "".join(json.dumps({"instance_id": f"id{n}", "prompt": "?"}) + "\n" for n in range(3))
+    )
     return {
         "num_process": 1024,
         "num_epoch": 3,
@@ -70,7 +72,11 @@ async def test_an_empty_buffer_says_so(tmp_path):
     async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
         status, answer = await client.post("/get_rollout_data", {})
         assert status == 200
-        assert answer == {"success": False, "message": "No data available to read", "data": {"data": [], "meta_info": {}}}
+        assert answer == {
+            "success": False,
+            "message": "No data available to read",
+            "data": {"data": [], "meta_info": {}},
+        }
         assert await client.post("/get_rollout_data", data=b"") == (200, answer)
 
 
@@ -140,14 +146,18 @@ async def test_a_generator_that_raises_is_recorded_with_its_traceback(tmp_path):
 
 async def test_a_generator_that_hangs_is_ended_and_recorded(tmp_path):
     add_generator(tmp_path, "slow", 'import time\nTASK_TYPE = "slow"\ndef run_rollout(data):\n    time.sleep(3600)\n')
-    async with BufferServer(settings=settings_for(tmp_path, generator_stall_s=1.0)) as server, Client(server.url) as client:
+    async with (
+        BufferServer(settings=settings_for(tmp_path, generator_stall_s=1.0)) as server,
+        Client(server.url) as client,
+    ):
         await client.post("/start_rollout", start_payload(tmp_path, task_type="slow"))
         run = await eventually(lambda: _run_is(client, "slow", "stalled"))
         assert run["error"] == "nothing was heard of it for 1 s"
 
 
 async def test_a_generator_that_fails_is_started_again_where_its_items_end(tmp_path):
-    """It dies after the second item, with one group done and nothing of the next: the second try makes only what is missing."""
+    """It dies after the second item, with one group done and nothing of the next: the second try makes only what is
+    missing."""
     died = tmp_path / "died"
     die = f"""
             import os, signal
@@ -156,7 +166,10 @@ async def test_a_generator_that_fails_is_started_again_where_its_items_end(tmp_p
                 os.kill(os.getpid(), signal.SIGKILL)
             for n in range("""
     add_generator(tmp_path, "sums", WRITES_TWO_PER_INSTANCE.replace("\n            for n in range(", die))
-    async with BufferServer(settings=settings_for(tmp_path, generator_restarts=1)) as server, Client(server.url) as client:
+    async with (
+        BufferServer(settings=settings_for(tmp_path, generator_restarts=1)) as server,
+        Client(server.url) as client,
+    ):
         await client.post("/start_rollout", start_payload(tmp_path, skip_instance_ids=[]))
         run = await eventually(lambda: _run_is(client, "sums", "finished"))
         assert run["restarts"] == 1
@@ -226,7 +239,10 @@ async def test_a_stage_that_hangs_costs_a_503_and_nothing_is_handed_out(tmp_path
     """
     )
     add_generator(tmp_path, "sums", code)
-    async with BufferServer(settings=settings_for(tmp_path, request_timeout_s=0.5)) as server, Client(server.url) as client:
+    async with (
+        BufferServer(settings=settings_for(tmp_path, request_timeout_s=0.5)) as server,
+        Client(server.url) as client,
+    ):
         await client.post("/start_rollout", start_payload(tmp_path))
         await eventually(lambda: _run_is(client, "sums", "finished"))
         status, answer = await client.post("/get_rollout_data", {})
@@ -244,7 +260,10 @@ async def test_input_files_outside_of_the_allowed_directories_are_refused(tmp_pa
     (tmp_path / "secret.jsonl").write_text("{}\n")
     (inner / "link.jsonl").symlink_to(tmp_path / "secret.jsonl")
     add_generator(tmp_path, "sums", WRITES_TWO_PER_INSTANCE)
-    async with BufferServer(settings=settings_for(tmp_path, input_dir=(inner,))) as server, Client(server.url) as client:
+    async with (
+        BufferServer(settings=settings_for(tmp_path, input_dir=(inner,))) as server,
+        Client(server.url) as client,
+    ):
         status, answer = await client.post("/start_rollout", start_payload(tmp_path, input_file=path))
         assert status == 403
         assert "outside of the allowed directories" in answer["message"]
@@ -275,7 +294,12 @@ async def test_input_files_outside_of_the_allowed_directories_are_refused(tmp_pa
         ("/start_rollout", b"[]", 400, "the body is of type list"),
         ("/start_rollout", b"{}", 400, "task_type is None"),
         ("/start_rollout", b'{"task_type": "unheard"}', 404, "no generator has the task type 'unheard'"),
-        ("/start_rollout", b'{"task_type": "sums", "num_repeat_per_sample": "many"}', 400, "num_repeat_per_sample is 'many'"),
+        (
+            "/start_rollout",
+            b'{"task_type": "sums", "num_repeat_per_sample": "many"}',
+            400,
+            "num_repeat_per_sample is 'many'",
+        ),
         ("/start_rollout", b'{"task_type": "sums", "skip_instance_ids": "a"}', 400, "skip_instance_ids is of type str"),
         ("/start_rollout", b'{"task_type": "sums", "input_file": 3}', 400, "input_file is 3"),
         ("/start_rollout", b'{"task_type": "sums", "input_file": "a\\u0000b"}', 400, "expected a path"),
@@ -299,7 +323,9 @@ async def test_a_body_over_the_limit_is_refused_compressed_or_not(tmp_path):
     async with BufferServer(settings=settings_for(tmp_path, max_body_mb=0.01)) as server, Client(server.url) as client:
         large = json.dumps(make_item("1", filler="x" * 20_000)).encode()
         assert (await client.post("/buffer/write", data=large))[0] == 413
-        status, answer = await client.post("/buffer/write", data=gzip.compress(large), headers={"Content-Encoding": "gzip"})
+        status, answer = await client.post(
+            "/buffer/write", data=gzip.compress(large), headers={"Content-Encoding": "gzip"}
+        )
         assert (status, answer["message"]) == (413, "the body is larger than 0.01 MB; send fewer items per request")
         broken = await client.post("/buffer/write", data=b"not gzip", headers={"Content-Encoding": "gzip"})
         assert broken[0] == 400
@@ -337,14 +363,20 @@ async def test_a_token_is_asked_for_everywhere_but_at_the_door(tmp_path):
 
 async def test_generators_need_no_token(tmp_path):
     add_generator(tmp_path, "sums", WRITES_TWO_PER_INSTANCE)
-    async with BufferServer(settings=settings_for(tmp_path, token="secret")) as server, Client(server.url, Authorization="Bearer secret") as client:
+    async with (
+        BufferServer(settings=settings_for(tmp_path, token="secret")) as server,
+        Client(server.url, Authorization="Bearer secret") as client,
+    ):
         await client.post("/start_rollout", start_payload(tmp_path))
         await eventually(lambda: _run_is(client, "sums", "finished"))
         assert len(await client.read()) == 2
 
 
 async def test_web_pages_are_not_served(tmp_path):
-    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url, Origin="http://evil.example") as page:
+    async with (
+        BufferServer(settings=settings_for(tmp_path)) as server,
+        Client(server.url, Origin="http://evil.example") as page,
+    ):
         assert (await page.post("/start_rollout", {"task_type": "math"}))[0] == 403
 
 
@@ -437,7 +469,10 @@ def _alive(pid: int) -> bool:
 
 
 async def test_every_item_of_64_writers_is_stored_once(tmp_path):
-    async with BufferServer(settings=settings_for(tmp_path, run_dir=tmp_path / "run")) as server, Client(server.url) as client:
+    async with (
+        BufferServer(settings=settings_for(tmp_path, run_dir=tmp_path / "run")) as server,
+        Client(server.url) as client,
+    ):
 
         async def writer(n: int) -> None:
             for k in range(4):

@@ -1,7 +1,8 @@
-"""What the client must do with any engine of SGLang's protocol: run on the embedded one, and on a real SGLang under the marker ``sglang``.
+"""What the client must do with any engine of SGLang's protocol: run on the embedded one, and on a real SGLang under the
+marker ``sglang``.
 
-Greedy sampling makes answers comparable: aborted as often as one likes, the joined answer must be the uninterrupted one, on a model that really
-computes it again from the partial ids.
+Greedy sampling makes answers comparable: aborted as often as one likes, the joined answer must be the uninterrupted
+one, on a model that really computes it again from the partial ids.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ async def test_many_at_once(served: Served) -> None:
     sampling = SamplingParams(max_new_tokens=8)
     async with SGLangClient(base_url=served.url, vocab_size=served.vocab_size) as client:
         prompts = [[n % 7, n % 50, n % 300] for n in range(300)]
-        results = await asyncio.gather(*(client.generate(prompt, sampling, routing_key=str(n)) for n, prompt in enumerate(prompts)))
+        results = await asyncio.gather(
+            *(client.generate(prompt, sampling, routing_key=str(n)) for n, prompt in enumerate(prompts))
+        )
     for got in results:
         assert 1 <= len(got.output_ids) == len(got.log_probs) <= 8
         assert got.finish_reason == ("length" if len(got.output_ids) == 8 and got.matched_stop is None else "stop")
@@ -96,7 +99,9 @@ async def test_many_at_once(served: Served) -> None:
 
 
 async def test_aborted_at_any_place_it_goes_on_as_if_nothing_had_been(served: Served) -> None:
-    async with SGLangClient(base_url=served.url, settings=ClientSettings(resume_limit=10_000, backoff_base_s=0.01)) as client:
+    async with SGLangClient(
+        base_url=served.url, settings=ClientSettings(resume_limit=10_000, backoff_base_s=0.01)
+    ) as client:
         prompt = list(range(20, 40))
         text = (await client.generate(prompt, greedy(120))).text
         for stop in [(), (text[60:64],), (text[70:85],)]:

@@ -12,7 +12,13 @@ import warnings
 
 import pytest
 
-from agl_slime.errors import ConfigError, ContextOverflowError, EngineRequestError, EngineServerError, OutOfVocabularyError
+from agl_slime.errors import (
+    ConfigError,
+    ContextOverflowError,
+    EngineRequestError,
+    EngineServerError,
+    OutOfVocabularyError,
+)
 from agl_slime.sglang.client import ClientSettings, EngineLoad, SGLangClient
 from agl_slime.sglang.discovery import find_workers
 from agl_slime.sglang.payloads import SamplingParams, WeightSpan
@@ -26,7 +32,13 @@ async def test_ids_and_log_probs_are_the_engines() -> None:
         got = await client.generate([1, 2, 3], SamplingParams(max_new_tokens=8), rid="abc")
         assert list(got.output_ids) == engine.continuation([1, 2, 3], 8)
         assert list(got.log_probs) == engine.continuation_log_probs([1, 2, 3], 8)
-        assert (got.finish_reason, got.prompt_tokens, got.cached_tokens, got.request_id, got.resumed) == ("length", 3, 0, "abc", 0)
+        assert (got.finish_reason, got.prompt_tokens, got.cached_tokens, got.request_id, got.resumed) == (
+            "length",
+            3,
+            0,
+            "abc",
+            0,
+        )
         assert got.weight_versions == (WeightSpan("5", 0, 8),)
         assert got.latency_s > 0
         sent = engine.received[0]
@@ -74,7 +86,10 @@ async def test_calls_under_way_learn_the_context_length_together() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 async def test_the_answer_is_shortened_to_the_room_that_is_left(known: bool) -> None:
-    async with ScriptedEngine(context_length=8) as engine, SGLangClient(base_url=engine.url, context_length=8 if known else None) as client:
+    async with (
+        ScriptedEngine(context_length=8) as engine,
+        SGLangClient(base_url=engine.url, context_length=8 if known else None) as client,
+    ):
         for _ in range(2):
             got = await client.generate([1, 2], SamplingParams(max_new_tokens=100))
             assert (len(got.output_ids), got.finish_reason) == (6, "length")
@@ -114,7 +129,10 @@ async def test_an_engine_that_aborts_for_ever_is_left(after: int) -> None:
 
 
 async def test_aborted_with_a_full_context_is_length() -> None:
-    async with ScriptedEngine(context_length=8, tells_sizes=False) as engine, SGLangClient(base_url=engine.url) as client:
+    async with (
+        ScriptedEngine(context_length=8, tells_sizes=False) as engine,
+        SGLangClient(base_url=engine.url) as client,
+    ):
         engine.script("/generate", Abort(after=6))
         got = await client.generate([1, 2], SamplingParams(max_new_tokens=6))
         assert got.finish_reason == "length"
@@ -147,15 +165,22 @@ async def test_cancelling_thousands_leaks_nothing() -> None:
             assert engine.connections == 1000
             for task in tasks:
                 task.cancel()
-            assert all(isinstance(result, asyncio.CancelledError) for result in await asyncio.gather(*tasks, return_exceptions=True))
+            assert all(
+                isinstance(result, asyncio.CancelledError)
+                for result in await asyncio.gather(*tasks, return_exceptions=True)
+            )
         await asyncio.wait_for(engine.disconnected(), 5)
 
 
 async def test_two_thousand_at_once() -> None:
     async with ScriptedEngine(latency_s=0.05) as engine, SGLangClient(base_url=engine.url) as client:
         started = time.process_time()
-        results = await asyncio.gather(*(client.generate([n % 16, n // 16 % 16, n // 256], SamplingParams(max_new_tokens=16)) for n in range(2000)))
-        seconds = time.process_time() - started  # client and server together; wall time would measure who else uses the machine
+        results = await asyncio.gather(
+            *(client.generate([n % 16, n // 16 % 16, n // 256], SamplingParams(max_new_tokens=16)) for n in range(2000))
+        )
+        seconds = (
+            time.process_time() - started
+        )  # client and server together; wall time would measure who else uses the machine
         for n in range(0, 2000, 97):
             assert list(results[n].output_ids) == engine.continuation([n % 16, n // 16 % 16, n // 256], 16)
         assert engine.calls["/generate"] == 2000
@@ -163,7 +188,10 @@ async def test_two_thousand_at_once() -> None:
 
 
 async def test_connections_are_bounded() -> None:
-    async with ScriptedEngine(latency_s=0.01) as engine, SGLangClient(base_url=engine.url, settings=ClientSettings(max_connections=3)) as client:
+    async with (
+        ScriptedEngine(latency_s=0.01) as engine,
+        SGLangClient(base_url=engine.url, settings=ClientSettings(max_connections=3)) as client,
+    ):
         await asyncio.gather(*(client.generate([1], SamplingParams(max_new_tokens=1)) for _ in range(30)))
         assert engine.most_running == 3
 
@@ -188,7 +216,13 @@ async def main(url):
 asyncio.run(main("URL"))
 """
     with in_thread(ScriptedEngine(latency_s=0.05)) as engine:
-        done = subprocess.run([sys.executable, "-c", program.replace("URL", engine.url)], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", program.replace("URL", engine.url)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
     assert done.stdout == "400\n", done.stderr
     assert ("connections instead of 400" in done.stderr) == warns
 
@@ -237,11 +271,14 @@ async def test_closing_reaches_the_connections_of_a_loop_that_runs_elsewhere() -
         loop.close()
 
 
-# -- control -----------------------------------------------------------------------------------------------------------------------------
+# -- control ---------------------------------------------------------------------------------------------------------
 
 
 async def test_control_calls() -> None:
-    async with ScriptedEngine(weight_version="1") as engine, SGLangClient(base_url=engine.url, settings=QUICK) as client:
+    async with (
+        ScriptedEngine(weight_version="1") as engine,
+        SGLangClient(base_url=engine.url, settings=QUICK) as client,
+    ):
         assert (await client.model_info())["model_path"] == "/models/scripted"
         assert (await client.server_info())["vocab_size"] == 16
         assert await client.weight_version() == "1"
@@ -251,7 +288,12 @@ async def test_control_calls() -> None:
         await client.update_weights_from_disk("/models/new", "2")
         assert await client.weight_version() == "2"
         assert (await client.model_info())["model_path"] == "/models/new"
-        assert next(request for request in engine.received if request.path == "/update_weights_from_disk").payload["flush_cache"] is False
+        assert (
+            next(request for request in engine.received if request.path == "/update_weights_from_disk").payload[
+                "flush_cache"
+            ]
+            is False
+        )
 
 
 async def test_a_pause_aborts_the_running_and_holds_the_new() -> None:
@@ -273,7 +315,10 @@ async def test_a_pause_aborts_the_running_and_holds_the_new() -> None:
 async def test_abort_all_and_by_id() -> None:
     async with ScriptedEngine(token_s=0.005) as engine, SGLangClient(base_url=engine.url) as client:
         tasks = [
-            asyncio.create_task(client.generate([1], SamplingParams(max_new_tokens=4000), rid=rid, resume_aborted=False)) for rid in ("x1", "y1", "z")
+            asyncio.create_task(
+                client.generate([1], SamplingParams(max_new_tokens=4000), rid=rid, resume_aborted=False)
+            )
+            for rid in ("x1", "y1", "z")
         ]
         await engine.arrived("/generate", 3)
         await client.abort("x")
@@ -299,14 +344,23 @@ async def test_workers_of_a_plain_server_and_of_a_router() -> None:
             assert (await client.model_info())["model_path"] == "/models/scripted"  # a router only has the older path
 
 
-@pytest.mark.parametrize("url", ["", "127.0.0.1:30000", "ftp://h:1", "http://", "http://h:99999", "http://h:1 2", "localhost"])
+@pytest.mark.parametrize(
+    "url", ["", "127.0.0.1:30000", "ftp://h:1", "http://", "http://h:99999", "http://h:1 2", "localhost"]
+)
 def test_a_url_that_is_none_is_told_at_once(url: str) -> None:
     with pytest.raises(ConfigError, match="must look like http://"):
         SGLangClient(base_url=url)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"total_timeout_s": 0}, {"max_attempts": 0}, {"max_connections": -1}, {"resume_limit": -1}, {"backoff_cap_s": float("nan")}]
+    "wrong",
+    [
+        {"total_timeout_s": 0},
+        {"max_attempts": 0},
+        {"max_connections": -1},
+        {"resume_limit": -1},
+        {"backoff_cap_s": float("nan")},
+    ],
 )
 def test_settings_are_checked(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):

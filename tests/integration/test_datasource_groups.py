@@ -1,4 +1,5 @@
-"""``AGLDataSource`` over a real store: groups in any order, failures with their reason, what is waited for and what is not."""
+"""``AGLDataSource`` over a real store: groups in any order, failures with their reason, what is waited for and what is
+not."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from agl_slime._agl import InMemoryLightningStore, Span, emit_reward
-from agl_slime.datasource import AGLDataSource, DataSourceSettings
+from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
 from agl_slime.errors import ConfigError, DataSourceError
-from agl_slime.groups.outcome import GroupResult, MemberResult, Outcome
 from agl_slime.groups.policy import CompleteGroup, MinimumViableGroup
-from agl_slime.store import BridgeStore
+from agl_slime.groups.results import GroupResult, MemberResult, Outcome
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import InMemoryLightningStore, Span, emit_reward
 from agl_slime.types import Sample, get_rollout_id
 from tests.store_cases import RESPONSE, a_turn, enqueue, finish
 
@@ -85,7 +86,9 @@ async def test_groups_complete_in_any_order_and_each_member_counts_once() -> Non
         assert len({get_rollout_id(sample) for sample in samples}) == 18
         for group in groups:
             assert len({sample.metadata["group_id"] for sample in group}) == 1
-        assert all(sample.tokens[-2:] == list(RESPONSE) and sample.status is Sample.Status.COMPLETED for sample in samples)
+        assert all(
+            sample.tokens[-2:] == list(RESPONSE) and sample.status is Sample.Status.COMPLETED for sample in samples
+        )
         assert counts_of(source) == {Outcome.TRAINED: 18}
         assert source.ledger.counts().open == 0
 
@@ -127,7 +130,10 @@ async def test_with_complete_groups_one_failure_drops_the_group() -> None:
         await finish(store, one)
         await finish(store, other, reward=float("nan"))
         await told.until(lambda: bool(told.groups))
-        with pytest.raises(DataSourceError, match=r"within 0\.2 s \(0 rollouts in flight, 0 ready, ended: 1 failed \(bad_reward\), 1 filtered"):
+        with pytest.raises(
+            DataSourceError,
+            match=r"within 0\.2 s \(0 rollouts in flight, 0 ready, ended: 1 failed \(bad_reward\), 1 filtered",
+        ):
             await get(source, 1)
 
 
@@ -188,7 +194,12 @@ async def test_groups_given_back_come_first_and_in_order() -> None:
         first, second, third = await get(source, 3)
         source.add_samples([first, second])
         source.add_samples([third])
-        assert [group[0].index for group in await get(source, 4)] == [third[0].index, first[0].index, second[0].index, 3]
+        assert [group[0].index for group in await get(source, 4)] == [
+            third[0].index,
+            first[0].index,
+            second[0].index,
+            3,
+        ]
         assert counts_of(source) == {Outcome.TRAINED: 4}  # however often it was handed out
 
 
@@ -226,7 +237,11 @@ async def test_validation_rollouts_are_scored_and_never_trained() -> None:
     with AGLDataSource(store=store, settings=QUICK) as source:
         told = Told(source)
         source.expect("v", size=1, mode="val")
-        ids = await enqueue(store, 1, group_id="v", mode="val") + await enqueue(store, 1, mode="val") + await enqueue(store, 1, mode="test")
+        ids = (
+            await enqueue(store, 1, group_id="v", mode="val")
+            + await enqueue(store, 1, mode="val")
+            + await enqueue(store, 1, mode="test")
+        )
         ids += await enqueue(store, 1)
         for rollout_id in ids:
             await finish(store, rollout_id, reward=0.75)
@@ -299,14 +314,25 @@ async def test_a_conversion_that_breaks_fails_one_rollout_and_not_the_run() -> N
         told = Told(source)
         text_only, exact = await enqueue(store, 2)
         attempted = await store.start_attempt(text_only)
-        chat: dict[str, Any] = {"gen_ai.prompt.0.role": "user", "gen_ai.prompt.0.content": "hi", "gen_ai.completion.0.role": "assistant"}
+        chat: dict[str, Any] = {
+            "gen_ai.prompt.0.role": "user",
+            "gen_ai.prompt.0.content": "hi",
+            "gen_ai.completion.0.role": "assistant",
+        }
         chat |= {"gen_ai.completion.0.content": "hello", "gen_ai.operation.name": "chat"}
         core = emit_reward(1.0, propagate=False)
         spans = [
             Span.from_attributes(
-                name=name, attributes=attributes, rollout_id=text_only, attempt_id=attempted.attempt.attempt_id, sequence_id=i + 1, start_time=i
+                name=name,
+                attributes=attributes,
+                rollout_id=text_only,
+                attempt_id=attempted.attempt.attempt_id,
+                sequence_id=i + 1,
+                start_time=i,
             )
-            for i, (name, attributes) in enumerate([("openai.chat.completion", chat), (core.name, dict(core.attributes))])
+            for i, (name, attributes) in enumerate(
+                [("openai.chat.completion", chat), (core.name, dict(core.attributes))]
+            )
         ]
         await store.add_many_spans(spans)
         await store.update_attempt(text_only, attempted.attempt.attempt_id, status="succeeded")
@@ -330,7 +356,7 @@ async def test_cancelled_rollouts_are_counted_as_such() -> None:
         assert counts_of(source) == {Outcome.CANCELLED: 1}
 
 
-# -- threads, loops and ends ---------------------------------------------------------------------------------------------------------------------
+# -- threads, loops and ends -----------------------------------------------------------------------------------------
 
 
 async def test_stop_wakes_whoever_waits() -> None:
@@ -379,7 +405,10 @@ async def test_a_thread_that_cannot_start_surfaces_too() -> None:
         def subscribe_finished(self, listener: Any) -> Any:
             raise RuntimeError("no subscriptions today")
 
-    with AGLDataSource(store=NoSubscription()) as source, pytest.raises(DataSourceError, match="no subscriptions today"):
+    with (
+        AGLDataSource(store=NoSubscription()) as source,
+        pytest.raises(DataSourceError, match="no subscriptions today"),
+    ):
         source.get_samples(1)
 
 
@@ -466,7 +495,11 @@ def test_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
 
 def test_the_group_size_comes_from_the_argument_then_from_args_then_is_one() -> None:
     store = BridgeStore()
-    for given, args, expected in ((3, Namespace(n_samples_per_prompt=5), 3), (None, Namespace(n_samples_per_prompt=5), 5), (None, None, 1)):
+    for given, args, expected in (
+        (3, Namespace(n_samples_per_prompt=5), 3),
+        (None, Namespace(n_samples_per_prompt=5), 5),
+        (None, None, 1),
+    ):
         with AGLDataSource(args, store=store, n_samples_per_prompt=given) as source:
             assert source.n_samples_per_prompt == expected
 

@@ -9,25 +9,29 @@ from dataclasses import replace
 
 import pytest
 
-from agl_slime._agl import Rollout
-from agl_slime.datasource import AGLDataSource, DataSourceSettings
+from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
 from agl_slime.errors import ConfigError
 from agl_slime.groups.filters import zero_variance
-from agl_slime.groups.outcome import Outcome
 from agl_slime.groups.policy import FailFast, GroupPolicy, MinimumViableGroup, RetryGroup
-from agl_slime.store import BridgeStore
+from agl_slime.groups.results import Outcome
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import Rollout
 from tests.integration.test_datasource_groups import Told, counts_of, get
 from tests.store_cases import a_turn, enqueue, enqueue_group, finish
 
 SETTINGS = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
 
 
-def source_over(store: BridgeStore, *, policy: GroupPolicy | None = None, max_staleness: int | None = None, filtered: bool = False) -> AGLDataSource:
+def source_over(
+    store: BridgeStore, *, policy: GroupPolicy | None = None, max_staleness: int | None = None, filtered: bool = False
+) -> AGLDataSource:
     settings = replace(SETTINGS, max_staleness=max_staleness, group_filter=zero_variance if filtered else None)
     return AGLDataSource(store=store, settings=settings if policy is None else replace(settings, policy=policy))
 
 
-async def opened(source: AGLDataSource, store: BridgeStore, group_id: str, *, size: int, instance_id: str | None = None) -> list[str]:
+async def opened(
+    source: AGLDataSource, store: BridgeStore, group_id: str, *, size: int, instance_id: str | None = None
+) -> list[str]:
     source.expect(group_id, size=size)
     rollouts = await enqueue_group(store, group_id, size=size, instance_id=instance_id)
     source.opened(rollouts)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from agl_slime._agl import InMemoryLightningStore, LightningStore
-from agl_slime.datasource import AGLDataSource, DataSourceSettings
+from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
 from agl_slime.errors import DataSourceError
-from agl_slime.groups.outcome import Outcome
 from agl_slime.groups.policy import CompleteGroup, FailFast
-from agl_slime.store import BridgeStore
+from agl_slime.groups.results import Outcome
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import InMemoryLightningStore, LightningStore
 from agl_slime.types import Sample, get_rollout_id
 from tests.store_cases import enqueue, finish
 
@@ -27,7 +27,11 @@ def args_of(directory: Path) -> Namespace:
 
 
 def source_over(store: LightningStore, directory: Path, **settings: Any) -> AGLDataSource:
-    return AGLDataSource(args_of(directory), store=store, settings=DataSourceSettings(**{"get_timeout_s": 20.0, "poll_interval_s": 0.01, **settings}))
+    return AGLDataSource(
+        args_of(directory),
+        store=store,
+        settings=DataSourceSettings(**{"get_timeout_s": 20.0, "poll_interval_s": 0.01, **settings}),
+    )
 
 
 async def get(source: AGLDataSource, n: int) -> list[list[Sample]]:
@@ -40,7 +44,11 @@ async def settled(source: AGLDataSource, n: int) -> None:
     def taken_in() -> int:
         counts = source.ledger.counts()
         # a failed member of a group that waits is closed in the ledger already
-        return counts.ready + sum(counts.closed.values()) + sum(member.ok for member in source._groups.assembler.members_waiting())
+        return (
+            counts.ready
+            + sum(counts.closed.values())
+            + sum(member.ok for member in source._groups.assembler.members_waiting())
+        )
 
     for _ in range(2_000):
         if taken_in() >= n:
@@ -65,7 +73,10 @@ async def test_ready_groups_half_groups_and_numbers_go_on_where_they_were(tmp_pa
     await finish(store, groups["half"][0])
     await settled(first, 5)
     first.save(3)
-    before = [(sample.index, sample.group_index, get_rollout_id(sample), sample.to_dict()) for sample in first._groups.ready.groups[0].samples]
+    before = [
+        (sample.index, sample.group_index, get_rollout_id(sample), sample.to_dict())
+        for sample in first._groups.ready.groups[0].samples
+    ]
     first.stop()
 
     with source_over(store, tmp_path) as second:
@@ -74,8 +85,14 @@ async def test_ready_groups_half_groups_and_numbers_go_on_where_they_were(tmp_pa
         for rollout_id in (groups["half"][1], *groups["open"]):
             await finish(store, rollout_id)
         later = await get(second, 3)
-        assert [(sample.index, sample.group_index, get_rollout_id(sample), sample.to_dict()) for sample in later[0]] == before
-        assert [set(rollouts_of([group])) for group in later] == [set(groups["ready"]), set(groups["half"]), set(groups["open"])]
+        assert [
+            (sample.index, sample.group_index, get_rollout_id(sample), sample.to_dict()) for sample in later[0]
+        ] == before
+        assert [set(rollouts_of([group])) for group in later] == [
+            set(groups["ready"]),
+            set(groups["half"]),
+            set(groups["open"]),
+        ]
         assert [sample.index for group in [taken, *later] for sample in group] == list(range(8))
         assert [group[0].group_index for group in [taken, *later]] == [0, 1, 2, 3]
         counts = second.ledger.counts()
@@ -101,7 +118,11 @@ async def test_counts_and_the_policy_version_go_on_and_nothing_is_counted_twice(
         await finish(store, half[1], status="failed", reward=None)
         await settled(second, 4)
         counts = second.ledger.counts()
-        assert (counts.opened, counts.closed, counts.reasons) == (4, {Outcome.FAILED: 4}, {(Outcome.FAILED, "failed"): 4})
+        assert (counts.opened, counts.closed, counts.reasons) == (
+            4,
+            {Outcome.FAILED: 4},
+            {(Outcome.FAILED, "failed"): 4},
+        )
         assert second.state().version == 7
 
 
@@ -118,7 +139,10 @@ async def test_a_late_end_is_recognised_after_a_restart_too(tmp_path: Path) -> N
         for rollout_id in ids[1:]:
             await finish(store, rollout_id)
         await settled(second, 3)
-        assert second.ledger.counts().reasons == {(Outcome.FAILED, "failed"): 1, (Outcome.CANCELLED, "group_settled"): 2}
+        assert second.ledger.counts().reasons == {
+            (Outcome.FAILED, "failed"): 1,
+            (Outcome.CANCELLED, "group_settled"): 2,
+        }
         assert len(second._groups.assembler) == 0
 
 
@@ -193,11 +217,17 @@ def test_without_a_directory_or_a_file_there_is_nothing_to_do(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"groups": 1}', '{"groups": [[{}]], "index": 0, "group_index": 0, "rollout_number": 0}', "null"])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"groups": 1}', '{"groups": [[{}]], "index": 0, "group_index": 0, "rollout_number": 0}', "null"],
+)
 def test_a_file_that_is_no_saved_state_is_one_sentence(content: str, tmp_path: Path) -> None:
     (tmp_path / "rollout").mkdir()
     (tmp_path / "rollout" / "agl_datasource_5.json").write_text(content)
-    with source_over(BridgeStore(), tmp_path) as source, pytest.raises(DataSourceError, match=r"agl_datasource_5\.json is not a saved state"):
+    with (
+        source_over(BridgeStore(), tmp_path) as source,
+        pytest.raises(DataSourceError, match=r"agl_datasource_5\.json is not a saved state"),
+    ):
         source.load(5)
 
 

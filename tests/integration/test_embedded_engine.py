@@ -12,10 +12,10 @@ import pytest
 torch = pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 transformers = pytest.importorskip("transformers")
 
+from agl_slime.engine.engine import Engine, EngineSettings  # noqa: E402
+from agl_slime.engine.requests import BadRequest, Request, Sampling  # noqa: E402
+from agl_slime.engine.weights import read_weights  # noqa: E402
 from agl_slime.errors import ConfigError, EngineError  # noqa: E402
-from agl_slime.sglang.embedded.engine import Engine, EngineSettings  # noqa: E402
-from agl_slime.sglang.embedded.requests import BadRequest, Request, Sampling  # noqa: E402
-from agl_slime.sglang.embedded.weights import read_weights  # noqa: E402
 
 LONG = Sampling(max_new_tokens=4000, ignore_eos=True)
 
@@ -91,7 +91,9 @@ def test_weights_are_checked_before_any_is_changed(engine: Engine, policy_dir: P
         ({**good, name: good[name] * float("nan")}, "NaN"),
     ):
         with pytest.raises(ConfigError, match=words):
-            engine.update_weights({key: tensor * 2 if key != name else tensor for key, tensor in broken.items()}, version="9").result(10)
+            engine.update_weights(
+                {key: tensor * 2 if key != name else tensor for key, tensor in broken.items()}, version="9"
+            ).result(10)
     assert engine.weight_version == "default"
     answers = Answers()
     engine.submit(answers.request("a", sampling=Sampling(temperature=1.0, top_k=1, max_new_tokens=1)))
@@ -140,7 +142,9 @@ def test_one_bad_request_of_a_batch_queues_none(engine: Engine) -> None:
     assert engine.idle
 
 
-def test_a_failure_in_the_model_ends_every_request_and_every_call(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_the_model_ends_every_request_and_every_call(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("threading.excepthook", lambda _: None)  # the traceback goes to standard error in real life
 
     def broken(*_: Any, **__: Any) -> Any:

@@ -20,8 +20,8 @@ import pytest
 
 pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 
+from agl_slime.engine import EmbeddedEngine, EmbeddedEngineSettings
 from agl_slime.errors import EngineError, EngineTimeoutError
-from agl_slime.sglang.embedded import EmbeddedEngine, EmbeddedEngineSettings
 
 
 def gone(pid: int) -> bool:
@@ -43,7 +43,9 @@ def until(condition: Callable[[], bool], limit_s: float) -> bool:
     return condition()
 
 
-def test_it_starts_on_a_free_port_asks_every_request_for_its_token_and_stops_quickly_with_one_open(policy_dir: Path) -> None:
+def test_it_starts_on_a_free_port_asks_every_request_for_its_token_and_stops_quickly_with_one_open(
+    policy_dir: Path,
+) -> None:
     settings = EmbeddedEngineSettings(served_model_name="tiny", context_length=512)
     engine = EmbeddedEngine(policy_dir, settings=settings, env={"AGL_SLIME_ENGINE_TOKEN": "s3cret"})
     with pytest.raises(EngineError, match="has not been started"):
@@ -74,7 +76,9 @@ def test_it_starts_on_a_free_port_asks_every_request_for_its_token_and_stops_qui
 
 
 def test_a_missing_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"ended with exit code 1 .* is not a directory with a Hugging Face checkpoint") as caught:
+    with pytest.raises(
+        EngineError, match=r"ended with exit code 1 .* is not a directory with a Hugging Face checkpoint"
+    ) as caught:
         EmbeddedEngine(tmp_path / "nothing").start()
     assert "Traceback" not in str(caught.value)
 
@@ -89,7 +93,17 @@ def test_too_slow_a_start_is_an_error_and_leaves_no_process(policy_dir: Path) ->
 
 
 def test_another_address_needs_a_token(policy_dir: Path) -> None:
-    command = [sys.executable, "-m", "agl_slime.sglang.embedded", "--model-path", str(policy_dir), "--host", "0.0.0.0", "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "agl_slime.engine",
+        "--model-path",
+        str(policy_dir),
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "0",
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
     assert "give a --token" in ended.stderr
@@ -99,7 +113,7 @@ def test_another_address_needs_a_token(policy_dir: Path) -> None:
 def test_it_ends_when_its_parent_is_killed(policy_dir: Path) -> None:
     script = (
         "import sys, time\n"
-        "from agl_slime.sglang.embedded import EmbeddedEngine\n"
+        "from agl_slime.engine import EmbeddedEngine\n"
         f"engine = EmbeddedEngine({str(policy_dir)!r}).start()\n"
         "print(engine.pid, flush=True)\n"
         "time.sleep(120)\n"
@@ -137,4 +151,8 @@ def test_stopping_it_while_another_thread_starts_it_leaves_no_process(delay_s: f
     thread.join(20)
     assert len(ended) == 1
     assert ended[0] is not None
-    assert [child for child in psutil.Process().children() if child.pid not in before and child.status() != psutil.STATUS_ZOMBIE] == []
+    assert [
+        child
+        for child in psutil.Process().children()
+        if child.pid not in before and child.status() != psutil.STATUS_ZOMBIE
+    ] == []

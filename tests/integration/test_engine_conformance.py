@@ -1,7 +1,7 @@
 """One suite, two servers: the embedded engine, and a real SGLang on the CPU serving the same checkpoint.
 
-The real one is started when AGL_SLIME_SGLANG_PYTHON names a Python with SGLang (scripts/sglang_cpu.sh sets one up) and the tests run with ``-m
-sglang``. Everything goes over raw HTTP. Where the two differ on purpose, the test says so.
+The real one is started when AGL_SLIME_SGLANG_PYTHON names a Python with SGLang (scripts/sglang_cpu.sh sets one up) and
+the tests run with ``-m sglang``. Everything goes over raw HTTP. Where the two differ on purpose, the test says so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 torch = pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 transformers = pytest.importorskip("transformers")
 
-from agl_slime.sglang.embedded import LookupDemonstrations  # noqa: E402
+from agl_slime.demo import LookupDemonstrations  # noqa: E402
 from tests.integration.engine_servers import MAX_RUNNING, Server  # noqa: E402
 
 TOLERANCE = 1e-4
@@ -44,8 +44,14 @@ class Client:
             assert answer.status == status, await answer.text()
             return await answer.json() if answer.content_type == "application/json" else await answer.text()
 
-    async def generate(self, ids: Any, *, status: int = 200, rid: Any = None, logprob_start_len: Any = None, **sampling: Any) -> Any:
-        body: dict[str, Any] = {"input_ids": ids, "return_logprob": True, "sampling_params": {"skip_special_tokens": False, **sampling}}
+    async def generate(
+        self, ids: Any, *, status: int = 200, rid: Any = None, logprob_start_len: Any = None, **sampling: Any
+    ) -> Any:
+        body: dict[str, Any] = {
+            "input_ids": ids,
+            "return_logprob": True,
+            "sampling_params": {"skip_special_tokens": False, **sampling},
+        }
         if rid is not None:
             body["rid"] = rid
         if logprob_start_len is not None:
@@ -103,7 +109,9 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 def task_prompt(tokenizer: Any) -> list[int]:
     """A prompt of the kind that the policy was warmed up on."""
-    return tokenizer.apply_chat_template(LookupDemonstrations().prompt({"key": "bdf"}), add_generation_prompt=True, return_dict=True)["input_ids"]
+    return tokenizer.apply_chat_template(
+        LookupDemonstrations().prompt({"key": "bdf"}), add_generation_prompt=True, return_dict=True
+    )["input_ids"]
 
 
 def sampled(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
@@ -119,13 +127,15 @@ def assert_close(given: list[float], expected: list[float], tolerance: float = T
     assert max(abs(a - b) for a, b in zip(given, expected, strict=True)) <= tolerance
 
 
-# -- what is sampled, and its log-probs --------------------------------------------------------------------------------------------------
+# -- what is sampled, and its log-probs ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 async def test_log_probs_are_those_of_the_scaled_distribution(client: Client, model: Any, temperature: float) -> None:
     for prompt in PROMPTS:
-        ids, log_probs = sampled(await client.generate(prompt, temperature=temperature, max_new_tokens=24, ignore_eos=True))
+        ids, log_probs = sampled(
+            await client.generate(prompt, temperature=temperature, max_new_tokens=24, ignore_eos=True)
+        )
         assert len(ids) == 24
         assert_close(log_probs, expected_log_probs(model, prompt, ids, temperature))
 
@@ -144,13 +154,17 @@ async def test_top_k_one_is_greedy(client: Client, model: Any) -> None:
 
 async def test_top_k_and_top_p_cut_the_choice_and_not_the_log_probs(client: Client, model: Any) -> None:
     prompt = PROMPTS[1]
-    ids, log_probs = sampled(await client.generate(prompt, temperature=1.3, top_k=3, max_new_tokens=48, ignore_eos=True))
+    ids, log_probs = sampled(
+        await client.generate(prompt, temperature=1.3, top_k=3, max_new_tokens=48, ignore_eos=True)
+    )
     assert_close(log_probs, expected_log_probs(model, prompt, ids, 1.3))
     table = log_softmax(model, prompt + ids, 1.3)
     assert all(token in table[len(prompt) - 1 + place].topk(3).indices for place, token in enumerate(ids))
     assert ids != greedy(model, prompt, 48)
 
-    ids, log_probs = sampled(await client.generate(prompt, temperature=1.3, top_p=0.5, max_new_tokens=48, ignore_eos=True))
+    ids, log_probs = sampled(
+        await client.generate(prompt, temperature=1.3, top_p=0.5, max_new_tokens=48, ignore_eos=True)
+    )
     assert_close(log_probs, expected_log_probs(model, prompt, ids, 1.3))
     table = log_softmax(model, prompt + ids, 1.3).exp()
     for place, token in enumerate(ids):
@@ -161,11 +175,20 @@ async def test_top_k_and_top_p_cut_the_choice_and_not_the_log_probs(client: Clie
 async def test_requests_do_not_influence_each_other(client: Client, model: Any) -> None:
     """More requests than rows, of mixed lengths and parameters, all at once."""
     rng = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(10, 440, (int(torch.randint(1, 60, (1,), generator=rng)),), generator=rng).tolist() for _ in range(3 * MAX_RUNNING)]
+    prompts = [
+        torch.randint(10, 440, (int(torch.randint(1, 60, (1,), generator=rng)),), generator=rng).tolist()
+        for _ in range(3 * MAX_RUNNING)
+    ]
     temperatures = [(0.7, 1.0, 1.4)[index % 3] for index in range(len(prompts))]
     answers = await asyncio.gather(
         *(
-            client.generate(prompt, temperature=temperature, max_new_tokens=4 + 3 * (index % 9), top_p=0.9 if index % 2 else 1.0, ignore_eos=True)
+            client.generate(
+                prompt,
+                temperature=temperature,
+                max_new_tokens=4 + 3 * (index % 9),
+                top_p=0.9 if index % 2 else 1.0,
+                ignore_eos=True,
+            )
             for index, (prompt, temperature) in enumerate(zip(prompts, temperatures, strict=True))
         )
     )
@@ -183,14 +206,19 @@ async def test_input_log_probs_are_at_temperature_one_from_the_start_asked_for(c
         given = answer["meta_info"]["input_token_logprobs"]
         assert [entry[1] for entry in given] == prompt[start:]
         assert given[0][0] is None
-        assert_close([entry[0] for entry in given[1:]], [float(table[place - 1, prompt[place]]) for place in range(start + 1, len(prompt))])
+        assert_close(
+            [entry[0] for entry in given[1:]],
+            [float(table[place - 1, prompt[place]]) for place in range(start + 1, len(prompt))],
+        )
 
 
 async def test_tokens_are_drawn_as_often_as_the_model_says(client: Client, model: Any) -> None:
-    """The first token of many samples follows the model's probabilities: chi-square over the likely tokens and all the others together, at 5
-    sigma."""
+    """The first token of many samples follows the model's probabilities: chi-square over the likely tokens and all the
+    others together, at 5 sigma."""
     prompt, count = PROMPTS[0], 600
-    answers = await asyncio.gather(*(client.generate([prompt] * 100, temperature=1.0, max_new_tokens=1) for _ in range(count // 100)))
+    answers = await asyncio.gather(
+        *(client.generate([prompt] * 100, temperature=1.0, max_new_tokens=1) for _ in range(count // 100))
+    )
     drawn = [answer["output_ids"][0] for batch in answers for answer in batch]
     probabilities = log_softmax(model, prompt)[-1].exp().tolist()
     likely = [token for token, probability in enumerate(probabilities) if probability * count >= 10]
@@ -201,7 +229,7 @@ async def test_tokens_are_drawn_as_often_as_the_model_says(client: Client, model
     assert sum((seen - expected) ** 2 / expected for seen, expected in bins) <= degrees + 5 * (2 * degrees) ** 0.5
 
 
-# -- where a generation ends -------------------------------------------------------------------------------------------------------------
+# -- where a generation ends -----------------------------------------------------------------------------------------
 
 
 async def test_length_end_and_counts(client: Client) -> None:
@@ -227,7 +255,9 @@ async def test_a_stop_token_ends_it_and_stays_among_the_ids(client: Client, mode
 
 
 async def test_a_stop_string_across_tokens_ends_it(client: Client, model: Any, tokenizer: Any) -> None:
-    call = task_prompt(tokenizer) + tokenizer.encode('<tool_call>{"name')  # so that what follows is known to be the rest of a call
+    call = task_prompt(tokenizer) + tokenizer.encode(
+        '<tool_call>{"name'
+    )  # so that what follows is known to be the rest of a call
     expected = greedy(model, call, 12)
     text = tokenizer.decode(expected)
     # from the middle of one token into the next
@@ -250,7 +280,9 @@ async def test_the_end_token_ends_it_unless_ignored(client: Client, model: Any, 
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": tokenizer.eos_token_id}
     assert answer["text"] == ""
     # the last allowed token being the end token counts as length
-    assert (await client.generate(prompt, temperature=0, max_new_tokens=1))["meta_info"]["finish_reason"]["type"] == "length"
+    assert (await client.generate(prompt, temperature=0, max_new_tokens=1))["meta_info"]["finish_reason"][
+        "type"
+    ] == "length"
     ignored = await client.generate(prompt, temperature=0, max_new_tokens=9, ignore_eos=True)
     assert ignored["output_ids"] == greedy(model, prompt, 9)
 
@@ -264,16 +296,24 @@ async def test_special_tokens_are_left_out_of_the_text_by_default(client: Client
     assert "output_token_logprobs" not in answer["meta_info"]
 
 
-# -- forms of input ----------------------------------------------------------------------------------------------------------------------
+# -- forms of input --------------------------------------------------------------------------------------------------
 
 
 async def test_batches_and_parallel_samples(client: Client, model: Any) -> None:
     limits = [{"temperature": 0, "max_new_tokens": count, "ignore_eos": True} for count in (3, 5, 4)]
     answers = await client.post(
-        "/generate", {"input_ids": PROMPTS, "sampling_params": limits, "return_logprob": [True, True, True], "rid": ["a-1", "a-2", "a-3"]}
+        "/generate",
+        {
+            "input_ids": PROMPTS,
+            "sampling_params": limits,
+            "return_logprob": [True, True, True],
+            "rid": ["a-1", "a-2", "a-3"],
+        },
     )
     assert [answer["meta_info"]["id"] for answer in answers] == ["a-1", "a-2", "a-3"]
-    assert [answer["output_ids"] for answer in answers] == [greedy(model, prompt, count) for prompt, count in zip(PROMPTS, (3, 5, 4), strict=True)]
+    assert [answer["output_ids"] for answer in answers] == [
+        greedy(model, prompt, count) for prompt, count in zip(PROMPTS, (3, 5, 4), strict=True)
+    ]
     answers = await client.generate(PROMPTS[0], n=4, temperature=1, max_new_tokens=12, ignore_eos=True)
     assert len(answers) == 4
     assert len({answer["meta_info"]["id"] for answer in answers}) == 4
@@ -285,7 +325,9 @@ async def test_batches_and_parallel_samples(client: Client, model: Any) -> None:
 
 async def test_text_is_encoded_by_the_tokenizer(client: Client, model: Any, tokenizer: Any) -> None:
     text = "<|im_start|>user\nWhat is stored"
-    answer = await client.post("/generate", {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}})
+    answer = await client.post(
+        "/generate", {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}}
+    )
     assert answer["output_ids"] == greedy(model, tokenizer.encode(text), 6)
     assert answer["meta_info"]["prompt_tokens"] == len(tokenizer.encode(text))
 
@@ -306,7 +348,9 @@ async def test_text_is_encoded_by_the_tokenizer(client: Client, model: Any, toke
         ({"input_ids": [7], "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens must be at least 0"),
     ],
 )
-async def test_what_cannot_be_served_is_refused_with_a_message(client: Client, body: dict[str, Any], message: str) -> None:
+async def test_what_cannot_be_served_is_refused_with_a_message(
+    client: Client, body: dict[str, Any], message: str
+) -> None:
     answer = await client.post("/generate", body, status=400)
     assert message in answer["error"]["message"]
 
@@ -321,7 +365,9 @@ async def test_out_of_vocabulary_ids_are_refused(client: Client) -> None:
 
 
 async def test_a_request_id_in_use_is_refused(client: Client) -> None:
-    first = asyncio.create_task(client.generate(PROMPTS[0], rid="twice", temperature=1, max_new_tokens=4000, ignore_eos=True))
+    first = asyncio.create_task(
+        client.generate(PROMPTS[0], rid="twice", temperature=1, max_new_tokens=4000, ignore_eos=True)
+    )
     await client.running(1)
     answer = await client.generate(PROMPTS[0], rid="twice", max_new_tokens=1, status=400)
     assert "Duplicate request ID" in answer["error"]["message"]
@@ -329,11 +375,13 @@ async def test_a_request_id_in_use_is_refused(client: Client) -> None:
     assert (await first)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
-# -- control -----------------------------------------------------------------------------------------------------------------------------
+# -- control ---------------------------------------------------------------------------------------------------------
 
 
 async def test_an_aborted_running_request_keeps_what_it_has(client: Client, model: Any) -> None:
-    task = asyncio.create_task(client.generate(PROMPTS[0], rid="run-1", temperature=1, max_new_tokens=4000, ignore_eos=True))
+    task = asyncio.create_task(
+        client.generate(PROMPTS[0], rid="run-1", temperature=1, max_new_tokens=4000, ignore_eos=True)
+    )
     await client.running(1)
     await client.post("/abort_request", {"rid": "run-1"})
     answer = await task
@@ -341,12 +389,16 @@ async def test_an_aborted_running_request_keeps_what_it_has(client: Client, mode
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert 1 <= len(ids) < 4000
     assert answer["meta_info"]["completion_tokens"] == len(ids)
-    assert_close(log_probs, expected_log_probs(model, PROMPTS[0], ids), 3e-4)  # thousands of tokens: more rounding than in a short answer
+    assert_close(
+        log_probs, expected_log_probs(model, PROMPTS[0], ids), 3e-4
+    )  # thousands of tokens: more rounding than in a short answer
 
 
 async def test_requests_aborted_in_the_queue_have_no_ids(client: Client) -> None:
     tasks = [
-        asyncio.create_task(client.generate(PROMPTS[0], rid=f"all-{n}", temperature=1, max_new_tokens=4000, ignore_eos=True))
+        asyncio.create_task(
+            client.generate(PROMPTS[0], rid=f"all-{n}", temperature=1, max_new_tokens=4000, ignore_eos=True)
+        )
         for n in range(MAX_RUNNING + 3)
     ]
     await client.running(MAX_RUNNING, waiting=3)
@@ -425,14 +477,21 @@ async def test_new_weights_come_under_their_version(client: Client, model: Any, 
         assert_close(log_probs, expected_log_probs(reference, prompt, ids))
         # or the comparison above would say nothing
         assert (
-            max(abs(a - b) for a, b in zip(expected_log_probs(model, prompt, before), expected_log_probs(moved, prompt, before), strict=True))
+            max(
+                abs(a - b)
+                for a, b in zip(
+                    expected_log_probs(model, prompt, before), expected_log_probs(moved, prompt, before), strict=True
+                )
+            )
             > 100 * TOLERANCE
         )
 
 
 async def test_weights_that_cannot_be_loaded_leave_the_old_ones(client: Client, model: Any) -> None:
     version = (await client.get("/model_info"))["weight_version"]
-    answer = await client.post("/update_weights_from_disk", {"model_path": "/nonexistent/checkpoint", "weight_version": "99"}, status=400)
+    answer = await client.post(
+        "/update_weights_from_disk", {"model_path": "/nonexistent/checkpoint", "weight_version": "99"}, status=400
+    )
     assert answer["success"] is False
     assert answer["message"]
     assert (await client.get("/model_info"))["weight_version"] == version
@@ -441,7 +500,9 @@ async def test_weights_that_cannot_be_loaded_leave_the_old_ones(client: Client, 
 
 
 async def test_flush_is_refused_while_something_runs(client: Client) -> None:
-    running = asyncio.create_task(client.generate(PROMPTS[0], rid="flush", temperature=1, max_new_tokens=4000, ignore_eos=True))
+    running = asyncio.create_task(
+        client.generate(PROMPTS[0], rid="flush", temperature=1, max_new_tokens=4000, ignore_eos=True)
+    )
     await client.running(1)
     await client.post("/flush_cache", {}, status=400)
     await client.post("/abort_request", {"rid": "flush"})
@@ -450,7 +511,7 @@ async def test_flush_is_refused_while_something_runs(client: Client) -> None:
     await client.post("/flush_cache?timeout=10", {})
 
 
-# -- text clients and information --------------------------------------------------------------------------------------------------------
+# -- text clients and information ------------------------------------------------------------------------------------
 
 
 async def test_chat_completion_equals_generation_from_the_template(client: Client, model: Any, tokenizer: Any) -> None:
@@ -458,21 +519,40 @@ async def test_chat_completion_equals_generation_from_the_template(client: Clien
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     expected = greedy(model, prompt, 10)
     answer = await client.post(
-        "/v1/chat/completions", {"model": "policy", "messages": messages, "temperature": 0, "max_tokens": 10, "logprobs": True, "ignore_eos": True}
+        "/v1/chat/completions",
+        {
+            "model": "policy",
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": 10,
+            "logprobs": True,
+            "ignore_eos": True,
+        },
     )
     choice = answer["choices"][0]
     assert answer["object"] == "chat.completion"
     assert choice["message"]["role"] == "assistant"
     assert choice["message"]["content"] == tokenizer.decode(expected, skip_special_tokens=True)
     assert choice["finish_reason"] == "length"
-    assert_close([entry["logprob"] for entry in choice["logprobs"]["content"]], expected_log_probs(model, prompt, expected))
+    assert_close(
+        [entry["logprob"] for entry in choice["logprobs"]["content"]], expected_log_probs(model, prompt, expected)
+    )
     usage = answer["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (len(prompt), 10, len(prompt) + 10)
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (
+        len(prompt),
+        10,
+        len(prompt) + 10,
+    )
 
 
 async def test_completion_takes_a_plain_prompt(client: Client, model: Any, tokenizer: Any) -> None:
-    answer = await client.post("/v1/completions", {"model": "policy", "prompt": "What is", "temperature": 0, "max_tokens": 5, "ignore_eos": True})
-    assert answer["choices"][0]["text"] == tokenizer.decode(greedy(model, tokenizer.encode("What is"), 5), skip_special_tokens=True)
+    answer = await client.post(
+        "/v1/completions",
+        {"model": "policy", "prompt": "What is", "temperature": 0, "max_tokens": 5, "ignore_eos": True},
+    )
+    assert answer["choices"][0]["text"] == tokenizer.decode(
+        greedy(model, tokenizer.encode("What is"), 5), skip_special_tokens=True
+    )
     assert answer["usage"]["completion_tokens"] == 5
 
 
@@ -507,5 +587,17 @@ async def test_workers_lists_itself_as_a_router_would(client: Client) -> None:
     assert worker["is_healthy"] is True
     # what sglang-router 0.3.2 answers
     assert set(answer) == {"workers", "total", "stats"}
-    fields = {"id", "url", "model_id", "priority", "cost", "worker_type", "is_healthy", "load", "connection_mode", "metadata", "disable_health_check"}
+    fields = {
+        "id",
+        "url",
+        "model_id",
+        "priority",
+        "cost",
+        "worker_type",
+        "is_healthy",
+        "load",
+        "connection_mode",
+        "metadata",
+        "disable_health_check",
+    }
     assert set(worker) == fields

@@ -15,7 +15,8 @@ from tests.faults.scripted_engine import ScriptedEngine
 from tests.loop_cases import HelloAgent, LoopCase, hello_engine
 from tests.trace_tokenizers import small_tokenizer
 
-# What the slow parts take. A loop that one of them stands on is late by at least this; a busy machine alone makes it late by less.
+# What the slow parts take. A loop that one of them stands on is late by at least this; a busy machine alone makes it
+# late by less.
 SLOW_S = 0.5
 LATE_S = 0.4
 LONG_PROMPT = "say hello " * 2_000

@@ -1,4 +1,5 @@
-"""A loop that is cut off and goes on from its last checkpoint, with a ledger on disk; only the model and the trainer are played."""
+"""A loop that is cut off and goes on from its last checkpoint, with a ledger on disk; only the model and the trainer
+are played."""
 
 from __future__ import annotations
 
@@ -12,19 +13,22 @@ from typing import Any
 
 import pytest
 
-from agl_slime._agl import LLM
-from agl_slime.checkpoint import Checkpoint, CheckpointWriter, latest_checkpoint
-from agl_slime.datasource import AGLDataSource, DataSourceSettings
+from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.groups.ledger_disk import PersistentLedger
-from agl_slime.groups.outcome import Outcome
-from agl_slime.loop import LoopSettings, LoopState, OnlineRLLoop
+from agl_slime.groups.results import Outcome
+from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, latest_checkpoint
+from agl_slime.loop.online import LoopSettings, LoopState, OnlineRLLoop
 from agl_slime.runner.concurrent import RunnerSettings
-from agl_slime.store import BridgeStore
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import LLM
 from tests.loop_cases import HelloAgent, Recorder, hello_engine
 from tests.trace_tokenizers import small_tokenizer
 
-TASKS = [{"prompt": f"say hello to {name}", "name": name} for name in ("Ada", "Alan", "Grace", "Edsger", "Barbara", "Donald", "Tony")]
+TASKS = [
+    {"prompt": f"say hello to {name}", "name": name}
+    for name in ("Ada", "Alan", "Grace", "Edsger", "Barbara", "Donald", "Tony")
+]
 
 
 class MemoryTrainer:
@@ -55,14 +59,19 @@ class Life:
         self.trainer = MemoryTrainer()
         self.ledger = PersistentLedger(path=directory / "ledger.sqlite")
         self.source = AGLDataSource(
-            store=BridgeStore(), tokenizer=small_tokenizer(), settings=DataSourceSettings(get_timeout_s=20), ledger=self.ledger
+            store=BridgeStore(),
+            tokenizer=small_tokenizer(),
+            settings=DataSourceSettings(get_timeout_s=20),
+            ledger=self.ledger,
         )
         self.checkpoint: Checkpoint | None = latest_checkpoint(directory / "checkpoints")
         if self.checkpoint is not None:
             self.trainer.load(self.checkpoint.trainer)
             self.checkpoint.rewind(self.ledger)
             self.source.restore(self.checkpoint.data_source)
-        self.writer = CheckpointWriter(directory=directory / "checkpoints", trainer=self.trainer, source=self.source, ledger=self.ledger)
+        self.writer = CheckpointWriter(
+            directory=directory / "checkpoints", trainer=self.trainer, source=self.source, ledger=self.ledger
+        )
         self.recorder = Recorder()
         self.after_training: Callable[[int], None] = lambda iteration: None
         assert self.source._store is not None
@@ -76,13 +85,17 @@ class Life:
             slime_train_fn=self._train,
             save_fn=self.writer.save,
             start=self.checkpoint.loop if self.checkpoint is not None else None,
-            settings=LoopSettings(**{"rollout_batch_size": n_groups, "n_samples_per_prompt": 2, "rollout_timeout_s": 20.0, **settings}),
+            settings=LoopSettings(
+                **{"rollout_batch_size": n_groups, "n_samples_per_prompt": 2, "rollout_timeout_s": 20.0, **settings}
+            ),
             runner_settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0),
             reporter=self.recorder,
         )
 
     def _train(self, iteration: int) -> dict[str, float]:
-        metrics = self.trainer.train(self.source.get_samples(self.loop.settings.rollout_batch_size), iteration=iteration)
+        metrics = self.trainer.train(
+            self.source.get_samples(self.loop.settings.rollout_batch_size), iteration=iteration
+        )
         self.after_training(iteration)
         return metrics
 
@@ -159,7 +172,9 @@ async def test_groups_that_are_dropped_are_not_drawn_again_by_a_later_life(tmp_p
 async def test_groups_that_wait_are_in_the_checkpoint_and_are_handed_out_by_the_next_life(tmp_path: Path) -> None:
     with hello_engine() as engine:
         first = Life(tmp_path, engine.url, num_iterations=1, n_groups=3)
-        first.loop._train_fn = lambda: first.trainer.train(first.source.get_samples(1), iteration=1)  # two of three stay
+        first.loop._train_fn = lambda: first.trainer.train(
+            first.source.get_samples(1), iteration=1
+        )  # two of three stay
         await first.loop.run_async()
         [learned] = first.trainer.learned
         first.end()

@@ -14,11 +14,11 @@ from rich.console import Console
 
 pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
 
-from agl_slime.config import TrainConfig
 from agl_slime.report import read_metrics
 from agl_slime.report.metrics import REQUIRED_KEYS
+from agl_slime.run.local import run_training
+from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.weights import DiskWeightSync
-from agl_slime.training_run import run_training
 
 
 def run(config: TrainConfig) -> str:
@@ -34,11 +34,20 @@ def model_info(url: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def finished(policy_dir: Path, embedded_engine: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
+def finished(
+    policy_dir: Path, embedded_engine: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str, dict[str, Any]]:
     """Six iterations of the two-turn agent: the run's directory, its output, and what the engine says afterwards."""
     directory = tmp_path_factory.mktemp("run") / "out"
     before = model_info(embedded_engine)["weight_version"]
-    config = TrainConfig(model_path=policy_dir, sglang_url=embedded_engine, num_iterations=6, eval_interval=3, eval_rollouts=8, output_dir=directory)
+    config = TrainConfig(
+        model_path=policy_dir,
+        sglang_url=embedded_engine,
+        num_iterations=6,
+        eval_interval=3,
+        eval_rollouts=8,
+        output_dir=directory,
+    )
     try:
         text = run(config)
         return directory, text, model_info(embedded_engine)
@@ -67,7 +76,14 @@ def test_the_trainer_sees_what_the_engine_sampled(finished: tuple[Path, str, dic
 
 def test_versions_go_up_and_the_engine_has_the_last_one(finished: tuple[Path, str, dict[str, Any]]) -> None:
     directory, _, info = finished
-    assert [row["weights/version"] for row in read_metrics(directory / "metrics.jsonl")] == ["1", "2", "3", "4", "5", "6"]
+    assert [row["weights/version"] for row in read_metrics(directory / "metrics.jsonl")] == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        "6",
+    ]
     assert info["weight_version"] == "6"
     assert Path(info["model_path"]) == directory / "weights" / "v000006"
     assert sorted(path.name for path in (directory / "weights").iterdir()) == ["v000005", "v000006"]
@@ -90,7 +106,9 @@ def test_the_run_leaves_its_reports_and_says_where(finished: tuple[Path, str, di
     assert sorted(path.name for path in (directory / "transcripts").glob("*.md"))[0] == "00001.md"
     for name in ("metrics.jsonl", "reward.png", "transcripts", "summary.json"):
         assert str(directory / name) in text
-    assert [line.split()[1] for line in text.splitlines() if line.startswith("iter ")] == [f"{number}/6" for number in range(1, 7)]
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("iter ")] == [
+        f"{number}/6" for number in range(1, 7)
+    ]
     assert "NOT EQUAL" not in text
     ledger = json.loads((directory / "summary.json").read_text())["ledger"]
     assert ledger == {"opened": 6 * 64 + 3 * 8, "open": 0, "ready": 0, "trained": 6 * 64, "validated": 3 * 8}

@@ -26,7 +26,9 @@ PathFinder.find_spec = find_installed
 """
 
 
-def python(*arguments: str, without: tuple[str, ...] = (), directory: Path | None = None, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
+def python(
+    *arguments: str, without: tuple[str, ...] = (), directory: Path | None = None, timeout_s: float = 90
+) -> subprocess.CompletedProcess[str]:
     """A Python of its own in the repository, in which the modules ``without`` seem not to be installed."""
     paths = [str(REPOSITORY)]
     if without:
@@ -35,7 +37,13 @@ def python(*arguments: str, without: tuple[str, ...] = (), directory: Path | Non
         paths.insert(0, str(directory))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        [sys.executable, *arguments],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
     )
 
 
@@ -73,7 +81,9 @@ def test_help_needs_no_agent_lightning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "without", [("torch", "safetensors", "matplotlib", "tensorboard"), pytest.param((), marks=pytest.mark.slow)], ids=["core install", "all extras"]
+    "without",
+    [("torch", "safetensors", "matplotlib", "tensorboard"), pytest.param((), marks=pytest.mark.slow)],
+    ids=["core install", "all extras"],
 )
 def test_the_smoke_test_passes(without: tuple[str, ...], tmp_path: Path) -> None:
     began = time.monotonic()
@@ -89,7 +99,9 @@ def test_the_smoke_test_passes(without: tuple[str, ...], tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_training_without_torch_says_what_to_install(tmp_path: Path) -> None:
-    done = python("train.py", "--output-dir", str(tmp_path / "out"), without=("torch", "safetensors"), directory=tmp_path)
+    done = python(
+        "train.py", "--output-dir", str(tmp_path / "out"), without=("torch", "safetensors"), directory=tmp_path
+    )
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error:")]

@@ -12,7 +12,12 @@ from agl_slime import SGLangLitAgent
 from agl_slime.errors import ConfigError, ContextOverflowError
 from agl_slime.rollout import scheduler as scheduler_module
 from agl_slime.rollout.configure import configure_agent, load_plugins
-from agl_slime.rollout.scheduler import MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice, register_scheduler
+from agl_slime.rollout.scheduler import (
+    MultiTurnScheduler,
+    RolloutInferRequest,
+    RolloutResponseChoice,
+    register_scheduler,
+)
 from agl_slime.types import Sample
 from tests.conversations import ScriptedClient, generation_of
 from tests.integration.rollouts import Finished, run_rollout
@@ -36,7 +41,9 @@ class ToolAgent(Agent):
         return [look]
 
 
-async def rollout(agent_class: type[Agent], answers: list[Any], template: str = "groups_tools", **declared: Any) -> tuple[Finished, ScriptedClient]:
+async def rollout(
+    agent_class: type[Agent], answers: list[Any], template: str = "groups_tools", **declared: Any
+) -> tuple[Finished, ScriptedClient]:
     tokenizer = chat_tokenizer("anthropic", template)
     client = ScriptedClient(tokenizer, answers)
     agent = agent_class(tokenizer=tokenizer, client=client)
@@ -63,7 +70,14 @@ async def test_tools_are_called_until_an_answer_calls_none() -> None:
     assert tokenizer.decode(client.prompts[1]).count("<tool_response>\nthree\n</tool_response>") == 2
     assert sample.status == Sample.Status.COMPLETED
     assert sample.metadata["stop_reason"] == "stop"
-    assert sample.metadata["tools"] == {"offered": ["look"], "calls": {"look": 2}, "malformed": 0, "unknown": 0, "errors": 0, "timeouts": 0}
+    assert sample.metadata["tools"] == {
+        "offered": ["look"],
+        "calls": {"look": 2},
+        "malformed": 0,
+        "unknown": 0,
+        "errors": 0,
+        "timeouts": 0,
+    }
     assert sample.reward == 1.0
 
 
@@ -93,7 +107,9 @@ async def test_malformed_unknown_and_failing_calls_are_counted_and_seen() -> Non
         ([CALL.replace("kz", "xx"), "Three."], {"stop_on_tool_error": True}, "tool_error", 1, Sample.Status.COMPLETED),
     ],
 )
-async def test_why_a_rollout_stopped_is_typed(answers: list[Any], declared: dict[str, Any], stop_reason: str, turns: int | None, status: Any) -> None:
+async def test_why_a_rollout_stopped_is_typed(
+    answers: list[Any], declared: dict[str, Any], stop_reason: str, turns: int | None, status: Any
+) -> None:
     finished, client = await rollout(ToolAgent, answers, **declared)
     assert finished.failure is None
     conversion = finished.convert(chat_tokenizer("anthropic", "groups_tools"))
@@ -130,22 +146,28 @@ async def test_a_task_that_does_not_fit_fails_and_is_not_trained() -> None:
     assert "max_trajectory_tokens is 3" in finished.failure[1]
 
 
-# -- schedulers --------------------------------------------------------------------------------------------------------------------------------------
+# -- schedulers ------------------------------------------------------------------------------------------------------
 
 
 class Retry(MultiTurnScheduler):
     """New round: told that it is wrong; or continuation, when the task says so."""
 
-    def check_finished(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> bool:
+    def check_finished(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> bool:
         return "three" in result.message.content.lower() or super().check_finished(infer_request, result, current_turn)
 
-    def step(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> RolloutInferRequest:
+    def step(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> RolloutInferRequest:
         infer_request.messages.append({"role": "user", "content": "Wrong."})
         return infer_request
 
 
 class GoOn(Retry):
-    def step(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> RolloutInferRequest:
+    def step(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> RolloutInferRequest:
         infer_request.messages[-1]["content"] += " But wait,"
         return infer_request
 
@@ -197,10 +219,16 @@ async def test_hooks_are_awaited_and_a_request_may_be_a_new_one() -> None:
             infer_request.data_dict["opened"] = True
             seen.append(("start", dict(infer_request.data_dict), len(infer_request.messages)))
 
-        async def on_turn_end(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> None:
-            seen.append((current_turn, result.message.content, infer_request.messages[-1]["role"], len(result.logprobs or [])))
+        async def on_turn_end(
+            self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+        ) -> None:
+            seen.append(
+                (current_turn, result.message.content, infer_request.messages[-1]["role"], len(result.logprobs or []))
+            )
 
-        async def step(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> RolloutInferRequest:
+        async def step(
+            self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+        ) -> RolloutInferRequest:
             messages = [*infer_request.messages, {"role": "user", "content": "And?"}]
             return RolloutInferRequest(messages=messages, data_dict=infer_request.data_dict)
 
@@ -221,7 +249,7 @@ async def test_tools_and_a_scheduler_work_together() -> None:
     assert sample.metadata["tools"]["calls"] == {"look": 2}
 
 
-# -- loss scale --------------------------------------------------------------------------------------------------------------------------------------
+# -- loss scale ------------------------------------------------------------------------------------------------------
 
 
 async def test_last_round_trains_the_last_answer_only() -> None:

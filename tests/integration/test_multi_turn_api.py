@@ -1,4 +1,5 @@
-"""``APIMultiTurnRollout`` against a chat-completions server on 127.0.0.1: what its documentation says, one test per sentence."""
+"""``APIMultiTurnRollout`` against a chat-completions server on 127.0.0.1: what its documentation says, one test per
+sentence."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ import pytest
 from aiohttp import web
 
 from agl_slime.errors import ConfigError
-from agl_slime.rollout.api_multi_turn import APIMultiTurnRollout, OpenAI
-from agl_slime.rollout.samples import messages_to_sample
+from agl_slime.rollout.batched.api_multi_turn import APIMultiTurnRollout, OpenAI
+from agl_slime.rollout.batched.samples import messages_to_sample
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.sglang.payloads import SamplingParams
 from tests.vocabularies import chat_tokenizer
@@ -27,7 +28,8 @@ Reply = Callable[[dict[str, Any]], Any]
 
 
 class ChatServer:
-    """``/v1/chat/completions``: answers with what ``reply(request)`` gives (a message, perhaps with finish_reason, or a status)."""
+    """``/v1/chat/completions``: answers with what ``reply(request)`` gives (a message, perhaps with finish_reason, or a
+    status)."""
 
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
@@ -50,7 +52,9 @@ class ChatServer:
             return web.json_response({"error": {"message": "no"}}, status=said)
         finish = said.pop("finish_reason", "tool_calls" if said.get("tool_calls") else "stop")
         choice = {"index": 0, "message": {"role": "assistant", **said}, "finish_reason": finish}
-        return web.json_response({"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]})
+        return web.json_response(
+            {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
+        )
 
 
 @contextmanager
@@ -81,7 +85,12 @@ def serving(reply: Reply) -> Iterator[ChatServer]:
 
 
 def calling(**arguments: Any) -> dict[str, Any]:
-    return {"content": "", "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "look", "arguments": json.dumps(arguments)}}]}
+    return {
+        "content": "",
+        "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": json.dumps(arguments)}}
+        ],
+    }
 
 
 def look(key: str) -> str:
@@ -98,7 +107,9 @@ def trajectories(n: int = 1) -> list[dict[str, Any]]:
 
 
 def rollout(server: ChatServer, **options: Any) -> APIMultiTurnRollout:
-    return APIMultiTurnRollout(api=OpenAI(model="m", base_url=server.url, max_retries=0), **{"tool_manager": ToolManager([look]), **options})
+    return APIMultiTurnRollout(
+        api=OpenAI(model="m", base_url=server.url, max_retries=0), **{"tool_manager": ToolManager([look]), **options}
+    )
 
 
 def test_tools_are_called_and_the_conversation_comes_back() -> None:

@@ -1,4 +1,5 @@
-"""Many multi-turn rollouts against a running engine: what is trained is what the engine says it sampled, to the last id.
+"""Many multi-turn rollouts against a running engine: what is trained is what the engine says it sampled, to the last
+id.
 
 On the embedded engine, and under the marker ``sglang`` on a real SGLang, where the prefix cache has to hit as well.
 """
@@ -12,11 +13,11 @@ from typing import Any
 
 from agents.lookup_tools import LookupTable
 from agl_slime import SGLangLitAgent
+from agl_slime.demo.formats import LookupDemonstrations
 from agl_slime.rollout.scheduler import MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
 from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.embedded.demos import LookupDemonstrations
 from agl_slime.sglang.payloads import Generation, SamplingParams
-from agl_slime.tokenizer import load_tokenizer
+from agl_slime.tokens.tokenizer import load_tokenizer
 from tests.integration.engine_servers import Server
 from tests.integration.rollouts import run_rollouts
 
@@ -30,7 +31,9 @@ class Recorder:
         self._client = client
         self.record: dict[str, list[tuple[list[int], Generation]]] = defaultdict(list)
 
-    async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, *, routing_key: str | None = None) -> Generation:
+    async def generate(
+        self, input_ids: Sequence[int], sampling: SamplingParams, *, routing_key: str | None = None
+    ) -> Generation:
         generation = await self._client.generate(input_ids, sampling, routing_key=routing_key)
         self.record[str(routing_key)].append((list(input_ids), generation))
         return generation
@@ -39,13 +42,17 @@ class Recorder:
 class GoOn(MultiTurnScheduler):
     """An answer without a call is asked for again; every other rollout goes on with the answer itself."""
 
-    def step(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> RolloutInferRequest:
+    def step(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> RolloutInferRequest:
         if infer_request.data_dict["continues"] and result.finish_reason == "length":
             return infer_request
         infer_request.messages.append({"role": "user", "content": f"Try again, {current_turn}."})
         return infer_request
 
-    def check_finished(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> bool:
+    def check_finished(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> bool:
         return current_turn >= TURNS
 
 
@@ -77,7 +84,12 @@ async def test_no_id_differs_between_the_engines_record_and_the_samples(server: 
         conversion = rollout.convert(tokenizer)
         read_back = [(turn.prompt_ids.tolist(), turn.response_ids.tolist()) for turn in conversion.trajectory.turns]
         mismatched += read_back != [(prompt, list(generation.output_ids)) for prompt, generation in record]
-        trained = [t for s in conversion.samples for t, m in zip(s.tokens[-s.response_length :], s.loss_mask or [], strict=True) if m]
+        trained = [
+            t
+            for s in conversion.samples
+            for t, m in zip(s.tokens[-s.response_length :], s.loss_mask or [], strict=True)
+            if m
+        ]
         assert sorted(trained) == sorted(token for _, generation in record for token in generation.output_ids)
         (sample,) = conversion.samples
         mismatched += trained != [token for _, generation in record for token in generation.output_ids]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime.rollout.multi_turn import MultiTurnRollout
+from agl_slime.rollout.batched.multi_turn import MultiTurnRollout
 from agl_slime.rollout.tools import ToolManager
 from tests.unit.test_multi_turn_batched import CALL, ScriptedSampler, look, trained
 from tests.vocabularies import chat_tokenizer

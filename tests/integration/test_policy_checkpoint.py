@@ -15,10 +15,10 @@ import pytest
 torch = pytest.importorskip("torch", reason='the tiny policy needs torch: pip install "agl-slime[local]"')
 transformers = pytest.importorskip("transformers")
 
+from agl_slime.demo import LookupDemonstrations, PolicySettings, ReverseDemonstrations, make_policy  # noqa: E402
+from agl_slime.demo.policy import SPEC_FILE  # noqa: E402
+from agl_slime.demo.warmup import WarmupSettings  # noqa: E402
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
-from agl_slime.sglang.embedded import LookupDemonstrations, PolicySettings, ReverseDemonstrations, make_policy  # noqa: E402
-from agl_slime.sglang.embedded.policy import SPEC_FILE  # noqa: E402
-from agl_slime.sglang.embedded.warmup import WarmupSettings  # noqa: E402
 
 QUICK = PolicySettings(warmup=WarmupSettings(target=0.0, probe_every=1, imperfect_steps=1, batch_size=2, probe_size=2))
 """One step of each phase: for what does not depend on what was learned."""
@@ -74,7 +74,9 @@ def test_it_is_an_ordinary_checkpoint(policy_dir: Path) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 128_128
     assert model.config.vocab_size == len(tokenizer) == 460
     assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
-    assert "<|im_start|>assistant" in tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True)
+    assert "<|im_start|>assistant" in tokenizer.apply_chat_template(
+        [{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True
+    )
     report = json.loads((policy_dir / SPEC_FILE).read_text())["warmup"]
     assert report["clean_probe"] >= 0.9
 
@@ -83,7 +85,9 @@ async def test_training_starts_from_a_low_reward_that_is_not_zero(policy_dir: Pa
     """200 rollouts of the lookup task at temperature 1: the tool called with the right key, and its answer given."""
     source, rng = LookupDemonstrations(), random.Random(11)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(policy_dir)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=60)) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=60)
+    ) as session:
 
         async def say(messages: list[dict[str, Any]]) -> str:
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -96,7 +100,10 @@ async def test_training_starts_from_a_low_reward_that_is_not_zero(policy_dir: Pa
             call = await say(messages)
             if call != source.tool_call(task["key"]):
                 return 0.0
-            messages += [{"role": "assistant", "content": call}, {"role": "tool", "content": source.observation(task, task["key"])}]
+            messages += [
+                {"role": "assistant", "content": call},
+                {"role": "tool", "content": source.observation(task, task["key"])},
+            ]
             return float(source.is_correct(task, await say(messages)))
 
         rewards = await asyncio.gather(*(rollout(source.make_task(rng)) for _ in range(200)))

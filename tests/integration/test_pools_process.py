@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from agl_slime._agl import LLM, EnqueueRolloutRequest, LitAgent, RolloutConfig, emit_reward, find_final_reward
 from agl_slime.errors import ConfigError, LoopError
+from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
-from agl_slime.runner.plan import RunnerPlan
-from agl_slime.runner.pools import ProcessPool, StoreAccess, make_runners
+from agl_slime.runner.processes import ProcessPool, StoreAccess, make_runners
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.runner.worker import READY, WorkerSpec, process_main
-from agl_slime.store import BridgeStore
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LitAgent, RolloutConfig, emit_reward, find_final_reward
 
 pytestmark = pytest.mark.slow  # every process imports Agent Lightning: seconds of a core each
 
@@ -109,12 +109,21 @@ async def test_two_processes_share_the_work_and_nothing_is_left_running(tmp_path
     pids = pool.pids
     assert len(pids) == 2
     for _ in range(1_500):  # until both have come up and taken a share
-        workers = {attempt.worker_id for attempt in [await store.get_latest_attempt(rollout_id) for rollout_id in ids] if attempt is not None}
+        workers = {
+            attempt.worker_id
+            for attempt in [await store.get_latest_attempt(rollout_id) for rollout_id in ids]
+            if attempt is not None
+        }
         if len(workers) == 2 or (len(workers) == 1 and store.usage().queued == 0):
             break
         await asyncio.sleep(0.02)
     go.touch()
-    more = [r.rollout_id for r in await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"n": n}, mode="train") for n in range(50)])]
+    more = [
+        r.rollout_id
+        for r in await store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input={"n": n}, mode="train") for n in range(50)]
+        )
+    ]
     pool.wake()
     for n, rollout in enumerate(await ends(store, [*ids, *more])):
         assert rollout.status == "succeeded"
@@ -132,7 +141,9 @@ async def test_rollouts_of_a_process_that_dies_are_executed_by_another(tmp_path:
     tasks: list[dict[str, Any]] = [{"n": n} for n in range(20)]
     tasks[7]["die_unless"] = str(tmp_path / "died")
     store, ids = await prepared(tasks, max_attempts=1)
-    pool = ProcessPool(agent=EchoAgent(), access=StoreAccess(store), processes=1, settings=replace(SETTINGS, max_restarts=1))
+    pool = ProcessPool(
+        agent=EchoAgent(), access=StoreAccess(store), processes=1, settings=replace(SETTINGS, max_restarts=1)
+    )
     await asyncio.to_thread(pool.start)
     try:
         rollouts = await ends(store, ids)
@@ -145,17 +156,26 @@ async def test_rollouts_of_a_process_that_dies_are_executed_by_another(tmp_path:
     assert len(await store.query_attempts(ids[7])) == 2
 
 
-async def test_a_rollout_that_is_cancelled_in_the_store_is_cancelled_in_the_process_that_runs_it(tmp_path: Path) -> None:
+async def test_a_rollout_that_is_cancelled_in_the_store_is_cancelled_in_the_process_that_runs_it(
+    tmp_path: Path,
+) -> None:
     begun, cancelled = tmp_path / "begun", tmp_path / "cancelled"
     store, [hanging] = await prepared([{"begun": str(begun), "cancelled": str(cancelled)}])
-    pool = ProcessPool(agent=HangingAgent(), access=StoreAccess(store), processes=1, settings=replace(SETTINGS, max_concurrent=1, max_restarts=0))
+    pool = ProcessPool(
+        agent=HangingAgent(),
+        access=StoreAccess(store),
+        processes=1,
+        settings=replace(SETTINGS, max_concurrent=1, max_restarts=0),
+    )
     await asyncio.to_thread(pool.start)
     try:
         await appears(begun)
         [waiting] = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={}, mode="train")])
         await store.update_rollout(hanging, status="cancelled")
         await appears(cancelled)
-        [done] = await ends(store, [waiting.rollout_id])  # there is room for one: the agent that was cancelled has made it
+        [done] = await ends(
+            store, [waiting.rollout_id]
+        )  # there is room for one: the agent that was cancelled has made it
         assert done.status == "succeeded"
         rollout = await store.get_rollout_by_id(hanging)
         assert rollout is not None
@@ -166,7 +186,9 @@ async def test_a_rollout_that_is_cancelled_in_the_store_is_cancelled_in_the_proc
 
 async def test_an_agent_that_kills_every_process_ends_the_pool_with_a_reason() -> None:
     store, [poison] = await prepared([{"n": 0}])
-    pool = ProcessPool(agent=PoisonAgent(), access=StoreAccess(store), processes=1, settings=replace(SETTINGS, max_restarts=0))
+    pool = ProcessPool(
+        agent=PoisonAgent(), access=StoreAccess(store), processes=1, settings=replace(SETTINGS, max_restarts=0)
+    )
     await asyncio.to_thread(pool.start)
     for _ in range(3_000):
         if pool.failure is not None:
@@ -181,7 +203,9 @@ async def test_an_agent_that_kills_every_process_ends_the_pool_with_a_reason() -
 async def test_a_process_whose_pool_is_gone_ends_by_itself() -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    spec = WorkerSpec(agent=EchoAgent(), store_url="http://127.0.0.1:1", store_token=None, settings=SETTINGS, name="orphan")
+    spec = WorkerSpec(
+        agent=EchoAgent(), store_url="http://127.0.0.1:1", store_token=None, settings=SETTINGS, name="orphan"
+    )
     process = context.Process(target=process_main, args=(spec, theirs), daemon=True)
     process.start()
     theirs.close()
@@ -217,13 +241,13 @@ def test_a_plan_makes_its_runners() -> None:
     assert isinstance(make_runners(RunnerPlan("process", 3), agent=EchoAgent(), store=store), ProcessPool)
 
 
-# -- workers that cannot come up -----------------------------------------------------------------------------------------------------------------
+# -- workers that cannot come up -------------------------------------------------------------------------------------
 
 _SCRIPT = """
 import sys
-from agl_slime._agl import LitAgent
-from agl_slime.runner.pools import make_runners
-from agl_slime.store import BridgeStore
+from agl_slime.support.agl import LitAgent
+from agl_slime.runner.processes import make_runners
+from agl_slime.store.bridge import BridgeStore
 
 class Agent(LitAgent):
     def __reduce__(self):
@@ -250,11 +274,16 @@ def main():
         (True, "if __name__ == '__main__': ", "RuntimeError: this agent needs a file that is not here"),
     ],
 )
-def test_workers_that_cannot_come_up_end_the_start_at_once_with_their_reason(tmp_path: Path, broken: bool, guard: str, in_worker: str) -> None:
+def test_workers_that_cannot_come_up_end_the_start_at_once_with_their_reason(
+    tmp_path: Path, broken: bool, guard: str, in_worker: str
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT.format(broken=broken, guard=guard))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False)
     assert in_worker in done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert last == "LoopError: The runners could not start: a runner process ended before it was ready (exit code 1); what it printed says why"
+    assert (
+        last
+        == "LoopError: The runners could not start: a runner process ended before it was ready (exit code 1); what it printed says why"
+    )
     assert done.stderr.count(in_worker) <= 2  # no replacements, which would end in the same way

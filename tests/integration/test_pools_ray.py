@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from agl_slime._agl import find_final_reward
-from agl_slime.runner.plan import RunnerPlan
-from agl_slime.runner.pools import StoreAccess, make_runners
+from agl_slime.runner.base import RunnerPlan
+from agl_slime.runner.processes import StoreAccess, make_runners
+from agl_slime.support.agl import find_final_reward
 from tests.integration.test_pools_process import SETTINGS, EchoAgent, ends, gone, prepared
 
 
@@ -56,7 +56,7 @@ def test_ray_that_is_not_installed_is_one_sentence(monkeypatch: pytest.MonkeyPat
     import sys
 
     from agl_slime.errors import MissingDependencyError
-    from agl_slime.store import BridgeStore
+    from agl_slime.store.bridge import BridgeStore
 
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingDependencyError, match="pip install"):

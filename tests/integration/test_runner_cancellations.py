@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 
-from agl_slime._agl import EnqueueRolloutRequest, LightningStore, LightningStoreClient, LightningStoreServer, LitAgent
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
-from agl_slime.store import BridgeStore
-from agl_slime.store_batch import WorkerStore
-from agl_slime.store_feed import FeedPosition, RemoteStore, StoreService
+from agl_slime.store.batch import WorkerStore
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.feed import FeedPosition, RemoteStore, StoreService
+from agl_slime.support.agl import (
+    EnqueueRolloutRequest,
+    LightningStore,
+    LightningStoreClient,
+    LightningStoreServer,
+    LitAgent,
+)
 from tests.integration.test_runner_concurrent import RESOURCES, reason_of
 
 
@@ -62,7 +68,12 @@ async def running(agent: LitAgent[Any], store: LightningStore) -> AsyncIterator[
 
 async def enqueue(store: BridgeStore, *tasks: Any) -> list[str]:
     await store.add_resources({**RESOURCES})
-    return [rollout.rollout_id for rollout in await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=task, mode="train") for task in tasks])]
+    return [
+        rollout.rollout_id
+        for rollout in await store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input=task, mode="train") for task in tasks]
+        )
+    ]
 
 
 async def end_of(store: BridgeStore, rollout_id: str) -> Any:
@@ -186,7 +197,9 @@ async def test_a_stock_server_that_tells_of_none_is_worked_for_as_before(caplog:
 
     agent, store = WaitingAgent(), BridgeStore()
     agent.let_go.set()
-    server = LightningStoreServer(store, launcher_args=PythonServerLauncherArgs(host="127.0.0.1", access_host="127.0.0.1", launch_mode="thread"))
+    server = LightningStoreServer(
+        store, launcher_args=PythonServerLauncherArgs(host="127.0.0.1", access_host="127.0.0.1", launch_mode="thread")
+    )
     await server.start()
     caplog.set_level("INFO", logger="agl_slime.runner.cancellations")
     try:

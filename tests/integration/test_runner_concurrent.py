@@ -13,13 +13,21 @@ from typing import Any
 import pytest
 from opentelemetry import trace as otel
 
-from agl_slime._agl import LLM, EnqueueRolloutRequest, LightningStore, LitAgent, RolloutConfig, emit_reward, find_final_reward
-from agl_slime.collector import failure_of
+from agl_slime.datasource.read import failure_of
 from agl_slime.runner import concurrent, guard
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
-from agl_slime.store import BridgeStore
-from agl_slime.threads import run_in_thread
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import (
+    LLM,
+    EnqueueRolloutRequest,
+    LightningStore,
+    LitAgent,
+    RolloutConfig,
+    emit_reward,
+    find_final_reward,
+)
+from agl_slime.support.threads import run_in_thread
 
 RESOURCES = {"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")}
 
@@ -43,10 +51,14 @@ class SyncAgent(LitAgent[Any]):
 
 
 @asynccontextmanager
-async def running(agent: LitAgent[Any], store: LightningStore | None = None, **settings: Any) -> AsyncIterator[BridgeStore]:
+async def running(
+    agent: LitAgent[Any], store: LightningStore | None = None, **settings: Any
+) -> AsyncIterator[BridgeStore]:
     store = store or BridgeStore()
     await store.add_resources(RESOURCES)
-    with RunnerThread(agent=agent, store=store, settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0, **settings)):
+    with RunnerThread(
+        agent=agent, store=store, settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0, **settings)
+    ):
         yield store  # type: ignore[misc]
 
 
@@ -79,7 +91,9 @@ async def test_each_reward_lands_on_its_own_rollout_across_tasks_and_threads() -
             with otel.get_tracer("third-party").start_as_current_span(f"nested-{task}"):
                 await run_in_thread(lambda: otel.get_tracer("third-party").start_span(f"thread-{task}").end())
 
-        await asyncio.gather(nested(), asyncio.to_thread(lambda: otel.get_tracer("x").start_span(f"to-thread-{task}").end()))
+        await asyncio.gather(
+            nested(), asyncio.to_thread(lambda: otel.get_tracer("x").start_span(f"to-thread-{task}").end())
+        )
         emit_reward(float(task))
         together -= 1
 
@@ -159,7 +173,8 @@ async def test_an_agent_that_ignores_its_cancellation_is_abandoned(monkeypatch: 
                 continue
         return 1.0
 
-    # with its default debounce the store's own watchdog may mark the attempt first, with the same reason and less to say
+    # with its default debounce the store's own watchdog may mark the attempt first, with the same reason and less to
+    # say
     async with running(FnAgent(work), BridgeStore(scan_debounce_seconds=60)) as store:
         [rollout] = await finished(store, [0], timeout_seconds=0.2)
         reason, message = await reason_of(store, rollout)
@@ -191,7 +206,9 @@ async def test_a_store_without_resources_fails_the_rollout_instead_of_leaving_it
         return 1.0
 
     store = BridgeStore()
-    with RunnerThread(agent=FnAgent(work), store=store, settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0)):
+    with RunnerThread(
+        agent=FnAgent(work), store=store, settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0)
+    ):
         [rollout] = await finished(store, [0])
     assert rollout.status == "failed"
 
@@ -250,7 +267,9 @@ async def test_places_that_become_free_in_a_full_house_are_filled_together(
         await have_started(places)
         asked.clear()
         for first in range(0, freed, 2):
-            loops[0].call_soon_threadsafe(lambda first=first: [running_now[n].set() for n in range(first, min(first + 2, freed))])
+            loops[0].call_soon_threadsafe(
+                lambda first=first: [running_now[n].set() for n in range(first, min(first + 2, freed))]
+            )
             await have_started(min(2, freed - first))
     assert asked == claims
 

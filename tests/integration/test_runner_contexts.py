@@ -14,12 +14,12 @@ import pytest
 from aiohttp import web
 from opentelemetry import trace as otel
 
-from agl_slime._agl import LitAgent, emit_reward, find_final_reward
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.propagation import propagate, stop_propagating
 from agl_slime.runner.recording import Recording, current_recording
 from agl_slime.runner.thread import RunnerThread
-from agl_slime.store import BridgeStore
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import LitAgent, emit_reward, find_final_reward
 from tests.integration.test_runner_concurrent import RESOURCES, FnAgent, finished, running
 
 ROLLOUTS = 60
@@ -30,7 +30,10 @@ def span(name: str) -> None:
 
 
 async def names_by_task(store: BridgeStore, rollouts: list[Any]) -> dict[Any, list[str]]:
-    return {rollout.input: sorted(found.name for found in await store.query_spans(rollout.rollout_id, "latest")) for rollout in rollouts}
+    return {
+        rollout.input: sorted(found.name for found in await store.query_spans(rollout.rollout_id, "latest"))
+        for rollout in rollouts
+    }
 
 
 async def in_default_executor(task: int) -> None:
@@ -60,7 +63,9 @@ async def in_a_thread_that_a_thread_starts(task: int) -> None:
     await asyncio.to_thread(outer)
 
 
-@pytest.mark.parametrize("place", [in_default_executor, in_a_thread_of_its_own, in_a_nested_task, in_a_thread_that_a_thread_starts])
+@pytest.mark.parametrize(
+    "place", [in_default_executor, in_a_thread_of_its_own, in_a_nested_task, in_a_thread_that_a_thread_starts]
+)
 async def test_spans_land_on_their_rollout(place: Any) -> None:
     async with running(FnAgent(place)) as store:
         rollouts = await finished(store, range(ROLLOUTS))
@@ -92,13 +97,17 @@ async def test_a_parent_that_is_handed_on_explicitly_decides() -> None:
                 context = otel.set_span_in_context(parent)
                 token = current_recording.set(None)  # as in a thread that was there before
                 try:
-                    await asyncio.wrap_future(executor.submit(lambda: tracer.start_span(f"child-{task}", context=context).end()))
+                    await asyncio.wrap_future(
+                        executor.submit(lambda: tracer.start_span(f"child-{task}", context=context).end())
+                    )
                 finally:
                     current_recording.reset(token)
 
         async with running(FnAgent(work)) as store:
             rollouts = await finished(store, range(ROLLOUTS))
-            assert await names_by_task(store, rollouts) == {task: [f"child-{task}", f"parent-{task}"] for task in range(ROLLOUTS)}
+            assert await names_by_task(store, rollouts) == {
+                task: [f"child-{task}", f"parent-{task}"] for task in range(ROLLOUTS)
+            }
 
 
 def test_threads_are_left_alone_when_no_tracer_is_active() -> None:
@@ -142,7 +151,14 @@ async def openai_server() -> AsyncIterator[str]:
         message = {"role": "assistant", "content": body["messages"][-1]["content"]}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        answer = {"id": "c", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
+        answer = {
+            "id": "c",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "m",
+            "choices": [choice],
+            "usage": usage,
+        }
         return web.json_response(answer)
 
     app = web.Application()
@@ -166,7 +182,9 @@ class SyncOpenAIAgent(LitAgent[Any]):
         self._client = client
 
     def rollout(self, task: Any, resources: Any, rollout: Any) -> float:
-        answer = self._client.chat.completions.create(model="m", messages=[{"role": "user", "content": f"question-{task}"}])
+        answer = self._client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": f"question-{task}"}]
+        )
         assert answer.choices[0].message.content == f"question-{task}"
         return float(task)
 
@@ -190,7 +208,9 @@ async def test_an_instrumented_openai_client_inside_the_agent(kind: str, instrum
             client = instrumented_openai.AsyncOpenAI(base_url=url, api_key="none")
 
             async def work(task: int) -> None:
-                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": f"question-{task}"}])
+                await client.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": f"question-{task}"}]
+                )
                 emit_reward(float(task))
 
             agent = FnAgent(work)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from agl_slime._agl import EnqueueRolloutRequest, LitAgent, emit_reward, find_final_reward
 from agl_slime.errors import ConfigError
 from agl_slime.runner import guard, lag, tracer
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
 from agl_slime.runner.thread import RunnerThread
-from agl_slime.store import BridgeStore
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import EnqueueRolloutRequest, LitAgent, emit_reward, find_final_reward
 from tests.integration.test_runner_concurrent import RESOURCES, FnAgent, finished, reason_of, running
 
 
@@ -106,9 +106,15 @@ async def test_stopping_without_cancelling_lets_what_is_in_flight_finish() -> No
 
     store = BridgeStore()
     await store.add_resources(RESOURCES)
-    runner = RunnerThread(agent=FnAgent(work), store=store, settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0, max_concurrent=1))
+    runner = RunnerThread(
+        agent=FnAgent(work),
+        store=store,
+        settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0, max_concurrent=1),
+    )
     with runner:
-        first, second = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=n, mode="train") for n in range(2)])
+        first, second = await store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input=n, mode="train") for n in range(2)]
+        )
         assert await asyncio.to_thread(started.wait, 10)
         stopping = asyncio.create_task(asyncio.to_thread(runner.stop, cancel=False))
         for _ in range(2_000):  # until the thread has told the runner
@@ -117,7 +123,11 @@ async def test_stopping_without_cancelling_lets_what_is_in_flight_finish() -> No
             await asyncio.sleep(0.005)
         release.set()
         assert await stopping
-    statuses = [found.status for found in [await store.get_rollout_by_id(r.rollout_id) for r in (first, second)] if found is not None]
+    statuses = [
+        found.status
+        for found in [await store.get_rollout_by_id(r.rollout_id) for r in (first, second)]
+        if found is not None
+    ]
     assert statuses == ["succeeded", "queuing"]
 
 
@@ -137,7 +147,9 @@ async def test_an_agent_that_ignores_the_end_of_the_runner_does_not_hold_it(monk
 
     store = BridgeStore()
     await store.add_resources(RESOURCES)
-    runner = RunnerThread(agent=FnAgent(work), store=store, settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0))
+    runner = RunnerThread(
+        agent=FnAgent(work), store=store, settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0)
+    )
     with runner:
         [rollout] = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=0, mode="train")])
         assert await asyncio.to_thread(started.wait, 10)
@@ -175,7 +187,7 @@ async def test_cancelling_iter_cancels_what_is_in_flight() -> None:
     assert (await reason_of(store, rollout))[0] == "cancelled"
 
 
-# -- signs of life -----------------------------------------------------------------------------------------------------------------------------
+# -- signs of life ---------------------------------------------------------------------------------------------------
 
 
 class CountingStore(BridgeStore):
@@ -265,7 +277,7 @@ async def test_spans_that_could_not_be_written_early_are_written_at_the_end() ->
         assert find_final_reward([*await store.query_spans(rollout.rollout_id, "latest")]) == 3
 
 
-# -- sharing a queue -----------------------------------------------------------------------------------------------------------------------------
+# -- sharing a queue -------------------------------------------------------------------------------------------------
 
 
 async def test_runners_share_a_short_queue() -> None:
@@ -309,7 +321,7 @@ async def test_a_long_queue_is_claimed_in_large_batches() -> None:
     assert [limit for limit in claims if limit > 8][:5] == [16, 32, 64, 100, 100]
 
 
-# -- blocked loops -----------------------------------------------------------------------------------------------------------------------------
+# -- blocked loops ---------------------------------------------------------------------------------------------------
 
 
 class BlockingAgent(LitAgent[Any]):
@@ -318,7 +330,9 @@ class BlockingAgent(LitAgent[Any]):
         return 1.0
 
 
-async def test_an_agent_that_blocks_the_loop_is_named_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_agent_that_blocks_the_loop_is_named_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lag, "_TICK_S", 0.05)
     with caplog.at_level(logging.WARNING, "agl_slime.runner.lag"):
         async with running(BlockingAgent(), lag_warning_s=0.1) as store:

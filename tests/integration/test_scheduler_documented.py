@@ -25,12 +25,20 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Twice(MultiTurnScheduler):
-    def step(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> RolloutInferRequest:
+    def step(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> RolloutInferRequest:
         infer_request.messages.append({"role": "user", "content": "Again."})
         return infer_request
 
 
-async def played(scheduler: Any, answers: list[str], agent_class: type[SGLangLitAgent] = MathAgent, template: str = "chatml", **options: Any) -> Any:
+async def played(
+    scheduler: Any,
+    answers: list[str],
+    agent_class: type[SGLangLitAgent] = MathAgent,
+    template: str = "chatml",
+    **options: Any,
+) -> Any:
     tokenizer = chat_tokenizer("anthropic", template)
     client = ScriptedClient(tokenizer, answers)
     agent = agent_class(tokenizer=tokenizer, client=client)
@@ -43,7 +51,9 @@ async def played(scheduler: Any, answers: list[str], agent_class: type[SGLangLit
 
 
 def choice(text: str, finish_reason: str = "stop") -> RolloutResponseChoice:
-    return RolloutResponseChoice(index=0, message=ChatMessage(role="assistant", content=text, tool_calls=None), finish_reason=finish_reason)
+    return RolloutResponseChoice(
+        index=0, message=ChatMessage(role="assistant", content=text, tool_calls=None), finish_reason=finish_reason
+    )
 
 
 def test_it_is_abstract_and_takes_max_turns_first() -> None:
@@ -67,7 +77,9 @@ async def test_what_step_and_check_finished_are_given() -> None:
     seen: list[Any] = []
 
     class Looking(Twice):
-        def check_finished(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> bool:
+        def check_finished(
+            self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+        ) -> bool:
             seen.append((infer_request, [dict(m) for m in infer_request.messages], result, current_turn))
             return super().check_finished(infer_request, result, current_turn)
 
@@ -78,7 +90,12 @@ async def test_what_step_and_check_finished_are_given() -> None:
     assert [message["role"] for message in later] == ["user", "assistant", "user", "assistant"]
     assert request.data_dict == TASK  # the other columns
     assert (request.images, request.audios, request.videos, request.tools, request.objects) == ([], [], [], None, {})
-    assert (result.index, result.message.role, result.message.content, result.finish_reason) == (0, "assistant", WRONG, "stop")
+    assert (result.index, result.message.role, result.message.content, result.finish_reason) == (
+        0,
+        "assistant",
+        WRONG,
+        "stop",
+    )
     assert last.messages is not None  # copied when the rollout ended
     assert last.messages[-1]["content"] == RIGHT
     assert result.messages is None
@@ -86,7 +103,9 @@ async def test_what_step_and_check_finished_are_given() -> None:
 
 async def test_new_round() -> None:
     conversion, client, tokenizer = await played(MathNewRound(max_turns=3), [WRONG, RIGHT])
-    assert tokenizer.decode(client.prompts[1]).endswith(f"{WRONG}<|im_end|>\n<|im_start|>user\n{TIP}<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(client.prompts[1]).endswith(
+        f"{WRONG}<|im_end|>\n<|im_start|>user\n{TIP}<|im_end|>\n<|im_start|>assistant\n"
+    )
     (sample,) = conversion.samples
     assert (sample.reward, sample.metadata["stop_reason"], conversion.report.turns) == (1.0, "stop", 2)
 
@@ -98,7 +117,12 @@ async def test_continuation() -> None:
     assert sum(conversion.report.forks.values()) == 1
     assert conversion.samples[-1].reward == 1.0
     sampled = sorted(token for generation in client.generations for token in generation.output_ids)
-    trained = sorted(t for s in conversion.samples for t, m in zip(s.tokens[-s.response_length :], s.loss_mask or [], strict=True) if m)
+    trained = sorted(
+        t
+        for s in conversion.samples
+        for t, m in zip(s.tokens[-s.response_length :], s.loss_mask or [], strict=True)
+        if m
+    )
     assert trained == sampled
     doubt = tokenizer.encode(CONTINUATION_TIP, add_special_tokens=False)
     assert not any(trained_run(s) & set(zip(*[doubt[i:] for i in range(4)], strict=False)) for s in conversion.samples)
@@ -115,7 +139,9 @@ async def test_the_reward_may_look_at_all_messages() -> None:
 
     class Judged(MathAgent):
         async def score(self, task: dict[str, Any], trajectory: Trajectory) -> float:
-            seen.append((trajectory.response, [message["role"] for message in trajectory.messages], trajectory.truncated))
+            seen.append(
+                (trajectory.response, [message["role"] for message in trajectory.messages], trajectory.truncated)
+            )
             return 0.0
 
     await played(MathNewRound(max_turns=2), [WRONG, WRONG], Judged)
@@ -156,7 +182,9 @@ def test_boxes_are_read_with_their_braces() -> None:
 @pytest.mark.slow
 def test_the_example_runs_as_it_stands() -> None:
     command, environment = [sys.executable, "examples/math_retry.py"], {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "new round: finished False" in done.stdout
     assert CONTINUATION_TIP in done.stdout

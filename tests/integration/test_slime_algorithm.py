@@ -1,4 +1,5 @@
-"""``SlimeAlgorithm`` as Agent Lightning's users write it: their Trainer, their runners and store; the local trainer in slime's place."""
+"""``SlimeAlgorithm`` as Agent Lightning's users write it: their Trainer, their runners and store; the local trainer in
+slime's place."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ pytest.importorskip("torch", reason='the local trainer needs torch: pip install 
 
 from agents.lookup import LookupAgent
 from agl_slime import BridgeStore, ConcurrentRunner, SlimeAlgorithm
-from agl_slime._agl import LLM, NamedResources, Rollout
 from agl_slime.errors import ConfigError
+from agl_slime.support.agl import LLM, NamedResources, Rollout
 
 agl_trainer = pytest.importorskip("agentlightning.trainer")
 execution = pytest.importorskip("agentlightning.execution.shared_memory")
@@ -49,7 +50,9 @@ def fit(algorithm: SlimeAlgorithm, agent: Any, *, val: bool = False) -> None:
 
 @pytest.mark.slow
 def test_the_reward_rises_under_agent_lightnings_own_trainer(policy_dir: Path, tmp_path: Path):
-    algorithm = SlimeAlgorithm(model_path=policy_dir, trainer="local", num_iterations=8, eval_interval=8, output_dir=tmp_path / "run")
+    algorithm = SlimeAlgorithm(
+        model_path=policy_dir, trainer="local", num_iterations=8, eval_interval=8, output_dir=tmp_path / "run"
+    )
     HintedAgent.seen.clear()
     fit(algorithm, HintedAgent(), val=True)
     assert algorithm.result is not None

@@ -1,4 +1,5 @@
-"""``AGLDataSource(args)`` as slime builds it: an agent in the same process, or a store over HTTP with runners elsewhere."""
+"""``AGLDataSource(args)`` as slime builds it: an agent in the same process, or a store over HTTP with runners
+elsewhere."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from typing import Any
 import pytest
 
 from agl_slime import AGLDataSource, RunnerThread, slime_hooks
-from agl_slime._agl import LLM, EnqueueRolloutRequest
 from agl_slime.errors import DataSourceError, RolloutError
-from agl_slime.groups.outcome import Outcome
-from agl_slime.slime.single import stop_rollouts
-from agl_slime.store import BridgeStore
-from agl_slime.store_feed import RemoteStore, StoreService
+from agl_slime.groups.results import Outcome
+from agl_slime.slime.generate import stop_rollouts
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.feed import RemoteStore, StoreService
+from agl_slime.support.agl import LLM, EnqueueRolloutRequest
 from agl_slime.types import RolloutFnEvalOutput, Sample
 from tests.slime.contract_agent import ContractAgent
 
@@ -121,7 +122,9 @@ def test_an_agent_in_the_manager_s_own_process_needs_nothing_else():
 
 def test_tasks_are_enqueued_as_they_are_asked_for_and_no_further(tmp_path: Path):
     with service_with_runner() as (store, service):
-        with AGLDataSource(args_for(agl_store_url=service.url, agl_tasks=write_tasks(tmp_path / "t.jsonl", 50))) as source:
+        with AGLDataSource(
+            args_for(agl_store_url=service.url, agl_tasks=write_tasks(tmp_path / "t.jsonl", 50))
+        ) as source:
             assert len(source) == 50  # what slime computes an epoch from
             check(source.get_samples(3))
             check(source.get_samples(2))
@@ -139,13 +142,18 @@ def test_a_group_with_a_failed_rollout_is_replaced():
 
 
 def test_a_run_in_which_nothing_succeeds_says_so():
-    with AGLDataSource(args_for(agl_agent=f"{HERE}:HopelessAgent")) as source, pytest.raises(DataSourceError, match="this task has no answer"):
+    with (
+        AGLDataSource(args_for(agl_agent=f"{HERE}:HopelessAgent")) as source,
+        pytest.raises(DataSourceError, match="this task has no answer"),
+    ):
         source.get_samples(1)
 
 
 def test_under_fully_async_it_answers_at_once_and_keeps_a_batch_under_way():
     HeldAgent.release.clear()
-    args = args_for(agl_agent=f"{HERE}:HeldAgent", rollout_function_path="x.fully_async_rollout.generate", rollout_batch_size=3)
+    args = args_for(
+        agl_agent=f"{HERE}:HeldAgent", rollout_function_path="x.fully_async_rollout.generate", rollout_batch_size=3
+    )
     with AGLDataSource(args) as source:
         assert source.get_samples(1) == []
         HeldAgent.release.set()
@@ -160,7 +168,9 @@ def test_under_fully_async_it_answers_at_once_and_keeps_a_batch_under_way():
 
 
 def test_evaluation_runs_validation_rollouts_through_the_same_hook(tmp_path: Path):
-    with AGLDataSource(args_for(agl_agent=AGENT, agl_eval_tasks=write_tasks(tmp_path / "e.jsonl", 4), agl_eval_rollouts=4)) as source:
+    with AGLDataSource(
+        args_for(agl_agent=AGENT, agl_eval_tasks=write_tasks(tmp_path / "e.jsonl", 4), agl_eval_rollouts=4)
+    ) as source:
         output = slime_hooks.generate_rollout(None, 0, source, evaluation=True)
         assert isinstance(output, RolloutFnEvalOutput)
         entry = output.data["agl"]
@@ -179,7 +189,9 @@ async def _enqueue(url: str, group_id: str, n: int, *, size: int) -> list[str]:
     store = RemoteStore(url)
     await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="")})
     metadata = {"group_id": group_id, "group_size": size}
-    requests = [EnqueueRolloutRequest(input={"prompt": f"{group_id} {i}"}, mode="train", metadata=metadata) for i in range(n)]
+    requests = [
+        EnqueueRolloutRequest(input={"prompt": f"{group_id} {i}"}, mode="train", metadata=metadata) for i in range(n)
+    ]
     rollouts = await store.enqueue_many_rollouts(requests)
     await store.close()
     return [rollout.rollout_id for rollout in rollouts]
@@ -223,7 +235,9 @@ def test_a_checkpoint_says_exactly_what_was_handed_out(tmp_path: Path):
         assert sorted(names(groups)) == sorted(ready + half + other_half + after)
         assert len({group[0].group_index for group in groups} | {0}) == 4  # numbered on, not anew
         counts = second.ledger.counts()
-        assert counts.opened == counts.open + counts.ready + sum(counts.closed.values()) == 8  # those of the first life, too
+        assert (
+            counts.opened == counts.open + counts.ready + sum(counts.closed.values()) == 8
+        )  # those of the first life, too
         second.stop()
 
 
@@ -257,7 +271,7 @@ async def _cancel(store: BridgeStore, rollout_id: str) -> None:
     await store.update_rollout(rollout_id, status="cancelled")
 
 
-# -- one rollout for one prompt ----------------------------------------------------------------------------------------------------------------------
+# -- one rollout for one prompt --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -265,13 +279,17 @@ def stopped_afterwards() -> Iterator[None]:
     """What ``generate`` starts lives as long as its process, which here has other tests to run."""
     yield
     stop_rollouts()
-    assert [thread.name for thread in threading.enumerate() if thread.name in ("agl-slime-rollouts", "agl-slime-runner")] == []
+    assert [
+        thread.name for thread in threading.enumerate() if thread.name in ("agl-slime-rollouts", "agl-slime-runner")
+    ] == []
 
 
 @pytest.mark.usefixtures("stopped_afterwards")
 async def test_generate_runs_one_rollout_for_one_prompt_of_slime():
     args = args_for(agl_agent=AGENT)
-    given = [Sample(group_index=3, index=i, prompt=f"say {i}", label="x", metadata={"source_name": "chat"}) for i in range(5)]
+    given = [
+        Sample(group_index=3, index=i, prompt=f"say {i}", label="x", metadata={"source_name": "chat"}) for i in range(5)
+    ]
     results = await asyncio.gather(*(slime_hooks.generate(args, sample, {"temperature": 0.5}) for sample in given))
     for before, after in zip(given, results, strict=True):
         assert isinstance(after, Sample)

@@ -23,7 +23,9 @@ def serve(*flags: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "agl_slime.slime.serve", *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("AGL_SLIME_STORE_TOKEN", None)
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_slimes_manager_takes_rollouts_from_another_process_and_that_ends_on_a_signal(tmp_path: Path):

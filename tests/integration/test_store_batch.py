@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from agl_slime import store_batch
-from agl_slime._agl import LLM
-from agl_slime.store import BridgeStore
-from agl_slime.store_batch import WorkerStore
-from agl_slime.store_feed import RemoteStore, StoreService
+from agl_slime.store import batch as store_batch
+from agl_slime.store.batch import WorkerStore
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.feed import RemoteStore, StoreService
+from agl_slime.support.agl import LLM
 from tests.unit.test_store_hooks import make_span
 from tests.unit.test_store_retention import claim, enqueue, execute
 
@@ -37,7 +37,9 @@ def counted_batches(remote: WorkerStore) -> list[int]:
     return batches
 
 
-async def test_ends_of_many_rollouts_travel_together_and_each_gets_its_own_result(served: tuple[BridgeStore, str]) -> None:
+async def test_ends_of_many_rollouts_travel_together_and_each_gets_its_own_result(
+    served: tuple[BridgeStore, str],
+) -> None:
     store, url = served
     ids = await enqueue(store, 40)
     remote = WorkerStore(url, token="t")
@@ -47,9 +49,13 @@ async def test_ends_of_many_rollouts_travel_together_and_each_gets_its_own_resul
     async def end(number: int) -> None:
         attempt = claimed[number].attempt
         numbers = await remote.get_many_span_sequence_ids([(attempt.rollout_id, attempt.attempt_id)] * (number % 4))
-        written = await remote.add_many_spans([make_span(attempt.rollout_id, attempt.attempt_id, n, text=f"{number}") for n in numbers])
+        written = await remote.add_many_spans(
+            [make_span(attempt.rollout_id, attempt.attempt_id, n, text=f"{number}") for n in numbers]
+        )
         assert [span.sequence_id for span in written] == list(range(1, number % 4 + 1))
-        assert (await remote.update_attempt(attempt.rollout_id, attempt.attempt_id, status="succeeded")).status == "succeeded"
+        assert (
+            await remote.update_attempt(attempt.rollout_id, attempt.attempt_id, status="succeeded")
+        ).status == "succeeded"
 
     await asyncio.gather(*(end(number) for number in range(40)))
     assert sum(batches) == 80
@@ -100,7 +106,9 @@ async def test_a_store_that_restarts_meanwhile_is_waited_for(monkeypatch: pytest
     url, port = service.url, int(service.url.rsplit(":", 1)[1])
     await asyncio.to_thread(service.stop)
     remote = WorkerStore(url, token="t")
-    update = asyncio.create_task(remote.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded"))
+    update = asyncio.create_task(
+        remote.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
+    )
     await asyncio.wait({update}, timeout=0.3)
     assert not update.done()
     again = await asyncio.to_thread(StoreService(store=store, token="t", port=port).start)
@@ -120,7 +128,9 @@ async def test_resources_are_fetched_once_in_a_while(served: tuple[BridgeStore, 
     await remote.close()
 
 
-async def test_rollouts_that_begin_together_fetch_their_resources_together(served: tuple[BridgeStore, str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rollouts_that_begin_together_fetch_their_resources_together(
+    served: tuple[BridgeStore, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, url = served
     update = await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")})
     fetched: list[str] = []
@@ -142,7 +152,9 @@ async def test_rollouts_that_begin_together_fetch_their_resources_together(serve
     await remote.close()
 
 
-async def test_requests_keep_their_distance_and_take_all_that_has_come(served: tuple[BridgeStore, str], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_keep_their_distance_and_take_all_that_has_come(
+    served: tuple[BridgeStore, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, url = served
     await enqueue(store, 6)
     remote = WorkerStore(url, token="t")
@@ -150,7 +162,9 @@ async def test_requests_keep_their_distance_and_take_all_that_has_come(served: t
     monkeypatch.setattr(store_batch, "_BETWEEN_REQUESTS_S", 1.0)
     claimed = await remote.dequeue_many_rollouts(limit=6, worker_id="w")
     ends = [remote.update_attempt(one.rollout_id, one.attempt.attempt_id, status="succeeded") for one in claimed]
-    await asyncio.wait_for(ends[0], 20)  # the first after a pause goes at once, and five that come after it wait for each other
+    await asyncio.wait_for(
+        ends[0], 20
+    )  # the first after a pause goes at once, and five that come after it wait for each other
     assert [attempt.status for attempt in await asyncio.wait_for(asyncio.gather(*ends[1:]), 20)] == ["succeeded"] * 5
     assert batches == [1, 5]
     await remote.close()

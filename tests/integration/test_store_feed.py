@@ -7,15 +7,17 @@ import time
 
 import pytest
 
-from agl_slime._agl import LLM, EnqueueRolloutRequest, LightningStore
 from agl_slime.errors import ConfigError, DataSourceError
-from agl_slime.store import BridgeStore
-from agl_slime.store_feed import FeedPosition, FinishedFeed, RemoteStore, StoreService
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.feed import FeedPosition, FinishedFeed, RemoteStore, StoreService
+from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LightningStore
 
 
 async def _finish(store: LightningStore, n: int) -> list[str]:
     await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="m")})
-    rollouts = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"n": i}, mode="train") for i in range(n)])
+    rollouts = await store.enqueue_many_rollouts(
+        [EnqueueRolloutRequest(input={"n": i}, mode="train") for i in range(n)]
+    )
     for rollout in rollouts:
         attempted = await store.start_attempt(rollout.rollout_id)
         await store.update_attempt(rollout.rollout_id, attempted.attempt.attempt_id, status="succeeded")
@@ -107,10 +109,11 @@ def test_an_address_that_others_reach_needs_a_token():
 async def test_stock_agent_lightning_without_the_feed_is_said_so():
     from agentlightning.utils.server_launcher import PythonServerLauncherArgs
 
-    from agl_slime._agl import LightningStoreServer
+    from agl_slime.support.agl import LightningStoreServer
 
     server = LightningStoreServer(
-        BridgeStore(), launcher_args=PythonServerLauncherArgs(host="127.0.0.1", access_host="127.0.0.1", launch_mode="thread")
+        BridgeStore(),
+        launcher_args=PythonServerLauncherArgs(host="127.0.0.1", access_host="127.0.0.1", launch_mode="thread"),
     )
     await server.start()
     try:

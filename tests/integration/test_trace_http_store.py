@@ -5,7 +5,14 @@ from __future__ import annotations
 import socket
 import time
 
-from agl_slime._agl import EnqueueRolloutRequest, InMemoryLightningStore, LightningStoreClient, LightningStoreServer, Span, emit_reward
+from agl_slime.support.agl import (
+    EnqueueRolloutRequest,
+    InMemoryLightningStore,
+    LightningStoreClient,
+    LightningStoreServer,
+    Span,
+    emit_reward,
+)
 from agl_slime.trace import attributes as names
 from agl_slime.trace.converter import convert_rollout
 from agl_slime.trace.turn import Turn, TurnEncoder
@@ -20,7 +27,11 @@ def free_port() -> int:
 async def test_a_rollout_comes_back_exactly_over_http():
     turns = (
         Turn(
-            prompt_ids=[1, 2], response_ids=[3, 150_000], log_probs=[-0.1, -1e-7], text="\ud800 é", messages=[{"role": "user", "content": "\ud800é"}]
+            prompt_ids=[1, 2],
+            response_ids=[3, 150_000],
+            log_probs=[-0.1, -1e-7],
+            text="\ud800 é",
+            messages=[{"role": "user", "content": "\ud800é"}],
         ),
         Turn(prompt_ids=[1, 2, 3, 150_000, 4], response_ids=[5], log_probs=[-17.25]),
     )
@@ -30,9 +41,13 @@ async def test_a_rollout_comes_back_exactly_over_http():
     await server.start()
     client = LightningStoreClient(server.endpoint)
     try:
-        await client.enqueue_many_rollouts([EnqueueRolloutRequest(input={"label": "é"}, mode="train", metadata={"group_id": "g"})])
+        await client.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input={"label": "é"}, mode="train", metadata={"group_id": "g"})]
+        )
         [claimed] = await client.dequeue_many_rollouts(limit=1)
-        written = [(names.GENERATE_SPAN, encoder.encode(turn)) for turn in turns] + [(reward.name, dict(reward.attributes))]
+        written = [(names.GENERATE_SPAN, encoder.encode(turn)) for turn in turns] + [
+            (reward.name, dict(reward.attributes))
+        ]
         await client.add_many_spans(
             [
                 Span.from_attributes(

@@ -19,7 +19,9 @@ QUICK = ClientSettings(backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3)
 SYNC = WeightSyncSettings(flush_poll_s=0.002, flush_timeout_s=5.0)
 
 
-def make_sync(engine: ScriptedEngine, settings: WeightSyncSettings = SYNC, client_settings: ClientSettings = QUICK) -> DiskWeightSync:
+def make_sync(
+    engine: ScriptedEngine, settings: WeightSyncSettings = SYNC, client_settings: ClientSettings = QUICK
+) -> DiskWeightSync:
     return DiskWeightSync(base_url=engine.url, settings=settings, client_settings=client_settings)
 
 
@@ -30,11 +32,21 @@ def steps(engine: ScriptedEngine) -> list[str]:
 async def test_one_worker() -> None:
     async with ScriptedEngine() as engine:
         report = await make_sync(engine).push("/models/step-1", "1")
-        assert steps(engine) == ["/pause_generation", "/flush_cache", "/update_weights_from_disk", "/model_info", "/continue_generation"]
+        assert steps(engine) == [
+            "/pause_generation",
+            "/flush_cache",
+            "/update_weights_from_disk",
+            "/model_info",
+            "/continue_generation",
+        ]
         assert (engine.weight_version, engine.model_path, engine.paused) == ("1", "/models/step-1", False)
         sent = {request.path: request.payload for request in engine.received}
         assert sent["/pause_generation"] == {"mode": "abort"}
-        assert sent["/update_weights_from_disk"] == {"model_path": "/models/step-1", "weight_version": "1", "flush_cache": False}
+        assert sent["/update_weights_from_disk"] == {
+            "model_path": "/models/step-1",
+            "weight_version": "1",
+            "flush_cache": False,
+        }
         assert (report.version, report.model_path) == ("1", "/models/step-1")
         (worker,) = report.workers
         assert worker.url == engine.url
@@ -88,7 +100,12 @@ async def test_it_flushes_until_the_worker_is_idle() -> None:
         ("/pause_generation", Status(500, "no"), "pause", "no"),
         ("/flush_cache", Status(400, "running requests"), "flush", "still busy"),
         ("/update_weights_from_disk", Status(400, "No such directory"), "update", "No such directory"),
-        ("/update_weights_from_disk", Body('{"success": false, "message": "shape mismatch"}'), "update", "shape mismatch"),
+        (
+            "/update_weights_from_disk",
+            Body('{"success": false, "message": "shape mismatch"}'),
+            "update",
+            "shape mismatch",
+        ),
         ("/update_weights_from_disk", Reset(), "update", "broke the connection"),
         (
             "/update_weights_from_disk",
@@ -96,13 +113,20 @@ async def test_it_flushes_until_the_worker_is_idle() -> None:
             "verify",
             "reports weight version default instead of 1",
         ),
-        ("/update_weights_from_disk", Status(400, "Weights were updated, but the cache was not flushed"), "verify", "not flushed"),
+        (
+            "/update_weights_from_disk",
+            Status(400, "Weights were updated, but the cache was not flushed"),
+            "verify",
+            "not flushed",
+        ),
         ("/model_info", Status(500, "no"), "verify", "no"),
         ("/update_weights_from_disk", Stall(), "update", "time limit"),
     ],
     ids=repr,
 )
-async def test_one_worker_that_fails_is_named_and_all_are_continued(path: str, fault: Fault, phase: str, says: str) -> None:
+async def test_one_worker_that_fails_is_named_and_all_are_continued(
+    path: str, fault: Fault, phase: str, says: str
+) -> None:
     settings = WeightSyncSettings(flush_poll_s=0.002, flush_timeout_s=0.05, update_timeout_s=0.3)
     async with ScriptedEngine() as good, ScriptedEngine() as bad, ScriptedEngine(workers=[good.url, bad.url]) as router:
         bad.always(path, fault)
@@ -129,7 +153,9 @@ async def test_a_server_that_loads_and_then_complains_has_the_weights_all_the_sa
         class LoadAndComplain(Fault):
             async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
                 await answer()
-                return await Status(400, "Weights were updated, but the cache was not flushed").apply(engine, request, answer)
+                return await Status(400, "Weights were updated, but the cache was not flushed").apply(
+                    engine, request, answer
+                )
 
         engine.script("/update_weights_from_disk", LoadAndComplain())
         report = await make_sync(engine).push("/models/step-1", "1")

@@ -1,5 +1,5 @@
-"""Random conversations on real vocabularies and templates: a model that says anything, tools, people, and an agent that edits, goes back and cuts
-off."""
+"""Random conversations on real vocabularies and templates: a model that says anything, tools, people, and an agent that
+edits, goes back and cuts off."""
 
 from __future__ import annotations
 
@@ -8,18 +8,47 @@ from typing import Any, Literal
 
 from hypothesis import strategies as st
 
-from agl_slime.rollout.context import ChatContext
 from agl_slime.sglang.payloads import FinishReason, Generation
+from agl_slime.tokens.conversation import ChatContext
 from agl_slime.trace.turn import Turn
 from tests.chat_templates import TEMPLATES
 
-_PLAIN = ("the", " answer", " is", "42", "\n", "\n\n", "  ", " Größe", "漢字", "😀", "é", "def f(x):", "\t", " don't", "a" * 17)
+_PLAIN = (
+    "the",
+    " answer",
+    " is",
+    "42",
+    "\n",
+    "\n\n",
+    "  ",
+    " Größe",
+    "漢字",
+    "😀",
+    "é",
+    "def f(x):",
+    "\t",
+    " don't",
+    "a" * 17,
+)
 _MARKUP = ("…", "<", "im_end", "|>", "</", "{", '"k": 1')
 WORDS = _PLAIN + _MARKUP
 phrase = st.lists(st.sampled_from(WORDS), min_size=1, max_size=8).map("".join)
 
 Move = Literal["tool", "tools", "user", "again", "tip", "backtrack", "edit", "drop", "replace_answer", "system"]
-MOVES: tuple[Move, ...] = ("tool", "tool", "tool", "tools", "user", "user", "again", "tip", "backtrack", "edit", "drop", "replace_answer")
+MOVES: tuple[Move, ...] = (
+    "tool",
+    "tool",
+    "tool",
+    "tools",
+    "user",
+    "user",
+    "again",
+    "tip",
+    "backtrack",
+    "edit",
+    "drop",
+    "replace_answer",
+)
 
 
 @dataclass
@@ -28,7 +57,9 @@ class Conversation:
 
     context: ChatContext
     turns: list[Turn] = field(default_factory=list)
-    continued: list[bool] = field(default_factory=list)  # per turn: no fork was counted, so the prompt must extend the turn before
+    continued: list[bool] = field(
+        default_factory=list
+    )  # per turn: no fork was counted, so the prompt must extend the turn before
     asked: list[list[dict[str, Any]]] = field(default_factory=list)  # per turn: the messages of the prompt
 
 
@@ -45,7 +76,9 @@ def answers(draw: st.DrawFn, tokenizer: Any, template: str) -> Generation:
     ids = tokenizer.encode(text, add_special_tokens=False)
     if draw(st.booleans()):  # sampled otherwise than encoded: split where no tokenizer would
         at = draw(st.integers(0, len(text)))
-        ids = tokenizer.encode(text[:at], add_special_tokens=False) + tokenizer.encode(text[at:], add_special_tokens=False)
+        ids = tokenizer.encode(text[:at], add_special_tokens=False) + tokenizer.encode(
+            text[at:], add_special_tokens=False
+        )
     finish: FinishReason = draw(st.sampled_from(["stop", "stop", "stop", "length", "abort"]))
     matched: int | str | None = None
     if finish == "stop":
@@ -81,7 +114,9 @@ def move(draw: st.DrawFn, conversation: Conversation, allowed: tuple[Move, ...])
     kind = draw(st.sampled_from(allowed))
     answer_at = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if kind in ("tool", "tools"):
-        conversation.context.add(*({"role": "tool", "content": draw(phrase)} for _ in range(1 if kind == "tool" else 3)))
+        conversation.context.add(
+            *({"role": "tool", "content": draw(phrase)} for _ in range(1 if kind == "tool" else 3))
+        )
     elif kind == "user":
         conversation.context.add({"role": "user", "content": draw(phrase)})
     elif kind == "tip":  # the answer goes on after something that the agent wrote
@@ -102,11 +137,17 @@ def move(draw: st.DrawFn, conversation: Conversation, allowed: tuple[Move, ...])
 
 
 @st.composite
-def conversations(draw: st.DrawFn, tokenizer: Any, template: str, *, allowed: tuple[Move, ...] = MOVES, max_turns: int = 5) -> Conversation:
+def conversations(
+    draw: st.DrawFn, tokenizer: Any, template: str, *, allowed: tuple[Move, ...] = MOVES, max_turns: int = 5
+) -> Conversation:
     messages = [{"role": "user", "content": draw(phrase)}]
     if draw(st.booleans()):
         messages.insert(0, {"role": "system", "content": draw(phrase)})
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}] if draw(st.booleans()) else None
+    tools = (
+        [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+        if draw(st.booleans())
+        else None
+    )
     conversation = Conversation(ChatContext(tokenizer=tokenizer, messages=messages, tools=tools))
     ask(conversation, draw(answers(tokenizer, template)))
     for _ in range(draw(st.integers(0, max_turns - 1))):

@@ -15,10 +15,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from agl_slime.buffer.errors import BufferRequestError
 from agl_slime.buffer.items import parse_items
+from agl_slime.buffer.pipeline import GroupPipeline, PipelineSettings
 from agl_slime.buffer.store import Batch, ItemStore, WriteRequest, WriteResult
-from agl_slime.groups.database import Database
-from agl_slime.groups.outcome import Outcome
-from agl_slime.groups.pipeline import GroupPipeline, PipelineSettings
+from agl_slime.groups.results import Outcome
+from agl_slime.support.database import Database
 
 TASK = "sums"
 TIMEOUT_S = 300.0
@@ -51,11 +51,16 @@ class BufferMachine(RuleBasedStateMachine):
             self.store.close()
             self.directory.cleanup()
 
-    # -- what may happen ---------------------------------------------------------------------------------------------------------------------------
+    # -- what may happen ----------------------------------------------------------------------------------------------
 
     @rule(
         entries=st.lists(
-            st.tuples(st.integers(0, 30), st.integers(0, 2), st.sampled_from([-1.0, 0.0, 0.5, 1.0]), st.sampled_from([None, 0, 1])),
+            st.tuples(
+                st.integers(0, 30),
+                st.integers(0, 2),
+                st.sampled_from([-1.0, 0.0, 0.5, 1.0]),
+                st.sampled_from([None, 0, 1]),
+            ),
             min_size=1,
             max_size=6,
         )
@@ -99,7 +104,8 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule(request_id=requests)
     def ask_again(self, request_id: str) -> None:
-        """The answer was lost: the same request gets it again, unless the groups were confirmed or forgotten in between."""
+        """The answer was lost: the same request gets it again, unless the groups were confirmed or forgotten in
+        between."""
         first = self.answers.get(request_id)
         if first is None:
             return
@@ -122,7 +128,8 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def restart_trainer(self, data: st.DataObject) -> None:
-        """The trainer remembers some of the groups that it was handed; the others go out again as far as the buffer still has them."""
+        """The trainer remembers some of the groups that it was handed; the others go out again as far as the buffer
+        still has them."""
         open_names = sorted(self.groups_out.keys() - self.trained)
         remembered = set(data.draw(st.sets(st.sampled_from(open_names)))) if open_names else set()
         before = self.store.ledger.counts()
@@ -142,7 +149,7 @@ class BufferMachine(RuleBasedStateMachine):
                 self.trained.add(name)  # beyond the window: counted as trained
                 self.groups_out[name] = uids
 
-    # -- what must hold ----------------------------------------------------------------------------------------------------------------------------
+    # -- what must hold -----------------------------------------------------------------------------------------------
 
     def _take(self, batch: Batch, max_groups: int | None) -> None:
         data = batch.data

@@ -19,18 +19,30 @@ aborts = st.lists(st.integers(0, 6), max_size=8)
 
 
 async def run(
-    prompt: list[int], sampling: SamplingParams, faults: list[Abort | NewVersion], *, engine: ScriptedEngine, context_length: int | None = None
+    prompt: list[int],
+    sampling: SamplingParams,
+    faults: list[Abort | NewVersion],
+    *,
+    engine: ScriptedEngine,
+    context_length: int | None = None,
 ) -> tuple[Generation, list[int]]:
     """The client's loop without HTTP; also the size of each request's budget."""
     wanted = ResumableGeneration(
-        prompt_ids=prompt, sampling=sampling, eos_token_ids=[] if engine.eos_id is None else [engine.eos_id], context_length=context_length
+        prompt_ids=prompt,
+        sampling=sampling,
+        eos_token_ids=[] if engine.eos_id is None else [engine.eos_id],
+        context_length=context_length,
     )
     budgets = []
     script = list(faults)
     while not wanted.done:
         request = wanted.next_request()
         budgets.append(request.sampling.max_new_tokens)
-        payload = {"rid": str(len(budgets)), "input_ids": list(request.input_ids), "sampling_params": request.sampling.to_payload()}
+        payload = {
+            "rid": str(len(budgets)),
+            "input_ids": list(request.input_ids),
+            "sampling_params": request.sampling.to_payload(),
+        }
         wanted.add(parse_generation(await engine.sample(payload, script.pop(0) if script else None)))
     return wanted.result(latency_s=0.0), budgets
 
@@ -49,7 +61,12 @@ async def run(
 def test_the_joined_generation_is_the_unaborted_one(
     prompt: list[int], stop: list[str], stop_ids: list[int], eos: int | None, limit: int, at: list[int], trim: bool
 ) -> None:
-    sampling = SamplingParams(max_new_tokens=limit, stop=tuple(stop), stop_token_ids=tuple(stop_ids), extra={} if trim else {"no_stop_trim": True})
+    sampling = SamplingParams(
+        max_new_tokens=limit,
+        stop=tuple(stop),
+        stop_token_ids=tuple(stop_ids),
+        extra={} if trim else {"no_stop_trim": True},
+    )
     engine = ScriptedEngine(eos_id=eos)
     whole, _ = asyncio.run(run(prompt, sampling, [], engine=engine))
     joined, budgets = asyncio.run(run(prompt, sampling, [Abort(after=n) for n in at], engine=engine))
@@ -61,7 +78,9 @@ def test_the_joined_generation_is_the_unaborted_one(
     assert joined.prompt_tokens == len(prompt)
     assert joined.resumed <= len(at)
     assert all(1 <= budget <= limit for budget in budgets)
-    if not isinstance(whole.matched_stop, int):  # text of a stop token that an abort left in place cannot be cut without a tokenizer
+    if not isinstance(
+        whole.matched_stop, int
+    ):  # text of a stop token that an abort left in place cannot be cut without a tokenizer
         assert joined.text == whole.text
 
 
@@ -69,11 +88,15 @@ def test_the_joined_generation_is_the_unaborted_one(
     prompt=prompts,
     limit=st.integers(1, 24),
     faults=st.lists(
-        st.builds(Abort, after=st.integers(0, 6)) | st.builds(NewVersion, after=st.integers(0, 6), version=st.sampled_from("123")), max_size=8
+        st.builds(Abort, after=st.integers(0, 6))
+        | st.builds(NewVersion, after=st.integers(0, 6), version=st.sampled_from("123")),
+        max_size=8,
     ),
     lists_versions=st.booleans(),
 )
-def test_weight_spans_tile_the_output(prompt: list[int], limit: int, faults: list[Abort | NewVersion], lists_versions: bool) -> None:
+def test_weight_spans_tile_the_output(
+    prompt: list[int], limit: int, faults: list[Abort | NewVersion], lists_versions: bool
+) -> None:
     engine = ScriptedEngine(weight_version="0", lists_versions=lists_versions)
     joined, _ = asyncio.run(run(prompt, SamplingParams(max_new_tokens=limit), faults, engine=engine))
     assert len(joined.output_ids) == len(joined.log_probs) == limit
@@ -88,7 +111,9 @@ def test_weight_spans_tile_the_output(prompt: list[int], limit: int, faults: lis
 @given(prompt=prompts, at=aborts, context_length=st.integers(7, 20))
 def test_the_context_length_bounds_prompt_and_answer(prompt: list[int], at: list[int], context_length: int) -> None:
     sampling = SamplingParams(max_new_tokens=30)
-    joined, _ = asyncio.run(run(prompt, sampling, [Abort(after=n) for n in at], engine=ScriptedEngine(), context_length=context_length))
+    joined, _ = asyncio.run(
+        run(prompt, sampling, [Abort(after=n) for n in at], engine=ScriptedEngine(), context_length=context_length)
+    )
     assert len(prompt) + len(joined.output_ids) == context_length
     assert joined.finish_reason == "length"
 
@@ -102,7 +127,9 @@ def test_versions_of_both_parts_are_kept_at_their_places() -> None:
             self.weight_version = "2"
             return answer
 
-    joined, _ = asyncio.run(run([1, 2], SamplingParams(max_new_tokens=9), [Abort(after=4)], engine=Synced(weight_version="1")))
+    joined, _ = asyncio.run(
+        run([1, 2], SamplingParams(max_new_tokens=9), [Abort(after=4)], engine=Synced(weight_version="1"))
+    )
     assert joined.weight_versions == (WeightSpan("1", 0, 4), WeightSpan("2", 4, 9))
     assert joined.weight_version == "2"
     assert joined.resumed == 1

@@ -13,16 +13,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agl_slime.rollout.context import ChatContext
-from agl_slime.rollout.template import ChatTemplate
 from agl_slime.sglang.payloads import Generation
+from agl_slime.tokens.conversation import ChatContext
+from agl_slime.tokens.template import ChatTemplate
 from agl_slime.trace.segments import merge_turns
 from tests.chat_templates import TEMPLATES
 from tests.property.conversation_strategies import Conversation, Move, conversations, phrase
 from tests.vocabularies import VOCABULARIES, chat_tokenizer
 
 CASES = [(vocabulary, template) for vocabulary in VOCABULARIES for template in TEMPLATES]
-quick = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+quick = settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 
 
 @pytest.mark.parametrize(("vocabulary", "template"), CASES)
@@ -44,16 +46,25 @@ def each_sampled_token_is_trained_once_where_it_was_sampled(conversation: Conver
         for at in segment.placements:
             assert at.turn not in trained
             assert segment.log_probs is not None
-            trained[at.turn] = (segment.token_ids[at.start : at.end].tobytes(), segment.log_probs[at.start : at.end].tobytes())
+            trained[at.turn] = (
+                segment.token_ids[at.start : at.end].tobytes(),
+                segment.log_probs[at.start : at.end].tobytes(),
+            )
             assert segment.token_ids[: at.start].tobytes() == turns[at.turn].prompt_ids.tobytes()
             covered[at.start : at.end] = 1
         assert (covered == segment.loss_mask).all()
     sampled = {i: turn for i, turn in enumerate(turns) if len(turn.response_ids)}
-    assert trained == {i: (turn.response_ids.tobytes(), turn.log_probs.tobytes()) for i, turn in sampled.items() if turn.log_probs is not None}
+    assert trained == {
+        i: (turn.response_ids.tobytes(), turn.log_probs.tobytes())
+        for i, turn in sampled.items()
+        if turn.log_probs is not None
+    }
 
 
 def a_prompt_extends_what_is_held_or_a_fork_is_counted(conversation: Conversation) -> None:
-    for before, turn, continued in zip(conversation.turns, conversation.turns[1:], conversation.continued[1:], strict=False):
+    for before, turn, continued in zip(
+        conversation.turns, conversation.turns[1:], conversation.continued[1:], strict=False
+    ):
         extends = turn.prompt_ids[: len(before.token_ids)].tobytes() == before.token_ids.tobytes()
         assert extends or not continued
     assert conversation.context.token_ids.tobytes() == conversation.turns[-1].token_ids.tobytes()
@@ -95,19 +106,30 @@ def test_rendering_the_ends_gives_the_prompts_that_rendering_all_gives(template:
     texts = data.draw(st.lists(phrase, min_size=1, max_size=3))
     roles = data.draw(st.lists(st.sampled_from(["tool", "tool", "tool", "tools", "user"]), min_size=36, max_size=44))
     ends, whole = (
-        ChatContext(tokenizer=tokenizer, messages=[{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]) for _ in range(2)
+        ChatContext(
+            tokenizer=tokenizer, messages=[{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+        )
+        for _ in range(2)
     )
     whole._windows = False
     stop = int(tokenizer.convert_tokens_to_ids(TEMPLATES[template].end))
     for n, role in enumerate(roles):
         text = f"{texts[n % len(texts)]}{n}"
         if n % 3:
-            text = f"thought {n}\n</think>\n\n{text}" if TEMPLATES[template].opens_thinking else f"<think>\nthought {n}\n</think>\n\n{text}"
+            text = (
+                f"thought {n}\n</think>\n\n{text}"
+                if TEMPLATES[template].opens_thinking
+                else f"<think>\nthought {n}\n</think>\n\n{text}"
+            )
         ids = (*tokenizer.encode(text, add_special_tokens=False), stop)
-        generation = Generation(output_ids=ids, log_probs=(-0.5,) * len(ids), text=text, finish_reason="stop", matched_stop=stop)
+        generation = Generation(
+            output_ids=ids, log_probs=(-0.5,) * len(ids), text=text, finish_reason="stop", matched_stop=stop
+        )
         for context in (ends, whole):
             context.add_answer(context.prompt_ids(), generation)
-            context.add(*({"role": role.removesuffix("s"), "content": f"{role} {n}"} for _ in range(1 + (role == "tools"))))
+            context.add(
+                *({"role": role.removesuffix("s"), "content": f"{role} {n}"} for _ in range(1 + (role == "tools")))
+            )
         assert ends.token_ids.tobytes() == whole.token_ids.tobytes()
     assert ends.forks == whole.forks
     assert ends._windows

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.groups import stages
-from agl_slime.groups.pipeline import GroupPipeline, GroupSnapshot, PipelineSettings
+from agl_slime.buffer import stages
+from agl_slime.buffer.pipeline import GroupPipeline, GroupSnapshot, PipelineSettings
 
 rewards = st.one_of(st.floats(0, 1), st.just(-1.0), st.just(math.nan), st.none(), st.just("broken"))
 ratios = st.floats(0.01, 1.0)
@@ -19,7 +19,10 @@ def snapshots(draw: st.DrawFn) -> list[GroupSnapshot]:
     return [
         GroupSnapshot(
             instance_id=f"i{number}",
-            items=[{"uid": f"{number}.{n}", "instance_id": f"i{number}", "messages": [], "reward": reward} for n, reward in enumerate(values)],
+            items=[
+                {"uid": f"{number}.{n}", "instance_id": f"i{number}", "messages": [], "reward": reward}
+                for n, reward in enumerate(values)
+            ],
             last_item_time=1000.0 - age,
         )
         for number, (values, age) in enumerate(groups)
@@ -27,7 +30,9 @@ def snapshots(draw: st.DrawFn) -> list[GroupSnapshot]:
 
 
 @given(groups=snapshots(), group_size=st.integers(1, 5), group_ratio=ratios, item_ratio=ratios, timeout_ratio=ratios)
-def test_what_comes_out_is_whole_trainable_and_accounted_for(groups, group_size, group_ratio, item_ratio, timeout_ratio):
+def test_what_comes_out_is_whole_trainable_and_accounted_for(
+    groups, group_size, group_ratio, item_ratio, timeout_ratio
+):
     settings = PipelineSettings(
         group_size=group_size,
         min_valid_group_size_ratio=group_ratio,
@@ -45,7 +50,9 @@ def test_what_comes_out_is_whole_trainable_and_accounted_for(groups, group_size,
     assert len(set(uids)) == len(uids)
     for group in result.finished:
         assert len(group.item_reasons) == len(group.snapshot.items)
-        used = [item["uid"] for item, reason in zip(group.snapshot.items, group.item_reasons, strict=True) if not reason]
+        used = [
+            item["uid"] for item, reason in zip(group.snapshot.items, group.item_reasons, strict=True) if not reason
+        ]
         assert [item["uid"] for item in group.data if "padding_of" not in item] == used
         assert {item["padding_of"] for item in group.data if "padding_of" in item} <= set(used)
         assert bool(group.reason) != group.valid
@@ -61,11 +68,16 @@ def test_padding_keeps_the_total_reward_and_the_weight_of_each_rollout(values, g
     kept = items[:group_size]
     _, padded = stages.pad_group_data(("i", items), group_size)
     assert len(padded) == group_size
-    assert math.fsum(item["reward"] for item in padded) == pytest.approx(math.fsum(item["reward"] for item in kept), abs=1e-6)
+    assert math.fsum(item["reward"] for item in padded) == pytest.approx(
+        math.fsum(item["reward"] for item in kept), abs=1e-6
+    )
     for item in kept:
         family = [entry for entry in padded if entry.get("padding_of", entry["uid"]) == item["uid"]]
         assert math.fsum(entry["reward"] for entry in family) == pytest.approx(item["reward"], abs=1e-9, rel=1e-12)
-        assert all(entry["reward"] * entry.get("padding_shares", 1) == pytest.approx(item["reward"], abs=1e-9, rel=1e-12) for entry in family)
+        assert all(
+            entry["reward"] * entry.get("padding_shares", 1) == pytest.approx(item["reward"], abs=1e-9, rel=1e-12)
+            for entry in family
+        )
 
 
 @given(values=st.lists(st.floats(0, 1), min_size=1, max_size=12))
@@ -74,4 +86,8 @@ def test_normalised_rewards_have_mean_zero_and_unit_spread_or_are_zero(values):
     result = [item["reward"] for item in items]
     assert math.fsum(result) == pytest.approx(0, abs=1e-6)
     variance = math.fsum(value * value for value in result) / len(result)
-    assert variance == pytest.approx(1, abs=1e-5) or all(value == 0 for value in result) or max(values) - min(values) < 1e-2
+    assert (
+        variance == pytest.approx(1, abs=1e-5)
+        or all(value == 0 for value in result)
+        or max(values) - min(values) < 1e-2
+    )

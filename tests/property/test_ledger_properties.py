@@ -1,4 +1,5 @@
-"""Whatever is reported in whatever order, the ledger's counts add up and a rollout has one outcome; both for memory and for disk."""
+"""Whatever is reported in whatever order, the ledger's counts add up and a rollout has one outcome; both for memory and
+for disk."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.ledger_disk import PersistentLedger
-from agl_slime.groups.outcome import Outcome
+from agl_slime.groups.results import Outcome
 
 ROLLOUTS = st.sampled_from([f"r{number}" for number in range(6)])
 OUTCOMES = st.sampled_from(list(Outcome))

@@ -39,7 +39,9 @@ def samples(draw: st.DrawFn, *, max_siblings: int = 4) -> Samples:
 def test_the_order_of_samples_does_not_matter(data: Samples, std: bool, random):
     order = list(range(len(data.rewards)))
     random.shuffle(order)
-    shuffled = Samples([data.rewards[i] for i in order], [data.groups[i] for i in order], [data.rollouts[i] for i in order])
+    shuffled = Samples(
+        [data.rewards[i] for i in order], [data.groups[i] for i in order], [data.rollouts[i] for i in order]
+    )
     expected = data.normalized(std=std)
     assert shuffled.normalized(std=std) == [expected[i] for i in order]
 
@@ -47,7 +49,11 @@ def test_the_order_of_samples_does_not_matter(data: Samples, std: bool, random):
 @given(data=samples(), std=st.booleans())
 def test_the_number_of_siblings_does_not_matter(data: Samples, std: bool):
     first = {rollout: i for i, rollout in reversed(list(enumerate(data.rollouts)))}
-    merged = Samples([data.rewards[i] for i in first.values()], [data.groups[i] for i in first.values()], [data.rollouts[i] for i in first.values()])
+    merged = Samples(
+        [data.rewards[i] for i in first.values()],
+        [data.groups[i] for i in first.values()],
+        [data.rollouts[i] for i in first.values()],
+    )
     of_rollout = dict(zip(merged.rollouts, merged.normalized(std=std), strict=True))
     assert data.normalized(std=std) == [of_rollout[rollout] for rollout in data.rollouts]
 
@@ -58,7 +64,9 @@ def test_every_group_has_mean_zero_and_keeps_the_order_of_rewards(data: Samples,
     for group in set(data.groups):
         members = [(data.rewards[i], result[i]) for i in range(len(result)) if data.groups[i] == group]
         largest = max(abs(advantage) for _, advantage in members)
-        assert abs(math.fsum(advantage for _, advantage in members)) <= 1e-9 * max(1.0, largest, *(abs(reward) for reward, _ in members))
+        assert abs(math.fsum(advantage for _, advantage in members)) <= 1e-9 * max(
+            1.0, largest, *(abs(reward) for reward, _ in members)
+        )
         ranked = [advantage for _, advantage in sorted(members)]
         assert ranked == sorted(ranked)
 

@@ -1,4 +1,5 @@
-"""A recording under any order of adding, writing early, failing and closing: every span that was taken in is written exactly once, in order."""
+"""A recording under any order of adding, writing early, failing and closing: every span that was taken in is written
+exactly once, in order."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime._agl import Span
 from agl_slime.runner.recording import Recording
+from agl_slime.support.agl import Span
 
 steps = st.lists(st.sampled_from(["add", "write", "fail", "both"]), max_size=40)
 
@@ -46,7 +47,11 @@ def test_spans_are_written_once_and_in_order(sequence: list[str]) -> None:
             nonlocal added
             number = added
             added += 1
-            assert recording.add(lambda ro, at, n: Span.from_attributes(rollout_id=ro, attempt_id=at, sequence_id=n, name=str(number), attributes={}))
+            assert recording.add(
+                lambda ro, at, n: Span.from_attributes(
+                    rollout_id=ro, attempt_id=at, sequence_id=n, name=str(number), attributes={}
+                )
+            )
 
         for step in sequence:
             if step == "add":
@@ -66,6 +71,8 @@ def test_spans_are_written_once_and_in_order(sequence: list[str]) -> None:
         assert [int(span.name) for span in store.spans] == list(range(added))
         assert [span.sequence_id for span in store.spans] == sorted(span.sequence_id for span in store.spans)
         assert recording.written == store.spans
-        assert not recording.add(lambda ro, at, n: Span.from_attributes(rollout_id=ro, attempt_id=at, sequence_id=n, attributes={}))
+        assert not recording.add(
+            lambda ro, at, n: Span.from_attributes(rollout_id=ro, attempt_id=at, sequence_id=n, attributes={})
+        )
 
     asyncio.run(run())

@@ -7,14 +7,16 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl_slime.follow import FollowProgress
-from agl_slime.store_feed import FeedPage
+from agl_slime.datasource.follow import FollowProgress
+from agl_slime.store.feed import FeedPage
 
 EPOCH = "life"
 
 
 def page(after: int, n: int) -> FeedPage:
-    return FeedPage(epoch=EPOCH, last=after + n, rollout_ids=[str(i) for i in range(after + 1, after + n + 1)], missed=False)
+    return FeedPage(
+        epoch=EPOCH, last=after + n, rollout_ids=[str(i) for i in range(after + 1, after + n + 1)], missed=False
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -27,7 +29,9 @@ def test_after_a_crash_exactly_what_the_saved_state_had_not_settled_comes_again(
     for _ in range(data.draw(st.integers(1, 30))):
         step = data.draw(st.sampled_from(["page", "settle", "save", "crash"]))
         if step == "page" and progress.position.after < total:
-            fresh = progress.take(page(progress.position.after, data.draw(st.integers(1, total - progress.position.after))))
+            fresh = progress.take(
+                page(progress.position.after, data.draw(st.integers(1, total - progress.position.after)))
+            )
             assert not settled & set(fresh), "an end came that had been settled"
             open_ids += fresh
         elif step == "settle" and open_ids:

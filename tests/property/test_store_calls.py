@@ -1,4 +1,5 @@
-"""The store's own calls and Agent Lightning's, on the same histories: whatever is asked for afterwards is the same in both."""
+"""The store's own calls and Agent Lightning's, on the same histories: whatever is asked for afterwards is the same in
+both."""
 
 from __future__ import annotations
 
@@ -10,12 +11,17 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-import agl_slime.store_calls as ours
-from agl_slime._agl import LLM, EnqueueRolloutRequest, InMemoryLightningStore, RolloutConfig, Span
-from agl_slime.store import BridgeStore
+import agl_slime.store.calls as ours
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import LLM, EnqueueRolloutRequest, InMemoryLightningStore, RolloutConfig, Span
 
 STATUSES = ["preparing", "running", "succeeded", "failed", "failed", "timeout", "unresponsive"]
-RETRIES: list[list[Any]] = [[], ["failed"], ["failed", "timeout", "unresponsive"], ["failed", "timeout", "unresponsive"]]
+RETRIES: list[list[Any]] = [
+    [],
+    ["failed"],
+    ["failed", "timeout", "unresponsive"],
+    ["failed", "timeout", "unresponsive"],
+]
 ROLLOUTS = 6
 
 
@@ -35,7 +41,8 @@ def a_step(rng: random.Random) -> tuple[Any, ...]:
 
 
 class Subject:
-    """One store under the history. Rollouts and attempts are told apart by number, since each store makes up its own ids."""
+    """One store under the history. Rollouts and attempts are told apart by number, since each store makes up its own
+    ids."""
 
     def __init__(self, store: InMemoryLightningStore) -> None:
         self.store = store
@@ -47,7 +54,9 @@ class Subject:
 
     async def begin(self, configs: list[RolloutConfig]) -> None:
         await self.store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")})
-        requests = [EnqueueRolloutRequest(input={"n": [n]}, mode="train", config=config) for n, config in enumerate(configs)]
+        requests = [
+            EnqueueRolloutRequest(input={"n": [n]}, mode="train", config=config) for n, config in enumerate(configs)
+        ]
         self.rollouts = [rollout.rollout_id for rollout in await self.store.enqueue_many_rollouts(requests)]
 
     async def attempt(self, number: int, place: int) -> str:
@@ -81,23 +90,41 @@ class Subject:
             return None  # where an attempt ends after its rollout the two differ on purpose
         if what == "end":
             return await store.update_attempt(rollouts[number], attempt_id, status=value)
-        fields: dict[str, Any] = {"worker_id": "three"} if value == "worker_id" else {value: {"a": 1} if value == "metadata" else 5.0}
+        fields: dict[str, Any] = (
+            {"worker_id": "three"} if value == "worker_id" else {value: {"a": 1} if value == "metadata" else 5.0}
+        )
         return await store.update_attempt(rollouts[number], attempt_id, **fields)
 
     def span(self, rollout_id: str, attempt_id: str, number: int) -> Span:
-        common: dict[str, Any] = {"rollout_id": rollout_id, "attempt_id": attempt_id, "sequence_id": number, "trace_id": "t", "start_time": 1.0}
-        return Span.from_attributes(**common, span_id=f"span-{next(self._span_ids)}", name="x", attributes={"n": number})
+        common: dict[str, Any] = {
+            "rollout_id": rollout_id,
+            "attempt_id": attempt_id,
+            "sequence_id": number,
+            "trace_id": "t",
+            "start_time": 1.0,
+        }
+        return Span.from_attributes(
+            **common, span_id=f"span-{next(self._span_ids)}", name="x", attributes={"n": number}
+        )
 
     async def seen(self) -> Any:
         """All that the store tells when it is asked."""
         store = self.store
-        answers: list[Any] = [await store.query_rollouts(), await store.query_workers(), await store.get_many_span_sequence_ids([])]
+        answers: list[Any] = [
+            await store.query_rollouts(),
+            await store.query_workers(),
+            await store.get_many_span_sequence_ids([]),
+        ]
         for rollout_id in self.rollouts:
             attempts = await store.query_attempts(rollout_id)
             answers += [await store.get_rollout_by_id(rollout_id), await store.get_latest_attempt(rollout_id), attempts]
             answers += [await store.query_spans(rollout_id), await store.query_spans(rollout_id, "latest")]
             answers += [await store.query_spans(rollout_id, attempt.attempt_id) for attempt in attempts]
-        counts = {name: value for name, value in (await store.statistics()).items() if name.startswith("total_") and name != "total_span_bytes"}
+        counts = {
+            name: value
+            for name, value in (await store.statistics()).items()
+            if name.startswith("total_") and name != "total_span_bytes"
+        }
         running = [rollout_id in store._running_rollout_ids for rollout_id in self.rollouts]
         return self.plain([*answers, counts, running])
 
@@ -109,7 +136,10 @@ class Subject:
                 self._plain[key] = self.plain(value.model_dump())
             return self._plain[key]
         if isinstance(value, dict):
-            return {name: value[name] is not None if name.endswith("_time") else self.plain(value[name]) for name in sorted(value)}
+            return {
+                name: value[name] is not None if name.endswith("_time") else self.plain(value[name])
+                for name in sorted(value)
+            }
         if isinstance(value, (list, tuple)):
             return [self.plain(item) for item in value]
         if isinstance(value, str) and value.startswith(("ro-", "at-", "rs-")):
@@ -120,7 +150,10 @@ class Subject:
 @pytest.mark.parametrize("seed", range(40))
 async def test_both_stores_tell_the_same(seed: int) -> None:
     rng = random.Random(seed)
-    configs = [RolloutConfig(max_attempts=rng.choice([1, 2, 3, 3]), retry_condition=rng.choice(RETRIES)) for _ in range(ROLLOUTS)]
+    configs = [
+        RolloutConfig(max_attempts=rng.choice([1, 2, 3, 3]), retry_condition=rng.choice(RETRIES))
+        for _ in range(ROLLOUTS)
+    ]
     subjects = [Subject(InMemoryLightningStore(thread_safe=True)), Subject(BridgeStore(dead_worker_seconds=0))]
     for subject in subjects:
         await subject.begin(configs)
@@ -149,7 +182,12 @@ async def test_what_is_not_valid_changes_nothing() -> None:
             await store.update_attempt(rollout_id, attempt_id, **fields)  # type: ignore[arg-type]
     attempt = await store.get_latest_attempt(rollout_id)
     assert attempt is not None
-    assert (attempt.status, attempt.last_heartbeat_time, attempt.metadata, attempt.end_time) == ("preparing", None, None, None)
+    assert (attempt.status, attempt.last_heartbeat_time, attempt.metadata, attempt.end_time) == (
+        "preparing",
+        None,
+        None,
+        None,
+    )
 
 
 async def test_of_spans_with_one_id_the_first_is_kept(caplog: pytest.LogCaptureFixture) -> None:
@@ -157,11 +195,16 @@ async def test_of_spans_with_one_id_the_first_is_kept(caplog: pytest.LogCaptureF
     rollout_id, attempt_id = await claimed(store)
 
     def span(name: str, span_id: str) -> Span:
-        return Span.from_attributes(rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=1, name=name, span_id=span_id, attributes={})
+        return Span.from_attributes(
+            rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=1, name=name, span_id=span_id, attributes={}
+        )
 
     first = [span("a", "1"), span("b", "2")]
     assert await store.add_many_spans(first) == first
-    assert [s.name for s in await store.add_many_spans([span("c", "3"), span("late", "1"), span("d", "4")])] == ["c", "d"]
+    assert [s.name for s in await store.add_many_spans([span("c", "3"), span("late", "1"), span("d", "4")])] == [
+        "c",
+        "d",
+    ]
     assert await store.add_span(span("late", "4")) is None
     assert sorted(s.name for s in await store.query_spans(rollout_id, attempt_id)) == ["a", "b", "c", "d"]
     assert (await store.statistics()).get("total_spans") == 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.trace.codec import unpack_log_probs, unpack_token_ids
+from agl_slime.tokens.codec import unpack_log_probs, unpack_token_ids
 from tests.unit.test_trace_codec import pack_log_probs, pack_token_ids
 
 

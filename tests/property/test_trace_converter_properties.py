@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 from hypothesis import given, settings
 
-from agl_slime._agl import EnqueueRolloutRequest, InMemoryLightningStore, Rollout, Span, emit_reward
+from agl_slime.support.agl import EnqueueRolloutRequest, InMemoryLightningStore, Rollout, Span, emit_reward
 from agl_slime.trace import attributes as names
 from agl_slime.trace.converter import Conversion, convert_rollout
 from agl_slime.trace.turn import Turn, TurnEncoder
@@ -24,7 +24,12 @@ def packed_spans(turns: list[Turn], rollout_id: str = "ro", attempt_id: str = "a
     written = [(names.GENERATE_SPAN, encoder.encode(turn)) for turn in turns] + [(REWARD.name, dict(REWARD.attributes))]
     return [
         Span.from_attributes(
-            name=name, attributes=attributes, rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=i + 1, start_time=float(i + 1)
+            name=name,
+            attributes=attributes,
+            rollout_id=rollout_id,
+            attempt_id=attempt_id,
+            sequence_id=i + 1,
+            start_time=float(i + 1),
         )
         for i, (name, attributes) in enumerate(written)
     ]
@@ -42,12 +47,21 @@ def check(conversion: Conversion, turns: list[Turn]) -> None:
         assert {type(value) for value in sample.tokens} == {int}
         prompt_length = len(sample.tokens) - n
         for start, end in sample.metadata["turn_spans"]:
-            prompt, response = sample.tokens[: prompt_length + start], sample.tokens[prompt_length + start : prompt_length + end]
+            prompt, response = (
+                sample.tokens[: prompt_length + start],
+                sample.tokens[prompt_length + start : prompt_length + end],
+            )
             trained[record(prompt, response, sample.rollout_log_probs[start:end])] += 1
         in_turns = {place for start, end in sample.metadata["turn_spans"] for place in range(start, end)}
         assert sample.loss_mask == [int(place in in_turns) for place in range(n)]
-        assert all(value == 0.0 for value, mask in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if not mask)
-    sampled = Counter(record(turn.prompt_ids.tolist(), turn.response_ids.tolist(), log_probs_of(turn)) for turn in turns if len(turn.response_ids))
+        assert all(
+            value == 0.0 for value, mask in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if not mask
+        )
+    sampled = Counter(
+        record(turn.prompt_ids.tolist(), turn.response_ids.tolist(), log_probs_of(turn))
+        for turn in turns
+        if len(turn.response_ids)
+    )
     assert trained == sampled
     assert sum(sum(sample.loss_mask or []) for sample in conversion.samples) == conversion.report.sampled_tokens
 
@@ -58,7 +72,11 @@ def log_probs_of(turn: Turn) -> list[float]:
 
 
 def record(prompt: list[int], response: list[int], log_probs: list[float]) -> tuple[bytes, bytes, bytes]:
-    return np.array(prompt, dtype="<i4").tobytes(), np.array(response, dtype="<i4").tobytes(), np.array(log_probs, dtype="<f4").tobytes()
+    return (
+        np.array(prompt, dtype="<i4").tobytes(),
+        np.array(response, dtype="<i4").tobytes(),
+        np.array(log_probs, dtype="<f4").tobytes(),
+    )
 
 
 @given(conversations().filter(lambda turns: any(len(turn.response_ids) for turn in turns)))
@@ -75,8 +93,16 @@ def test_token_lists(turns: list[Turn]):
             "response_token_ids": turn.response_ids.tolist(),
             "logprobs.content": json.dumps([{"logprob": value} for value in log_probs_of(turn)]),
         }
-        spans.append(Span.from_attributes(name="openai.chat.completion", attributes=attributes, sequence_id=i + 1, start_time=float(i)))
-    spans.append(Span.from_attributes(name=REWARD.name, attributes=REWARD.attributes, sequence_id=len(turns) + 1, start_time=99.0))
+        spans.append(
+            Span.from_attributes(
+                name="openai.chat.completion", attributes=attributes, sequence_id=i + 1, start_time=float(i)
+            )
+        )
+    spans.append(
+        Span.from_attributes(
+            name=REWARD.name, attributes=REWARD.attributes, sequence_id=len(turns) + 1, start_time=99.0
+        )
+    )
     check(convert_rollout(ROLLOUT, spans), turns)
 
 

@@ -1,4 +1,5 @@
-"""Whatever an agent does with its history, each sampled token is trained once, at its place, with the engine's id and log-prob."""
+"""Whatever an agent does with its history, each sampled token is trained once, at its place, with the engine's id and
+log-prob."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.trace.forks import ForkReason
+from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.turn import Turn
 from tests.property.trace_strategies import conversations
@@ -19,7 +20,9 @@ from tests.trace_tokenizers import small_tokenizer
 def test_every_sampled_token_is_trained_exactly_once(turns: list[Turn]):
     trained = Counter(at.turn for segment in merge_turns(turns) for at in segment.placements)
     assert trained == Counter(i for i, turn in enumerate(turns) if len(turn.response_ids))
-    assert sum(int(segment.loss_mask.sum()) for segment in merge_turns(turns)) == sum(len(turn.response_ids) for turn in turns)
+    assert sum(int(segment.loss_mask.sum()) for segment in merge_turns(turns)) == sum(
+        len(turn.response_ids) for turn in turns
+    )
 
 
 @given(conversations())
@@ -40,7 +43,8 @@ def test_what_is_under_the_mask_is_the_engines_record_at_the_place_where_it_was_
 
 @given(conversations(min_response=1))
 def test_a_turn_that_extends_the_end_of_a_segment_never_forks(turns: list[Turn]):
-    """Against the rule written as a search: a new segment starts only when no segment's whole content begins the prompt."""
+    """Against the rule written as a search: a new segment starts only when no segment's whole content begins the
+    prompt."""
     segments = merge_turns(turns)
     for segment in segments:
         index = segment.placements[0].turn
@@ -51,7 +55,9 @@ def test_a_turn_that_extends_the_end_of_a_segment_never_forks(turns: list[Turn])
             if before:
                 ends.append((before[-1].end, other.token_ids[: before[-1].end].tolist()))
         extended = [length for length, held in ends if held == prompt[:length]]
-        held_turns = [len(turn.token_ids) for turn in turns[:index] if turn.token_ids.tolist() == prompt[: len(turn.token_ids)]]
+        held_turns = [
+            len(turn.token_ids) for turn in turns[:index] if turn.token_ids.tolist() == prompt[: len(turn.token_ids)]
+        ]
         assert not extended or max(held_turns) > max(extended)
 
 
@@ -67,7 +73,11 @@ def test_without_log_probs_there_are_none(turns: list[Turn]):
     assert all(segment.log_probs is None for segment in merge_turns(turns))
 
 
-@given(st.lists(st.tuples(st.text(max_size=10), st.lists(st.integers(0, 399), min_size=1, max_size=12)), min_size=2, max_size=4))
+@given(
+    st.lists(
+        st.tuples(st.text(max_size=10), st.lists(st.integers(0, 399), min_size=1, max_size=12)), min_size=2, max_size=4
+    )
+)
 def test_text_that_is_tokenised_again_forks_as_retokenization_and_nothing_else(exchanges: list[tuple[str, list[int]]]):
     """Any tokens are sampled, half characters too; each next prompt is rendered from the text, as a chat API does."""
     tokenizer = small_tokenizer()
@@ -83,5 +93,7 @@ def test_text_that_is_tokenised_again_forks_as_retokenization_and_nothing_else(e
     assert {segment.fork_reason for segment in segments[1:]} <= {ForkReason.RETOKENIZATION}
     for before, after in itertools.pairwise(turns):
         continued = after.prompt_ids[: len(before.token_ids)].tolist() == before.token_ids.tolist()
-        together = any({turns.index(before), turns.index(after)} <= {at.turn for at in segment.placements} for segment in segments)
+        together = any(
+            {turns.index(before), turns.index(after)} <= {at.turn for at in segment.placements} for segment in segments
+        )
         assert continued == together

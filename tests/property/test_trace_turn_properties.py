@@ -29,7 +29,10 @@ def test_any_tree_of_turns_is_read_back_equal(turns: list[Turn], list_form: bool
 
 @given(conversations(), st.booleans())
 def test_attributes_survive_a_store_that_speaks_json(turns: list[Turn], list_form: bool):
-    spans = [SimpleNamespace(attributes=json.loads(json.dumps(span.attributes))) for span in encode(turns, list_form=list_form)]
+    spans = [
+        SimpleNamespace(attributes=json.loads(json.dumps(span.attributes)))
+        for span in encode(turns, list_form=list_form)
+    ]
     assert decode_turns(spans) == turns
 
 
@@ -42,7 +45,10 @@ def test_the_order_of_the_spans_of_one_encoder_does_not_matter(turns: list[Turn]
 
 @given(conversations(max_turns=4), conversations(max_turns=4), st.data())
 def test_encoders_interleave(first: list[Turn], second: list[Turn], data: st.DataObject):
-    a, b = [(span, turn) for span, turn in zip(encode(first), first, strict=True)], list(zip(encode(second), second, strict=True))
+    a, b = (
+        [(span, turn) for span, turn in zip(encode(first), first, strict=True)],
+        list(zip(encode(second), second, strict=True)),
+    )
     merged = []
     while a or b:
         merged.append((a if a and (not b or data.draw(st.booleans())) else b).pop(0))
@@ -61,7 +67,10 @@ def test_a_lost_turn_before_the_last_is_noticed(turns: list[Turn], data: st.Data
 def test_another_token_or_log_prob_is_noticed(turns: list[Turn], data: st.DataObject):
     spans = encode(turns)
     packed = [
-        (span, key) for span in spans for key in (names.PROMPT_IDS, names.RESPONSE_IDS, names.LOG_PROBS) if len(span.attributes.get(key, "")) >= 8
+        (span, key)
+        for span in spans
+        for key in (names.PROMPT_IDS, names.RESPONSE_IDS, names.LOG_PROBS)
+        if len(span.attributes.get(key, "")) >= 8
     ]
     if not packed:
         return
@@ -74,7 +83,9 @@ def test_another_token_or_log_prob_is_noticed(turns: list[Turn], data: st.DataOb
 
 
 @settings(max_examples=500)  # owners are told wrongly only where an edge is split more than once
-@given(st.lists(st.lists(st.integers(0, 1), max_size=8), min_size=3, max_size=10), st.lists(st.integers(0, 1), max_size=8))
+@given(
+    st.lists(st.lists(st.integers(0, 1), max_size=8), min_size=3, max_size=10), st.lists(st.integers(0, 1), max_size=8)
+)
 def test_the_tree_finds_what_a_search_of_all_sequences_finds(sequences: list[list[int]], wanted: list[int]):
     tree = TokenTree()
     arrays = [np.array(s, dtype=np.int32) for s in sequences]
@@ -87,5 +98,8 @@ def test_the_tree_finds_what_a_search_of_all_sequences_finds(sequences: list[lis
     if match.length:
         assert match.first == shared.index(match.length)
         assert match.latest == len(shared) - 1 - shared[::-1].index(match.length)
-    ending = {length: tuple(i for i, s in enumerate(sequences) if len(s) == length and s == wanted[:length]) for length in range(1, len(wanted) + 1)}
+    ending = {
+        length: tuple(i for i, s in enumerate(sequences) if len(s) == length and s == wanted[:length])
+        for length in range(1, len(wanted) + 1)
+    }
     assert match.ends == tuple((length, owners) for length, owners in ending.items() if owners)

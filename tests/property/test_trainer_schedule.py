@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.trainers.batch import TrainBatch
-from agl_slime.trainers.schedule import make_microbatches, split_minibatches
+from agl_slime.trainers.local.batch import TrainBatch
+from agl_slime.trainers.local.schedule import make_microbatches, split_minibatches
 
 
 @st.composite
@@ -44,7 +44,9 @@ def test_microbatches_hold_every_token_under_the_mask_once(batch: TrainBatch, ma
     micros = list(make_microbatches(batch, sorted(chosen), max_tokens=max_tokens))
     flat = np.concatenate([batch.tokens[i][batch.target_positions[i]] for i in range(batch.n_samples)])
     targets = [token for micro in micros for token in micro.targets.tolist()]
-    assert sorted(targets) == sorted(token for i in chosen for token in batch.tokens[i][batch.target_positions[i]].tolist())
+    assert sorted(targets) == sorted(
+        token for i in chosen for token in batch.tokens[i][batch.target_positions[i]].tolist()
+    )
     for micro in micros:
         assert micro.input_ids.size <= max_tokens or len(micro.input_ids) == 1
         assert flat[micro.token_index].tolist() == micro.targets.tolist()

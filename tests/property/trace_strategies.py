@@ -14,9 +14,11 @@ from agl_slime.trace.turn import Turn
 token = st.one_of(st.integers(0, 4), st.integers(0, 2**31 - 1))
 log_prob = st.floats(min_value=-30, max_value=0, width=32)
 
-# Finish reason, whether the request had an id, how often it was resumed, whether it names weight versions: drawn together, for a conversation has
-# hundreds of draws, and they are most of what these tests cost.
-circumstances = st.sampled_from(list(itertools.product(("stop", "length", "abort", "tool_calls"), (False, True), (0, 1, 2), (False, True))))
+# Finish reason, whether the request had an id, how often it was resumed, whether it names weight versions: drawn
+# together, for a conversation has hundreds of draws, and they are most of what these tests cost.
+circumstances = st.sampled_from(
+    list(itertools.product(("stop", "length", "abort", "tool_calls"), (False, True), (0, 1, 2), (False, True)))
+)
 
 
 @st.composite
@@ -36,8 +38,8 @@ def _messages(draw: st.DrawFn, earlier: list[Turn]) -> list[dict[str, str]] | No
 
 @st.composite
 def conversations(draw: st.DrawFn, *, max_turns: int = 7, min_response: int = 0, log_probs: bool = True) -> list[Turn]:
-    """Turns of one rollout: the prompt of each extends an earlier turn's end, samples an earlier prompt again, edits or cuts an earlier history, or
-    is new."""
+    """Turns of one rollout: the prompt of each extends an earlier turn's end, samples an earlier prompt again, edits or
+    cuts an earlier history, or is new."""
     turns: list[Turn] = []
     for index in range(draw(st.integers(1, max_turns))):
         new = draw(st.lists(token, min_size=0, max_size=6))

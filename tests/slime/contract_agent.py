@@ -1,4 +1,5 @@
-"""The agent that slime's contract tests reach through our hooks: real store, runner, spans and conversion; the model is three lines.
+"""The agent that slime's contract tests reach through our hooks: real store, runner, spans and conversion; the model is
+three lines.
 
 slime's contract tests replace ``transformers`` by a stub, so the tokenizer is a byte-level one of our own.
 """
@@ -36,7 +37,13 @@ class EchoEngine:
 
     async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, **_: Any) -> Generation:
         ids = (*b"generated", 256)
-        return Generation(output_ids=ids, log_probs=(-0.25,) * len(ids), text="generated", finish_reason="stop", prompt_tokens=len(input_ids))
+        return Generation(
+            output_ids=ids,
+            log_probs=(-0.25,) * len(ids),
+            text="generated",
+            finish_reason="stop",
+            prompt_tokens=len(input_ids),
+        )
 
 
 class ContractAgent(SGLangLitAgent):

@@ -1,6 +1,7 @@
 """What slime needs to train on a CPU: an accelerator that is none, and a train actor that steps our local trainer.
 
-This is Megatron's place in the system; everything around it (Ray, placement groups, the manager, the weight update) is slime's own.
+This is Megatron's place in the system; everything around it (Ray, placement groups, the manager, the weight update) is
+slime's own.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import ray
 import torch
 from slime.ray.train_actor import TrainRayActor
 
-from agl_slime.trainers.local import LocalTrainer
-from agl_slime.trainers.settings import LocalTrainerSettings
+from agl_slime.trainers.local.settings import LocalTrainerSettings
+from agl_slime.trainers.local.trainer import LocalTrainer
 
 
 def register_cpu() -> None:
-    """Make slime's accelerator layer (HEAD) take the CPU; called in every Ray worker. Older versions have no such layer and need none."""
+    """Make slime's accelerator layer (HEAD) take the CPU; called in every Ray worker. Older versions have no such layer
+    and need none."""
     try:
         from slime.utils.accelerator import register_accelerator
         from slime.utils.accelerator.base import Accelerator
@@ -75,7 +77,9 @@ class CpuTrainActor(TrainRayActor):
         args.rank, args.world_size = 0, 1
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.train_parallel_config = self._get_parallel_config()
-        self.trainer = LocalTrainer(model_path=args.hf_checkpoint, settings=LocalTrainerSettings(temperature=args.rollout_temperature))
+        self.trainer = LocalTrainer(
+            model_path=args.hf_checkpoint, settings=LocalTrainerSettings(temperature=args.rollout_temperature)
+        )
         self.version = 0
         return 0
 
@@ -110,4 +114,8 @@ class CpuTrainActor(TrainRayActor):
 def _per_sample(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist()
-    return [item.tolist() if hasattr(item, "tolist") else item for item in value] if isinstance(value, (list, range)) else value
+    return (
+        [item.tolist() if hasattr(item, "tolist") else item for item in value]
+        if isinstance(value, (list, range))
+        else value
+    )

@@ -18,14 +18,26 @@ def sglang_router(workers: Sequence[str] = (), *, policy: str = "manual", flags:
     """Routes to ``workers``, and to those that are registered later; yields its URL once all workers are healthy."""
     port, metrics_port = _free_port(), _free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port), "--policy", policy]
+    command = [
+        sys.executable,
+        "-m",
+        "sglang_router.launch_router",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--policy",
+        policy,
+    ]
     command += ["--prometheus-port", str(metrics_port), "--log-level", "error", *flags]
     if workers:
         command += ["--worker-urls", *workers]
     process = subprocess.Popen(command)
     try:
         deadline = time.monotonic() + 30
-        while (listed := _workers(url)) is None or sum(bool(worker.get("is_healthy")) for worker in listed) < len(workers):
+        while (listed := _workers(url)) is None or sum(bool(worker.get("is_healthy")) for worker in listed) < len(
+            workers
+        ):
             assert process.poll() is None, f"the router ended with {process.returncode}"
             assert time.monotonic() < deadline, f"the router lists {listed}"
             time.sleep(0.1)

@@ -28,13 +28,19 @@ def serve_sglang(model: Path, log: Path, *, start_timeout_s: float = 240.0) -> I
         port = listener.getsockname()[1]
     script = REPOSITORY / "scripts" / "serve_sglang_cpu.sh"
     with log.open("wb") as output:
-        process = subprocess.Popen([str(script), str(model), str(port)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            [str(script), str(model), str(port)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + start_timeout_s
         while not _healthy(url):
-            assert process.poll() is None, f"SGLang ended with {process.returncode}: {log.read_text(errors='replace')[-2000:]}"
-            assert time.monotonic() < deadline, f"SGLang was not healthy in time: {log.read_text(errors='replace')[-2000:]}"
+            assert process.poll() is None, (
+                f"SGLang ended with {process.returncode}: {log.read_text(errors='replace')[-2000:]}"
+            )
+            assert time.monotonic() < deadline, (
+                f"SGLang was not healthy in time: {log.read_text(errors='replace')[-2000:]}"
+            )
             time.sleep(0.5)
         yield url
     finally:

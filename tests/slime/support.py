@@ -1,6 +1,8 @@
-"""Running slime's own code in processes of its own, with stand-ins for what a CPU machine lacks (Megatron's options, an importable SGLang).
+"""Running slime's own code in processes of its own, with stand-ins for what a CPU machine lacks (Megatron's options, an
+importable SGLang).
 
-Each program under ``programs/`` is a driver as a slime user would write it; it prints its findings as one JSON line, which the test judges.
+Each program under ``programs/`` is a driver as a slime user would write it; it prints its findings as one JSON line,
+which the test judges.
 """
 
 from __future__ import annotations
@@ -37,26 +39,34 @@ def require_slime(*modules: str) -> Path:
     """The slime checkout; skips the test with one sentence when it, or one of ``modules``, is missing."""
     root = slime_dir()
     if root is None:
-        pytest.skip("slime is not here: set SLIME_DIR to a checkout of it (scripts/slime_cpu.sh makes an environment that can run it)")
+        pytest.skip(
+            "slime is not here: set SLIME_DIR to a checkout of it (scripts/slime_cpu.sh makes an environment that can run it)"
+        )
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.skip(f"slime's tests need {', '.join(missing)}: run pytest with the Python that scripts/slime_cpu.sh made")
+        pytest.skip(
+            f"slime's tests need {', '.join(missing)}: run pytest with the Python that scripts/slime_cpu.sh made"
+        )
     return root
 
 
 def has_disk_updates(root: Path) -> bool:
-    """Whether slime (v0.3.1 and later) brings full weights to engines over disk; the same versions run without engines of their own."""
+    """Whether slime (v0.3.1 and later) brings full weights to engines over disk; the same versions run without engines
+    of their own."""
     return '"--update-weight-disk-dir"' in (root / "slime" / "utils" / "arguments.py").read_text()
 
 
 def require_disk_updates(root: Path) -> None:
     """Skip where slime cannot bring full weights to an engine over disk, the one way that needs no GPU."""
     if not has_disk_updates(root):
-        pytest.skip("this slime has no full weight updates over disk, the one way that needs no GPU: they came with v0.3.1")
+        pytest.skip(
+            "this slime has no full weight updates over disk, the one way that needs no GPU: they came with v0.3.1"
+        )
 
 
 def environment(root: Path) -> dict[str, str]:
-    """Variables under which slime's code, the stand-ins and this repository are importable, in the program and in its Ray workers."""
+    """Variables under which slime's code, the stand-ins and this repository are importable, in the program and in its
+    Ray workers."""
     python_path = os.pathsep.join([str(STANDINS), str(root), str(REPOSITORY)])
     return {
         **os.environ,
@@ -75,7 +85,13 @@ def run_program(root: Path, name: str, *arguments: str | Path, timeout_s: float)
     """Run ``programs/NAME.py`` and return what it printed as its result; its whole output is in the failure otherwise."""
     command = [sys.executable, "-m", f"tests.slime.programs.{name}", *map(str, arguments)]
     process = subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment(root), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=REPOSITORY,
+        env=environment(root),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=timeout_s)

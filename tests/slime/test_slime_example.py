@@ -19,7 +19,9 @@ def test_slimes_parser_takes_the_flags_of_the_launch_script(policy_dir: Path, tm
     # in place of the python that would start slime's train.py, one that only parses
     python = tmp_path / "python"
     standins = environment(root)["PYTHONPATH"]
-    python.write_text(f'#!/bin/sh\nshift\nPYTHONPATH="{standins}" exec {sys.executable} -m tests.slime.programs.parse "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\nshift\nPYTHONPATH="{standins}" exec {sys.executable} -m tests.slime.programs.parse "$@"\n'
+    )
     python.chmod(0o755)
     model_args = tmp_path / "model.sh"
     model_args.write_text(f"MODEL_ARGS=({' '.join(model_flags(policy_dir))})\n")

@@ -1,4 +1,5 @@
-"""slime's RolloutManager under real Ray on a CPU, with our data source and rollout function and agents that run elsewhere."""
+"""slime's RolloutManager under real Ray on a CPU, with our data source and rollout function and agents that run
+elsewhere."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def test_ten_batches_a_checkpoint_and_another_manager(tmp_path: Path):
     assert set(result["keys"]) >= _KEYS
     assert result["samples"] == result["rollouts"] == [16] * 10
     assert result["lengths_match"]
-    # tokens, masks, log-probs, raw rewards and advantages, row by row, against the converter and the normaliser on the store's own spans
+    # tokens, masks, log-probs, raw rewards and advantages, row by row, against the converter and the normaliser on the
+    # store's own spans
     assert result["mismatches"] == 0, result["example"]
     assert result["trained"] == result["finished"] == 160
     assert result["trained_twice"] == 0

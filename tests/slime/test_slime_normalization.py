@@ -1,4 +1,5 @@
-"""slime's default normalisation beside ours: where they agree, and where groups are uneven or rollouts became several samples."""
+"""slime's default normalisation beside ours: where they agree, and where groups are uneven or rollouts became several
+samples."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ def test_slimes_default_and_ours_on_the_cases_of_its_issues():
     assert full["ours"] == pytest.approx(full["slime"], abs=1e-3)
     equal = rows["groups of 4, 3 and 4, all 5.0"]
     assert equal["ours"] == [0.0] * 11
-    uneven = rows["groups of 4, 3 and 4, one reward each"]  # within a prompt nothing differs, so there is nothing to learn
+    uneven = rows[
+        "groups of 4, 3 and 4, one reward each"
+    ]  # within a prompt nothing differs, so there is nothing to learn
     assert uneven["ours"] == [0.0] * 11
     assert max(map(abs, uneven["slime"])) > 1.0
     siblings = rows["one rollout of three samples, one of one"]

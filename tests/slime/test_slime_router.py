@@ -15,15 +15,17 @@ import pytest
 
 from agents.lookup import LookupAgent
 from agl_slime import AGLDataSource, BridgeStore, DiskWeightSync, RunnerThread, SamplingParams, SGLangClient
-from agl_slime._agl import LLM, EnqueueRolloutRequest, RolloutConfig
-from agl_slime.groups.outcome import Outcome
-from agl_slime.sglang.embedded.process import EmbeddedEngine
-from agl_slime.tokenizer import load_tokenizer
+from agl_slime.engine.process import EmbeddedEngine
+from agl_slime.groups.results import Outcome
+from agl_slime.support.agl import LLM, EnqueueRolloutRequest, RolloutConfig
+from agl_slime.tokens.tokenizer import load_tokenizer
 from tests.slime.routers import sglang_router
 
 pytestmark = [
     pytest.mark.slime,
-    pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="needs the router: pip install sglang-router==0.3.2"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("sglang_router") is None, reason="needs the router: pip install sglang-router==0.3.2"
+    ),
 ]
 
 
@@ -57,7 +59,9 @@ async def test_the_requests_of_one_rollout_stay_on_one_worker(engines: list[Embe
     assert set(chosen) == {0, 1}
 
 
-async def test_a_weight_sync_through_the_router_reaches_both_workers(engines: list[EmbeddedEngine], policy_dir: Path, tmp_path: Path):
+async def test_a_weight_sync_through_the_router_reaches_both_workers(
+    engines: list[EmbeddedEngine], policy_dir: Path, tmp_path: Path
+):
     weights = shutil.copytree(policy_dir, tmp_path / "weights")
     with sglang_router([engine.url for engine in engines]) as url:
         report = await DiskWeightSync(base_url=url).push(str(weights), "17")
@@ -83,9 +87,13 @@ def test_a_worker_that_dies_in_the_middle_of_a_run_loses_nothing(engines: list[E
         unsubscribe = store.subscribe_finished(one_ended)
         llm = LLM(endpoint=url, model=str(policy_dir), sampling_parameters={"temperature": 1.0, "max_new_tokens": 48})
         asyncio.run(store.add_resources({"main_llm": llm}))
-        config = RolloutConfig(timeout_seconds=120, max_attempts=3, retry_condition=["failed", "timeout", "unresponsive"])
+        config = RolloutConfig(
+            timeout_seconds=120, max_attempts=3, retry_condition=["failed", "timeout", "unresponsive"]
+        )
         requests = [
-            EnqueueRolloutRequest(input=task, mode="train", config=config, metadata={"group_id": str(number), "group_size": size})
+            EnqueueRolloutRequest(
+                input=task, mode="train", config=config, metadata={"group_id": str(number), "group_size": size}
+            )
             for number, task in enumerate(agent.make_task(rng) for _ in range(groups))
             for _ in range(size)
         ]

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from agl_slime.buffer import stages
 from agl_slime.buffer.samples import SampleMaker, agree
-from agl_slime.groups import stages
-from agl_slime.trace.masks import get_loss_mask_generator
+from agl_slime.tokens.masks import get_loss_mask_generator
 from agl_slime.types import Sample, get_rollout_id
 from tests.buffer_cases import make_item
 from tests.vocabularies import chat_tokenizer
@@ -28,7 +28,10 @@ def test_sent_token_ids_and_log_probs_are_used_as_they_are():
     assert (sample.tokens, sample.response_length, sample.loss_mask) == ([5, 6, 7, 8], 2, [1, 1])
     assert sample.rollout_log_probs == [-0.5, -0.25]
     assert (sample.reward, sample.status, sample.label) == (1.0, Sample.Status.COMPLETED, "x")
-    assert (sample.response, sample.prompt) == ("-2 and -3", [{"role": "user", "content": "Solve the equation x^2 + 5x + 6 = 0"}])
+    assert (sample.response, sample.prompt) == (
+        "-2 and -3",
+        [{"role": "user", "content": "Solve the equation x^2 + 5x + 6 = 0"}],
+    )
     assert sample.weight_versions == ["3"]
     assert sample.metadata["token_source"] == "engine"
     assert (sample.metadata["uid"], sample.metadata["instance_id"]) == ("1", "math_001")
@@ -63,7 +66,9 @@ def padded(rewards: list[float], size: int) -> list[dict[str, Any]]:
 
 def test_copies_are_masked_out_and_their_originals_keep_the_whole_advantage():
     samples = maker().group(padded([1.0, 0.0, 0.0], 4))
-    advantages = [item["reward"] for item in stages.normalize_group_data(("i", [{"reward": r} for r in (1.0, 0.0, 0.0)]))[1]]
+    advantages = [
+        item["reward"] for item in stages.normalize_group_data(("i", [{"reward": r} for r in (1.0, 0.0, 0.0)]))[1]
+    ]
     assert [sample.reward for sample in samples] == pytest.approx([*advantages, 0.0])
     assert [bool(sample.remove_sample) for sample in samples] == [False, False, False, True]
     assert samples[3].loss_mask == [0, 0]
@@ -127,8 +132,8 @@ def test_text_without_a_tokenizer_is_refused():
 
 def test_a_custom_mask_generator_is_found_by_its_name(monkeypatch):
     """The documented example of a loss mask of one's own, as this package spells it."""
-    from agl_slime.trace import masks as registry
-    from agl_slime.trace.masks import MaskGenerator, register_loss_mask_generator
+    from agl_slime.tokens import masks as registry
+    from agl_slime.tokens.masks import MaskGenerator, register_loss_mask_generator
 
     get_loss_mask_generator(chat_tokenizer("anthropic", "chatml"))  # the named ones are registered now
     monkeypatch.setattr(registry, "_factories", dict(registry._factories))  # other tests list what is registered

@@ -15,7 +15,12 @@ def write(path: Path, *rows: object) -> Path:
 
 
 def test_lines_without_an_id_get_one_that_nobody_has(tmp_path):
-    file = write(tmp_path / "data.jsonl", {"prompt": "1+1"}, {"instance_id": "instance_2", "prompt": "kept"}, {"instance_id": None, "prompt": "2+2"})
+    file = write(
+        tmp_path / "data.jsonl",
+        {"prompt": "1+1"},
+        {"instance_id": "instance_2", "prompt": "kept"},
+        {"instance_id": None, "prompt": "2+2"},
+    )
     output, lines, assigned = assign_instance_ids(AssignInstanceIds(input=file))
     assert (output.name, lines, assigned) == ("data_instance_id.jsonl", 3, 2)
     rows = [json.loads(line) for line in output.read_text().splitlines()]

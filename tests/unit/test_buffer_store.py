@@ -11,10 +11,10 @@ import pytest
 
 from agl_slime.buffer.errors import BufferFullError, BufferRequestError
 from agl_slime.buffer.items import parse_items
+from agl_slime.buffer.pipeline import GroupPipeline, PipelineSettings
 from agl_slime.buffer.store import Batch, ItemStore, WriteRequest, WriteResult
-from agl_slime.groups.database import Database
-from agl_slime.groups.outcome import Outcome
-from agl_slime.groups.pipeline import GroupPipeline, PipelineSettings
+from agl_slime.groups.results import Outcome
+from agl_slime.support.database import Database
 
 
 class Clock:
@@ -26,14 +26,28 @@ class Clock:
 
 
 def item(uid: str, instance_id: Any = "a", reward: float = 1.0, **fields: Any) -> dict[str, Any]:
-    return {"uid": uid, "instance_id": instance_id, "messages": [{"role": "assistant", "content": "4"}], "reward": reward, "extra_info": {}, **fields}
+    return {
+        "uid": uid,
+        "instance_id": instance_id,
+        "messages": [{"role": "assistant", "content": "4"}],
+        "reward": reward,
+        "extra_info": {},
+        **fields,
+    }
 
 
 def open_store(
-    path: Path | None = None, *, clock: Clock | None = None, group_size: int = 2, functions: dict[str, Any] | None = None, **kwargs: Any
+    path: Path | None = None,
+    *,
+    clock: Clock | None = None,
+    group_size: int = 2,
+    functions: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> ItemStore:
     store = ItemStore(database=Database(path=path, exclusive=path is not None), clock=clock or Clock(), **kwargs)
-    store.set_task("math", GroupPipeline.from_functions(functions or {}, settings=PipelineSettings(group_size=group_size)))
+    store.set_task(
+        "math", GroupPipeline.from_functions(functions or {}, settings=PipelineSettings(group_size=group_size))
+    )
     return store
 
 
@@ -62,7 +76,13 @@ def test_a_group_comes_out_when_it_is_complete_and_only_once():
     batch = store.read("math")
     assert batch is not None
     assert uids(batch) == ["1", "3"]
-    assert batch.meta_info == {"total_samples": 3, "num_groups": 2, "avg_group_size": 1.5, "avg_reward": 2 / 3, "finished_groups": ["a"]}
+    assert batch.meta_info == {
+        "total_samples": 3,
+        "num_groups": 2,
+        "avg_group_size": 1.5,
+        "avg_reward": 2 / 3,
+        "finished_groups": ["a"],
+    }
     assert store.read("math") is None
     counts = store.ledger.counts()
     assert (counts.opened, counts.open, counts.ready) == (3, 1, 2)
@@ -281,7 +301,9 @@ def test_what_json_cannot_say_is_a_recorded_failure_not_a_lost_hand_out():
 def test_a_hand_out_that_cannot_be_stored_is_none(tmp_path, monkeypatch):
     store = open_store(tmp_path / "buffer.sqlite")
     write(store, item("1"), item("2"))
-    monkeypatch.setattr(store, "_settle", lambda *args: (_ for _ in ()).throw(sqlite3.OperationalError("database or disk is full")))
+    monkeypatch.setattr(
+        store, "_settle", lambda *args: (_ for _ in ()).throw(sqlite3.OperationalError("database or disk is full"))
+    )
     with pytest.raises(sqlite3.OperationalError):
         store.read("math")
     monkeypatch.undo()

@@ -15,7 +15,11 @@ from agl_slime.sglang.transport import _decoded, _encoded
 @pytest.mark.parametrize(
     "payload",
     [
-        {"input_ids": (1, 2, 3), "sampling_params": {"temperature": 0.1, "stop": ["é\u2028"], "extra": None}, "return_logprob": True},
+        {
+            "input_ids": (1, 2, 3),
+            "sampling_params": {"temperature": 0.1, "stop": ["é\u2028"], "extra": None},
+            "return_logprob": True,
+        },
         {"text": "cut \ud83d"},
         {"n": 2**70},
         {"logit_bias": {5: 1.5}},
@@ -41,8 +45,12 @@ def test_what_servers_write_beyond_the_standard_is_read(body: bytes):
 
 def test_log_probs_keep_every_bit():
     rng = random.Random(0)
-    singles = [struct.unpack("<f", struct.pack("<f", -rng.expovariate(1) * 10 ** rng.randint(-30, 2)))[0] for _ in range(2_000)]
+    singles = [
+        struct.unpack("<f", struct.pack("<f", -rng.expovariate(1) * 10 ** rng.randint(-30, 2)))[0] for _ in range(2_000)
+    ]
     doubles = [-rng.expovariate(1) * 10 ** rng.randint(-300, 300) for _ in range(2_000)]
     values = [*singles, *doubles, 5e-324, -0.0]
-    assert struct.pack(f"<{len(values)}d", *_decoded(json.dumps(values).encode())) == struct.pack(f"<{len(values)}d", *values)
+    assert struct.pack(f"<{len(values)}d", *_decoded(json.dumps(values).encode())) == struct.pack(
+        f"<{len(values)}d", *values
+    )
     assert json.loads(_encoded(values)) == values

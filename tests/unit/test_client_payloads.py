@@ -44,7 +44,13 @@ def test_spans_without_tokens_are_dropped_and_overlong_ones_cut() -> None:
 
 
 def test_aborted_in_the_queue_has_no_counts() -> None:
-    got = parse_generation({"text": "", "output_ids": [], "meta_info": {"id": "x", "finish_reason": {"type": "abort", "message": "Aborted"}}})
+    got = parse_generation(
+        {
+            "text": "",
+            "output_ids": [],
+            "meta_info": {"id": "x", "finish_reason": {"type": "abort", "message": "Aborted"}},
+        }
+    )
     assert (got.output_ids, got.finish_reason, got.prompt_tokens, got.weight_versions) == ((), "abort", 0, ())
 
 
@@ -89,8 +95,22 @@ def test_sampling_params_use_the_engines_names() -> None:
 # what sglang-router 0.3.2 answers
 ROUTER_ANSWER = {
     "workers": [
-        {"id": "ab6a", "url": "http://127.0.0.1:18702", "model_id": "m", "worker_type": "regular", "is_healthy": True, "connection_mode": "HTTP"},
-        {"id": "0eab", "url": "http://127.0.0.1:18701/", "model_id": "m", "worker_type": "regular", "is_healthy": False, "connection_mode": "HTTP"},
+        {
+            "id": "ab6a",
+            "url": "http://127.0.0.1:18702",
+            "model_id": "m",
+            "worker_type": "regular",
+            "is_healthy": True,
+            "connection_mode": "HTTP",
+        },
+        {
+            "id": "0eab",
+            "url": "http://127.0.0.1:18701/",
+            "model_id": "m",
+            "worker_type": "regular",
+            "is_healthy": False,
+            "connection_mode": "HTTP",
+        },
     ],
     "total": 2,
     "stats": {"prefill_count": 0, "decode_count": 0, "regular_count": 2},
@@ -102,14 +122,25 @@ def test_workers_of_a_router_with_the_unhealthy() -> None:
 
 
 def test_data_parallel_ranks_are_one_server() -> None:
-    assert parse_workers({"workers": [{"url": "http://w:8000@0"}, {"url": "http://w:8000@1"}, {"url": "http://v:8000@0"}]}) == (
+    assert parse_workers(
+        {"workers": [{"url": "http://w:8000@0"}, {"url": "http://w:8000@1"}, {"url": "http://v:8000@0"}]}
+    ) == (
         "http://w:8000",
         "http://v:8000",
     )
 
 
 @pytest.mark.parametrize(
-    "body", [None, [], {}, {"workers": None}, {"workers": [{"id": 1}]}, {"workers": ["w"]}, {"workers": [{"url": "grpc://w:1"}]}]
+    "body",
+    [
+        None,
+        [],
+        {},
+        {"workers": None},
+        {"workers": [{"id": 1}]},
+        {"workers": ["w"]},
+        {"workers": [{"url": "grpc://w:1"}]},
+    ],
 )
 def test_other_workers_answers_are_refused(body: Any) -> None:
     with pytest.raises(EngineProtocolError):

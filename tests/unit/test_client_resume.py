@@ -7,7 +7,13 @@ from agl_slime.sglang.resume import ResumableGeneration
 
 
 def part(
-    ids: list[int], text: str, reason: FinishReason = "abort", *, prompt_tokens: int = 0, cached_tokens: int = 0, matched: int | str | None = None
+    ids: list[int],
+    text: str,
+    reason: FinishReason = "abort",
+    *,
+    prompt_tokens: int = 0,
+    cached_tokens: int = 0,
+    matched: int | str | None = None,
 ) -> Generation:
     return Generation(
         output_ids=tuple(ids),
@@ -20,8 +26,12 @@ def part(
     )
 
 
-def start(prompt: list[int] | None = None, *, context_length: int | None = None, **sampling: object) -> ResumableGeneration:
-    return ResumableGeneration(prompt_ids=prompt or [9], sampling=SamplingParams(**sampling), context_length=context_length)  # pyright: ignore[reportArgumentType]
+def start(
+    prompt: list[int] | None = None, *, context_length: int | None = None, **sampling: object
+) -> ResumableGeneration:
+    return ResumableGeneration(
+        prompt_ids=prompt or [9], sampling=SamplingParams(**sampling), context_length=context_length
+    )  # pyright: ignore[reportArgumentType]
 
 
 def test_the_next_part_gets_prompt_plus_ids_and_the_rest_of_the_budget() -> None:

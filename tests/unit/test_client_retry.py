@@ -36,7 +36,9 @@ from agl_slime.sglang.retry import (
 )
 
 # the bodies are SGLang's own, 0.5.15.post1
-PROMPT_TOO_LONG = '{"error": {"message": "The input (5000 tokens) is longer than the model\'s context length (4096 tokens)."}}'
+PROMPT_TOO_LONG = (
+    '{"error": {"message": "The input (5000 tokens) is longer than the model\'s context length (4096 tokens)."}}'
+)
 TOTAL_TOO_LONG = (
     '{"error": {"message": "Requested token count exceeds the model\'s maximum context length of 4096 tokens. You requested a total of 4100 tokens: '
     '4000 tokens from the input messages and 100 tokens for the completion. Please reduce the number of tokens."}}'
@@ -78,7 +80,10 @@ def test_each_status_has_its_verdict(status: int, body: str, error: type[EngineE
     assert "http://h:1/generate" in str(verdict.error)
 
 
-@pytest.mark.parametrize("body", ['{"error": {"message": "why"}}', '{"message": "why"}', '{"detail": "why"}', '{"error": "why"}', '"why"', "why"])
+@pytest.mark.parametrize(
+    "body",
+    ['{"error": {"message": "why"}}', '{"message": "why"}', '{"detail": "why"}', '{"error": "why"}', '"why"', "why"],
+)
 def test_the_reason_is_found_in_every_form(body: str) -> None:
     assert str(classify(500, body).error).endswith("HTTP 500: why")
 
@@ -127,7 +132,10 @@ def test_a_programming_error_is_not_the_engines() -> None:
         classify_exception(ZeroDivisionError())
 
 
-@pytest.mark.parametrize(("value", "seconds"), [("7", 7.0), ("0.25", 0.25), ("-3", 0.0), ("", 0.0), ("soon", 0.0), ("nan", 0.0), ("inf", 0.0)])
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("7", 7.0), ("0.25", 0.25), ("-3", 0.0), ("", 0.0), ("soon", 0.0), ("nan", 0.0), ("inf", 0.0)],
+)
 def test_retry_after_in_seconds(value: str, seconds: float) -> None:
     assert retry_after_s({"Retry-After": value}) == seconds
 
@@ -235,7 +243,9 @@ async def test_a_shared_budget_ends_a_retry_storm() -> None:
     budget = RetryBudget(10)
     retrier = Retrier(max_attempts=5, base_s=0.0001, cap_s=0.001, budget=budget)
     attempts = [Failing(*[HttpStatusError(500, "", where="w", headers={}) for _ in range(5)]) for _ in range(50)]
-    results = await asyncio.gather(*(retrier.run(attempt, where="w", deadline=soon()) for attempt in attempts), return_exceptions=True)
+    results = await asyncio.gather(
+        *(retrier.run(attempt, where="w", deadline=soon()) for attempt in attempts), return_exceptions=True
+    )
     assert all(isinstance(result, EngineServerError) for result in results)
     assert sum(attempt.calls for attempt in attempts) == 50 + 10
     assert budget.left == 0

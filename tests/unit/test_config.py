@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agl_slime.config import TrainConfig
 from agl_slime.errors import ConfigError
+from agl_slime.run.settings import TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,10 @@ from agl_slime.errors import ConfigError
         ({"save_interval": 0}, "^--save-interval must be at least 1, got 0"),
         ({"resume": True}, "^--resume needs --output-dir"),
         ({"resume": True, "overwrite": True, "output_dir": Path("x")}, "give one of them$"),
-        ({"resume": True, "trainer": "slime", "output_dir": Path("x")}, "^--resume with --trainer slime: slime keeps its own checkpoints"),
+        (
+            {"resume": True, "trainer": "slime", "output_dir": Path("x")},
+            "^--resume with --trainer slime: slime keeps its own checkpoints",
+        ),
         ({"max_staleness": 2, "trainer": "slime"}, "^--max-staleness with --trainer slime"),
         ({"drop_zero_variance": True, "trainer": "slime"}, "^--drop-zero-variance with --trainer slime"),
     ],

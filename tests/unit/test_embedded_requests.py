@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 
-from agl_slime.sglang.embedded.chat import split_tool_calls
-from agl_slime.sglang.embedded.requests import BadRequest, Sampling, parse_generate
-from agl_slime.sglang.embedded.sampling import ALL_TOKENS
+from agl_slime.engine.chat import split_tool_calls
+from agl_slime.engine.requests import BadRequest, Sampling, parse_generate
+from agl_slime.engine.sampling import ALL_TOKENS
 
 
 def parse(body: Any) -> Any:
@@ -20,7 +20,12 @@ def parse(body: Any) -> Any:
 def test_defaults_are_those_of_sglang() -> None:
     assert Sampling.parse(None) == Sampling.parse({"temperature": None, "stop": None})
     sampling = Sampling.parse(None)
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (1.0, 1.0, ALL_TOKENS, 128)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (
+        1.0,
+        1.0,
+        ALL_TOKENS,
+        128,
+    )
     assert (sampling.skip_special_tokens, sampling.ignore_eos, sampling.no_stop_trim) == (True, False, False)
     assert sampling == Sampling()
 
@@ -49,7 +54,14 @@ def test_what_it_cannot_do_is_refused(params: dict[str, Any], message: str) -> N
 
 
 def test_parameters_switched_off_explicitly_are_fine() -> None:
-    off = {"min_p": 0.0, "regex": None, "repetition_penalty": 1.0, "min_new_tokens": 0, "spaces_between_special_tokens": False, "sampling_seed": 3}
+    off = {
+        "min_p": 0.0,
+        "regex": None,
+        "repetition_penalty": 1.0,
+        "min_new_tokens": 0,
+        "spaces_between_special_tokens": False,
+        "sampling_seed": 3,
+    }
     assert Sampling.parse(off) == Sampling()
 
 
@@ -86,7 +98,9 @@ def test_malformed_bodies_are_refused(body: Any) -> None:
 def test_one_prompt_gives_one_answer_and_lists_give_lists() -> None:
     requests, single = parse({"input_ids": [1, 2], "rid": "x", "return_logprob": True, "logprob_start_len": 0})
     assert single
-    assert [(request.rid, request.input_ids, request.return_logprob, request.logprob_start_len) for request in requests] == [("x", [1, 2], True, 0)]
+    assert [
+        (request.rid, request.input_ids, request.return_logprob, request.logprob_start_len) for request in requests
+    ] == [("x", [1, 2], True, 0)]
     requests, single = parse({"text": ["ab", "c"], "rid": "x"})
     assert not single
     assert [(request.rid, request.input_ids) for request in requests] == [("x_0", [97, 98]), ("x_1", [99])]
@@ -102,14 +116,25 @@ def test_input_log_probs_need_return_logprob() -> None:
 
 
 def test_tool_calls_are_split_from_the_text() -> None:
-    content, calls = split_tool_calls('Let me see. <tool_call>{"name": "lookup", "arguments": {"key": "kqz"}}</tool_call>')
+    content, calls = split_tool_calls(
+        'Let me see. <tool_call>{"name": "lookup", "arguments": {"key": "kqz"}}</tool_call>'
+    )
     assert content == "Let me see."
     assert calls is not None
-    assert [(call["type"], call["function"]) for call in calls] == [("function", {"name": "lookup", "arguments": '{"key": "kqz"}'})]
+    assert [(call["type"], call["function"]) for call in calls] == [
+        ("function", {"name": "lookup", "arguments": '{"key": "kqz"}'})
+    ]
 
 
 @pytest.mark.parametrize(
-    "text", ["plain", "<tool_call>not json</tool_call>", '<tool_call>{"name": "a"}', "<tool_call>[1]</tool_call>", '<tool_call>{"x": 1}</tool_call>']
+    "text",
+    [
+        "plain",
+        "<tool_call>not json</tool_call>",
+        '<tool_call>{"name": "a"}',
+        "<tool_call>[1]</tool_call>",
+        '<tool_call>{"x": 1}</tool_call>',
+    ],
 )
 def test_what_is_no_tool_call_stays_text(text: str) -> None:
     assert split_tool_calls(text) == (text, None)

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 
-from agl_slime.sglang.embedded.sampling import ALL_TOKENS, RowParams, normalize_temperature, sample  # noqa: E402
+from agl_slime.engine.sampling import ALL_TOKENS, RowParams, normalize_temperature, sample  # noqa: E402
 
 
 def rows(*params: tuple[float, float, int]) -> RowParams:

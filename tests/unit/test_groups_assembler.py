@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from agl_slime.groups.assembler import GroupAssembler
 from agl_slime.groups.filters import zero_variance
-from agl_slime.groups.outcome import GroupResult, MemberResult, Outcome
 from agl_slime.groups.policy import CompleteGroup, FailFast, GroupPolicy, MinimumViableGroup, RetryGroup
+from agl_slime.groups.results import GroupResult, MemberResult, Outcome
 
 
 def member(name: str, group: str = "g", *, failure: str | None = None, mode: str = "train") -> MemberResult:
@@ -75,7 +75,9 @@ def test_a_group_is_dropped_as_soon_as_it_cannot_be_saved() -> None:
     assert (settled.ready, settled.code) == (False, "floor_out_of_reach")
     assert settled.reason == "1 of 4 rollouts succeeded, 3 are needed (too few can still succeed)"
     assert [one.rollout_id for one in settled.succeeded] == ["a"]
-    assert [(one.rollout_id, one.outcome_if_failed) for one in settled.members if one.cut_off] == [("d", Outcome.CANCELLED)]
+    assert [(one.rollout_id, one.outcome_if_failed) for one in settled.members if one.cut_off] == [
+        ("d", Outcome.CANCELLED)
+    ]
     assert groups.settled_early("g")
     assert groups.add(member("d")) is None
     assert not groups.enlist("g", "e")
@@ -90,7 +92,11 @@ def test_failed_members_settle_a_patient_group_that_is_then_dropped_with_the_rea
     groups.add(member("b", failure="timeout"))
     settled = groups.add(member("c"))
     assert settled is not None
-    assert (settled.ready, settled.reason, settled.code) == (False, policy.refuse(size=3, members=settled.members), "group_incomplete")
+    assert (settled.ready, settled.reason, settled.code) == (
+        False,
+        policy.refuse(size=3, members=settled.members),
+        "group_incomplete",
+    )
     assert not groups.settled_early("g")
 
 
@@ -159,7 +165,9 @@ def test_a_filter_drops_what_a_policy_would_train_on() -> None:
     assert differs.ready
 
 
-@pytest.mark.parametrize(("rewards", "word"), [([1.0], None), ([], None), ([0.5, 0.5 + 1e-9], "zero_variance"), ([0.0, 1e-3], None)])
+@pytest.mark.parametrize(
+    ("rewards", "word"), [([1.0], None), ([], None), ([0.5, 0.5 + 1e-9], "zero_variance"), ([0.0, 1e-3], None)]
+)
 def test_one_reward_has_no_variance_to_miss(rewards: list[float], word: str | None) -> None:
     assert zero_variance([replace(member(str(n)), reward=reward) for n, reward in enumerate(rewards)]) == word
 
@@ -193,7 +201,9 @@ def test_clear_forgets_what_has_not_settled() -> None:
     announced=st.sets(st.integers(0, 5)),
     failing=st.sets(st.integers(0, 29)),
     seed=st.integers(0, 2**32),
-    policy=st.sampled_from([CompleteGroup(), FailFast(), RetryGroup(max_retries=2), MinimumViableGroup(min_ratio=0.5, min_members=1)]),
+    policy=st.sampled_from(
+        [CompleteGroup(), FailFast(), RetryGroup(max_retries=2), MinimumViableGroup(min_ratio=0.5, min_members=1)]
+    ),
 )
 @settings(deadline=None)
 def test_every_group_settles_once_and_every_rollout_is_in_its_result(
@@ -233,7 +243,9 @@ def test_every_group_settles_once_and_every_rollout_is_in_its_result(
         names = [one.rollout_id for one in group.members]
         assert len(set(names)) == len(names)
         if group.group_id in named:
-            assert {name for group_id, _, name in members if group_id == group.group_id} <= set(names), "also when it settled without some"
+            assert {name for group_id, _, name in members if group_id == group.group_id} <= set(names), (
+                "also when it settled without some"
+            )
         assert {one.rollout_id for one in group.succeeded}.isdisjoint(failed)
         retries = sum(one.rollout_id in retried for one in group.members)
         assert retries <= (policy.max_retries if isinstance(policy, RetryGroup) else 0)

@@ -8,7 +8,7 @@ import pytest
 
 from agl_slime.groups import ledger as ledger_module
 from agl_slime.groups.ledger import Ledger
-from agl_slime.groups.outcome import Outcome
+from agl_slime.groups.results import Outcome
 
 
 def test_a_second_end_changes_nothing() -> None:
@@ -45,7 +45,9 @@ def test_closed_rollouts_are_counts_and_the_ids_remembered_are_bounded(monkeypat
     for number in range(500):
         ledger.open(str(number))
         ledger.close(str(number), Outcome.TRAINED)
-        assert ledger.recent_ids() == [str(closed) for closed in range(max(0, (number + 1) // 50 * 50 - 50), number + 1)]
+        assert ledger.recent_ids() == [
+            str(closed) for closed in range(max(0, (number + 1) // 50 * 50 - 50), number + 1)
+        ]
     assert ledger.counts().closed[Outcome.TRAINED] == 500
     assert not ledger.open("450")  # late reports of recent ones are recognised
     assert not ledger.open("499")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.groups.database import Database
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.ledger_disk import PersistentLedger
-from agl_slime.groups.outcome import Outcome
+from agl_slime.groups.results import Outcome
+from agl_slime.support.database import Database
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -134,7 +134,7 @@ def test_a_killed_process_leaves_an_account_that_adds_up(tmp_path):
     code = """
         import sys
         from agl_slime.groups.ledger_disk import PersistentLedger
-        from agl_slime.groups.outcome import Outcome
+        from agl_slime.groups.results import Outcome
         ledger = PersistentLedger(path=sys.argv[1])
         n = 0
         while True:
@@ -145,7 +145,9 @@ def test_a_killed_process_leaves_an_account_that_adds_up(tmp_path):
             n += 1
     """
     path = tmp_path / "ledger.sqlite"
-    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), str(path)], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), str(path)], stdout=subprocess.PIPE, text=True
+    )
     assert child.stdout is not None
     for line in child.stdout:
         if int(line) >= 500:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from agl_slime.buffer import stages
+from agl_slime.buffer.pipeline import GroupPipeline, GroupSnapshot, PipelineSettings
 from agl_slime.errors import ConfigError
-from agl_slime.groups import stages
-from agl_slime.groups.pipeline import GroupPipeline, GroupSnapshot, PipelineSettings
 
 NOW = 1000.0
 
@@ -39,7 +39,9 @@ def test_the_defaults_are_the_documented_ones():
 
 def test_a_complete_group_is_normalised_and_keeps_its_raw_rewards():
     result = pipeline().process([snapshot([1, 0, 1, 0])], now=NOW)
-    assert [entry["reward"] for entry in result.data] == pytest.approx([1, -1, 1, -1], abs=1e-6)  # mean 0.5, population std 0.5
+    assert [entry["reward"] for entry in result.data] == pytest.approx(
+        [1, -1, 1, -1], abs=1e-6
+    )  # mean 0.5, population std 0.5
     assert [entry["raw_reward"] for entry in result.data] == [1, 0, 1, 0]
     assert result.meta_info == {"total_samples": 4, "num_groups": 1, "avg_group_size": 4, "avg_reward": 0.5}
 
@@ -92,7 +94,9 @@ def test_a_group_with_too_few_usable_items_is_refused():
     assert (group.valid, group.reason) == (False, "too_few_valid_items")
 
 
-@pytest.mark.parametrize("bad", [{"reward": None}, {"reward": "1"}, {"reward": math.nan}, {"messages": "hello"}, {"reward": 1.5}])
+@pytest.mark.parametrize(
+    "bad", [{"reward": None}, {"reward": "1"}, {"reward": math.nan}, {"messages": "hello"}, {"reward": 1.5}]
+)
 def test_the_default_filter_refuses_what_cannot_be_trained_on(bad):
     assert not stages.filter_item({**item(0), **bad})
     assert stages.filter_item(item(0))
@@ -185,7 +189,9 @@ def test_stages_can_be_replaced_one_by_one_in_the_documented_forms():
     }
     result = pipeline(3, functions=functions, task_type="sums").process([snapshot([5, -1, 7])], now=NOW)
     assert result.finished[0].reason == "too_few_valid_items"  # 2 of 3 are left, 3 are needed
-    result = pipeline(3, functions=functions, task_type="sums", min_valid_item_size_ratio=0.6).process([snapshot([5, -1, 7])], now=NOW)
+    result = pipeline(3, functions=functions, task_type="sums", min_valid_item_size_ratio=0.6).process(
+        [snapshot([5, -1, 7])], now=NOW
+    )
     assert [entry["reward"] for entry in result.data] == [10, 14, 10]
     assert result.meta_info == {"instances": ["math_001"]}
     assert calls[-6:] == ["valid 3 sums", "filter", "filter", "filter", "normalize grpo", "pad 3"]
@@ -208,9 +214,15 @@ def test_a_group_that_claims_to_be_valid_is_finished():
     ("functions", "detail"),
     [
         ({"filter_item": lambda item: 1 / 0}, "ZeroDivisionError: division by zero"),
-        ({"pad_group_data": lambda group, group_size: (group[0], group[1][:1])}, "ValueError: the stages returned 1 items"),
+        (
+            {"pad_group_data": lambda group, group_size: (group[0], group[1][:1])},
+            "ValueError: the stages returned 1 items",
+        ),
         ({"pad_group_data": lambda group, group_size: (group[0], [])}, "ValueError: the stages returned 0 items"),
-        ({"normalize_group_data": lambda g: (g[0], [{**i, "reward": math.nan} for i in g[1]])}, "ValueError: the stages returned reward nan"),
+        (
+            {"normalize_group_data": lambda g: (g[0], [{**i, "reward": math.nan} for i in g[1]])},
+            "ValueError: the stages returned reward nan",
+        ),
     ],
 )
 def test_a_broken_stage_costs_its_group_and_is_told(functions, detail):
@@ -224,7 +236,9 @@ def test_a_broken_meta_stage_does_not_stop_the_batch():
     def get_group_data_meta_info(temp_data):
         raise KeyError("reward")
 
-    result = pipeline(2, functions={"get_group_data_meta_info": get_group_data_meta_info}).process([snapshot([1, 0])], now=NOW)
+    result = pipeline(2, functions={"get_group_data_meta_info": get_group_data_meta_info}).process(
+        [snapshot([1, 0])], now=NOW
+    )
     assert len(result.data) == 2
     assert result.meta_info["error"] == "get_group_data_meta_info raised KeyError: 'reward'"
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.groups.outcome import MemberResult
 from agl_slime.groups.policy import CompleteGroup, FailFast, GroupAction, GroupProgress, MinimumViableGroup, RetryGroup
+from agl_slime.groups.results import MemberResult
 
 
 def members(good: int, bad: int) -> list[MemberResult]:

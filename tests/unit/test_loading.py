@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.loading import load_agent
+from agl_slime.rollout.loading import load_agent
 
 MODULE = """
 from agl_slime import SGLangLitAgent

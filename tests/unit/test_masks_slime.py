@@ -1,7 +1,7 @@
 """The named generators against slime's ``MultiTurnLossMaskGenerator``: the same ids and masks for the same messages.
 
-One difference is known and tested below: on templates with a default system message (Qwen2.5's), slime's ``qwen3``, which is not meant for them, cuts
-that message off a second time and loses the first tokens of other messages.
+One difference is known and tested below: on templates with a default system message (Qwen2.5's), slime's ``qwen3``,
+which is not meant for them, cuts that message off a second time and loses the first tokens of other messages.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from typing import Any
 
 import pytest
 
-from agl_slime.trace.masks import get_loss_mask_generator
+from agl_slime.tokens.masks import get_loss_mask_generator
 from tests.unit.test_masks_text import CONVERSATION
 from tests.vocabularies import VOCABULARIES, chat_tokenizer
 
 pytestmark = pytest.mark.slime
 
-TOOLS = [{"type": "function", "function": {"name": "terminal", "description": "Run it.", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "terminal", "description": "Run it.", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 
 
 @pytest.fixture
@@ -50,7 +55,9 @@ def _load(path: Path, name: str) -> Any:
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("template", ["chatml", "groups_tools", "drops_thinking"])
 @pytest.mark.parametrize("kind", ["qwen", "qwen3", "qwen3_5", "distill_qwen"])
-def test_ids_and_masks_are_slimes(slime_masks: Any, kind: str, template: str, vocabulary: str, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_and_masks_are_slimes(
+    slime_masks: Any, kind: str, template: str, vocabulary: str, tools: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = chat_tokenizer(vocabulary, template)
     if kind == "qwen":  # our test vocabularies hold DeepSeek's markers, which mean a distilled model
         monkeypatch.setattr(tokenizer, "get_added_vocab", dict)
@@ -71,7 +78,9 @@ def test_steps_marked_as_context_are_slimes(slime_masks: Any) -> None:
         assert ours.get_response_lengths([mask]) == theirs.get_response_lengths([mask])
 
 
-def test_slimes_own_tests_pass_with_our_generators(slime_dir: Path, slime_masks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slimes_own_tests_pass_with_our_generators(
+    slime_dir: Path, slime_masks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = slime_dir / "tests" / "utils" / "test_loss_mask_type_qwen35.py"
     if not path.is_file():
         pytest.skip("this slime has no tests/utils/test_loss_mask_type_qwen35.py")
@@ -93,7 +102,8 @@ def test_slimes_own_tests_pass_with_our_generators(slime_dir: Path, slime_masks:
 
 
 def test_slimes_cases_for_real_tokenizers(slime_masks: Any) -> None:
-    """The messages of its tests/utils/test_mask_utils.py (a system message, parallel calls, two results), on a vocabulary that needs no download."""
+    """The messages of its tests/utils/test_mask_utils.py (a system message, parallel calls, two results), on a
+    vocabulary that needs no download."""
     call = {"function": {"name": "terminal", "arguments": {"command": "ls"}}, "id": "call_0", "type": "function"}
     results = [{"role": "tool", "name": "terminal", "content": "LICENSE  README.md  README_zh.md"}] * 2
     messages = [
@@ -105,7 +115,9 @@ def test_slimes_cases_for_real_tokenizers(slime_masks: Any) -> None:
     ]
     tokenizer = chat_tokenizer("qwen", "drops_thinking")
     theirs = slime_masks.MultiTurnLossMaskGenerator(tokenizer, "qwen3")
-    assert get_loss_mask_generator(tokenizer, "qwen3").get_loss_mask(messages, TOOLS) == tuple(theirs.get_loss_mask(messages, TOOLS))
+    assert get_loss_mask_generator(tokenizer, "qwen3").get_loss_mask(messages, TOOLS) == tuple(
+        theirs.get_loss_mask(messages, TOOLS)
+    )
 
 
 def test_the_difference_on_a_default_system_message(slime_masks: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from agl_slime.errors import ConfigError, TraceError
-from agl_slime.trace import masks
-from agl_slime.trace.masks import MaskGenerator, get_loss_mask_generator, register_loss_mask_generator
+from agl_slime.tokens import masks
+from agl_slime.tokens.masks import MaskGenerator, get_loss_mask_generator, register_loss_mask_generator
 from tests.chat_templates import TEMPLATES
 from tests.vocabularies import VOCABULARIES, base_tokenizer, chat_tokenizer
 
@@ -40,17 +40,23 @@ def trained(tokenizer: Any, messages: list[dict[str, Any]], kind: str = "auto", 
 
 
 def test_the_templates_own_marks_are_used() -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=MARKED)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=MARKED
+    )
     assert trained(tokenizer, CONVERSATION[:4]) == ["I look.<tool_call>a</tool_call><|im_end|>"]
     plain = chat_tokenizer("anthropic", "chatml")  # the same text without marks
-    assert get_loss_mask_generator(tokenizer).get_loss_mask(CONVERSATION) == get_loss_mask_generator(plain).get_loss_mask(CONVERSATION)
+    assert get_loss_mask_generator(tokenizer).get_loss_mask(CONVERSATION) == get_loss_mask_generator(
+        plain
+    ).get_loss_mask(CONVERSATION)
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("template", ["chatml", "groups_tools"])
 def test_answers_are_trained_with_their_end_token_and_nothing_else(vocabulary: str, template: str) -> None:
     tokenizer = chat_tokenizer(vocabulary, template)
-    assert trained(tokenizer, CONVERSATION) == [m["content"] + "<|im_end|>" for m in CONVERSATION if m["role"] == "assistant"]
+    assert trained(tokenizer, CONVERSATION) == [
+        m["content"] + "<|im_end|>" for m in CONVERSATION if m["role"] == "assistant"
+    ]
 
 
 def test_a_template_that_drops_thinking_is_masked_as_it_renders() -> None:
@@ -63,7 +69,9 @@ def test_a_template_that_drops_all_thinking_and_one_without_end_marks() -> None:
     said = trained(chat_tokenizer("anthropic", "reasoner"), CONVERSATION)
     assert [text.strip() for text in said] == [text + "<｜end▁of▁sentence｜>" for text in answers]
     contents = [m["content"] for m in CONVERSATION if m["role"] == "assistant"]
-    assert [text.lstrip("\n") for text in trained(chat_tokenizer("anthropic", "role_markers"), CONVERSATION)] == contents
+    assert [
+        text.lstrip("\n") for text in trained(chat_tokenizer("anthropic", "role_markers"), CONVERSATION)
+    ] == contents
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
@@ -88,7 +96,9 @@ def test_a_message_marked_as_context_is_not_trained(kind: str) -> None:
     plain = get_loss_mask_generator(tokenizer, kind).get_loss_mask(CONVERSATION)
     marked = get_loss_mask_generator(tokenizer, kind).get_loss_mask(messages)
     assert marked[0] == plain[0]
-    assert [text.strip() for text in trained(tokenizer, messages, kind)] == [text.strip() for text in trained(tokenizer, CONVERSATION, kind)[1:]]
+    assert [text.strip() for text in trained(tokenizer, messages, kind)] == [
+        text.strip() for text in trained(tokenizer, CONVERSATION, kind)[1:]
+    ]
 
 
 def test_response_lengths_count_from_the_first_trained_token() -> None:
@@ -107,12 +117,15 @@ def test_tools_are_in_the_prompt() -> None:
 
 def test_distill_qwen_has_one_question_and_one_answer() -> None:
     tokenizer = chat_tokenizer("qwen", "reasoner")
-    messages = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Count.\n</think>\n\nThree."}]
+    messages = [
+        {"role": "user", "content": "How many?"},
+        {"role": "assistant", "content": "Count.\n</think>\n\nThree."},
+    ]
     assert trained(tokenizer, messages, "distill_qwen") == ["Count.\n</think>\n\nThree."]
     # a tokenizer with DeepSeek's markers is a distilled model's
-    assert get_loss_mask_generator(tokenizer, "qwen").get_loss_mask(messages) == get_loss_mask_generator(tokenizer, "distill_qwen").get_loss_mask(
-        messages
-    )
+    assert get_loss_mask_generator(tokenizer, "qwen").get_loss_mask(messages) == get_loss_mask_generator(
+        tokenizer, "distill_qwen"
+    ).get_loss_mask(messages)
 
 
 def test_a_custom_generator_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +148,11 @@ def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
 
 
 def test_a_template_without_answers_is_an_error_and_no_guess() -> None:
-    template = "{% for message in messages %}{% if message.role != 'assistant' %}{{ message.content }}{% endif %}{% endfor %}"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=template)
+    template = (
+        "{% for message in messages %}{% if message.role != 'assistant' %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=template
+    )
     with pytest.raises(TraceError, match="register a loss mask generator"):
         get_loss_mask_generator(tokenizer).get_loss_mask(CONVERSATION)

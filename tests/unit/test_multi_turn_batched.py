@@ -13,13 +13,13 @@ import pytest
 
 from agl_slime.errors import ConfigError, EngineProtocolError, EngineServerError, MissingDependencyError
 from agl_slime.groups.assembler import GroupAssembler
-from agl_slime.groups.outcome import MemberResult
 from agl_slime.groups.policy import CompleteGroup
+from agl_slime.groups.results import MemberResult
 from agl_slime.rollout.alarms import alike_answers, answers_all_alike, tool_never_fired
-from agl_slime.rollout.batch_base import Rollout
-from agl_slime.rollout.multi_turn import MultiTurnRollout
-from agl_slime.rollout.sampler import SGLangSampler
-from agl_slime.rollout.samples import trajectory_to_samples
+from agl_slime.rollout.batched.base import Rollout
+from agl_slime.rollout.batched.multi_turn import MultiTurnRollout
+from agl_slime.rollout.batched.sampler import SGLangSampler
+from agl_slime.rollout.batched.samples import trajectory_to_samples
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.sglang.payloads import Generation, SamplingParams
 from agl_slime.types import Sample
@@ -54,17 +54,23 @@ class ScriptedSampler:
             if len(generation.output_ids) > params.max_new_tokens:
                 ids = generation.output_ids[: params.max_new_tokens]
                 text = self.tokenizer.decode(list(ids), skip_special_tokens=False)
-                generation = Generation(output_ids=ids, log_probs=generation.log_probs[: len(ids)], text=text, finish_reason="length")
+                generation = Generation(
+                    output_ids=ids, log_probs=generation.log_probs[: len(ids)], text=text, finish_reason="length"
+                )
             self.sampled[question] += generation.output_ids
             answers.append(generation)
         return answers
 
 
-def run(script: dict[str, Sequence[Any]], template: str = "groups_tools", **options: Any) -> tuple[list[dict[str, Any]], ScriptedSampler]:
+def run(
+    script: dict[str, Sequence[Any]], template: str = "groups_tools", **options: Any
+) -> tuple[list[dict[str, Any]], ScriptedSampler]:
     tokenizer = chat_tokenizer("anthropic", template)
     sampler = ScriptedSampler(tokenizer, script)
     rollout = MultiTurnRollout(sampler=sampler, template=tokenizer, **{"tool_manager": ToolManager([look]), **options})
-    return rollout([{"messages": [{"role": "user", "content": question}], "id": question} for question in script]), sampler
+    return rollout(
+        [{"messages": [{"role": "user", "content": question}], "id": question} for question in script]
+    ), sampler
 
 
 def trained(trajectory: dict[str, Any]) -> list[int]:
@@ -90,11 +96,15 @@ def test_all_live_trajectories_are_sampled_in_one_call_per_turn() -> None:
 
 def test_prompts_are_encoded_with_a_generation_prompt() -> None:
     _, sampler = run({"a": ["One."]})
-    assert sampler.tokenizer.decode(sampler.calls[0][0]).endswith("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n")
+    assert sampler.tokenizer.decode(sampler.calls[0][0]).endswith(
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_an_answer_that_is_cut_off_ends_a_trajectory() -> None:
-    ((trajectory,), sampler) = run({"a": ["One " * 30, "never asked"]}, sampling_params=SamplingParams(max_new_tokens=8))
+    ((trajectory,), sampler) = run(
+        {"a": ["One " * 30, "never asked"]}, sampling_params=SamplingParams(max_new_tokens=8)
+    )
     assert (trajectory["stop_reason"], trajectory["truncated"], trajectory["end_reason"]) == ("length", True, "length")
     assert len(sampler.calls) == 1
 
@@ -120,10 +130,17 @@ def test_tool_responses_are_appended_and_bridge_tokens_are_not_trained() -> None
     assert trajectory["messages"][2]["content"] == "three"
     assert len(trajectory["input_ids"]) == len(trajectory["labels"]) == len(trajectory["logprobs"])
     assert trained(trajectory) == sampler.sampled["a"]
-    assert all(label in (-100, token) for label, token in zip(trajectory["labels"], trajectory["input_ids"], strict=True))
-    untrained = [token for token, label in zip(trajectory["input_ids"], trajectory["labels"], strict=True) if label == -100]
+    assert all(
+        label in (-100, token) for label, token in zip(trajectory["labels"], trajectory["input_ids"], strict=True)
+    )
+    untrained = [
+        token for token, label in zip(trajectory["input_ids"], trajectory["labels"], strict=True) if label == -100
+    ]
     assert "<tool_response>\nthree\n</tool_response>" in sampler.tokenizer.decode(untrained)
-    assert all((logprob == 0.0) == (label == -100) for logprob, label in zip(trajectory["logprobs"], trajectory["labels"], strict=True))
+    assert all(
+        (logprob == 0.0) == (label == -100)
+        for logprob, label in zip(trajectory["logprobs"], trajectory["labels"], strict=True)
+    )
 
 
 def test_a_trajectory_that_exceeds_its_tokens_is_truncated() -> None:
@@ -149,7 +166,10 @@ def test_tools_and_sampling_may_be_given_per_call_and_per_trajectory() -> None:
         return look
 
     trajectories = [{"messages": [{"role": "user", "content": question}], "value": question * 2} for question in "ab"]
-    for given in ([ToolManager([tool("aa")]), ToolManager([tool("bb")])], lambda trajectory: ToolManager([tool(trajectory["value"])])):
+    for given in (
+        [ToolManager([tool("aa")]), ToolManager([tool("bb")])],
+        lambda trajectory: ToolManager([tool(trajectory["value"])]),
+    ):
         sampler = ScriptedSampler(tokenizer, {"a": [CALL, "One."], "b": [CALL, "Two."]})
         results = MultiTurnRollout(sampler=sampler, template=tokenizer)(
             [dict(t) for t in trajectories], tool_manager=given, sampling_params=SamplingParams(max_new_tokens=100)
@@ -170,7 +190,11 @@ def test_traces_are_named_by_step_outcome_and_id(tmp_path: Path) -> None:
 
 def test_callbacks_decide_what_is_stored_and_what_is_a_success(tmp_path: Path) -> None:
     script = {"a": ["One."], "b": ["Two."], "c": ["Three."]}
-    options: dict[str, Any] = {"trace_dir": tmp_path, "trace_callback": lambda t: t["id"] != "a", "success_callback": lambda t: t["id"] == "c"}
+    options: dict[str, Any] = {
+        "trace_dir": tmp_path,
+        "trace_callback": lambda t: t["id"] != "a",
+        "success_callback": lambda t: t["id"] == "c",
+    }
     run(script, **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-fail-b.json", "0-ok-c.json"]
 
@@ -182,10 +206,13 @@ def test_callbacks_decide_what_is_stored_and_what_is_a_success(tmp_path: Path) -
 
 
 def test_what_a_template_rewrites_is_in_the_segments() -> None:
-    """A template that leaves thinking out of each answer makes several sequences of one trajectory; each sampled token has its label in one of
-    them."""
+    """A template that leaves thinking out of each answer makes several sequences of one trajectory; each sampled token
+    has its label in one of them."""
     tokenizer = chat_tokenizer("anthropic", "reasoner")
-    answers = [generation_of(tokenizer, f"hm\n</think>\n\n{CALL}"), generation_of(tokenizer, "well\n</think>\n\nThree.")]
+    answers = [
+        generation_of(tokenizer, f"hm\n</think>\n\n{CALL}"),
+        generation_of(tokenizer, "well\n</think>\n\nThree."),
+    ]
 
     class InOrder:
         def sample(self, inputs: Any, sampling_params: Any) -> list[Generation]:
@@ -193,7 +220,9 @@ def test_what_a_template_rewrites_is_in_the_segments() -> None:
             return [answers[len(seen) - 1]]
 
     seen: list[Any] = []
-    rollout = MultiTurnRollout(sampler=InOrder(), template=tokenizer, tool_manager=ToolManager([look]), tool_parser="hermes")
+    rollout = MultiTurnRollout(
+        sampler=InOrder(), template=tokenizer, tool_manager=ToolManager([look]), tool_parser="hermes"
+    )
     (trajectory,) = rollout([{"messages": [{"role": "user", "content": "a"}]}])
     assert [trained(segment) for segment in trajectory["segments"]] == [list(answer.output_ids) for answer in answers]
     assert trajectory["input_ids"] == trajectory["segments"][-1]["input_ids"]
@@ -234,20 +263,32 @@ def test_results_feed_a_group() -> None:
     assembler.announce("g", size=2)
     group = None
     for index, (trajectory, reward) in enumerate(zip(results, (1.0, 0.0), strict=True)):
-        samples = trajectory_to_samples(trajectory, reward=reward, tokenizer=tokenizer, index=index, group_index=0, rollout_id=index)
-        group = assembler.add(MemberResult(rollout_id=str(index), group_id="g", samples=tuple(samples), reward=reward)) or group
+        samples = trajectory_to_samples(
+            trajectory, reward=reward, tokenizer=tokenizer, index=index, group_index=0, rollout_id=index
+        )
+        group = (
+            assembler.add(MemberResult(rollout_id=str(index), group_id="g", samples=tuple(samples), reward=reward))
+            or group
+        )
     assert group is not None
     assert group.ready
     first = group.members[0].samples[0]
     assert first.status == Sample.Status.COMPLETED
-    assert [t for t, m in zip(first.tokens[-first.response_length :], first.loss_mask or [], strict=True) if m] == sampler.sampled["a"]
+    assert [
+        t for t, m in zip(first.tokens[-first.response_length :], first.loss_mask or [], strict=True) if m
+    ] == sampler.sampled["a"]
     assert first.metadata["tools"]["calls"] == {"look": 1}
 
 
 def test_alarms_for_tools_that_never_fire_and_answers_that_are_all_alike() -> None:
     def members(answers: Sequence[Sequence[str]]) -> list[MemberResult]:
         results, _ = run({str(n): list(said) for n, said in enumerate(answers)})
-        return [MemberResult(rollout_id=t["id"], group_id="g", samples=tuple(trajectory_to_samples(t, reward=1.0)), reward=1.0) for t in results]
+        return [
+            MemberResult(
+                rollout_id=t["id"], group_id="g", samples=tuple(trajectory_to_samples(t, reward=1.0)), reward=1.0
+            )
+            for t in results
+        ]
 
     silent, calling = members([["One."], ["One."], [CALL.replace("}}", "}")]]), members([["Two."], [CALL, "Three."]])
     assert tool_never_fired(silent, min_rollouts=3) == [

@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("torch", reason='the tiny policy needs torch: pip install "agl-slime[local]"')
 
+from agl_slime.demo.formats import DEFAULT_SOURCES, LookupDemonstrations, ReverseDemonstrations
+from agl_slime.demo.policy import make_tokenizer
+from agl_slime.demo.tokenizer import train_tokenizer
+from agl_slime.demo.warmup import encode
 from agl_slime.errors import ConfigError
-from agl_slime.sglang.embedded.demos import DEFAULT_SOURCES, LookupDemonstrations, ReverseDemonstrations
-from agl_slime.sglang.embedded.policy import make_tokenizer
-from agl_slime.sglang.embedded.tokenizer import train_tokenizer
-from agl_slime.sglang.embedded.warmup import encode
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +29,23 @@ def test_it_has_the_size_asked_for_and_is_the_same_each_time(tokenizer: Any) -> 
 
 
 def test_any_text_survives(tokenizer: Any) -> None:
-    for text in ("plain words", "naïve 漢字 🙂", '{"a": [1, 2]}\n\n\tx', "<tool_call></tool_call>", "   leading and trailing   "):
+    for text in (
+        "plain words",
+        "naïve 漢字 🙂",
+        '{"a": [1, 2]}\n\n\tx',
+        "<tool_call></tool_call>",
+        "   leading and trailing   ",
+    ):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_markers_are_one_token_and_tool_markers_stay_in_the_text(tokenizer: Any) -> None:
     for marker in ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<|im_start|>", "<|im_end|>"):
         assert len(tokenizer.encode(marker)) == 1
-    assert tokenizer.decode(tokenizer.encode("<tool_call>x</tool_call><|im_end|>"), skip_special_tokens=True) == "<tool_call>x</tool_call>"
+    assert (
+        tokenizer.decode(tokenizer.encode("<tool_call>x</tool_call><|im_end|>"), skip_special_tokens=True)
+        == "<tool_call>x</tool_call>"
+    )
 
 
 def test_most_keys_are_single_letters_so_that_they_are_quick_to_copy(tokenizer: Any) -> None:
@@ -49,7 +58,10 @@ def test_the_template_only_appends(tokenizer: Any) -> None:
     """What is rendered for a conversation is a prefix of what is rendered for any continuation of it."""
     for source in DEFAULT_SOURCES:
         for conversation in source.demonstrations(random.Random(1), 20, quality="imperfect"):
-            rendered = [tokenizer.apply_chat_template(conversation[:count], tokenize=False) for count in range(1, len(conversation) + 1)]
+            rendered = [
+                tokenizer.apply_chat_template(conversation[:count], tokenize=False)
+                for count in range(1, len(conversation) + 1)
+            ]
             for shorter, longer in itertools.pairwise(rendered):
                 assert longer.startswith(shorter)
 
@@ -60,9 +72,15 @@ def test_tool_calls_given_as_objects_are_rendered_as_the_model_writes_them(token
     for arguments in ({"key": "kqz"}, '{"key": "kqz"}'):
         given = [
             *source.prompt({"key": "kqz"}),
-            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "lookup", "arguments": arguments}}]},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": {"name": "lookup", "arguments": arguments}}],
+            },
         ]
-        assert tokenizer.apply_chat_template(given, tokenize=False) == tokenizer.apply_chat_template(written, tokenize=False)
+        assert tokenizer.apply_chat_template(given, tokenize=False) == tokenizer.apply_chat_template(
+            written, tokenize=False
+        )
 
 
 def test_tools_and_observations(tokenizer: Any) -> None:
@@ -75,9 +93,13 @@ def test_tools_and_observations(tokenizer: Any) -> None:
     text = tokenizer.apply_chat_template(
         messages, tools=[{"type": "function", "function": {"name": "f"}}], tokenize=False, add_generation_prompt=True
     )
-    head = '<|im_start|>system\nBe brief.\n<tools>\n{"type": "function", "function": {"name": "f"}}\n</tools><|im_end|>\n'
+    head = (
+        '<|im_start|>system\nBe brief.\n<tools>\n{"type": "function", "function": {"name": "f"}}\n</tools><|im_end|>\n'
+    )
     assert text.startswith(head + "<|im_start|>user\nhi<|im_end|>\n")
-    assert text.endswith("<|im_start|>user\n<tool_response>a</tool_response><tool_response>b</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert text.endswith(
+        "<|im_start|>user\n<tool_response>a</tool_response><tool_response>b</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
     assert text.count("Be brief.") == 1
 
 

@@ -72,9 +72,16 @@ def test_a_failing_reporter_is_dropped_with_one_warning_and_the_others_go_on() -
             reporters.handle(iteration(number))
     assert failing.events == [iteration(0)]
     assert failing.closed == 1
-    warning = Warning(text="Failing stopped with OSError: No space left on device; the run goes on without it.", key="reporter:Failing")
+    warning = Warning(
+        text="Failing stopped with OSError: No space left on device; the run goes on without it.",
+        key="reporter:Failing",
+    )
     for other in (before, after):
-        assert [event for event in other.events if isinstance(event, IterationFinished)] == [iteration(0), iteration(1), iteration(2)]
+        assert [event for event in other.events if isinstance(event, IterationFinished)] == [
+            iteration(0),
+            iteration(1),
+            iteration(2),
+        ]
         assert [event for event in other.events if isinstance(event, Warning)] == [warning]
 
 
@@ -86,7 +93,10 @@ def test_a_reporter_that_fails_on_the_warning_of_another_is_dropped_too() -> Non
     with Reporters([Failing(), Worse(), last]) as reporters:
         reporters.handle(iteration(1))
         reporters.handle(iteration(2))
-    assert sorted(event.key for event in last.events if isinstance(event, Warning)) == ["reporter:Failing", "reporter:Worse"]
+    assert sorted(event.key for event in last.events if isinstance(event, Warning)) == [
+        "reporter:Failing",
+        "reporter:Worse",
+    ]
     assert [event.iteration for event in last.events if isinstance(event, IterationFinished)] == [1, 2]
 
 
@@ -125,9 +135,13 @@ def test_falling_behind_leaves_out_rollouts_only_and_says_how_many() -> None:
     reporters.handle(RunFinished())
     gated.gate.set()
     assert reporters.close()
-    assert [event.rollout_id for event in gated.events if isinstance(event, RolloutFinished)] == [str(number) for number in range(10)]
+    assert [event.rollout_id for event in gated.events if isinstance(event, RolloutFinished)] == [
+        str(number) for number in range(10)
+    ]
     assert [event.iteration for event in gated.events if isinstance(event, IterationFinished)] == [0, 1]
-    assert [event.text[:31] for event in gated.events if isinstance(event, Warning)] == ["15 rollout events were left out"]
+    assert [event.text[:31] for event in gated.events if isinstance(event, Warning)] == [
+        "15 rollout events were left out"
+    ]
 
 
 def test_close_gives_up_on_a_reporter_that_hangs_and_later_events_are_ignored() -> None:
@@ -160,9 +174,17 @@ def test_the_room_knows_no_other_room() -> None:
     for path in directory.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = (
-                [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) else []
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module]
+                if isinstance(node, ast.ImportFrom)
+                else []
             )
-            imported |= {".".join(name.split(".")[:2]) if name.startswith("agl_slime") else name.split(".")[0] for name in names if name}
+            imported |= {
+                ".".join(name.split(".")[:2]) if name.startswith("agl_slime") else name.split(".")[0]
+                for name in names
+                if name
+            }
     ours = {name for name in imported if name.startswith("agl_slime")}
     assert ours == {"agl_slime.report", "agl_slime.errors", "agl_slime.types"}
     assert imported - ours - set(sys.stdlib_module_names) == {"rich", "matplotlib", "tensorboard", "typing_extensions"}

@@ -27,7 +27,7 @@ from agl_slime.report.events import MetricValue
 from agl_slime.report.summary import sum_up, summary_rows
 from tests.unit.report_cases import hide, row
 
-# -- TensorBoard -------------------------------------------------------------------------------------------------------------------------
+# -- TensorBoard ------------------------------------------------------------------------------------------------------
 
 
 def test_tensorboard_reads_what_was_written_and_a_resumed_run_replaces_points(tmp_path: Path) -> None:
@@ -41,10 +41,15 @@ def test_tensorboard_reads_what_was_written_and_a_resumed_run_replaces_points(tm
     events = accumulator.EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert events.Tags()["scalars"] == ["train/loss"]
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0)]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 2.0),
+        (4, 2.0),
+    ]
 
 
-# -- the summary -------------------------------------------------------------------------------------------------------------------------
+# -- the summary -----------------------------------------------------------------------------------------------------
 
 
 def run(directory: RunDir, *, iterations: int = 3, reason: str = "finished", ledger: bool = False) -> str:
@@ -58,11 +63,16 @@ def run(directory: RunDir, *, iterations: int = 3, reason: str = "finished", led
                 failed = number == 3
                 reporters.handle(
                     RolloutFinished(
-                        iteration=iteration, rollout_id=str(number), outcome="failed" if failed else "succeeded", reason="timeout" if failed else ""
+                        iteration=iteration,
+                        rollout_id=str(number),
+                        outcome="failed" if failed else "succeeded",
+                        reason="timeout" if failed else "",
                     )
                 )
             reporters.handle(PhaseStarted(iteration=iteration, phase="train", at=began + 6))
-            metrics = row(iteration * 10, **{"rollout/count": 4, "rollout/failed": 1, "train/logprob_diff_max": iteration * 1e-6})
+            metrics = row(
+                iteration * 10, **{"rollout/count": 4, "rollout/failed": 1, "train/logprob_diff_max": iteration * 1e-6}
+            )
             reporters.handle(IterationFinished(iteration=iteration, metrics=metrics))
         reporters.handle(Warning(text="odd", key="odd"))
         reporters.handle(Warning(text="odd", key="odd"))
@@ -117,7 +127,9 @@ def test_a_resumed_run_is_summed_up_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_unequal_token_counts_and_the_reason_of_a_stop_are_shouted() -> None:
-    rows = dict(summary_rows({"reason": "every rollout failed", "iterations": 1, "tokens_under_mask": 10, "tokens_trained": 9}))
+    rows = dict(
+        summary_rows({"reason": "every rollout failed", "iterations": 1, "tokens_under_mask": 10, "tokens_trained": 9})
+    )
     assert rows["tokens"] == "10 sampled under mask, 9 trained: NOT EQUAL"
     assert rows["run"] == "stopped: every rollout failed"
     only = dict(summary_rows({"reason": "finished", "iterations": 1, "tokens_under_mask": 10, "tokens_trained": None}))
@@ -126,10 +138,20 @@ def test_unequal_token_counts_and_the_reason_of_a_stop_are_shouted() -> None:
 
 def test_validation_first_and_last_and_nothing_invented() -> None:
     total = sum_up(
-        [{"iteration": 1, "val/start_reward_mean": 0.1}, {"iteration": 2}, {"iteration": 3, "val/start_reward_mean": 0.5, "val/reward_mean": 0.6}]
+        [
+            {"iteration": 1, "val/start_reward_mean": 0.1},
+            {"iteration": 2},
+            {"iteration": 3, "val/start_reward_mean": 0.5, "val/reward_mean": 0.6},
+        ]
     )
     assert (total["val_first"], total["val_last"]) == (0.1, 0.6)
-    assert total["reward_first"] is total["tokens_trained"] is total["logprob_diff_first"] is total["first_ratio_dev_max"] is None
+    assert (
+        total["reward_first"]
+        is total["tokens_trained"]
+        is total["logprob_diff_first"]
+        is total["first_ratio_dev_max"]
+        is None
+    )
 
 
 def test_what_is_not_installed_is_said_in_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,12 @@ from agl_slime.report.metrics import REQUIRED_KEYS
 from tests.unit.report_cases import METRICS
 
 
-def write(path: Path, *iterations: int, warnings: list[tuple[str, str]] | None = None, metrics: Mapping[str, MetricValue] | None = None) -> None:
+def write(
+    path: Path,
+    *iterations: int,
+    warnings: list[tuple[str, str]] | None = None,
+    metrics: Mapping[str, MetricValue] | None = None,
+) -> None:
     told = [] if warnings is None else warnings
     writer = MetricsWriter(path, warn=lambda text, key: told.append((text, key)))
     for iteration in iterations:
@@ -58,13 +63,17 @@ def test_values_that_are_not_finite_become_null_and_are_reported(tmp_path: Path,
     write(path, 7, warnings=warnings, metrics={"train/loss": value})
     row = json.loads(path.read_text(), parse_constant=reject_constant)
     assert row["train/loss"] is None
-    assert warnings == [(f"train/loss is {word} in iteration 7; metrics.jsonl has null there.", "not_finite:train/loss")]
+    assert warnings == [
+        (f"train/loss is {word} in iteration 7; metrics.jsonl has null there.", "not_finite:train/loss")
+    ]
 
 
 def test_numpy_scalars_are_written_as_numbers(tmp_path: Path) -> None:
     np = pytest.importorskip("numpy")
     path = tmp_path / "metrics.jsonl"
-    write(path, 1, metrics={"train/loss": np.float32(0.5), "rollout/count": np.int64(3), "train/grad_norm": np.array(2.0)})
+    write(
+        path, 1, metrics={"train/loss": np.float32(0.5), "rollout/count": np.int64(3), "train/grad_norm": np.array(2.0)}
+    )
     (row,) = read_metrics(path)
     assert (row["train/loss"], row["rollout/count"], row["train/grad_norm"]) == (0.5, 3, 2.0)
 
@@ -74,7 +83,9 @@ def test_a_torn_last_line_is_read_over_at_every_cut(tmp_path: Path) -> None:
     write(path, 1, 2)
     whole = path.read_bytes()
     first = whole.index(b"\n") + 1
-    for cut in range(first, len(whole) - 1):  # the last cut but one leaves the object whole and only the newline missing
+    for cut in range(
+        first, len(whole) - 1
+    ):  # the last cut but one leaves the object whole and only the newline missing
         path.write_bytes(whole[:cut])
         assert [row["iteration"] for row in read_metrics(path)] == [1]
     path.write_bytes(whole[:-1])
@@ -94,7 +105,13 @@ def test_resume_after_a_torn_line_leaves_no_duplicate_and_no_rest(tmp_path: Path
     path.write_bytes(path.read_bytes()[:-20])
     write(path, 3, 4, 5, metrics={"train/loss": 9.0})
     rows = read_metrics(path)
-    assert [(row["iteration"], row["train/loss"]) for row in rows] == [(1, -0.012), (2, -0.012), (3, 9.0), (4, 9.0), (5, 9.0)]
+    assert [(row["iteration"], row["train/loss"]) for row in rows] == [
+        (1, -0.012),
+        (2, -0.012),
+        (3, 9.0),
+        (4, 9.0),
+        (5, 9.0),
+    ]
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
@@ -107,7 +124,9 @@ def test_opening_without_writing_changes_nothing(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=12))
-def test_the_file_always_holds_each_iteration_once_in_order(tmp_path_factory: pytest.TempPathFactory, iterations: list[int]) -> None:
+def test_the_file_always_holds_each_iteration_once_in_order(
+    tmp_path_factory: pytest.TempPathFactory, iterations: list[int]
+) -> None:
     path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
     expected: list[int] = []
     for iteration in iterations:

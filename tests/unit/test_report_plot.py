@@ -61,7 +61,9 @@ def test_without_a_reward_nothing_is_drawn(tmp_path: Path) -> None:
     assert not (tmp_path / "reward.png").exists()
 
 
-def test_the_run_draws_at_most_every_few_iterations_and_for_a_small_share_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_draws_at_most_every_few_iterations_and_for_a_small_share_of_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     drawn: list[int] = []
     monkeypatch.setattr("agl_slime.report.plot.plot_metrics", lambda *args, **kwargs: drawn.append(1))
@@ -71,13 +73,21 @@ def test_the_run_draws_at_most_every_few_iterations_and_for_a_small_share_of_its
     plot = RewardPlot(metrics_path=tmp_path / "metrics.jsonl", image_path=tmp_path / "reward.png", every=10)
 
     def after(iteration: int, cost: float = 0.0) -> int:
-        monkeypatch.setattr("agl_slime.report.plot.plot_metrics", lambda *args, **kwargs: (drawn.append(1), clock.__setitem__(0, clock[0] + cost)))
+        monkeypatch.setattr(
+            "agl_slime.report.plot.plot_metrics",
+            lambda *args, **kwargs: (drawn.append(1), clock.__setitem__(0, clock[0] + cost)),
+        )
         plot.handle(IterationFinished(iteration=iteration, metrics={}))
         if plot._thread is not None:
             plot._thread.join(10)
         return len(drawn)
 
-    assert [after(9), after(10, cost=2.0), after(11), after(20)] == [0, 1, 1, 1]  # two seconds of drawing: no other within forty
+    assert [after(9), after(10, cost=2.0), after(11), after(20)] == [
+        0,
+        1,
+        1,
+        1,
+    ]  # two seconds of drawing: no other within forty
     clock[0] += 39.0
     assert after(30) == 1
     clock[0] += 2.0
@@ -93,4 +103,6 @@ def test_a_missing_matplotlib_is_one_sentence(tmp_path: Path, monkeypatch: pytes
         plot_metrics(tmp_path / "metrics.jsonl", tmp_path / "reward.png")
     plot = RewardPlot(metrics_path=tmp_path / "metrics.jsonl", image_path=tmp_path / "reward.png")
     plot.handle(RunFinished())
-    assert plot.artifact().note == 'matplotlib is not installed; pip install "agl-slime[local]" draws reward.png as well.'
+    assert (
+        plot.artifact().note == 'matplotlib is not installed; pip install "agl-slime[local]" draws reward.png as well.'
+    )

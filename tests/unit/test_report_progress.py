@@ -15,7 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agl_slime.report import IterationFinished, PhaseStarted, ProgressReporter, RolloutFinished, RunFinished, RunStarted, Warning
+from agl_slime.report import (
+    IterationFinished,
+    PhaseStarted,
+    ProgressReporter,
+    RolloutFinished,
+    RunFinished,
+    RunStarted,
+    Warning,
+)
 from agl_slime.report.counts import MOST_REASONS, OTHER, Series, count_reason, sparkline
 from agl_slime.report.events import Event, MetricValue, Mode
 from agl_slime.report.progress import ProgressState, iteration_line, spell_seconds, spell_version
@@ -29,7 +37,13 @@ def finished(number: int, **metrics: MetricValue) -> IterationFinished:
 
 
 def rollout(
-    number: int = 1, *, at: float = 0.0, reward: float | None = 1.0, reason: str = "", tokens: int = 10, mode: Mode = "train"
+    number: int = 1,
+    *,
+    at: float = 0.0,
+    reward: float | None = 1.0,
+    reason: str = "",
+    tokens: int = 10,
+    mode: Mode = "train",
 ) -> RolloutFinished:
     return RolloutFinished(
         iteration=number,
@@ -75,33 +89,50 @@ def test_plain_output_is_one_exact_line_per_iteration() -> None:
 
 
 def test_parts_without_a_metric_are_left_out() -> None:
-    event = IterationFinished(iteration=0, metrics={"val/reward_mean": 0.12, "train/loss": float("nan"), "weights/version": None})
+    event = IterationFinished(
+        iteration=0, metrics={"val/reward_mean": 0.12, "train/loss": float("nan"), "weights/version": None}
+    )
     assert iteration_line(event, None, {}) == "iter 0  reward - (val 0.12)"
 
 
-@pytest.mark.parametrize(("version", "text"), [(4, "v4"), (4.0, "v4"), ("4", "v4"), ("default", "default"), (None, ""), ("", "")])
+@pytest.mark.parametrize(
+    ("version", "text"), [(4, "v4"), (4.0, "v4"), ("4", "v4"), ("default", "default"), (None, ""), ("", "")]
+)
 def test_spell_version(version: object, text: str) -> None:
     assert spell_version(version) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.312, "0.31 s"), (9.994, "9.99 s"), (9.996, "10.0 s"), (99.96, "1m40s"), (185, "3m05s"), (3599.6, "1h00m"), (7450, "2h04m")],
+    [
+        (0.312, "0.31 s"),
+        (9.994, "9.99 s"),
+        (9.996, "10.0 s"),
+        (99.96, "1m40s"),
+        (185, "3m05s"),
+        (3599.6, "1h00m"),
+        (7450, "2h04m"),
+    ],
 )
 def test_spell_seconds(seconds: float, text: str) -> None:
     assert spell_seconds(seconds) == text
 
 
 def test_plain_warnings_go_to_stderr_once_per_key(capsys: pytest.CaptureFixture[str]) -> None:
-    text = plain(STARTED, Warning(text="[careful]", key="a"), Warning(text="again", key="a"), Warning(text="other", key="b"))
+    text = plain(
+        STARTED, Warning(text="[careful]", key="a"), Warning(text="again", key="a"), Warning(text="other", key="b")
+    )
     assert text == ""
     assert capsys.readouterr().err == "warning: [careful]\nwarning: other\n"
 
 
 def test_a_piped_program_prints_lines_and_no_escapes() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, check=True, timeout=60, env={**os.environ, "LC_ALL": "C"})
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, check=True, timeout=60, env={**os.environ, "LC_ALL": "C"}
+    )
     assert done.stdout.decode("ascii").splitlines() == [
-        f"iter {i}/3  reward 0.41  rollouts 2 (1 failed: [red]timeout 1)  loss -0.012  1234 tok/s  0.31 s  v4" for i in (1, 2, 3)
+        f"iter {i}/3  reward 0.41  rollouts 2 (1 failed: [red]timeout 1)  loss -0.012  1234 tok/s  0.31 s  v4"
+        for i in (1, 2, 3)
     ]
 
 
@@ -122,9 +153,13 @@ with Reporters([ProgressReporter()]) as reporters:
 def on_a_terminal(program: str, **environment: str) -> tuple[int, str]:
     """Run the program with a pseudo-terminal as stdout; its exit status and everything it wrote."""
     leader, follower = pty.openpty()
-    env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TTY_COMPATIBLE", "FORCE_COLOR")}
+    env = {
+        name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TTY_COMPATIBLE", "FORCE_COLOR")
+    }
     env |= {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30", "PYTHONUTF8": "1", **environment}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=follower, stderr=follower, stdin=subprocess.DEVNULL, env=env) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=follower, stderr=follower, stdin=subprocess.DEVNULL, env=env
+    ) as process:
         os.close(follower)
         parts: list[bytes] = []
         while True:
@@ -149,7 +184,9 @@ def test_a_terminal_gets_the_live_view_and_its_cursor_back() -> None:
 
 
 def test_a_run_that_dies_gives_the_cursor_back() -> None:
-    program = "from agl_slime.report import *\nProgressReporter().handle(RunStarted(settings={}))\nraise SystemExit(3)\n"
+    program = (
+        "from agl_slime.report import *\nProgressReporter().handle(RunStarted(settings={}))\nraise SystemExit(3)\n"
+    )
     status, text = on_a_terminal(program)
     assert status == 3
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
@@ -165,7 +202,9 @@ def test_a_terminal_that_asks_for_plain_output_gets_it(environment: dict[str, st
 
 def test_the_live_view_shows_the_iteration_at_hand() -> None:
     out = io.StringIO()
-    reporter = ProgressReporter(console=Console(file=out, force_terminal=True, width=120, color_system=None), view="live")
+    reporter = ProgressReporter(
+        console=Console(file=out, force_terminal=True, width=120, color_system=None), view="live"
+    )
     assert reporter._live is not None
     for event in (
         STARTED,
@@ -184,7 +223,20 @@ def test_the_live_view_shows_the_iteration_at_hand() -> None:
     head, rewards, figures = captured.get().splitlines()
     assert "iteration 3/40" in head
     assert "collecting 3/64 rollouts" in head
-    assert rewards.split() == ["reward", "0.90", "this", "iteration", "so", "far", "0.50", "best", "0.90", "val", "0.80", "▁█"]
+    assert rewards.split() == [
+        "reward",
+        "0.90",
+        "this",
+        "iteration",
+        "so",
+        "far",
+        "0.50",
+        "best",
+        "0.90",
+        "val",
+        "0.80",
+        "▁█",
+    ]
     assert "weights v4" in figures
     assert "1 failed (timeout 1)" in figures
 

@@ -23,7 +23,10 @@ def fill(run: RunDir) -> None:
 
 
 def test_default_name_is_time_and_agent_and_never_taken_twice(tmp_path: Path) -> None:
-    runs = [open_run_dir(None, agent="agents.lookup:Look up/Agent", settings=SETTINGS, root=tmp_path / "runs") for _ in range(3)]
+    runs = [
+        open_run_dir(None, agent="agents.lookup:Look up/Agent", settings=SETTINGS, root=tmp_path / "runs")
+        for _ in range(3)
+    ]
     assert len({run.path for run in runs}) == 3
     for run in runs:
         assert run.path.parent == tmp_path / "runs"
@@ -53,7 +56,8 @@ def test_a_run_with_other_settings_is_refused_and_untouched(tmp_path: Path) -> N
     fill(open_run_dir(tmp_path, agent="a", settings=SETTINGS))
     other = {**SETTINGS, "seed": 1, "trainer": {"lr": 1e-3, "clip": 0.2}}
     with pytest.raises(
-        ConfigError, match=r"holds a run with other settings \(seed, trainer\.lr\); choose another --output-dir, or replace that run with --overwrite"
+        ConfigError,
+        match=r"holds a run with other settings \(seed, trainer\.lr\); choose another --output-dir, or replace that run with --overwrite",
     ):
         open_run_dir(tmp_path, agent="a", settings=other)
     assert json.loads((tmp_path / "config.json").read_text()) == SETTINGS
@@ -98,7 +102,9 @@ def test_paths_that_cannot_be_used_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file; choose another path"):
         open_run_dir(tmp_path / "file", agent="a", settings=SETTINGS)
-    with pytest.raises(ConfigError, match=r"cannot be (written|made): Not a directory; choose another with --output-dir"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be (written|made): Not a directory; choose another with --output-dir"
+    ):
         open_run_dir(tmp_path / "file" / "run", agent="a", settings=SETTINGS)
     with pytest.raises(ConfigError, match=r"cannot be made: .*; choose another with --output-dir"):
         open_run_dir(None, agent="a", settings=SETTINGS, root=tmp_path / "file")

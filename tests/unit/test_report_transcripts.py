@@ -39,14 +39,20 @@ def item(**fields: object) -> TranscriptItem:
 def test_choice_is_best_worst_random_failed() -> None:
     rewards = {"a": 0.5, "b": 1.0, "c": None, "d": 0.0, "e": 1.0, "f": 0.4}
     chosen = choose_rollouts(rewards, iteration=3)
-    assert {label: rollout_id for rollout_id, label in chosen.items() if label != "random"} == {"best": "b", "worst": "d", "failed": "c"}
+    assert {label: rollout_id for rollout_id, label in chosen.items() if label != "random"} == {
+        "best": "b",
+        "worst": "d",
+        "failed": "c",
+    }
     assert next(rollout_id for rollout_id, label in chosen.items() if label == "random") in {"a", "e", "f"}
     assert chosen == choose_rollouts(rewards, iteration=3)
     assert len({tuple(choose_rollouts(rewards, iteration=iteration)) for iteration in range(30)}) == 3
 
 
 @given(st.dictionaries(st.text(max_size=3), st.none() | st.floats(0, 1), max_size=8), st.integers(0, 5))
-def test_choice_is_among_the_rollouts_and_as_many_as_there_are(rewards: dict[str, float | None], iteration: int) -> None:
+def test_choice_is_among_the_rollouts_and_as_many_as_there_are(
+    rewards: dict[str, float | None], iteration: int
+) -> None:
     chosen = choose_rollouts(rewards, iteration=iteration)
     assert set(chosen) <= set(rewards)
     scored = sum(reward is not None for reward in rewards.values())
@@ -57,7 +63,15 @@ def test_choice_is_among_the_rollouts_and_as_many_as_there_are(rewards: dict[str
 
 def test_trained_tokens_are_marked() -> None:
     shown = transcript_sample(
-        sample("Q?", ("call", 1), ("[obs]", 0), ("answer", 1), weight_versions=["3", "4"], metadata={"finish_reason": "length"}), decode
+        sample(
+            "Q?",
+            ("call", 1),
+            ("[obs]", 0),
+            ("answer", 1),
+            weight_versions=["3", "4"],
+            metadata={"finish_reason": "length"},
+        ),
+        decode,
     )
     assert marked(shown) == "Q?⟦call⟧[obs]⟦answer⟧"
     assert (shown.prompt_tokens, shown.response_tokens, shown.trained_tokens) == (2, 15, 10)
@@ -67,7 +81,10 @@ def test_trained_tokens_are_marked() -> None:
     assert marked(transcript_sample(without_mask, decode)) == "Q?⟦abc⟧"
 
 
-@given(st.text(st.characters(codec="latin-1"), max_size=5), st.lists(st.tuples(st.text(st.characters(codec="ascii"), max_size=5), st.integers(0, 1))))
+@given(
+    st.text(st.characters(codec="latin-1"), max_size=5),
+    st.lists(st.tuples(st.text(st.characters(codec="ascii"), max_size=5), st.integers(0, 1))),
+)
 def test_segments_hold_every_token_once(prompt: str, parts: list[tuple[str, int]]) -> None:
     shown = transcript_sample(sample(prompt, *parts), decode)
     assert "".join(segment.text for segment in shown.segments) == prompt + "".join(text for text, _ in parts)
@@ -98,7 +115,16 @@ def test_long_segments_are_cut_before_they_are_decoded() -> None:
 
 def test_the_page_can_be_read_whatever_the_model_wrote() -> None:
     text = "```` \x1b[2J\n# not a heading\ud800"
-    page = to_markdown(2, [item(task={"q": 1}, messages=[{"role": "user", "content": text}, {"role": "tool", "content": None}], outcome="trained")])
+    page = to_markdown(
+        2,
+        [
+            item(
+                task={"q": 1},
+                messages=[{"role": "user", "content": text}, {"role": "tool", "content": None}],
+                outcome="trained",
+            )
+        ],
+    )
     fence = re.search(r"^(`{5,})text$", page, re.MULTILINE)
     assert fence is not None
     assert "\x1b" not in page
@@ -111,7 +137,8 @@ def test_the_page_can_be_read_whatever_the_model_wrote() -> None:
 def test_files_for_people_and_for_programs(tmp_path: Path) -> None:
     writer = TranscriptWriter(tmp_path / "t")
     first = item(
-        samples=[transcript_sample(sample("Q", ("A\ud800", 1)) if False else sample("Q", ("A", 1)), decode)], messages=[{"content": "\ud800"}]
+        samples=[transcript_sample(sample("Q", ("A\ud800", 1)) if False else sample("Q", ("A", 1)), decode)],
+        messages=[{"content": "\ud800"}],
     )
     writer.handle(TranscriptsSampled(iteration=1, items=[first, item(rollout_id="ro-2", label="worst", reward=None)]))
     writer.handle(TranscriptsSampled(iteration=2, items=[item()]))
@@ -119,8 +146,14 @@ def test_files_for_people_and_for_programs(tmp_path: Path) -> None:
     resumed = TranscriptWriter(tmp_path / "t")
     resumed.handle(TranscriptsSampled(iteration=2, items=[item(rollout_id="again")]))
     resumed.close()
-    records = [json.loads(line) for line in (tmp_path / "t" / "transcripts.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [(record["iteration"], record["rollout_id"]) for record in records] == [(1, "ro-1"), (1, "ro-2"), (2, "again")]
+    records = [
+        json.loads(line) for line in (tmp_path / "t" / "transcripts.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert [(record["iteration"], record["rollout_id"]) for record in records] == [
+        (1, "ro-1"),
+        (1, "ro-2"),
+        (2, "again"),
+    ]
     assert records[0]["samples"][0]["segments"][1] == {"text": "A", "trained": True, "tokens": 1, "left_out": 0}
     assert "Q⟦A⟧" in (tmp_path / "t" / "00001.md").read_text(encoding="utf-8")
     assert "`again`" in (tmp_path / "t" / "00002.md").read_text(encoding="utf-8")
@@ -145,7 +178,10 @@ def test_a_long_run_is_covered_to_its_end_within_the_limit(tmp_path: Path) -> No
 def test_one_huge_message_does_not_fill_the_limit(tmp_path: Path) -> None:
     writer = TranscriptWriter(tmp_path)
     writer.handle(
-        TranscriptsSampled(iteration=1, items=[item(messages=[{"role": "user", "content": "x" * 5_000_000}], task={"deep": ["y" * 5_000_000]})])
+        TranscriptsSampled(
+            iteration=1,
+            items=[item(messages=[{"role": "user", "content": "x" * 5_000_000}], task={"deep": ["y" * 5_000_000]})],
+        )
     )
     writer.close()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 200_000

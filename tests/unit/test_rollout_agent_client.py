@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from agl_slime import SGLangLitAgent
-from agl_slime._agl import LLM
 from agl_slime.errors import OutOfVocabularyError
 from agl_slime.sglang.payloads import SamplingParams
+from agl_slime.support.agl import LLM
 from tests.trace_tokenizers import small_tokenizer
 
 TOKENIZER: Any = small_tokenizer()
@@ -27,7 +27,9 @@ TOKENIZER: Any = small_tokenizer()
         (None, None),
     ],
 )
-def test_the_vocabulary_is_read_from_the_checkpoint_of_this_machine(config: str | None, expected: int | None, tmp_path: Path) -> None:
+def test_the_vocabulary_is_read_from_the_checkpoint_of_this_machine(
+    config: str | None, expected: int | None, tmp_path: Path
+) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     client = SGLangLitAgent()._client_for(LLM(endpoint="http://127.0.0.1:9", model=str(tmp_path)), TOKENIZER)

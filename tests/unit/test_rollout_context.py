@@ -9,10 +9,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from agl_slime.errors import ConfigError
-from agl_slime.rollout import context as context_module
-from agl_slime.rollout.context import ChatContext, TokenBuffer
 from agl_slime.sglang.payloads import Generation
-from agl_slime.trace.forks import ForkReason
+from agl_slime.tokens import conversation as context_module
+from agl_slime.tokens.conversation import ChatContext, TokenBuffer
+from agl_slime.tokens.forks import ForkReason
 from tests.chat_templates import CHATML
 from tests.conversations import answer, generation_of
 from tests.vocabularies import base_tokenizer, chat_tokenizer
@@ -35,7 +35,11 @@ def test_the_next_prompt_is_what_is_held_and_what_the_template_adds() -> None:
     prompt, generation = answer(context, tokenizer, "Three.")
     context.add({"role": "user", "content": "Sure?"})
     expected = "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
-    assert context.prompt_ids() == [*prompt, *generation.output_ids, *tokenizer.encode(expected, add_special_tokens=False)]
+    assert context.prompt_ids() == [
+        *prompt,
+        *generation.output_ids,
+        *tokenizer.encode(expected, add_special_tokens=False),
+    ]
 
 
 def test_ids_that_the_tokenizer_would_not_choose_are_kept() -> None:
@@ -44,7 +48,9 @@ def test_ids_that_the_tokenizer_would_not_choose_are_kept() -> None:
     assert odd != tokenizer.encode("answer", add_special_tokens=False)
     prompt = context.prompt_ids()
     ids = (*odd, tokenizer.eos_token_id)
-    context.add_answer(prompt, Generation(output_ids=ids, log_probs=(-0.1,) * len(ids), text="answer", finish_reason="stop"))
+    context.add_answer(
+        prompt, Generation(output_ids=ids, log_probs=(-0.1,) * len(ids), text="answer", finish_reason="stop")
+    )
     context.add({"role": "user", "content": "Sure?"})
     assert context.prompt_ids()[len(prompt) : len(prompt) + 2] == odd
     assert not context.forks
@@ -64,7 +70,9 @@ def test_a_stop_token_that_the_template_does_not_write_stays_and_the_closing_fol
     context, tokenizer = conversation("groups_tools")
     prompt, _ = answer(context, tokenizer, "Three.", stop="<|endoftext|>")
     context.add({"role": "user", "content": "Sure?"})
-    assert text_of(tokenizer, context.prompt_ids()[len(prompt) :]).startswith("Three.<|endoftext|><|im_end|>\n<|im_start|>user")
+    assert text_of(tokenizer, context.prompt_ids()[len(prompt) :]).startswith(
+        "Three.<|endoftext|><|im_end|>\n<|im_start|>user"
+    )
 
 
 def test_where_the_next_role_ends_an_answer_its_marker_is_not_doubled() -> None:
@@ -79,7 +87,9 @@ def test_a_stop_string_was_sampled_and_is_part_of_the_conversation() -> None:
     prompt, _ = answer(context, tokenizer, "<tool_call>{}</tool_call>", matched="</tool_call>")
     assert context.messages[-1]["content"] == "<tool_call>{}</tool_call>"
     context.add({"role": "tool", "content": "ok"})
-    assert text_of(tokenizer, context.prompt_ids()[len(prompt) :]).startswith("<tool_call>{}</tool_call><|im_end|>\n<|im_start|>tool\nok")
+    assert text_of(tokenizer, context.prompt_ids()[len(prompt) :]).startswith(
+        "<tool_call>{}</tool_call><|im_end|>\n<|im_start|>tool\nok"
+    )
 
 
 def test_results_of_parallel_calls_are_grouped_as_the_template_groups_them() -> None:
@@ -87,8 +97,9 @@ def test_results_of_parallel_calls_are_grouped_as_the_template_groups_them() -> 
     prompt, _ = answer(context, tokenizer, "<tool_call>a</tool_call><tool_call>b</tool_call>")
     assert '{"type": "function", "function": {"name": "count"}}' in text_of(tokenizer, prompt)
     context.add({"role": "tool", "content": "1"}, {"role": "tool", "content": "2"})
-    assert "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>" in text_of(
-        tokenizer, context.prompt_ids()
+    assert (
+        "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>"
+        in text_of(tokenizer, context.prompt_ids())
     )
     answer(context, tokenizer, "Three.")
     assert not context.forks
@@ -106,7 +117,7 @@ def test_an_observation_added_late_regroups_history_and_forks() -> None:
     assert context.rewritten == 1
 
 
-# -- templates that rewrite ------------------------------------------------------------------------------------------------------------------
+# -- templates that rewrite ------------------------------------------------------------------------------------------
 
 
 def test_thinking_is_kept_while_tools_are_called_and_dropped_with_the_next_question() -> None:
@@ -122,9 +133,12 @@ def test_thinking_is_kept_while_tools_are_called_and_dropped_with_the_next_quest
     assert "I will look" not in text_of(tokenizer, third)
 
 
-@pytest.mark.parametrize("said", ["Three.", "\nThree.\n", "<think>\n\n</think>\n\nThree.", "<think>Short.</think>Three."])
+@pytest.mark.parametrize(
+    "said", ["Three.", "\nThree.\n", "<think>\n\n</think>\n\nThree.", "<think>Short.</think>Three."]
+)
 def test_white_space_and_empty_blocks_that_a_template_adds_are_no_fork(said: str) -> None:
-    """Qwen3 writes an empty thinking block into the last answer and none into those before it: a difference in text only, not in what was sampled."""
+    """Qwen3 writes an empty thinking block into the last answer and none into those before it: a difference in text
+    only, not in what was sampled."""
     context, tokenizer = conversation("drops_thinking")
     for n in range(3):
         answer(context, tokenizer, said)
@@ -143,7 +157,8 @@ def test_a_template_opened_with_an_empty_block_continues() -> None:
 
 
 def test_a_fork_keeps_what_still_stands() -> None:
-    """A template that drops thinking from each answer forks in each turn; the prompt before the dropped answer stays as it was."""
+    """A template that drops thinking from each answer forks in each turn; the prompt before the dropped answer stays as
+    it was."""
     context, tokenizer = conversation("reasoner")
     first, _ = answer(context, tokenizer, "count\n</think>\n\nThree.")
     context.add({"role": "user", "content": "Sure?"})
@@ -155,7 +170,7 @@ def test_a_fork_keeps_what_still_stands() -> None:
 
 def test_each_class_of_forks_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context_module, "_explained", set())
-    with caplog.at_level(logging.INFO, logger="agl_slime.rollout.context"):
+    with caplog.at_level(logging.INFO, logger="agl_slime.tokens.conversation"):
         for _ in range(3):
             context, tokenizer = conversation("reasoner")
             answer(context, tokenizer, "count\n</think>\n\nThree.")
@@ -167,8 +182,12 @@ def test_each_class_of_forks_is_logged_once(caplog: pytest.LogCaptureFixture, mo
 
 def test_a_template_that_rewrites_the_beginning_forks_although_the_end_is_the_same() -> None:
     """The beginning changes with the number of messages, in a text of the same length."""
-    source = "{{- '<|im_start|>system\\n' + ('short' if messages | length < 4 else 'long.') + '<|im_end|>\\n' }}" + CHATML
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=source)
+    source = (
+        "{{- '<|im_start|>system\\n' + ('short' if messages | length < 4 else 'long.') + '<|im_end|>\\n' }}" + CHATML
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=source
+    )
     context = ChatContext(tokenizer=tokenizer, messages=QUESTION)
     answer(context, tokenizer, "Three.")
     context.add({"role": "user", "content": "Sure?"})
@@ -195,10 +214,15 @@ def test_a_template_that_forgets_old_results_forks_in_long_conversations_too() -
 
 
 def test_a_template_that_looks_further_back_than_the_ends_is_rendered_whole_from_then_on() -> None:
-    """The fourth message disappears once there are more than 50: found when the conversation has doubled, not before and not never."""
+    """The fourth message disappears once there are more than 50: found when the conversation has doubled, not before
+    and not never."""
     start, end = "{{- '<|im_start|>' + message.role", "'<|im_end|>\\n' }}"
-    source = CHATML.replace(start, "{%- if not (loop.index0 == 3 and messages | length > 50) %}" + start, 1).replace(end, end + "{%- endif %}", 1)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=source)
+    source = CHATML.replace(start, "{%- if not (loop.index0 == 3 and messages | length > 50) %}" + start, 1).replace(
+        end, end + "{%- endif %}", 1
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=source
+    )
     context = ChatContext(tokenizer=tokenizer, messages=QUESTION)
     long_rollout(context, tokenizer, 45)
     assert context.forks == {ForkReason.TEMPLATE: 1}
@@ -206,7 +230,7 @@ def test_a_template_that_looks_further_back_than_the_ends_is_rendered_whole_from
     assert "result 0" not in text_of(tokenizer, context.token_ids)
 
 
-# -- agents that edit -------------------------------------------------------------------------------------------------------------------------
+# -- agents that edit ------------------------------------------------------------------------------------------------
 
 
 def test_an_edited_answer_forks_after_the_prompt_that_stands() -> None:
@@ -228,7 +252,9 @@ def test_going_back_keeps_the_ids_of_the_answers_before() -> None:
     del context.messages[3:]
     context.add({"role": "user", "content": "Really?"})
     again, _ = answer(context, tokenizer, "No.")
-    end = len(held) - len(tokenizer.encode("\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False))
+    end = len(held) - len(
+        tokenizer.encode("\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    )
     assert again[:end] == held[:end]
     assert tuple(again[end - len(first.output_ids) : end]) == first.output_ids
     assert context.forks == {ForkReason.BRANCH: 1}
@@ -244,7 +270,7 @@ def test_edits_inside_a_message_are_noticed() -> None:
     assert context.forks == {ForkReason.EDITED_HISTORY: 1}
 
 
-# -- answers that go on -------------------------------------------------------------------------------------------------------------------------
+# -- answers that go on ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("finish", ["length", "abort"])
@@ -295,7 +321,7 @@ def test_the_agent_may_begin_the_answer() -> None:
     assert context.messages[-1]["content"] == "The answer is three."
 
 
-# -- seams ------------------------------------------------------------------------------------------------------------------------------------
+# -- seams -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_seam_that_a_merge_might_cross_is_counted() -> None:

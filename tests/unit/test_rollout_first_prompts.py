@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from agl_slime.rollout.context import ChatContext
-from agl_slime.rollout.first_prompts import _HELD_BYTES, _PROMPTS, FirstPrompts
-from agl_slime.rollout.template import ChatTemplate
+from agl_slime.tokens.conversation import ChatContext
+from agl_slime.tokens.first_prompts import _HELD_BYTES, _PROMPTS, FirstPrompts
+from agl_slime.tokens.template import ChatTemplate
 from tests.chat_templates import CHATML
 from tests.conversations import answer
 from tests.vocabularies import chat_tokenizer
@@ -59,7 +59,9 @@ def test_a_group_renders_its_prompt_once_and_its_members_go_their_own_ways(count
 def test_an_answer_begun_in_the_prompt_is_a_part_of_it(counting: Any) -> None:
     template = ChatTemplate(tokenizer=counting)
     begun = [*QUESTION, {"role": "assistant", "content": "About"}]
-    contexts = [ChatContext(tokenizer=counting, messages=messages, template=template) for messages in (QUESTION, begun, begun)]
+    contexts = [
+        ChatContext(tokenizer=counting, messages=messages, template=template) for messages in (QUESTION, begun, begun)
+    ]
     plain, first, second = (context.prompt_ids() for context in contexts)
     assert first == second == [*plain, *counting.encode("About", add_special_tokens=False)]
 

@@ -13,7 +13,8 @@ from agl_slime.trace.turn import Turn
 
 def turns(*responses: list[int]) -> list[Turn]:
     return [
-        Turn(prompt_ids=[1], response_ids=ids, text=f"answer {n}", messages=[{"role": "user", "content": "?"}]) for n, ids in enumerate(responses)
+        Turn(prompt_ids=[1], response_ids=ids, text=f"answer {n}", messages=[{"role": "user", "content": "?"}])
+        for n, ids in enumerate(responses)
     ]
 
 

@@ -13,7 +13,16 @@ from agl_slime.rollout.reward import check_reward
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(1, 1.0), (0.5, 0.5), (True, 1.0), (-2, -2.0), (np.float32(0.25), 0.25), (np.int64(3), 3.0), (Fraction(1, 4), 0.25)]
+    ("value", "expected"),
+    [
+        (1, 1.0),
+        (0.5, 0.5),
+        (True, 1.0),
+        (-2, -2.0),
+        (np.float32(0.25), 0.25),
+        (np.int64(3), 3.0),
+        (Fraction(1, 4), 0.25),
+    ],
 )
 def test_numbers_of_all_kinds_become_floats(value: object, expected: float) -> None:
     rewards = check_reward(value, source="judge")
@@ -28,7 +37,10 @@ def test_one_element_arrays_and_tensors_are_numbers() -> None:
 
 
 def test_named_rewards_keep_their_order_so_the_first_is_primary() -> None:
-    assert list(check_reward({"correct": 1, "format": 0.5}, source="judge").items()) == [("correct", 1.0), ("format", 0.5)]
+    assert list(check_reward({"correct": 1, "format": 0.5}, source="judge").items()) == [
+        ("correct", 1.0),
+        ("format", 0.5),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 
-from agl_slime._agl import Span, SpanCoreFields, TraceStatus
 from agl_slime.runner.recording import Recording, current_recording
 from agl_slime.runner.tracer import ContextTracer
+from agl_slime.support.agl import Span, SpanCoreFields, TraceStatus
 
 CORES: list[dict[str, Any]] = [
-    {"name": "x", "attributes": {"a": 1, "b": [1.5], "c": ["x"], "d": True, "e": "text"}, "start_time": 1.0, "end_time": 2.0},
+    {
+        "name": "x",
+        "attributes": {"a": 1, "b": [1.5], "c": ["x"], "d": True, "e": "text"},
+        "start_time": 1.0,
+        "end_time": 2.0,
+    },
     {"name": "", "attributes": {}, "start_time": 1.0, "end_time": None},
 ]
 

@@ -9,11 +9,13 @@ import pytest
 
 from agl_slime import slime_hooks
 from agl_slime.errors import ConfigError, DataSourceError, RewardError
-from agl_slime.slime.settings import PluginSettings
+from agl_slime.slime.args import PluginSettings
 from agl_slime.types import RolloutFnTrainOutput, Sample, sample_from_fields
 
 
-def sample(reward: Any = 1.0, *, group: int | None = 0, rollout: int | None = None, index: int = 0, **fields: Any) -> Sample:
+def sample(
+    reward: Any = 1.0, *, group: int | None = 0, rollout: int | None = None, index: int = 0, **fields: Any
+) -> Sample:
     fields = {"tokens": [1, 2, 3], "response_length": 1, "status": Sample.Status.COMPLETED, **fields}
     return sample_from_fields(reward=reward, group_index=group, rollout_id=rollout, index=index, **fields)
 
@@ -36,10 +38,13 @@ class ListedSource:
 
 
 def groups(n: int, *, size: int = 2, reward: Any = None) -> list[list[list[Sample]]]:
-    return [[[sample(float(i) if reward is None else reward, group=number, index=number * size + i) for i in range(size)]] for number in range(n)]
+    return [
+        [[sample(float(i) if reward is None else reward, group=number, index=number * size + i) for i in range(size)]]
+        for number in range(n)
+    ]
 
 
-# -- generate_rollout ----------------------------------------------------------------------------------------------------------------------------
+# -- generate_rollout ------------------------------------------------------------------------------------------------
 
 
 def test_a_batch_is_exactly_as_many_groups_as_slime_wants_and_the_rest_stays():
@@ -52,7 +57,11 @@ def test_a_batch_is_exactly_as_many_groups_as_slime_wants_and_the_rest_stays():
 
 def test_groups_that_the_dynamic_filter_drops_are_replaced_and_counted():
     source = ListedSource(*groups(1), *groups(1, reward=1.0), *groups(1))
-    args = Namespace(rollout_batch_size=2, dynamic_sampling_filter_path="agl_slime.slime_hooks.keep_nonzero_variance", reward_key=None)
+    args = Namespace(
+        rollout_batch_size=2,
+        dynamic_sampling_filter_path="agl_slime.slime_hooks.keep_nonzero_variance",
+        reward_key=None,
+    )
     output = slime_hooks.generate_rollout(args, 0, source)
     assert len(output.samples) == 2
     assert [value for name, value in (output.metrics or {}).items() if "dynamic_filter" in name] == [1]
@@ -80,14 +89,18 @@ def test_samples_that_nobody_sampled_are_not_trained_on():
         slime_hooks.generate_rollout(Namespace(rollout_batch_size=1), 0, ListedSource(placeholder))
 
 
-# -- rewards: the cases of slime's issues -----------------------------------------------------------------------------------------------------------
+# -- rewards: the cases of slime's issues ----------------------------------------------------------------------------
 
 ARGS = Namespace(advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True, reward_key=None)
-MEAN_ONLY = Namespace(advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=False, reward_key=None)
+MEAN_ONLY = Namespace(
+    advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=False, reward_key=None
+)
 
 
 def test_uneven_groups_with_equal_rewards_have_no_advantage():
-    batch = [sample(5.0, group=group, rollout=4 * group + i) for group, size in enumerate((4, 3, 4)) for i in range(size)]
+    batch = [
+        sample(5.0, group=group, rollout=4 * group + i) for group, size in enumerate((4, 3, 4)) for i in range(size)
+    ]
     raw, rewards = slime_hooks.normalize_rewards(ARGS, batch)
     assert raw == [5.0] * 11
     assert rewards == [0.0] * 11
@@ -122,7 +135,7 @@ def test_a_named_reward_is_picked_and_a_missing_one_is_an_error():
         slime_hooks.normalize_rewards(ARGS, [sample(None)])
 
 
-# -- filters and logs ----------------------------------------------------------------------------------------------------------------------------
+# -- filters and logs ------------------------------------------------------------------------------------------------
 
 
 def _keeps(samples: list[Any]) -> bool:
@@ -151,7 +164,10 @@ def test_unfinished_samples_are_taken_out_of_the_loss():
 
 
 def test_the_log_hook_adds_to_slimes_metrics_and_lets_slime_go_on():
-    siblings = [sample(metadata={"agl_rollout_id": "a", "turns": 2}), sample(metadata={"agl_rollout_id": "a", "turns": 1})]
+    siblings = [
+        sample(metadata={"agl_rollout_id": "a", "turns": 2}),
+        sample(metadata={"agl_rollout_id": "a", "turns": 1}),
+    ]
     extra: dict[str, Any] = {"kept": 1}
     args = Namespace()
     assert slime_hooks.log_rollout(3, args, siblings, extra, 0.5) is False
@@ -160,7 +176,7 @@ def test_the_log_hook_adds_to_slimes_metrics_and_lets_slime_go_on():
     assert (extra["agl/rollouts"], extra["agl/forks"], extra["agl/turns_mean"]) == (1, 1, 1.5)
 
 
-# -- settings ------------------------------------------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------------------------
 
 
 def test_args_come_before_the_environment_and_slimes_flags_fill_the_rest():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agl_slime.report.metrics import TOKENS_TRAINED
-from agl_slime.slime.run import SlimeSteps
+from agl_slime.run.slime import SlimeSteps
 
 
 class Source:

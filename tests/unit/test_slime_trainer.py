@@ -9,8 +9,8 @@ import pytest
 
 from agl_slime.cli import main
 from agl_slime.errors import MissingDependencyError
+from agl_slime.slime.trainer import SlimeRunSettings, require_slime
 from agl_slime.slime.versions import periodic_action
-from agl_slime.trainers.slime import SlimeRunSettings, require_slime
 
 
 @pytest.fixture
@@ -40,7 +40,14 @@ def test_slimes_flags_without_slime_as_the_trainer_are_refused(capsys: pytest.Ca
 
 
 def _flags(**settings: Any) -> list[str]:
-    defaults = {"model": "/model", "num_rollout": 3, "rollout_batch_size": 4, "n_samples_per_prompt": 2, "temperature": 0.7, "max_new_tokens": 9}
+    defaults = {
+        "model": "/model",
+        "num_rollout": 3,
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 2,
+        "temperature": 0.7,
+        "max_new_tokens": 9,
+    }
     return SlimeRunSettings(**{**defaults, **settings}).flags()
 
 
@@ -67,7 +74,14 @@ def test_engines_that_slime_launches_get_a_router_at_a_known_port():
 
 @pytest.mark.parametrize(
     ("rollout_id", "interval", "per_epoch", "due"),
-    [(0, None, None, False), (1, 2, None, True), (2, 2, None, False), (9, 100, None, True), (4, 100, 5, True), (3, 100, 5, False)],
+    [
+        (0, None, None, False),
+        (1, 2, None, True),
+        (2, 2, None, False),
+        (9, 100, None, True),
+        (4, 100, 5, True),
+        (3, 100, 5, False),
+    ],
 )
 def test_when_something_periodic_is_due(rollout_id: int, interval: int | None, per_epoch: int | None, due: bool):
     assert periodic_action(rollout_id, interval, per_epoch, 10) is due

@@ -1,4 +1,5 @@
-"""The parts of Agent Lightning 0.3 that ``BridgeStore`` builds on without a promise. A version that changes one of them must fail here, by name."""
+"""The parts of Agent Lightning 0.3 that ``BridgeStore`` builds on without a promise. A version that changes one of them
+must fail here, by name."""
 
 from __future__ import annotations
 
@@ -7,12 +8,24 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from agentlightning.store.collection.memory import DequeBasedQueue, DictBasedKeyValue, InMemoryLightningCollections, ListBasedCollection
+from agentlightning.store.collection.memory import (
+    DequeBasedQueue,
+    DictBasedKeyValue,
+    InMemoryLightningCollections,
+    ListBasedCollection,
+)
 from agentlightning.store.collection_based import CollectionBasedLightningStore
 
-from agl_slime._agl import LLM, EnqueueRolloutRequest, InMemoryLightningStore, LitAgentRunner, RolloutConfig, Span
-from agl_slime.store import BridgeStore
-from agl_slime.store_collections import BridgeCollections
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.collections import BridgeCollections
+from agl_slime.support.agl import (
+    LLM,
+    EnqueueRolloutRequest,
+    InMemoryLightningStore,
+    LitAgentRunner,
+    RolloutConfig,
+    Span,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +40,16 @@ from agl_slime.store_collections import BridgeCollections
         (
             CollectionBasedLightningStore,
             "_unlocked_update_attempt_and_rollout",
-            ["self", "collections", "rollout_id", "attempt_id", "status", "worker_id", "last_heartbeat_time", "metadata"],
+            [
+                "self",
+                "collections",
+                "rollout_id",
+                "attempt_id",
+                "status",
+                "worker_id",
+                "last_heartbeat_time",
+                "metadata",
+            ],
         ),
         (CollectionBasedLightningStore, "_post_dequeue_rollouts", ["self", "collections", "rollout_ids", "worker_id"]),
         (CollectionBasedLightningStore, "_issue_many_span_sequence_ids", ["self", "rollout_ids"]),
@@ -36,9 +58,17 @@ from agl_slime.store_collections import BridgeCollections
         (CollectionBasedLightningStore, "_on_attempt_heartbeat", ["self", "collections", "rollout_id", "attempt_id"]),
         (CollectionBasedLightningStore, "_unlocked_get_latest_attempt", ["self", "collections", "rollout_id"]),
         (CollectionBasedLightningStore, "_unlocked_rollout_to_attempted_rollout", ["self", "collections", "rollout"]),
-        (CollectionBasedLightningStore, "_unlocked_sync_worker_with_attempt", ["self", "collections", "attempt", "dequeue"]),
+        (
+            CollectionBasedLightningStore,
+            "_unlocked_sync_worker_with_attempt",
+            ["self", "collections", "attempt", "dequeue"],
+        ),
         (InMemoryLightningStore, "query_spans", ["self", "rollout_id", "attempt_id", "kwargs"]),
-        (InMemoryLightningCollections, "execute", ["self", "callback", "mode", "snapshot", "commit", "labels", "kwargs"]),
+        (
+            InMemoryLightningCollections,
+            "execute",
+            ["self", "callback", "mode", "snapshot", "commit", "labels", "kwargs"],
+        ),
         (ListBasedCollection, "get", ["self", "filter", "sort"]),
         (InMemoryLightningCollections, "atomic", ["self", "mode", "snapshot", "labels", "kwargs"]),
         (ListBasedCollection, "tracking_context", ["self", "operation", "collection"]),
@@ -66,18 +96,33 @@ def test_the_store_keeps_its_account_where_retention_expects_it() -> None:
 def test_every_part_of_the_collections_is_replaced() -> None:
     stock = vars(InMemoryLightningCollections(lock_type="thread"))
     ours = vars(BridgeCollections())
-    parts = {name for name, value in stock.items() if isinstance(value, (ListBasedCollection, DequeBasedQueue, DictBasedKeyValue))}
-    assert parts == {"_rollouts", "_attempts", "_spans", "_resources", "_workers", "_rollout_queue", "_span_sequence_ids"}
+    parts = {
+        name
+        for name, value in stock.items()
+        if isinstance(value, (ListBasedCollection, DequeBasedQueue, DictBasedKeyValue))
+    }
+    assert parts == {
+        "_rollouts",
+        "_attempts",
+        "_spans",
+        "_resources",
+        "_workers",
+        "_rollout_queue",
+        "_span_sequence_ids",
+    }
     for name in parts:
-        assert type(ours[name]).__module__ == "agl_slime.store_collections", name
+        assert type(ours[name]).__module__ == "agl_slime.store.collections", name
         if isinstance(stock[name], ListBasedCollection):
-            assert (ours[name]._primary_keys, ours[name]._item_type) == (stock[name]._primary_keys, stock[name]._item_type), name
+            assert (ours[name]._primary_keys, ours[name]._item_type) == (
+                stock[name]._primary_keys,
+                stock[name]._item_type,
+            ), name
 
 
 def test_reward_adapters_are_built_once() -> None:
     from pydantic import TypeAdapter
 
-    import agl_slime._agl as agl
+    import agl_slime.support.agl as agl
 
     span = make_span("ro", "at", 1, **{"agentlightning.reward.0.name": "primary", "agentlightning.reward.0.value": 0.5})
     cached = agl._reward_module.TypeAdapter  # type: ignore[attr-defined]
@@ -127,4 +172,6 @@ def test_no_store_call_suspends() -> None:
 
 
 def make_span(rollout_id: str, attempt_id: str, sequence_id: int, **attributes: Any) -> Span:
-    return Span.from_attributes(rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=sequence_id, attributes=attributes)
+    return Span.from_attributes(
+        rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=sequence_id, attributes=attributes
+    )

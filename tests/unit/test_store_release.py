@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agl_slime.release import Releaser
-from agl_slime.store import BridgeStore, Retention
+from agl_slime.datasource.release import Releaser
+from agl_slime.store.bridge import BridgeStore, Retention
 from tests.unit.test_store_retention import execute
 
 

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from agl_slime._agl import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
 from agl_slime.errors import ConfigError
-from agl_slime.store import WORKER_DIED, BridgeStore, Retention
+from agl_slime.store.bridge import WORKER_DIED, BridgeStore, Retention
+from agl_slime.support.agl import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
 from tests.unit.test_store_hooks import make_span
 
 
 async def enqueue(store: BridgeStore, count: int = 1, **config: Any) -> list[str]:
-    requests = [EnqueueRolloutRequest(input={"n": n}, mode="train", config=RolloutConfig(**config)) for n in range(count)]
+    requests = [
+        EnqueueRolloutRequest(input={"n": n}, mode="train", config=RolloutConfig(**config)) for n in range(count)
+    ]
     return [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
 
 
@@ -68,7 +70,13 @@ async def test_the_most_recently_released_stay_to_be_looked_at() -> None:
     store = BridgeStore(retention=Retention(released_rollouts=3))
     ids = await execute(store, 5)
     await store.release(ids)
-    assert [await store.get_rollout_by_id(rollout_id) is not None for rollout_id in ids] == [False, False, True, True, True]
+    assert [await store.get_rollout_by_id(rollout_id) is not None for rollout_id in ids] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert [len(await store.query_spans(rollout_id, "latest")) for rollout_id in ids] == [0, 0, 1, 1, 1]
 
 
@@ -99,9 +107,11 @@ async def test_running_unknown_and_released_rollouts_are_not_released() -> None:
     assert await store.release(ids) == 0
 
 
-async def test_a_store_that_fills_warns_once_then_hands_nothing_out_until_something_is_released(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_store_that_fills_warns_once_then_hands_nothing_out_until_something_is_released(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     store = BridgeStore(retention=Retention(unreleased_bytes=100_000, released_rollouts=0))
-    with caplog.at_level(logging.WARNING, "agl_slime.store"):
+    with caplog.at_level(logging.WARNING, "agl_slime.store.bridge"):
         ids = await execute(store, 6, span_chars=10_000)
         assert not caplog.records
         ids += await execute(store, 1, span_chars=10_000)  # 7 spans of 12 kB: above 80 %
@@ -130,24 +140,29 @@ async def test_late_spans_of_a_released_rollout_are_accounted_to_the_window() ->
     assert store.usage().span_bytes > 7_000
 
 
-@pytest.mark.parametrize("bad", [{"released_rollouts": -1}, {"released_bytes": -1}, {"unreleased_bytes": 0}, {"warn_at": 0.0}, {"warn_at": 1.1}])
+@pytest.mark.parametrize(
+    "bad",
+    [{"released_rollouts": -1}, {"released_bytes": -1}, {"unreleased_bytes": 0}, {"warn_at": 0.0}, {"warn_at": 1.1}],
+)
 def test_a_retention_that_cannot_be_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         Retention(**bad)
 
 
 async def test_old_resources_go_and_the_latest_stay() -> None:
-    from agl_slime._agl import LLM
+    from agl_slime.support.agl import LLM
 
     store = BridgeStore()
-    updates = [await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model=str(n))}) for n in range(1_005)]
+    updates = [
+        await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model=str(n))}) for n in range(1_005)
+    ]
     assert await store.get_resources_by_id(updates[4].resources_id) is None
     assert await store.get_resources_by_id(updates[5].resources_id) == updates[5]
     assert await store.get_latest_resources() == updates[-1]
     assert (await store.statistics())["total_resources"] == 1_000
 
 
-# -- the watchdog ----------------------------------------------------------------------------------------------------------------------------
+# -- the watchdog ----------------------------------------------------------------------------------------------------
 
 
 async def test_the_watchdog_finds_rollouts_past_their_limits_and_only_those(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +215,7 @@ async def test_a_scan_looks_at_nothing_when_nothing_is_due(monkeypatch: pytest.M
     assert len(store._watch) == 50
 
 
-# -- dead runners ------------------------------------------------------------------------------------------------------------------------------
+# -- dead runners ----------------------------------------------------------------------------------------------------
 
 
 async def test_rollouts_of_a_dead_runner_go_to_others_even_without_attempts_left() -> None:
@@ -244,7 +259,9 @@ async def test_a_rollout_that_kills_its_runners_is_given_up() -> None:
     assert await store.dequeue_rollout() is None
 
 
-async def test_a_runner_whose_heartbeats_stop_is_dead_and_one_that_never_sent_any_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_runner_whose_heartbeats_stop_is_dead_and_one_that_never_sent_any_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = BridgeStore(scan_debounce_seconds=0, dead_worker_seconds=60)
     now = [1_000_000.0]
     monkeypatch.setattr(time, "time", lambda: now[0])

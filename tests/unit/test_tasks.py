@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.tasks import GeneratedTasks, ShuffledTasks, as_task_source, read_tasks
+from agl_slime.loop.tasks import GeneratedTasks, ShuffledTasks, as_task_source, read_tasks
 
 TASKS = [{"n": number} for number in range(7)]
 

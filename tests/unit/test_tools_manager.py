@@ -82,7 +82,12 @@ async def test_functions_sync_and_async_are_called_with_fitting_arguments() -> N
     results = await tools.run([call("look", key="a", limit="7", tags='["x"]'), call("twice", n="1.5", deep={"a": 1})])
     assert [result.content for result in results] == ["a:7:fast:['x']", '{"n": 3.0, "deep": {"a": 1}}']
     assert [result.error for result in results] == [None, None]
-    assert results[0].to_message() == {"role": "tool", "name": "look", "tool_call_id": "call_0", "content": "a:7:fast:['x']"}
+    assert results[0].to_message() == {
+        "role": "tool",
+        "name": "look",
+        "tool_call_id": "call_0",
+        "content": "a:7:fast:['x']",
+    }
 
 
 async def test_calls_of_one_answer_run_at_the_same_time() -> None:
@@ -154,7 +159,10 @@ async def test_a_tool_that_hangs_times_out(kind: str) -> None:
 class Counter:
     """One per rollout: it counts its own calls."""
 
-    schema = {"type": "function", "function": {"name": "count", "description": "Count.", "parameters": {"type": "object", "properties": {}}}}
+    schema = {
+        "type": "function",
+        "function": {"name": "count", "description": "Count.", "parameters": {"type": "object", "properties": {}}},
+    }
 
     def __init__(self, task: Mapping[str, Any] | None) -> None:
         self.start = (task or {}).get("start", 0)

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_slime.errors import ConfigError
-from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolParser, get_tool_parser, parser_for_template, register_tool_parser, tool_parser_names
+from agl_slime.rollout.tool_parsers import (
+    ParsedAnswer,
+    ToolParser,
+    get_tool_parser,
+    parser_for_template,
+    register_tool_parser,
+    tool_parser_names,
+)
 from agl_slime.rollout.tool_parsers import base as parsers
 from tests.chat_templates import TEMPLATES
 
@@ -99,7 +106,19 @@ def test_calls_in_thoughts_are_not_made() -> None:
     assert len(parse("hermes", f"Maybe?</think>{ONE['hermes']}").calls) == 1
 
 
-PIECES = ("<tool_call>", "</tool_call>", "<|tool_call_begin|>", "{", "}", '"name"', ":", "x", "\n", "<function=f>", "</think>")
+PIECES = (
+    "<tool_call>",
+    "</tool_call>",
+    "<|tool_call_begin|>",
+    "{",
+    "}",
+    '"name"',
+    ":",
+    "x",
+    "\n",
+    "<function=f>",
+    "</think>",
+)
 
 
 @given(text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from agl_slime.errors import TraceError
-from agl_slime.trace.codec import log_prob_array, pack_array, token_array, unpack_log_probs, unpack_token_ids
+from agl_slime.tokens.codec import log_prob_array, pack_array, token_array, unpack_log_probs, unpack_token_ids
 
 
 def pack_token_ids(ids: Any) -> str:
@@ -40,7 +40,9 @@ def test_an_empty_sequence_round_trips():
 
 
 def test_a_float32_that_came_as_json_comes_back_exactly():
-    recorded = json.loads(json.dumps([float(np.float32(-1.1)), float(np.float32(-0.0001234)), float(np.float32(-17.3))]))
+    recorded = json.loads(
+        json.dumps([float(np.float32(-1.1)), float(np.float32(-0.0001234)), float(np.float32(-17.3))])
+    )
     assert unpack_log_probs(pack_log_probs(recorded)).tolist() == recorded
 
 
@@ -50,7 +52,9 @@ def test_ids_outside_32_bits_are_refused_by_value(bad: int):
         pack_token_ids([1, bad, 3])
 
 
-@pytest.mark.parametrize("ids", [np.array([1, 2], dtype=np.int64), np.array([1, 2], dtype=np.uint8), (1, 2), np.array([1, 2], dtype=">i4")])
+@pytest.mark.parametrize(
+    "ids", [np.array([1, 2], dtype=np.int64), np.array([1, 2], dtype=np.uint8), (1, 2), np.array([1, 2], dtype=">i4")]
+)
 def test_any_sequence_of_integers_will_do(ids: Any):
     assert unpack_token_ids(pack_token_ids(ids)).tolist() == [1, 2]
 

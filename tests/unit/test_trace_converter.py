@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_slime._agl import Rollout, Span, emit_reward
 from agl_slime.errors import RewardError, TraceError
 from agl_slime.sglang.payloads import WeightSpan
+from agl_slime.support.agl import Rollout, Span, emit_reward
 from agl_slime.trace import attributes as names
 from agl_slime.trace.converter import _check, convert_rollout, rollout_to_sample, rollout_to_samples
 from agl_slime.trace.turn import Turn, TurnEncoder
 from agl_slime.types import Sample, get_rollout_id
 
 
-def spans_of(turns: list[Turn], reward: Any = 1.0, *, attempt: str = "at-1", began: float = 100.0, **emit: Any) -> list[Span]:
+def spans_of(
+    turns: list[Turn], reward: Any = 1.0, *, attempt: str = "at-1", began: float = 100.0, **emit: Any
+) -> list[Span]:
     encoder = TurnEncoder()
     written = [(names.GENERATE_SPAN, encoder.encode(turn)) for turn in turns]
     if reward is not None:
@@ -25,14 +27,22 @@ def spans_of(turns: list[Turn], reward: Any = 1.0, *, attempt: str = "at-1", beg
         written.append((core.name, dict(core.attributes)))
     return [
         Span.from_attributes(
-            name=name, attributes=attributes, rollout_id="ro-1", attempt_id=attempt, sequence_id=i + 1, start_time=began + i, end_time=began + i + 0.5
+            name=name,
+            attributes=attributes,
+            rollout_id="ro-1",
+            attempt_id=attempt,
+            sequence_id=i + 1,
+            start_time=began + i,
+            end_time=began + i + 0.5,
         )
         for i, (name, attributes) in enumerate(written)
     ]
 
 
 def rollout(**fields: Any) -> Rollout:
-    return Rollout(**{"rollout_id": "ro-1", "input": {"prompt": "hi", "label": "42"}, "start_time": 0.0, "mode": "train", **fields})
+    return Rollout(
+        **{"rollout_id": "ro-1", "input": {"prompt": "hi", "label": "42"}, "start_time": 0.0, "mode": "train", **fields}
+    )
 
 
 FIRST = Turn(
@@ -55,7 +65,9 @@ SECOND = Turn(
 
 
 def test_a_two_turn_rollout_is_one_sample_with_the_observation_masked():
-    sample = rollout_to_sample(rollout(metadata={"group_id": "g"}), spans_of([FIRST, SECOND], 0.5), index=3, group_index=2, rollout_id=11)
+    sample = rollout_to_sample(
+        rollout(metadata={"group_id": "g"}), spans_of([FIRST, SECOND], 0.5), index=3, group_index=2, rollout_id=11
+    )
     assert sample.tokens == [1, 2, 3, 4, 5, 90, 91, 6, 7, 8]
     assert sample.response_length == 7
     assert sample.loss_mask == [1, 1, 0, 0, 1, 1, 1]
@@ -70,7 +82,11 @@ def test_a_two_turn_rollout_is_one_sample_with_the_observation_masked():
     assert sample.metadata["weight_spans"] == [["7", 0, 2], ["7", 4, 5], ["8", 5, 7]]
     assert sample.metadata["turn_spans"] == [[0, 2], [4, 7]]
     assert sample.metadata["token_source"] == "engine"
-    assert (sample.metadata["agl_rollout_id"], sample.metadata["agl_attempt_id"], sample.metadata["group_id"]) == ("ro-1", "at-1", "g")
+    assert (sample.metadata["agl_rollout_id"], sample.metadata["agl_attempt_id"], sample.metadata["group_id"]) == (
+        "ro-1",
+        "at-1",
+        "g",
+    )
     assert sample.metadata["turns"] == 2
     assert (sample.prefix_cache_info.cached_tokens, sample.prefix_cache_info.total_prompt_tokens) == (6, 10)
 
@@ -80,7 +96,10 @@ def test_samples_hold_plain_python_values():
     assert Sample.from_dict(json.loads(json.dumps(sample.to_dict()))).to_dict() == sample.to_dict()
 
 
-@pytest.mark.parametrize(("finish", "status"), [("stop", "completed"), ("length", "truncated"), ("abort", "truncated"), ("tool_calls", "completed")])
+@pytest.mark.parametrize(
+    ("finish", "status"),
+    [("stop", "completed"), ("length", "truncated"), ("abort", "truncated"), ("tool_calls", "completed")],
+)
 def test_the_status_is_that_of_the_last_call(finish: str, status: str):
     turn = Turn(prompt_ids=[1], response_ids=[2], log_probs=[-1.0], finish_reason=finish)
     assert rollout_to_sample(rollout(), spans_of([turn])).status.value == status
@@ -212,6 +231,9 @@ def test_no_sample_leaves_that_training_would_read_wrongly(fields: dict[str, Any
         check({**good, **fields})
 
 
-@pytest.mark.parametrize(("task", "label"), [({"label": {"a": 1}}, '{"a": 1}'), ({"label": None}, None), ({"question": "x"}, None), ("text", None)])
+@pytest.mark.parametrize(
+    ("task", "label"),
+    [({"label": {"a": 1}}, '{"a": 1}'), ({"label": None}, None), ({"question": "x"}, None), ("text", None)],
+)
 def test_the_label_is_the_tasks(task: Any, label: str | None):
     assert rollout_to_sample(rollout(input=task), spans_of([FIRST])).label == label

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from agl_slime.trace.forks import ForkReason, contains
+from agl_slime.tokens.forks import ForkReason, contains
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.turn import Turn
 from tests.trace_tokenizers import DROPS_THINKING, PLAIN, chat_tokenizer
@@ -36,8 +36,11 @@ def reasons(turns: list[Turn], tokenizer: PreTrainedTokenizerFast | None) -> lis
     return [segment.fork_reason for segment in merge_turns(turns, tokenizer)]
 
 
-def two_turns(tokenizer: PreTrainedTokenizerFast, sampled: str, rendered: str | None = None, **options: Any) -> list[Turn]:
-    """An answer, and a call whose prompt renders the conversation through the template, the answer as ``rendered`` (by default as it was sampled)."""
+def two_turns(
+    tokenizer: PreTrainedTokenizerFast, sampled: str, rendered: str | None = None, **options: Any
+) -> list[Turn]:
+    """An answer, and a call whose prompt renders the conversation through the template, the answer as ``rendered`` (by
+    default as it was sampled)."""
     first = call(tokenizer, prompt(tokenizer, [USER], **options), sampled)
     answer = {"role": "assistant", "content": sampled if rendered is None else rendered}
     return [first, call(tokenizer, prompt(tokenizer, [USER, answer, AGAIN], **options), "Madrid.")]
@@ -51,7 +54,10 @@ def test_a_template_that_keeps_history_does_not_fork(vocabulary: str):
 
 def test_dropped_thinking_is_the_templates_doing(vocabulary: str):
     tokenizer = chat_tokenizer(vocabulary, DROPS_THINKING)
-    assert reasons(two_turns(tokenizer, "<think>\nFrance, so Paris.\n</think>\n\nIt is Paris."), tokenizer) == [None, ForkReason.TEMPLATE]
+    assert reasons(two_turns(tokenizer, "<think>\nFrance, so Paris.\n</think>\n\nIt is Paris."), tokenizer) == [
+        None,
+        ForkReason.TEMPLATE,
+    ]
 
 
 def test_thinking_dropped_before_a_tool_call_is_the_templates_doing(vocabulary: str):
@@ -63,12 +69,18 @@ def test_thinking_dropped_before_a_tool_call_is_the_templates_doing(vocabulary: 
 
 def test_an_answer_of_thinking_alone_that_is_dropped_is_the_templates_doing(vocabulary: str):
     tokenizer = chat_tokenizer(vocabulary, DROPS_THINKING)
-    assert reasons(two_turns(tokenizer, "<think>\nFrance, so Paris.\n</think>"), tokenizer) == [None, ForkReason.TEMPLATE]
+    assert reasons(two_turns(tokenizer, "<think>\nFrance, so Paris.\n</think>"), tokenizer) == [
+        None,
+        ForkReason.TEMPLATE,
+    ]
 
 
 def test_an_empty_thinking_block_of_the_generation_prompt_is_the_templates_doing(vocabulary: str):
     tokenizer = chat_tokenizer(vocabulary, DROPS_THINKING)
-    assert reasons(two_turns(tokenizer, "It is Paris.", enable_thinking=False), tokenizer) == [None, ForkReason.TEMPLATE]
+    assert reasons(two_turns(tokenizer, "It is Paris.", enable_thinking=False), tokenizer) == [
+        None,
+        ForkReason.TEMPLATE,
+    ]
 
 
 def test_an_empty_thinking_block_that_is_written_into_the_history_is_the_templates_doing(vocabulary: str):
@@ -81,7 +93,11 @@ def test_white_space_in_a_tool_call_is_the_templates_doing(vocabulary: str):
     tokenizer = chat_tokenizer(vocabulary, PLAIN)
     sampled = '<tool_call>\n{"name":"find","arguments":{"key":"a b"}}\n</tool_call>'
     first = call(tokenizer, prompt(tokenizer, [USER]), sampled)
-    parsed = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "find", "arguments": {"key": "a b"}}}]}
+    parsed = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "find", "arguments": {"key": "a b"}}}],
+    }
     second = call(tokenizer, prompt(tokenizer, [USER, parsed, {"role": "tool", "content": "Paris"}]), "It is Paris.")
     assert reasons([first, second], tokenizer) == [None, ForkReason.TEMPLATE]
 
@@ -104,24 +120,35 @@ def test_the_same_text_in_other_ids_is_retokenization(vocabulary: str):
     assert reasons([spelled, second], tokenizer) == [None, ForkReason.RETOKENIZATION]
 
 
-@pytest.mark.parametrize("rendered", ["It is Lyon.", "It is Milan.", "It is Rome", "It is Rome, no: Milan. Probably.", "", "Milan."])
+@pytest.mark.parametrize(
+    "rendered", ["It is Lyon.", "It is Milan.", "It is Rome", "It is Rome, no: Milan. Probably.", "", "Milan."]
+)
 def test_an_answer_that_the_agent_changed_is_an_edit(vocabulary: str, rendered: str):
     tokenizer = chat_tokenizer(vocabulary, PLAIN)
-    assert reasons(two_turns(tokenizer, "It is Rome, no: Milan.", rendered), tokenizer) == [None, ForkReason.EDITED_HISTORY]
+    assert reasons(two_turns(tokenizer, "It is Rome, no: Milan.", rendered), tokenizer) == [
+        None,
+        ForkReason.EDITED_HISTORY,
+    ]
 
 
 def test_a_question_that_the_agent_changed_before_a_kept_answer_is_an_edit(vocabulary: str):
     tokenizer = chat_tokenizer(vocabulary, PLAIN)
     first = call(tokenizer, prompt(tokenizer, [USER]), "It is Paris.")
     shorter = [{"role": "user", "content": "Capital?"}, {"role": "assistant", "content": "It is Paris."}, AGAIN]
-    assert reasons([first, call(tokenizer, prompt(tokenizer, shorter), "Madrid.")], tokenizer) == [None, ForkReason.EDITED_HISTORY]
+    assert reasons([first, call(tokenizer, prompt(tokenizer, shorter), "Madrid.")], tokenizer) == [
+        None,
+        ForkReason.EDITED_HISTORY,
+    ]
 
 
 def test_an_observation_that_the_agent_shortened_later_is_an_edit(vocabulary: str):
     tokenizer = chat_tokenizer(vocabulary, PLAIN)
     history: list[dict[str, Any]] = [USER]
     turns = []
-    for answer, observation in (("look up france", "a very long page about France"), ("look up spain", "a very long page about Spain")):
+    for answer, observation in (
+        ("look up france", "a very long page about France"),
+        ("look up spain", "a very long page about Spain"),
+    ):
         turns.append(call(tokenizer, prompt(tokenizer, history), answer))
         history += [{"role": "assistant", "content": answer}, {"role": "tool", "content": observation}]
     history[2] = {"role": "tool", "content": "(shortened)"}
@@ -141,14 +168,20 @@ def test_going_on_from_an_earlier_turn_is_a_branch(vocabulary: str):
     answer = {"role": "assistant", "content": "look up"}
     turns = [call(tokenizer, prompt(tokenizer, [USER]), "look up")]
     for page in ("Paris", "Lyon", "Nice"):
-        turns.append(call(tokenizer, prompt(tokenizer, [USER, answer, {"role": "tool", "content": page}]), "It is " + page))
+        turns.append(
+            call(tokenizer, prompt(tokenizer, [USER, answer, {"role": "tool", "content": page}]), "It is " + page)
+        )
     assert reasons(turns, tokenizer) == [None, ForkReason.BRANCH, ForkReason.BRANCH]
 
 
 def test_another_agents_conversation_is_a_new_context(vocabulary: str):
     tokenizer = chat_tokenizer(vocabulary, PLAIN)
     first = call(tokenizer, prompt(tokenizer, [USER]), "It is Paris.")
-    critic = call(tokenizer, prompt(tokenizer, [{"role": "system", "content": "You judge."}, {"role": "user", "content": "Is it true?"}]), "Yes.")
+    critic = call(
+        tokenizer,
+        prompt(tokenizer, [{"role": "system", "content": "You judge."}, {"role": "user", "content": "Is it true?"}]),
+        "Yes.",
+    )
     back = two_turns(tokenizer, "It is Paris.")[1]
     [own, other] = merge_turns([first, critic, back], tokenizer)
     assert [at.turn for at in own.placements] == [0, 2]
@@ -157,7 +190,10 @@ def test_another_agents_conversation_is_a_new_context(vocabulary: str):
 
 def test_without_a_tokenizer_drift_counts_as_an_edit():
     tokenizer = chat_tokenizer("anthropic", DROPS_THINKING)
-    assert reasons(two_turns(tokenizer, "<think>\nParis?\n</think>\n\nIt is Paris."), None) == [None, ForkReason.EDITED_HISTORY]
+    assert reasons(two_turns(tokenizer, "<think>\nParis?\n</think>\n\nIt is Paris."), None) == [
+        None,
+        ForkReason.EDITED_HISTORY,
+    ]
 
 
 def test_a_run_of_tokens_is_found_only_on_token_boundaries():

@@ -25,7 +25,8 @@ def conversation(n_turns: int) -> list[tuple[list[dict[str, Any]], dict[str, Any
 
 
 UNMARKED = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-"""No special token parts the messages, so the end of an answer and what follows it can become one token when they are tokenised together."""
+"""No special token parts the messages, so the end of an answer and what follows it can become one token when they are
+tokenised together."""
 
 
 @pytest.mark.parametrize(("template", "end"), [(PLAIN, "<|im_end|>"), (UNMARKED, "")], ids=["ChatML", "unmarked"])
@@ -42,12 +43,16 @@ def test_a_conversation_that_only_grows_is_one_sequence(vocabulary: str, templat
     text = tokenizer.apply_chat_template([*messages, answer], tokenize=False)
     assert tokenizer.decode(segment.token_ids.tolist()) == text.rstrip()
     sampled = [tokenizer.decode(segment.token_ids[at.start : at.end].tolist()) for at in segment.placements]
-    assert [answer.lstrip() for answer in sampled] == [f"Answer {i}!\n{end}" if end else f"Answer {i}!" for i in range(5)]
+    assert [answer.lstrip() for answer in sampled] == [
+        f"Answer {i}!\n{end}" if end else f"Answer {i}!" for i in range(5)
+    ]
 
 
 def test_what_the_template_writes_after_the_end_of_an_answer_was_not_sampled():
     tokenizer = chat_tokenizer("anthropic", PLAIN.replace("<|im_end|>\n", "<|im_end|>\n---\n"))
-    _, response = Retokenizer(tokenizer).turn([{"role": "user", "content": "Hi"}], {"role": "assistant", "content": "Hello"})
+    _, response = Retokenizer(tokenizer).turn(
+        [{"role": "user", "content": "Hi"}], {"role": "assistant", "content": "Hello"}
+    )
     assert tokenizer.decode(response) == "Hello<|im_end|>"
 
 
@@ -65,14 +70,18 @@ def test_a_template_that_opens_the_answer_itself_leaves_the_answers_own_text():
             return self._tokenizer.apply_chat_template(conversation, enable_thinking=False, **options)
 
     tokenizer: Any = NoThinking()
-    prompt, response = Retokenizer(tokenizer).turn([{"role": "user", "content": "Hi"}], {"role": "assistant", "content": "Hello"})
+    prompt, response = Retokenizer(tokenizer).turn(
+        [{"role": "user", "content": "Hi"}], {"role": "assistant", "content": "Hello"}
+    )
     assert tokenizer.decode(prompt).endswith("<think>\n\n</think>\n\n")
     assert tokenizer.decode(response) == "Hello"
 
 
 def test_without_a_template_one_text_is_taken_as_it_is():
     tokenizer = chat_tokenizer("anthropic", None)
-    prompt, response = Retokenizer(tokenizer).turn([{"role": "user", "content": "Once upon"}], {"role": "assistant", "content": " a time"})
+    prompt, response = Retokenizer(tokenizer).turn(
+        [{"role": "user", "content": "Once upon"}], {"role": "assistant", "content": " a time"}
+    )
     assert (tokenizer.decode(prompt), tokenizer.decode(response)) == ("Once upon", " a time")
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from agl_slime._agl import Span, emit_reward, find_final_reward, get_rewards_from_span
 from agl_slime.errors import RewardError
+from agl_slime.support.agl import Span, emit_reward, find_final_reward, get_rewards_from_span
 from agl_slime.trace.reward import read_reward
 
 
@@ -19,7 +19,8 @@ def reward_span(value: Any, **options: Any) -> Span:
 
 def raw(name: str, value: Any) -> Span:
     return Span.from_attributes(
-        name="agentlightning.annotation", attributes={"agentlightning.reward.0.name": name, "agentlightning.reward.0.value": value}
+        name="agentlightning.annotation",
+        attributes={"agentlightning.reward.0.name": name, "agentlightning.reward.0.value": value},
     )
 
 
@@ -30,7 +31,10 @@ def test_a_number_is_the_reward(written: Any, read: float):
 
 
 def test_the_last_reward_counts():
-    assert read_reward([reward_span(0.1), Span.from_attributes(name="other", attributes={}), reward_span(0.9)]).primary == 0.9
+    assert (
+        read_reward([reward_span(0.1), Span.from_attributes(name="other", attributes={}), reward_span(0.9)]).primary
+        == 0.9
+    )
 
 
 def test_the_first_dimension_is_primary():
@@ -45,7 +49,10 @@ def test_a_named_dimension_can_be_asked_for():
 
 
 def test_the_form_of_agent_lightning_0_2_is_read():
-    assert read_reward([Span.from_attributes(name="agentlightning.annotation", attributes={"reward": 0.25})]).primary == 0.25
+    assert (
+        read_reward([Span.from_attributes(name="agentlightning.annotation", attributes={"reward": 0.25})]).primary
+        == 0.25
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,19 +62,35 @@ def test_the_form_of_agent_lightning_0_2_is_read():
         {"agentlightning.reward.0.name": "a", "agentlightning.reward.0.value": 2},
         {"agentlightning.reward.0.name": "a", "agentlightning.reward.0.value": "0.5"},
         {"agentlightning.reward.0.name": "a", "agentlightning.reward.0.value": 0.5, "other": 1},
-        {f"agentlightning.reward.{n}.{field}": value for n in (1, 0) for field, value in (("value", n / 2), ("name", f"r{n}"))},
-        {"agentlightning.reward.0.name": "a", "agentlightning.reward.0.value": 0.5, "agentlightning.reward.0.note": "extra"},
+        {
+            f"agentlightning.reward.{n}.{field}": value
+            for n in (1, 0)
+            for field, value in (("value", n / 2), ("name", f"r{n}"))
+        },
+        {
+            "agentlightning.reward.0.name": "a",
+            "agentlightning.reward.0.value": 0.5,
+            "agentlightning.reward.0.note": "extra",
+        },
         {"agentops.task.output": '{"type": "reward", "value": 0.75}'},
     ],
 )
 def test_every_form_is_read_as_agent_lightning_reads_it(attributes: dict[str, Any]):
-    spans = [raw("first", 0.125), Span.from_attributes(name="agentlightning.annotation", attributes=attributes), Span.from_attributes(attributes={})]
+    spans = [
+        raw("first", 0.125),
+        Span.from_attributes(name="agentlightning.annotation", attributes=attributes),
+        Span.from_attributes(attributes={}),
+    ]
     reward = read_reward(spans)
     assert reward.primary == find_final_reward(spans)
-    assert reward.named == {dimension.name: dimension.value for span in spans for dimension in get_rewards_from_span(span)}
+    assert reward.named == {
+        dimension.name: dimension.value for span in spans for dimension in get_rewards_from_span(span)
+    }
 
 
-@pytest.mark.parametrize("spans", [[], [Span.from_attributes(name="agl_slime.generate", attributes={"gen_ai.usage.input_tokens": 1})]])
+@pytest.mark.parametrize(
+    "spans", [[], [Span.from_attributes(name="agl_slime.generate", attributes={"gen_ai.usage.input_tokens": 1})]]
+)
 def test_no_reward_is_an_error_and_not_zero(spans: list[Span]):
     with pytest.raises(RewardError, match="no reward") as error:
         read_reward(spans)

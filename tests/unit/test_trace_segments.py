@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agl_slime.errors import TraceError
-from agl_slime.trace.forks import ForkReason
+from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace.segments import Segment, merge_turns
 from agl_slime.trace.turn import Turn
 
@@ -40,7 +40,13 @@ def test_a_fork_holds_the_shared_history_as_context_and_trains_only_its_own_turn
 
 def test_concurrent_branches_each_go_on_in_their_own_segment():
     """Turns of two branches alternate, as those of a parallel agent do."""
-    turns = [turn([1], [2]), turn([1, 2, 9], [3]), turn([1, 2, 8], [4]), turn([1, 2, 9, 3, 7], [5]), turn([1, 2, 8, 4, 7], [6])]
+    turns = [
+        turn([1], [2]),
+        turn([1, 2, 9], [3]),
+        turn([1, 2, 8], [4]),
+        turn([1, 2, 9, 3, 7], [5]),
+        turn([1, 2, 8, 4, 7], [6]),
+    ]
     segments = merge_turns(turns)
     assert turns_in(segments) == [[0, 1, 3], [2, 4]]
     assert [segment.fork_reason for segment in segments] == [None, ForkReason.BRANCH]
@@ -57,7 +63,8 @@ def test_a_prompt_that_is_part_of_an_earlier_prompt_is_a_branch():
 
 
 def test_going_on_from_a_short_answer_that_a_longer_one_begins_with_is_a_branch():
-    """The last prompt goes on from the first answer; that the third answer has the same first token is chance, not an edit."""
+    """The last prompt goes on from the first answer; that the third answer has the same first token is chance, not an
+    edit."""
     turns = [turn([1, 2], [3]), turn([1, 2, 3, 9], [8]), turn([1, 2], [3, 4]), turn([1, 2, 3, 5], [6])]
     assert [segment.fork_reason for segment in merge_turns(turns)] == [None, ForkReason.BRANCH, ForkReason.BRANCH]
 
@@ -76,7 +83,11 @@ def test_one_later_answer_that_is_kept_after_a_change_shows_an_edit():
 def test_the_most_recent_conversation_tells_what_was_edited():
     """Two conversations share the system prompt; the second one's history is changed."""
     turns = [turn([1, 2, 70], [10]), turn([1, 2, 80], [20, 21]), turn([1, 2, 81, 20, 21, 90], [30])]
-    assert [segment.fork_reason for segment in merge_turns(turns)] == [None, ForkReason.NEW_CONTEXT, ForkReason.EDITED_HISTORY]
+    assert [segment.fork_reason for segment in merge_turns(turns)] == [
+        None,
+        ForkReason.NEW_CONTEXT,
+        ForkReason.EDITED_HISTORY,
+    ]
 
 
 def test_an_empty_prompt_is_refused():

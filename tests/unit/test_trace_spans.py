@@ -7,22 +7,30 @@ from typing import Any
 
 import pytest
 
-from agl_slime._agl import Span
 from agl_slime.errors import TraceError
+from agl_slime.support.agl import Span
 from agl_slime.trace import attributes as names
 from agl_slime.trace.spans import read_turns, spans_of_attempt
 from agl_slime.trace.turn import Turn, TurnEncoder
 from tests.trace_tokenizers import PLAIN, chat_tokenizer
 
 
-def span(sequence: int, attributes: dict[str, Any], *, span_id: str = "", parent: str | None = None, **fields: Any) -> Span:
+def span(
+    sequence: int, attributes: dict[str, Any], *, span_id: str = "", parent: str | None = None, **fields: Any
+) -> Span:
     return Span.from_attributes(
         attributes=attributes,
         rollout_id="ro",
         sequence_id=sequence,
         span_id=span_id or f"s{sequence}",
         parent_id=parent,
-        **{"name": "openai.chat.completion", "attempt_id": "at", "start_time": float(sequence), "end_time": sequence + 0.5, **fields},
+        **{
+            "name": "openai.chat.completion",
+            "attempt_id": "at",
+            "start_time": float(sequence),
+            "end_time": sequence + 0.5,
+            **fields,
+        },
     )
 
 
@@ -40,11 +48,13 @@ def text(prompt: str, answer: str, **more: Any) -> dict[str, Any]:
     }
 
 
-# -- token lists -------------------------------------------------------------------------------------------------------------------------
+# -- token lists -----------------------------------------------------------------------------------------------------
 
 
 def test_token_lists_are_the_engines_ids():
-    log_probs = json.dumps([{"token": "a", "logprob": -0.5, "bytes": [97]}, {"token": "b", "logprob": -0.25, "bytes": None}])
+    log_probs = json.dumps(
+        [{"token": "a", "logprob": -0.5, "bytes": [97]}, {"token": "b", "logprob": -0.25, "bytes": None}]
+    )
     more = {"logprobs.content": log_probs, "gen_ai.response.finish_reasons": ["length"], names.RESPONSE_ID: "r"}
     read = read_turns([span(1, ids([1, 2], [3, 4], **text("q", "ab"), **more))])
     expected = Turn(
@@ -73,14 +83,23 @@ def test_log_probs_of_another_number_are_an_error():
 
 @pytest.mark.parametrize("as_text", [str, json.dumps])
 def test_litellms_raw_requests_are_read(as_text: Any):
-    choice = {"token_ids": [3, 4], "finish_reason": "length", "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]}}
+    choice = {
+        "token_ids": [3, 4],
+        "finish_reason": "length",
+        "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]},
+    }
     attributes = {
         "llm.hosted_vllm.id": "chatcmpl-1",
         "llm.hosted_vllm.prompt_token_ids": as_text([1, 2]),
         "llm.hosted_vllm.choices": as_text([choice]),
     }
     [turn] = read_turns([span(1, attributes, name="raw_gen_ai_request")]).turns
-    assert (turn.prompt_ids.tolist(), turn.response_ids.tolist(), turn.finish_reason, turn.request_id) == ([1, 2], [3, 4], "length", "chatcmpl-1")
+    assert (turn.prompt_ids.tolist(), turn.response_ids.tolist(), turn.finish_reason, turn.request_id) == (
+        [1, 2],
+        [3, 4],
+        "length",
+        "chatcmpl-1",
+    )
     assert turn.log_probs is not None
     assert turn.log_probs.tolist() == [-1.0, -2.0]
 
@@ -91,7 +110,9 @@ def test_the_ids_of_vllms_first_choice_count():
     assert turn.response_ids.tolist() == [2, 3]
 
 
-@pytest.mark.parametrize("place", ["response_token_ids.0", "choices.0.token_ids", "choices.0.provider_specific_fields.token_ids"])
+@pytest.mark.parametrize(
+    "place", ["response_token_ids.0", "choices.0.token_ids", "choices.0.provider_specific_fields.token_ids"]
+)
 def test_weaves_spans_are_read(place: str):
     out = "agentlightning.operation.output"
     attributes = {
@@ -105,7 +126,12 @@ def test_weaves_spans_are_read(place: str):
         "agentlightning.operation.input.messages.0.content": "q",
     }
     [turn] = read_turns([span(1, attributes, name="openai.chat.completions.create")]).turns
-    assert (turn.prompt_ids.tolist(), turn.response_ids.tolist(), turn.request_id, turn.finish_reason) == ([1, 2], [3], "r9", "length")
+    assert (turn.prompt_ids.tolist(), turn.response_ids.tolist(), turn.request_id, turn.finish_reason) == (
+        [1, 2],
+        [3],
+        "r9",
+        "length",
+    )
     assert (turn.messages, turn.text) == (({"role": "user", "content": "q"},), "c")
 
 
@@ -114,14 +140,21 @@ def test_turns_come_in_the_order_of_sequence_ids():
     assert [turn.prompt_ids.tolist() for turn in read_turns(spans).turns] == [[1], [2], [3]]
 
 
-# -- one call, several spans -------------------------------------------------------------------------------------------------------------
+# -- one call, several spans -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("child_first", [True, False])
 def test_a_call_that_client_and_proxy_both_recorded_is_one_turn(child_first: bool):
     client, proxy = (2, 1) if child_first else (1, 2)
-    raw = {"llm.hosted_vllm.id": "r", "llm.hosted_vllm.prompt_token_ids": "[1]", "llm.hosted_vllm.response_token_ids": "[[2]]"}
-    spans = [span(client, ids([1], [2], **{names.RESPONSE_ID: "r"}), span_id="client"), span(proxy, raw, parent="client")]
+    raw = {
+        "llm.hosted_vllm.id": "r",
+        "llm.hosted_vllm.prompt_token_ids": "[1]",
+        "llm.hosted_vllm.response_token_ids": "[[2]]",
+    }
+    spans = [
+        span(client, ids([1], [2], **{names.RESPONSE_ID: "r"}), span_id="client"),
+        span(proxy, raw, parent="client"),
+    ]
     assert len(read_turns(spans_of_attempt(spans)).turns) == 1
 
 
@@ -138,18 +171,29 @@ def test_nested_spans_of_a_call_without_response_ids_are_one_turn(child_first: b
 
 def test_an_agents_span_with_the_messages_of_its_calls_is_no_call_itself():
     agent = span(1, {**text("q", "b"), names.OPERATION_NAME: "invoke_agent"}, span_id="agent")
-    calls = [span(2, text("q", "a", **{names.OPERATION_NAME: "chat"}), parent="agent"), span(3, text("q", "b"), parent="agent")]
+    calls = [
+        span(2, text("q", "a", **{names.OPERATION_NAME: "chat"}), parent="agent"),
+        span(3, text("q", "b"), parent="agent"),
+    ]
     assert [turn.text for turn in read_turns([agent, *calls], chat_tokenizer("anthropic", PLAIN)).turns] == ["a", "b"]
 
 
 def test_a_span_with_text_above_spans_with_ids_does_not_hide_them():
-    spans = [span(1, text("q", "b"), span_id="chain"), span(2, ids([1], [2]), parent="chain"), span(3, ids([3], [4]), parent="chain")]
+    spans = [
+        span(1, text("q", "b"), span_id="chain"),
+        span(2, ids([1], [2]), parent="chain"),
+        span(3, ids([3], [4]), parent="chain"),
+    ]
     read = read_turns(spans)
     assert ([turn.prompt_ids.tolist() for turn in read.turns], read.ignored_calls) == ([[1], [3]], 0)
 
 
 def test_two_equal_calls_are_two_turns():
-    spans = [span(1, ids([1], [2]), parent="agent"), span(2, ids([1], [2]), parent="agent"), span(3, {}, name="agent", span_id="agent")]
+    spans = [
+        span(1, ids([1], [2]), parent="agent"),
+        span(2, ids([1], [2]), parent="agent"),
+        span(3, {}, name="agent", span_id="agent"),
+    ]
     assert len(read_turns(spans).turns) == 2
 
 
@@ -165,22 +209,38 @@ def test_a_judge_beneath_a_reward_span_is_no_turn():
 
 
 def test_a_span_that_is_its_own_ancestor_does_not_hang():
-    assert len(read_turns([span(1, ids([1], [2]), span_id="a", parent="b"), span(2, {}, span_id="b", parent="a")]).turns) == 1
+    assert (
+        len(read_turns([span(1, ids([1], [2]), span_id="a", parent="b"), span(2, {}, span_id="b", parent="a")]).turns)
+        == 1
+    )
 
 
 def test_calls_of_other_models_can_be_left_out():
-    spans = [span(1, ids([1], [2], **{names.REQUEST_MODEL: "policy"})), span(2, ids([3], [4], **{names.REQUEST_MODEL: "helper"}))]
+    spans = [
+        span(1, ids([1], [2], **{names.REQUEST_MODEL: "policy"})),
+        span(2, ids([3], [4], **{names.REQUEST_MODEL: "helper"})),
+    ]
     read = read_turns(spans, is_policy_call=lambda call: call.attributes[names.REQUEST_MODEL] == "policy")
     assert [turn.prompt_ids.tolist() for turn in read.turns] == [[1]]
 
 
 def test_packed_turns_win_over_lists_and_lists_over_text():
-    packed = span(1, TurnEncoder().encode(Turn(prompt_ids=[1], response_ids=[2], log_probs=[-1.0])), name=names.GENERATE_SPAN)
+    packed = span(
+        1, TurnEncoder().encode(Turn(prompt_ids=[1], response_ids=[2], log_probs=[-1.0])), name=names.GENERATE_SPAN
+    )
     lists, words = span(2, ids([3], [4])), span(3, text("q", "a"))
     first = read_turns([packed, lists, words])
-    assert (first.convention, [turn.prompt_ids.tolist() for turn in first.turns], first.ignored_calls) == ("packed", [[1]], 2)
+    assert (first.convention, [turn.prompt_ids.tolist() for turn in first.turns], first.ignored_calls) == (
+        "packed",
+        [[1]],
+        2,
+    )
     second = read_turns([lists, words])
-    assert (second.convention, [turn.prompt_ids.tolist() for turn in second.turns], second.ignored_calls) == ("lists", [[3]], 1)
+    assert (second.convention, [turn.prompt_ids.tolist() for turn in second.turns], second.ignored_calls) == (
+        "lists",
+        [[3]],
+        1,
+    )
 
 
 def test_no_model_call_is_no_turn():
@@ -188,12 +248,15 @@ def test_no_model_call_is_no_turn():
     assert (read.turns, read.convention) == ((), None)
 
 
-# -- text --------------------------------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------------------------
 
 
 def rendered(prompt: list[dict[str, Any]], **options: Any) -> list[int]:
     tokenizer = chat_tokenizer("anthropic", PLAIN)
-    return tokenizer.encode(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options), add_special_tokens=False)
+    return tokenizer.encode(
+        tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options),
+        add_special_tokens=False,
+    )
 
 
 def encoded(answer: str) -> list[int]:
@@ -228,11 +291,16 @@ OTEL_PARTS = {
     names.INPUT_MESSAGES: json.dumps(
         [
             {"role": "user", "parts": [{"type": "text", "content": "Weather?"}]},
-            {"role": "assistant", "parts": [{"type": "tool_call", "id": "c1", "name": "look", "arguments": {"at": "Rome"}}]},
+            {
+                "role": "assistant",
+                "parts": [{"type": "tool_call", "id": "c1", "name": "look", "arguments": {"at": "Rome"}}],
+            },
             {"role": "tool", "parts": [{"type": "tool_call_response", "id": "c1", "response": "sun"}]},
         ]
     ),
-    names.OUTPUT_MESSAGES: json.dumps([{"role": "assistant", "parts": [{"type": "text", "content": "Sunny."}], "finish_reason": "stop"}]),
+    names.OUTPUT_MESSAGES: json.dumps(
+        [{"role": "assistant", "parts": [{"type": "text", "content": "Sunny."}], "finish_reason": "stop"}]
+    ),
 }
 TOOL_CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "Rome"}'}}
 OTEL_PLAIN = {
@@ -269,7 +337,11 @@ def test_every_way_to_write_messages_gives_the_same_tokens(attributes: dict[str,
     conversation = [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"at": "Rome"}}}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "look", "arguments": {"at": "Rome"}}}],
+        },
         {"role": "tool", "content": "sun"},
     ]
     assert turn.prompt_ids.tolist() == rendered(conversation)
@@ -287,11 +359,16 @@ def test_an_answer_that_is_a_tool_call_is_rendered_by_the_template():
         "gen_ai.completion.0.finish_reason": "tool_calls",
     }
     [turn] = read_turns([span(1, attributes)], chat_tokenizer("anthropic", PLAIN)).turns
-    assert turn.response_ids.tolist() == encoded('<tool_call>\n{"name": "look", "arguments": {"at": "Rome"}}\n</tool_call><|im_end|>')
+    assert turn.response_ids.tolist() == encoded(
+        '<tool_call>\n{"name": "look", "arguments": {"at": "Rome"}}\n</tool_call><|im_end|>'
+    )
     assert turn.finish_reason == "tool_calls"
 
 
-IMAGE = {names.INPUT_MESSAGES: '[{"role": "user", "parts": [{"type": "blob"}]}]', names.OUTPUT_MESSAGES: '[{"role": "assistant", "content": "a"}]'}
+IMAGE = {
+    names.INPUT_MESSAGES: '[{"role": "user", "parts": [{"type": "blob"}]}]',
+    names.OUTPUT_MESSAGES: '[{"role": "assistant", "content": "a"}]',
+}
 
 
 @pytest.mark.parametrize(
@@ -321,10 +398,12 @@ def test_a_conversation_without_messages_is_no_turn():
 
 def test_messages_that_are_no_json_are_refused():
     with pytest.raises(TraceError, match=r"gen_ai\.input\.messages is not valid JSON"):
-        read_turns([span(1, {names.INPUT_MESSAGES: "[", names.OUTPUT_MESSAGES: "[]"})], chat_tokenizer("anthropic", PLAIN))
+        read_turns(
+            [span(1, {names.INPUT_MESSAGES: "[", names.OUTPUT_MESSAGES: "[]"})], chat_tokenizer("anthropic", PLAIN)
+        )
 
 
-# -- attempts ----------------------------------------------------------------------------------------------------------------------------
+# -- attempts --------------------------------------------------------------------------------------------------------
 
 
 def test_attempts_without_start_times_must_be_named():

@@ -23,11 +23,17 @@ def test_the_response_is_the_last_answer():
 
 def test_messages_are_the_last_calls_and_its_answer():
     messages = [{"role": "user", "content": "?"}]
-    assert trajectory(turn("a"), turn("b", messages=messages)).messages == (*messages, {"role": "assistant", "content": "b"})
+    assert trajectory(turn("a"), turn("b", messages=messages)).messages == (
+        *messages,
+        {"role": "assistant", "content": "b"},
+    )
 
 
 def test_without_messages_there_are_the_answers():
-    assert trajectory(turn("a"), turn("b")).messages == ({"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"})
+    assert trajectory(turn("a"), turn("b")).messages == (
+        {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    )
     assert trajectory().messages == ()
 
 
@@ -36,7 +42,8 @@ def test_sampled_tokens_are_counted_over_all_turns():
 
 
 @pytest.mark.parametrize(
-    ("last", "stop_reason", "truncated"), [("stop", "", False), ("length", "", True), ("stop", "max_turns", True), ("length", "stop", True)]
+    ("last", "stop_reason", "truncated"),
+    [("stop", "", False), ("length", "", True), ("stop", "max_turns", True), ("length", "stop", True)],
 )
 def test_a_rollout_is_truncated_when_it_or_its_last_call_was_cut_off(last: str, stop_reason: str, truncated: bool):
     assert trajectory(turn("a", finish_reason=last), stop_reason=stop_reason).truncated is truncated

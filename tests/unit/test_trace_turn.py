@@ -40,7 +40,7 @@ def size(attributes: dict[str, Any]) -> int:
     return len(json.dumps(attributes))
 
 
-# -- Turn --------------------------------------------------------------------------------------------------------------------------------
+# -- Turn ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,13 @@ def test_a_generation_becomes_a_turn():
     assert made.weight_versions == generation.weight_versions
 
 
-# -- what others read --------------------------------------------------------------------------------------------------------------------
+# -- what others read ------------------------------------------------------------------------------------------------
 
 
 def test_attributes_carry_opentelemetrys_names():
-    attributes = TurnEncoder(model="tiny").encode(turn([1, 2], [3], finish_reason="length", text="ü", request_id="r1", cached_tokens=1))
+    attributes = TurnEncoder(model="tiny").encode(
+        turn([1, 2], [3], finish_reason="length", text="ü", request_id="r1", cached_tokens=1)
+    )
     assert attributes["gen_ai.request.model"] == "tiny"
     assert attributes["gen_ai.response.id"] == "r1"
     assert attributes["gen_ai.response.finish_reasons"] == ["length"]
@@ -93,7 +95,9 @@ def test_attributes_carry_opentelemetrys_names():
 
 
 def test_opentelemetry_accepts_every_attribute(caplog: pytest.LogCaptureFixture):
-    attributes = TurnEncoder(model="m", list_form=True).encode(turn([1, 2], [3, 4], messages=[{"role": "user", "content": "\ud800"}], text="\ud800"))
+    attributes = TurnEncoder(model="m", list_form=True).encode(
+        turn([1, 2], [3, 4], messages=[{"role": "user", "content": "\ud800"}], text="\ud800")
+    )
     span = TracerProvider().get_tracer("t").start_span(names.GENERATE_SPAN, attributes=attributes)
     span.end()
     assert not caplog.records  # it warns about a value that it drops
@@ -105,11 +109,13 @@ def test_opentelemetry_accepts_every_attribute(caplog: pytest.LogCaptureFixture)
 def test_the_list_form_is_read_by_agent_lightnings_triplet_adapter():
     from agentlightning.adapter import TracerTraceToTriplet
 
-    from agl_slime._agl import Span
+    from agl_slime.support.agl import Span
 
     turns = conversation(3, new_tokens=4, sampled=2)
     agl = [
-        Span.from_attributes(name=names.GENERATE_SPAN, attributes=span.attributes, sequence_id=i, start_time=float(i), end_time=i + 0.5)
+        Span.from_attributes(
+            name=names.GENERATE_SPAN, attributes=span.attributes, sequence_id=i, start_time=float(i), end_time=i + 0.5
+        )
         for i, span in enumerate(spans(turns, list_form=True))
     ]
     triplets = TracerTraceToTriplet(llm_call_match=r"agl_slime\.generate").adapt(agl)
@@ -118,14 +124,16 @@ def test_the_list_form_is_read_by_agent_lightnings_triplet_adapter():
     assert [entry["logprob"] for entry in triplets[0].response["logprobs"]] == [-0.5, -0.5]
 
 
-# -- size --------------------------------------------------------------------------------------------------------------------------------
+# -- size ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_rollout_costs_what_its_new_tokens_cost_however_many_turns_it_has():
     twenty = [size(span.attributes) for span in spans(conversation(20, new_tokens=1_400, sampled=200))]
     assert max(twenty[1:]) < 1.05 * min(twenty[1:])  # no turn costs more for coming later
     numbers = 20 * (1_400 + 2 * 200)
-    assert sum(twenty) < 16 / 3 * numbers + 20 * 1_000  # 5⅓ characters a number, and under 1,000 for all the rest of a span
+    assert (
+        sum(twenty) < 16 / 3 * numbers + 20 * 1_000
+    )  # 5⅓ characters a number, and under 1,000 for all the rest of a span
 
 
 def test_messages_are_stored_once_too():
@@ -146,10 +154,13 @@ def test_a_message_that_is_changed_after_it_was_sent_does_not_change_what_was_re
     message["content"] = "second"
     second = encoder.encode(turn([1, 2, 7, 3], messages=[message]))
     read = decode_turns([SimpleNamespace(attributes=a) for a in (first, second)])
-    assert [each.messages for each in read] == [({"role": "user", "content": "first"},), ({"role": "user", "content": "second"},)]
+    assert [each.messages for each in read] == [
+        ({"role": "user", "content": "first"},),
+        ({"role": "user", "content": "second"},),
+    ]
 
 
-# -- concurrency and damage --------------------------------------------------------------------------------------------------------------
+# -- concurrency and damage ------------------------------------------------------------------------------------------
 
 
 def test_branches_may_share_an_encoder_from_several_threads():
@@ -174,7 +185,9 @@ def test_branches_may_share_an_encoder_from_several_threads():
     read = decode_turns(written)
     assert len(read) == 201
     for branch in branches:
-        assert [each for each in read if each.response_ids[0] == branch[0].response_ids[0] and len(each.response_ids) == 2] == branch
+        assert [
+            each for each in read if each.response_ids[0] == branch[0].response_ids[0] and len(each.response_ids) == 2
+        ] == branch
 
 
 def test_a_turn_that_is_there_twice_is_noticed():

@@ -29,7 +29,10 @@ def sample(**fields: Any) -> Sample:
 
 
 def pair() -> list[Sample]:
-    return [sample(), sample(index=1, rollout_id=1, reward=0.0, status=Sample.Status.TRUNCATED, metadata={"source_name": "letters"})]
+    return [
+        sample(),
+        sample(index=1, rollout_id=1, reward=0.0, status=Sample.Status.TRUNCATED, metadata={"source_name": "letters"}),
+    ]
 
 
 def test_the_dict_has_one_entry_per_sample_under_the_names_of_slime():
@@ -64,14 +67,20 @@ def test_rewards_stay_raw_on_request():
 
 
 def test_siblings_share_their_mask_sum_and_their_advantage():
-    samples = [sample(rollout_id=5), sample(rollout_id=5, loss_mask=[1, 1, 1], rollout_log_probs=[-1.0] * 3), sample(rollout_id=6, reward=0.0)]
+    samples = [
+        sample(rollout_id=5),
+        sample(rollout_id=5, loss_mask=[1, 1, 1], rollout_log_probs=[-1.0] * 3),
+        sample(rollout_id=6, reward=0.0),
+    ]
     data = samples_to_train_data(samples, std_normalization=False)
     assert data["rollout_mask_sums"] == [5, 5, 2]
     assert data["rewards"] == [0.5, 0.5, -0.5]
 
 
 def test_samples_without_rollout_id_get_unused_ids():
-    data = samples_to_train_data([sample(rollout_id=None), sample(rollout_id=0), sample(rollout_id=None), sample(rollout_id=2)])
+    data = samples_to_train_data(
+        [sample(rollout_id=None), sample(rollout_id=0), sample(rollout_id=None), sample(rollout_id=2)]
+    )
     assert data["rollout_ids"] == [1, 0, 3, 2]
 
 
@@ -97,7 +106,12 @@ def test_the_reward_key_picks_from_a_dict():
 
 def test_optional_fields_are_passed_through():
     samples = [
-        sample(metadata={"round_number": i, "raw_reward": i + 7.0}, train_metadata={"loss": i}, teacher_log_probs=[-0.1] * 3) for i in range(2)
+        sample(
+            metadata={"round_number": i, "raw_reward": i + 7.0},
+            train_metadata={"loss": i},
+            teacher_log_probs=[-0.1] * 3,
+        )
+        for i in range(2)
     ]
     data = samples_to_train_data(samples)
     assert data["round_number"] == [0, 1]
@@ -150,7 +164,9 @@ def test_an_empty_batch_is_refused():
     with pytest.raises(TrainerError, match="no samples"):
         samples_to_train_data([])
     with pytest.raises(TrainerError, match="no samples"):
-        TrainBatch.from_train_data({"tokens": [], "response_lengths": [], "rewards": [], "loss_masks": [], "rollout_ids": []})
+        TrainBatch.from_train_data(
+            {"tokens": [], "response_lengths": [], "rewards": [], "loss_masks": [], "rollout_ids": []}
+        )
 
 
 def test_missing_keys_are_named():

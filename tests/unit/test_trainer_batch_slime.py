@@ -30,7 +30,11 @@ def slime_package() -> Path:
 
 def functions(path: Path, *names: str, **scope: Any) -> dict[str, Any]:
     """The functions or methods of these names in a source file, compiled on their own in ``scope``."""
-    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef) and node.name in names]
+    found = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name in names
+    ]
     assert sorted(node.name for node in found) == sorted(names)
     namespace = dict(scope)
     exec(compile(ast.Module(body=list(found), type_ignores=[]), str(path), "exec"), namespace)
@@ -42,7 +46,12 @@ def slime_convert(samples: list[Sample], **arguments: Any) -> dict[str, Any]:
     package = slime_package()
     get_source = functions(package / "utils" / "data.py", "get_source", Sample=Sample)["get_source"]
     code = functions(
-        package / "ray" / "rollout.py", "_post_process_rewards", "_convert_samples_to_train_data", torch=torch, Sample=Sample, get_source=get_source
+        package / "ray" / "rollout.py",
+        "_post_process_rewards",
+        "_convert_samples_to_train_data",
+        torch=torch,
+        Sample=Sample,
+        get_source=get_source,
     )
     args = SimpleNamespace(
         advantage_estimator="grpo",
@@ -53,7 +62,9 @@ def slime_convert(samples: list[Sample], **arguments: Any) -> dict[str, Any]:
         rollout_batch_size=len(samples) // 4,
     )
     vars(args).update(arguments)
-    manager = SimpleNamespace(args=args, custom_reward_post_process_func=None, custom_convert_samples_to_train_data_func=None)
+    manager = SimpleNamespace(
+        args=args, custom_reward_post_process_func=None, custom_convert_samples_to_train_data_func=None
+    )
     manager._post_process_rewards = lambda samples: code["_post_process_rewards"](manager, samples)
     return code["_convert_samples_to_train_data"](manager, copy.deepcopy(samples))
 
@@ -90,7 +101,9 @@ def test_the_dict_equals_slimes(std: bool):
 
 
 def test_the_dict_equals_slimes_with_every_optional_field():
-    samples = full_groups(train_metadata={"loss": "policy"}, teacher_log_probs=[-0.1], multimodal_train_inputs={"pixels": 1})
+    samples = full_groups(
+        train_metadata={"loss": "policy"}, teacher_log_probs=[-0.1], multimodal_train_inputs={"pixels": 1}
+    )
     for i, sample in enumerate(samples):
         sample.metadata = {"round_number": i, "raw_reward": i / 2}
         sample.reward = {"score": sample.reward, "format": 0.0}

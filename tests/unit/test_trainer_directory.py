@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.trainers.directory import whole_directory
+from agl_slime.trainers.local.directory import whole_directory
 
 
 @pytest.mark.parametrize("durable", [False, True])

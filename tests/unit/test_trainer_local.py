@@ -45,7 +45,9 @@ def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def gradients(policy: Path, batch: Any, settings: LocalTrainerSettings = ONE_STEP, **changes: Any) -> list[torch.Tensor]:
+def gradients(
+    policy: Path, batch: Any, settings: LocalTrainerSettings = ONE_STEP, **changes: Any
+) -> list[torch.Tensor]:
     """The gradient of each step of one ``train``, computed in float64 and flattened."""
     ours = trainer(policy, settings, **changes)
     ours.model.double()
@@ -69,7 +71,7 @@ def assert_close(ours: torch.Tensor, other: torch.Tensor, *, tolerance: float = 
     assert (ours - other).norm() <= tolerance * other.norm()
 
 
-# -- metrics and the checks on a batch -----------------------------------------------------------------------------------------------------
+# -- metrics and the checks on a batch -------------------------------------------------------------------------------
 
 
 def test_it_is_a_trainer(policy: Path):
@@ -173,7 +175,9 @@ def test_a_minibatch_without_trained_tokens_takes_no_step(policy: Path, samples:
 def test_ids_outside_the_vocabulary_are_refused(policy: Path, samples: list[Sample]):
     broken = copy.deepcopy(samples)
     broken[2].tokens[0] = VOCABULARY
-    with pytest.raises(TrainerError, match=f"tokens of sample 2 hold the id {VOCABULARY}, but the model has {VOCABULARY}"):
+    with pytest.raises(
+        TrainerError, match=f"tokens of sample 2 hold the id {VOCABULARY}, but the model has {VOCABULARY}"
+    ):
         trainer(policy).train(broken, iteration=0)
 
 
@@ -188,13 +192,18 @@ def test_a_negative_iteration_is_refused(policy: Path, samples: list[Sample]):
         trainer(policy).train(samples, iteration=-1)
 
 
-# -- the gradient --------------------------------------------------------------------------------------------------------------------------
+# -- the gradient ----------------------------------------------------------------------------------------------------
 
 
-def plain_loss(model: PreTrainedModel, samples: list[Sample], *, aggregation: str, kl_coef: float = 0.0, start: Any = None) -> torch.Tensor:
-    """The loss written down sample by sample, without batching, masking tricks or shared code; every sample a rollout of its own."""
+def plain_loss(
+    model: PreTrainedModel, samples: list[Sample], *, aggregation: str, kl_coef: float = 0.0, start: Any = None
+) -> torch.Tensor:
+    """The loss written down sample by sample, without batching, masking tricks or shared code; every sample a rollout
+    of its own."""
     advantages = normalize_rewards(
-        [float(s.reward) for s in samples], group_indices=[s.group_index for s in samples], rollout_ids=[s.index for s in samples]
+        [float(s.reward) for s in samples],
+        group_indices=[s.group_index for s in samples],
+        rollout_ids=[s.index for s in samples],
     )  # type: ignore[arg-type]
     total = torch.zeros((), dtype=torch.float64)
     n_tokens = sum(sum(sample.loss_mask or []) for sample in samples)
@@ -215,13 +224,17 @@ def plain_loss(model: PreTrainedModel, samples: list[Sample], *, aggregation: st
                     with torch.no_grad():
                         reference = start(ids).logits[0].log_softmax(-1)[position - 1, sample.tokens[position]]
                     of_sample = of_sample + kl_coef * (torch.exp(reference - log_prob) - 1 - (reference - log_prob))
-        total = total + (of_sample / n_tokens if aggregation == "token" else of_sample / sum(sample.loss_mask) / len(samples))
+        total = total + (
+            of_sample / n_tokens if aggregation == "token" else of_sample / sum(sample.loss_mask) / len(samples)
+        )
     return total
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
 def test_the_gradient_is_that_of_the_loss_written_down_plainly(policy: Path, aggregation: str):
-    samples = make_samples(make_model(seed=1), groups=2)  # of another policy, so that ratios are away from 1 and some are clipped
+    samples = make_samples(
+        make_model(seed=1), groups=2
+    )  # of another policy, so that ratios are away from 1 and some are clipped
     model = make_model().double()
     loss = plain_loss(model, samples, aggregation=aggregation)
     loss.backward()
@@ -240,7 +253,9 @@ def test_kl_is_measured_from_the_old_policy_to_the_new(policy: Path):
         new = response_log_probs(make_model(), sample.tokens, sample.response_length)
         triples = zip(new, sample.rollout_log_probs or [], sample.loss_mask or [], strict=True)
         k3 += [math.exp(now - old) - 1 - (now - old) for now, old, trained in triples if trained]
-    assert trainer(policy, ONE_STEP).train(samples, iteration=0)["train/kl"] == pytest.approx(sum(k3) / len(k3), rel=1e-4)
+    assert trainer(policy, ONE_STEP).train(samples, iteration=0)["train/kl"] == pytest.approx(
+        sum(k3) / len(k3), rel=1e-4
+    )
 
 
 def test_the_gradient_with_kl_is_that_of_the_loss_written_down_plainly(policy: Path):
@@ -257,7 +272,9 @@ def test_the_gradient_with_kl_is_that_of_the_loss_written_down_plainly(policy: P
             theirs.copy_(mine)
     plain_loss(model, samples, aggregation="token", kl_coef=0.5, start=start).backward()
     seen: list[torch.Tensor] = []
-    ours._optimizer.register_step_pre_hook(lambda *_: seen.append(flat([parameter.grad.clone() for parameter in ours.model.parameters()])))
+    ours._optimizer.register_step_pre_hook(
+        lambda *_: seen.append(flat([parameter.grad.clone() for parameter in ours.model.parameters()]))
+    )
     assert ours.train(samples, iteration=0)["train/kl_start"] > 0.01
     assert_close(seen[0], flat([parameter.grad for parameter in model.parameters() if parameter.grad is not None]))
 
@@ -271,7 +288,10 @@ def test_padding_and_the_size_of_microbatches_do_not_change_the_gradient(policy:
 
 
 def test_in_float32_microbatches_agree_as_well(policy: Path, samples: list[Sample]):
-    results = [trainer(policy, ONE_STEP, max_tokens_per_microbatch=size).train(samples, iteration=0) for size in (1, 64, 100_000)]
+    results = [
+        trainer(policy, ONE_STEP, max_tokens_per_microbatch=size).train(samples, iteration=0)
+        for size in (1, 64, 100_000)
+    ]
     for result in results[1:]:
         assert result["train/loss"] == pytest.approx(results[0]["train/loss"], abs=1e-6)
         assert result["train/grad_norm"] == pytest.approx(results[0]["train/grad_norm"], rel=1e-5)
@@ -300,7 +320,11 @@ def split_rollout(sample: Sample, at: int) -> list[Sample]:
     assert sample.rollout_log_probs is not None
     first, second = copy.deepcopy(sample), copy.deepcopy(sample)
     first.tokens = sample.tokens[: len(sample.tokens) - sample.response_length + at]
-    first.response_length, first.loss_mask, first.rollout_log_probs = at, sample.loss_mask[:at], sample.rollout_log_probs[:at]
+    first.response_length, first.loss_mask, first.rollout_log_probs = (
+        at,
+        sample.loss_mask[:at],
+        sample.rollout_log_probs[:at],
+    )
     second.response_length -= at
     second.loss_mask, second.rollout_log_probs = sample.loss_mask[at:], sample.rollout_log_probs[at:]
     return [first, second]
@@ -315,7 +339,9 @@ def test_a_rollout_in_two_samples_gives_the_gradient_of_the_rollout_in_one(polic
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
-def test_the_gradients_of_the_minibatches_average_to_that_of_the_batch(policy: Path, samples: list[Sample], aggregation: str):
+def test_the_gradients_of_the_minibatches_average_to_that_of_the_batch(
+    policy: Path, samples: list[Sample], aggregation: str
+):
     # With a vanishing learning rate all minibatches see the same weights.
     parts = gradients(policy, samples, aggregation=aggregation, n_minibatches=5, lr=1e-30)
     assert len(parts) == 5
@@ -331,14 +357,16 @@ def test_a_group_without_advantage_keeps_its_place_in_the_denominator(policy: Pa
     assert_close(gradient(policy, samples + flat_group), share * gradient(policy, samples))
 
 
-# -- steps ---------------------------------------------------------------------------------------------------------------------------------
+# -- steps -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_steps_are_those_of_adamw(policy: Path, samples: list[Sample]):
     settings = LocalTrainerSettings(lr=1e-2, warmup_steps=3, betas=(0.5, 0.8), weight_decay=0.1, grad_clip=0.2)
     ours = trainer(policy, settings)
     seen: list[list[torch.Tensor]] = []
-    ours._optimizer.register_step_pre_hook(lambda *_: seen.append([parameter.grad.clone() for parameter in ours.model.parameters()]))
+    ours._optimizer.register_step_pre_hook(
+        lambda *_: seen.append([parameter.grad.clone() for parameter in ours.model.parameters()])
+    )
     ours.train(samples, iteration=0)
 
     expected = []
@@ -348,7 +376,9 @@ def test_the_steps_are_those_of_adamw(policy: Path, samples: list[Sample]):
             lr, grad = 1e-2 * min(1.0, step / 3), seen[step - 1][i].double()
             mean, square = 0.5 * mean + 0.5 * grad, 0.8 * square + 0.2 * grad**2
             decay = 0.1 if value.ndim >= 2 else 0.0
-            value = value * (1 - lr * decay) - lr * (mean / (1 - 0.5**step)) / ((square / (1 - 0.8**step)).sqrt() + 1e-8)
+            value = value * (1 - lr * decay) - lr * (mean / (1 - 0.5**step)) / (
+                (square / (1 - 0.8**step)).sqrt() + 1e-8
+            )
         expected.append(value)
     assert len(seen) == 4
     moved = flat([parameter.detach().double() for parameter in ours.model.parameters()])
@@ -359,7 +389,9 @@ def test_every_iteration_and_epoch_divides_the_rollouts_anew(policy: Path, sampl
     def first_minibatch(iteration: int) -> list[torch.Tensor]:
         ours = trainer(policy, epochs=2, n_minibatches=2, lr=1e-30)
         seen: list[torch.Tensor] = []
-        ours._optimizer.register_step_pre_hook(lambda *_: seen.append(flat([parameter.grad.clone() for parameter in ours.model.parameters()])))
+        ours._optimizer.register_step_pre_hook(
+            lambda *_: seen.append(flat([parameter.grad.clone() for parameter in ours.model.parameters()]))
+        )
         ours.train(samples, iteration=iteration)
         return [seen[0], seen[2]]  # of the first epoch and of the second
 
@@ -446,7 +478,7 @@ def test_a_gradient_that_is_not_finite_takes_no_step(policy: Path, samples: list
     assert ours.train(samples, iteration=0)["train/loss"] == fresh.train(samples, iteration=0)["train/loss"]
 
 
-# -- learning ------------------------------------------------------------------------------------------------------------------------------
+# -- learning --------------------------------------------------------------------------------------------------------
 
 
 def test_rewarded_responses_become_likelier_and_the_others_less(policy: Path):
@@ -454,7 +486,12 @@ def test_rewarded_responses_become_likelier_and_the_others_less(policy: Path):
     samples = make_samples(ours.model, observations=False)
 
     def mean_log_prob(reward: float) -> float:
-        values = [v for s in samples if s.reward == reward for v in response_log_probs(ours.model, s.tokens, s.response_length)]
+        values = [
+            v
+            for s in samples
+            if s.reward == reward
+            for v in response_log_probs(ours.model, s.tokens, s.response_length)
+        ]
         return sum(values) / len(values)
 
     before = mean_log_prob(1.0), mean_log_prob(0.0)
@@ -479,7 +516,11 @@ def test_sampling_and_training_in_turn_raises_the_reward(policy: Path):
                 log_probs = ours.model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
             for token in torch.multinomial(log_probs.exp(), 16, replacement=True, generator=generator).tolist():
                 sample = Sample(group_index=group, index=len(samples), tokens=[*prompt, token], response_length=1)
-                sample.reward, sample.loss_mask, sample.rollout_log_probs = float(token < 46), [1], [log_probs[token].item()]
+                sample.reward, sample.loss_mask, sample.rollout_log_probs = (
+                    float(token < 46),
+                    [1],
+                    [log_probs[token].item()],
+                )
                 samples.append(sample)
         means.append(sum(float(sample.reward) for sample in samples) / len(samples))  # type: ignore[arg-type]
         ours.train(samples, iteration=iteration)
@@ -487,14 +528,16 @@ def test_sampling_and_training_in_turn_raises_the_reward(policy: Path):
     assert means[-1] > 0.8
 
 
-# -- checkpoints ---------------------------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def test_the_weights_are_a_checkpoint_with_the_files_of_its_source(policy: Path, samples: list[Sample], tmp_path: Path):
     ours = trainer(policy)
     ours.train(samples, iteration=0)
     ours.save_weights(tmp_path / "weight_v000001")
-    assert sorted(path.name for path in (tmp_path / "weight_v000001").iterdir()) == sorted(path.name for path in policy.iterdir())
+    assert sorted(path.name for path in (tmp_path / "weight_v000001").iterdir()) == sorted(
+        path.name for path in policy.iterdir()
+    )
     for name in ("config.json", "tokenizer_config.json"):
         assert (tmp_path / "weight_v000001" / name).read_bytes() == (policy / name).read_bytes()
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "weight_v000001", dtype=torch.float32)
@@ -596,7 +639,11 @@ def test_loading_what_is_not_there_or_broken_changes_nothing(policy: Path, sampl
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "holds no config.json"), ("{", "cannot be loaded"), ('{"model_type": "no_such_model"}', "cannot be loaded")],
+    [
+        (None, "holds no config.json"),
+        ("{", "cannot be loaded"),
+        ('{"model_type": "no_such_model"}', "cannot be loaded"),
+    ],
 )
 def test_a_model_path_without_a_usable_checkpoint_is_refused(tmp_path: Path, content: str | None, message: str):
     if content is not None:

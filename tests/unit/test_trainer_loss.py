@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from agl_slime.trainers.loss import kl_k3, policy_terms, token_entropy, token_log_probs, token_weights  # noqa: E402
+from agl_slime.trainers.local.loss import kl_k3, policy_terms, token_entropy, token_log_probs, token_weights  # noqa: E402
 
 
 def doubles(*values: float) -> torch.Tensor:
@@ -18,7 +18,9 @@ def test_log_probs_are_those_of_the_tempered_softmax():
     logits = torch.tensor([[math.log(1.0), math.log(2.0), math.log(5.0)]] * 2, dtype=torch.float64)
     assert token_log_probs(logits, torch.tensor([0, 2])).tolist() == pytest.approx([math.log(1 / 8), math.log(5 / 8)])
     # At temperature 0.5 the probabilities are proportional to 1, 4, 25.
-    assert token_log_probs(logits, torch.tensor([0, 2]), temperature=0.5).tolist() == pytest.approx([math.log(1 / 30), math.log(25 / 30)])
+    assert token_log_probs(logits, torch.tensor([0, 2]), temperature=0.5).tolist() == pytest.approx(
+        [math.log(1 / 30), math.log(25 / 30)]
+    )
 
 
 def test_half_precision_logits_are_summed_in_float32():
@@ -29,7 +31,9 @@ def test_half_precision_logits_are_summed_in_float32():
 
 
 def test_entropy_is_in_nats():
-    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(3.0), 0.0, -math.inf, -1e9]], dtype=torch.float64)[:, [0, 1, 3]]
+    logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(3.0), 0.0, -math.inf, -1e9]], dtype=torch.float64)[
+        :, [0, 1, 3]
+    ]
     uniform, skewed = token_entropy(logits).tolist()
     assert uniform == pytest.approx(math.log(3))
     assert skewed == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
@@ -88,7 +92,9 @@ def test_k3_is_zero_for_equal_policies_and_averages_to_the_divergence():
 
 def weights(aggregation: Literal["token", "sequence"], **counts: int) -> list[float]:
     # Rollout 0 has tokens 0 and 1, rollout 1 has token 2.
-    return token_weights(aggregation, rollout_mask_sums=torch.tensor([2, 2, 1]), n_tokens=3, n_rollouts=2, **counts).tolist()
+    return token_weights(
+        aggregation, rollout_mask_sums=torch.tensor([2, 2, 1]), n_tokens=3, n_rollouts=2, **counts
+    ).tolist()
 
 
 def test_token_weights_are_all_alike():

@@ -48,7 +48,12 @@ def test_settings_do_not_change_after_the_fact():
 
 def run_without_torch(code: str) -> subprocess.CompletedProcess[str]:
     """Run ``code`` in a Python where torch cannot be imported."""
-    return subprocess.run([sys.executable, "-c", f"import sys; sys.modules['torch'] = None\n{code}"], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.modules['torch'] = None\n{code}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def test_batches_and_settings_need_no_torch():
@@ -65,6 +70,7 @@ def test_the_trainer_without_torch_says_what_to_install():
         "except MissingDependencyError as error:\n    print(error)"
     )
     result = run_without_torch(code)
-    assert (result.returncode, result.stdout.strip()) == (0, 'the local trainer needs torch; install it with: pip install "agl-slime[local]"'), (
-        result.stderr
-    )
+    assert (result.returncode, result.stdout.strip()) == (
+        0,
+        'the local trainer needs torch; install it with: pip install "agl-slime[local]"',
+    ), result.stderr

@@ -1,4 +1,5 @@
-"""Our loss and gradient against those of TRL's GRPOTrainer on the same batch. Skips where TRL is not installed: ``pip install "trl==1.16.0"``."""
+"""Our loss and gradient against those of TRL's GRPOTrainer on the same batch. Skips where TRL is not installed: ``pip
+install "trl==1.16.0"``."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def trl_trainer(model: Any, directory: Path, *, loss_type: str, beta: float) -> 
     from transformers import PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
 
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<pad>": 0}, unk_token="<pad>")), pad_token="<pad>", eos_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"<pad>": 0}, unk_token="<pad>")), pad_token="<pad>", eos_token="<pad>"
+    )
     config = GRPOConfig(
         output_dir=str(directory),
         loss_type=loss_type,
@@ -55,13 +58,18 @@ def trl_trainer(model: Any, directory: Path, *, loss_type: str, beta: float) -> 
 
 
 def trl_inputs(samples: list[Sample], *, start: Any) -> dict[str, Any]:
-    """The batch as TRL holds it: prompts padded on the left, completions on the right, observations out through ``tool_mask``."""
+    """The batch as TRL holds it: prompts padded on the left, completions on the right, observations out through
+    ``tool_mask``."""
     advantages = normalize_rewards(
-        [float(s.reward) for s in samples], group_indices=[s.group_index for s in samples], rollout_ids=[s.index for s in samples]
+        [float(s.reward) for s in samples],
+        group_indices=[s.group_index for s in samples],
+        rollout_ids=[s.index for s in samples],
     )  # type: ignore[arg-type]
     prompts = [sample.tokens[: len(sample.tokens) - sample.response_length] for sample in samples]
     responses = [sample.tokens[len(sample.tokens) - sample.response_length :] for sample in samples]
-    start_log_probs = [response_log_probs(start, sample.tokens, sample.response_length, temperature=TEMPERATURE) for sample in samples]
+    start_log_probs = [
+        response_log_probs(start, sample.tokens, sample.response_length, temperature=TEMPERATURE) for sample in samples
+    ]
 
     def left(rows: list[list[Any]]) -> torch.Tensor:
         width = max(len(row) for row in rows)
@@ -87,7 +95,9 @@ def trl_inputs(samples: list[Sample], *, start: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("loss_type", "aggregation"), [("dapo", "token"), ("grpo", "sequence")])
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_loss_and_gradient_equal_trls(tmp_path: Path, loss_type: str, aggregation: Any, beta: float):
-    samples = make_samples(make_model(seed=1), temperature=TEMPERATURE)  # of another policy, so that ratios are away from 1
+    samples = make_samples(
+        make_model(seed=1), temperature=TEMPERATURE
+    )  # of another policy, so that ratios are away from 1
     moved = make_model(seed=0)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():  # away from the start policy, so that the KL term has a gradient
@@ -95,12 +105,20 @@ def test_loss_and_gradient_equal_trls(tmp_path: Path, loss_type: str, aggregatio
             parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
 
     settings = LocalTrainerSettings(
-        n_minibatches=1, grad_clip=math.inf, clip=CLIP, clip_high=CLIP_HIGH, temperature=TEMPERATURE, kl_coef=beta, aggregation=aggregation
+        n_minibatches=1,
+        grad_clip=math.inf,
+        clip=CLIP,
+        clip_high=CLIP_HIGH,
+        temperature=TEMPERATURE,
+        kl_coef=beta,
+        aggregation=aggregation,
     )
     ours = LocalTrainer(model_path=save_policy(tmp_path / "start", seed=0), settings=settings)
     ours.model.load_state_dict(moved.state_dict())
     seen: list[dict[str, torch.Tensor]] = []
-    ours._optimizer.register_step_pre_hook(lambda *_: seen.append({n: p.grad.clone() for n, p in ours.model.named_parameters()}))
+    ours._optimizer.register_step_pre_hook(
+        lambda *_: seen.append({n: p.grad.clone() for n, p in ours.model.named_parameters()})
+    )
     metrics = ours.train(samples, iteration=0)
 
     theirs = trl_trainer(moved, tmp_path / "trl", loss_type=loss_type, beta=beta)

@@ -94,7 +94,9 @@ def test_fields_that_the_installed_slime_does_not_have_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", ["rollout_id", "group_id", None])
-def test_the_sibling_id_goes_by_the_name_that_the_installed_slime_gives_it(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sibling_id_goes_by_the_name_that_the_installed_slime_gives_it(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(types, "SIBLING_ID_FIELD", name)
     sample = Sample()
     set_rollout_id(sample, 12)
@@ -106,7 +108,7 @@ def test_a_data_source_must_have_all_five_methods() -> None:
     assert DataSource.__abstractmethods__ == {"get_samples", "add_samples", "save", "load", "__len__"}
 
 
-# -- against slime's own source ------------------------------------------------------------------------------------------------------------------
+# -- against slime's own source --------------------------------------------------------------------------------------
 
 
 def slime_package() -> Path:
@@ -158,7 +160,9 @@ def test_the_twin_has_the_fields_defaults_and_status_values_of_slime() -> None:
     theirs = class_of(slime_package() / "utils" / "types.py", "Sample")
     assert described(Sample) == described(theirs)
     assert list(described(Sample)) == list(described(theirs))
-    assert [(status.name, status.value) for status in Sample.Status] == [(status.name, status.value) for status in theirs.Status]
+    assert [(status.name, status.value) for status in Sample.Status] == [
+        (status.name, status.value) for status in theirs.Status
+    ]
     form = a_full_sample().to_dict()
     assert theirs.from_dict(form).to_dict() == form
     assert Sample.from_dict(theirs.from_dict(form).to_dict()) == a_full_sample()
@@ -170,6 +174,8 @@ def test_the_other_twins_have_the_shape_of_slime() -> None:
         pytest.skip("the installed slime is used itself")
     rollout = slime_package() / "rollout"
     for name in ("RolloutFnTrainOutput", "RolloutFnEvalOutput"):
-        fields = [(field.name, field.default) for field in dataclasses.fields(class_of(rollout / "base_types.py", name))]
+        fields = [
+            (field.name, field.default) for field in dataclasses.fields(class_of(rollout / "base_types.py", name))
+        ]
         assert [(field.name, field.default) for field in dataclasses.fields(getattr(types, name))] == fields
     assert class_of(rollout / "data_source.py", "DataSource").__abstractmethods__ == DataSource.__abstractmethods__

@@ -1,7 +1,8 @@
 """Any Agent Lightning agent as a generator: rollouts through a store, items with the engine's token ids and log-probs.
 
-Which agent runs is said by whoever starts the buffer, not by a request: ``AGL_SLIME_AGENT=module:Class agl-slime buffer``. The lines of the input
-file are its tasks. An item has the tokens of its rollout's one Sample, or ``samples`` when the rollout forked into several.
+Which agent runs is said by whoever starts the buffer, not by a request: ``AGL_SLIME_AGENT=module:Class agl-slime
+buffer``. The lines of the input file are its tasks. An item has the tokens of its rollout's one Sample, or ``samples``
+when the rollout forked into several.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 from agl_slime.buffer.client import BufferWriter, item_of
 from agl_slime.buffer.errors import BufferRequestError
 from agl_slime.buffer.generators.work import FAILED_REWARD, WorkPlan, read_rows, run_bounded
+from agl_slime.buffer.stages import Item
 from agl_slime.errors import ConfigError
-from agl_slime.groups.outcome import MemberResult
-from agl_slime.groups.stages import Item
+from agl_slime.groups.results import MemberResult
 
 logger = logging.getLogger(__name__)
 
@@ -30,19 +31,21 @@ def run_rollout(data: dict[str, Any]) -> None:
     """What the buffer calls with the payload of ``/start_rollout``."""
     path = os.environ.get(AGENT_VARIABLE)
     if not path:
-        raise ConfigError(f"the generator {TASK_TYPE!r} needs an agent: set {AGENT_VARIABLE}=module:Class where the buffer is started")
-    from agl_slime.loading import load_agent
+        raise ConfigError(
+            f"the generator {TASK_TYPE!r} needs an agent: set {AGENT_VARIABLE}=module:Class where the buffer is started"
+        )
+    from agl_slime.rollout.loading import load_agent
 
     asyncio.run(run_agent(load_agent(path), data))
 
 
 async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | None = None) -> None:
     """Run every task of the input file as often as the payload says, and write each end, good or bad, to the buffer."""
-    from agl_slime._agl import LLM, EnqueueRolloutRequest, Rollout, RolloutConfig  # seconds to import
-    from agl_slime.collector import collect
+    from agl_slime.datasource.read import collect
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.thread import RunnerThread
-    from agl_slime.store import BridgeStore
+    from agl_slime.store.bridge import BridgeStore
+    from agl_slime.support.agl import LLM, EnqueueRolloutRequest, Rollout, RolloutConfig  # seconds to import
 
     rows = read_rows(Path(data["input_file"])) if data.get("input_file") else []
     plan = WorkPlan(
@@ -54,7 +57,9 @@ async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | 
     sampling = dict(data.get("sampling_params") or {})
     model = str(data.get("tokenizer_path") or "")
     store = BridgeStore()
-    await store.add_resources({"main_llm": LLM(endpoint=data["remote_engine_url"], model=model, sampling_parameters=sampling)})
+    await store.add_resources(
+        {"main_llm": LLM(endpoint=data["remote_engine_url"], model=model, sampling_parameters=sampling)}
+    )
     ended: dict[str, asyncio.Future[None]] = {}
     loop = asyncio.get_running_loop()
 
@@ -72,7 +77,8 @@ async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | 
     config = RolloutConfig(timeout_seconds=float(data.get("rollout_timeout", 1800.0)))
 
     async def one(row: Mapping[str, Any], epoch: int) -> None:
-        """One rollout from the queue to the buffer. It counts as running until it is stored, so that a full buffer holds the agents back."""
+        """One rollout from the queue to the buffer. It counts as running until it is stored, so that a full buffer
+        holds the agents back."""
         request = EnqueueRolloutRequest(input=dict(row), mode="train", config=config)
         (rollout,) = await store.enqueue_many_rollouts([request])
         runner.wake()
@@ -89,7 +95,9 @@ async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | 
 
     with RunnerThread(agent=agent, store=store, settings=RunnerSettings(max_concurrent=concurrency)) as runner:
         async with BufferWriter(url=data["remote_buffer_url"], token=buffer_token) as writer:
-            await run_bounded((one(row, epoch) for row, epoch in plan.of(rows, int(data.get("num_epoch", 1)))), limit=concurrency)
+            await run_bounded(
+                (one(row, epoch) for row, epoch in plan.of(rows, int(data.get("num_epoch", 1)))), limit=concurrency
+            )
 
 
 def item_of_member(member: MemberResult, row: Mapping[str, Any], epoch: int) -> Item:
@@ -97,8 +105,16 @@ def item_of_member(member: MemberResult, row: Mapping[str, Any], epoch: int) -> 
     extra = {key: value for key, value in row.items() if key not in ("instance_id", "prompt", "messages")}
     place = {"instance_id": row["instance_id"], "group_id": epoch}
     if not member.ok or member.reward is None or not member.samples:
-        error = f"{member.failure}: {member.failure_message}" if not member.ok else "the rollout has no sample to train on"
-        return item_of(uid=member.rollout_id, **place, messages=list(row["prompt"]), reward=FAILED_REWARD, extra_info={**extra, "error": error})
+        error = (
+            f"{member.failure}: {member.failure_message}" if not member.ok else "the rollout has no sample to train on"
+        )
+        return item_of(
+            uid=member.rollout_id,
+            **place,
+            messages=list(row["prompt"]),
+            reward=FAILED_REWARD,
+            extra_info={**extra, "error": error},
+        )
     parts = [
         {
             "tokens": list(sample.tokens),

@@ -1,7 +1,8 @@
 r"""Mathematics with rule-based rewards, and the template for generators of other tasks.
 
-Copy this file to ``<name>_generator.py`` in a directory of your own, change ``TASK_TYPE``, and give ``BaseGenerator.entry`` a rollout function and a
-reward function. Both may be sync (they run in threads, with an ``openai.OpenAI`` client) or async (with an ``openai.AsyncOpenAI`` client).
+Copy this file to ``<name>_generator.py`` in a directory of your own, change ``TASK_TYPE``, and give
+``BaseGenerator.entry`` a rollout function and a reward function. Both may be sync (they run in threads, with an
+``openai.OpenAI`` client) or async (with an ``openai.AsyncOpenAI`` client).
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from agl_slime.buffer.client import BufferWriter, item_of
 from agl_slime.buffer.errors import BufferRequestError
 from agl_slime.buffer.generators.math_reward import boxed_reward
 from agl_slime.buffer.generators.work import FAILED_REWARD, WorkPlan, read_rows, run_bounded
+from agl_slime.buffer.stages import Item
 from agl_slime.errors import RewardError
-from agl_slime.groups.stages import Item
-from agl_slime.threads import DaemonThreadPool
+from agl_slime.support.threads import DaemonThreadPool
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +44,8 @@ async def query_single_turn(
 ) -> tuple[list[Message], str]:
     """Ask once; returns the conversation with the answer, and why the answer ended.
 
-    The engine aborts what it generates when its weights are updated (``finish_reason == "abort"``): the text so far is kept and continued, with what
-    is left of ``max_tokens``.
+    The engine aborts what it generates when its weights are updated (``finish_reason == "abort"``): the text so far is
+    kept and continued, with what is left of ``max_tokens``.
     """
     conversation = [dict(message) for message in messages]
     text, used, finish_reason = "", 0, "abort"
@@ -61,7 +62,11 @@ async def query_single_turn(
             request["tools"] = tools
         if text:
             request["messages"] = [*conversation, {"role": "assistant", "content": text}]
-            request["extra_body"] = {**sampling_params.get("extra_body", {}), "continue_final_message": True, "add_generation_prompt": False}
+            request["extra_body"] = {
+                **sampling_params.get("extra_body", {}),
+                "continue_final_message": True,
+                "add_generation_prompt": False,
+            }
         if limit is not None:
             request["max_tokens"] = limit - used
             if request["max_tokens"] <= 0:
@@ -85,7 +90,8 @@ async def query_single_turn(
 
 
 def get_rule_based_math_reward(item: Mapping[str, Any]) -> float:
-    r"""1.0 when the last ``\boxed{…}`` of the last message is ``item["label"]``, else 0.0. Raises ``RewardError`` without a label."""
+    r"""1.0 when the last ``\boxed{…}`` of the last message is ``item["label"]``, else 0.0. Raises ``RewardError``
+    without a label."""
     label = item.get("label")
     if label is None:
         raise RewardError("the item has no label to compare the answer with", reason="no_label")
@@ -93,11 +99,13 @@ def get_rule_based_math_reward(item: Mapping[str, Any]) -> float:
 
 
 class BaseGenerator:
-    """Goes through an input file ``num_epoch`` times and writes ``num_repeat_per_sample`` items for each of its instances.
+    """Goes through an input file ``num_epoch`` times and writes ``num_repeat_per_sample`` items for each of its
+    instances.
 
-    ``num_process`` rollouts run at a time. Each id in ``skip_instance_ids`` skips its instance once (an id that is there twice skips two epochs).
-    ``partial_groups``: groups that the buffer holds in part, as ``{"instance_id", "group_id", "items"}``; only what they miss is made.
-    ``queue_size`` and ``max_tokens`` are taken for compatibility: nothing is queued here, and ``sampling_params`` says how many tokens.
+    ``num_process`` rollouts run at a time. Each id in ``skip_instance_ids`` skips its instance once (an id that is
+    there twice skips two epochs). ``partial_groups``: groups that the buffer holds in part, as ``{"instance_id",
+    "group_id", "items"}``; only what they miss is made. ``queue_size`` and ``max_tokens`` are taken for compatibility:
+    nothing is queued here, and ``sampling_params`` says how many tokens.
     """
 
     def __init__(
@@ -122,16 +130,27 @@ class BaseGenerator:
         self._buffer_token = buffer_token
         self._concurrency = max(1, num_process)
         self._task_type = task_type
-        self._sampling = {**SAMPLING_PARAMS, **({} if max_tokens is None else {"max_tokens": max_tokens}), **(sampling_params or {})}
+        self._sampling = {
+            **SAMPLING_PARAMS,
+            **({} if max_tokens is None else {"max_tokens": max_tokens}),
+            **(sampling_params or {}),
+        }
         self._plan = WorkPlan(
-            num_repeat_per_sample=num_repeat_per_sample, skip_instance_ids=skip_instance_ids or (), partial_groups=partial_groups or (), seed=seed
+            num_repeat_per_sample=num_repeat_per_sample,
+            skip_instance_ids=skip_instance_ids or (),
+            partial_groups=partial_groups or (),
+            seed=seed,
         )
 
-    def entry(self, input_file: str, rollout_func: Callable[..., Any], reward_func: Callable[..., Any], num_epoch: int = 1) -> None:
+    def entry(
+        self, input_file: str, rollout_func: Callable[..., Any], reward_func: Callable[..., Any], num_epoch: int = 1
+    ) -> None:
         """Run to the end of the last epoch."""
         asyncio.run(self.run(input_file, rollout_func, reward_func, num_epoch))
 
-    async def run(self, input_file: str, rollout_func: Callable[..., Any], reward_func: Callable[..., Any], num_epoch: int = 1) -> None:
+    async def run(
+        self, input_file: str, rollout_func: Callable[..., Any], reward_func: Callable[..., Any], num_epoch: int = 1
+    ) -> None:
         rows = read_rows(Path(input_file))
         is_async = inspect.iscoroutinefunction(rollout_func)
         client = self._make_client(is_async)
@@ -139,7 +158,9 @@ class BaseGenerator:
         try:
             async with BufferWriter(url=self._buffer_url, token=self._buffer_token) as writer:
                 work = self._plan.of(rows, num_epoch)
-                rollouts = (self._one(row, epoch, client, rollout_func, reward_func, pool, writer) for row, epoch in work)
+                rollouts = (
+                    self._one(row, epoch, client, rollout_func, reward_func, pool, writer) for row, epoch in work
+                )
                 await run_bounded(rollouts, limit=self._concurrency)
         finally:
             pool.shutdown()
@@ -168,12 +189,17 @@ class BaseGenerator:
             reward = float(await _call(pool, reward_func, judged))
             if not math.isfinite(reward):
                 raise RewardError(f"the reward is {reward}; expected a finite number")
-            extra |= {"finish_reason": finish_reason, "round_number": sum(message["role"] == "assistant" for message in messages)}
+            extra |= {
+                "finish_reason": finish_reason,
+                "round_number": sum(message["role"] == "assistant" for message in messages),
+            }
         except Exception as error:  # a rollout may fail in any way; the item says how
             logger.warning("A rollout of %s failed: %s: %s", row["instance_id"], type(error).__name__, error)
             messages, reward = prompt, FAILED_REWARD
             extra["error"] = f"{type(error).__name__}: {error}"
-        item: Item = item_of(uid=uid, instance_id=row["instance_id"], messages=messages, reward=reward, extra_info=extra, group_id=epoch)
+        item: Item = item_of(
+            uid=uid, instance_id=row["instance_id"], messages=messages, reward=reward, extra_info=extra, group_id=epoch
+        )
         try:
             await writer.write(item)
         except BufferRequestError as error:

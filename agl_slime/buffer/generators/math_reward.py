@@ -26,7 +26,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def same_answer(answer: str, label: str) -> bool:
-    """Equal as numbers when both are numbers (integers, decimals, fractions, percentages), else equal as text without spacing and markup."""
+    """Equal as numbers when both are numbers (integers, decimals, fractions, percentages), else equal as text without
+    spacing and markup."""
     left, right = _number(answer), _number(label)
     if left is not None and right is not None:
         return left == right
@@ -42,7 +43,10 @@ def boxed_reward(response: str, label: str) -> float:
 
 def _plain(text: str) -> str:
     return (
-        _NOISE.sub(lambda match: match.group(1) or match.group(2) or "", text).rstrip(".").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+        _NOISE.sub(lambda match: match.group(1) or match.group(2) or "", text)
+        .rstrip(".")
+        .replace("\\dfrac", "\\frac")
+        .replace("\\tfrac", "\\frac")
     )
 
 

@@ -20,16 +20,24 @@ FAILED_REWARD = -1.0
 class WorkPlan:
     """Each instance ``num_repeat_per_sample`` times per epoch.
 
-    An id in ``skip_instance_ids`` skips its instance once (one that is there twice skips two epochs). ``partial_groups`` are groups that the buffer
-    holds in part, as ``{"instance_id", "group_id", "items"}`` with the epoch as group id: only what they miss is made.
+    An id in ``skip_instance_ids`` skips its instance once (one that is there twice skips two epochs).
+    ``partial_groups`` are groups that the buffer holds in part, as ``{"instance_id", "group_id", "items"}`` with the
+    epoch as group id: only what they miss is made.
     """
 
     def __init__(
-        self, *, num_repeat_per_sample: int, skip_instance_ids: Iterable[Any] = (), partial_groups: Iterable[Mapping[str, Any]] = (), seed: int = 0
+        self,
+        *,
+        num_repeat_per_sample: int,
+        skip_instance_ids: Iterable[Any] = (),
+        partial_groups: Iterable[Mapping[str, Any]] = (),
+        seed: int = 0,
     ) -> None:
         self._repeats = num_repeat_per_sample
         self._skip = Counter(_key(instance_id) for instance_id in skip_instance_ids)
-        self._partial = {_key([group["instance_id"], group.get("group_id")]): int(group["items"]) for group in partial_groups}
+        self._partial = {
+            _key([group["instance_id"], group.get("group_id")]): int(group["items"]) for group in partial_groups
+        }
         self._seed = seed
 
     def of(self, rows: Sequence[dict[str, Any]], num_epoch: int) -> Iterator[tuple[dict[str, Any], int]]:
@@ -64,7 +72,8 @@ async def run_bounded(rollouts: Iterable[Coroutine[Any, Any, None]], *, limit: i
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Instances from a JSON-lines file: ``prompt`` (chat messages or text) and ``instance_id`` (the number of the line when missing)."""
+    """Instances from a JSON-lines file: ``prompt`` (chat messages or text) and ``instance_id`` (the number of the line
+    when missing)."""
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(path.read_bytes().splitlines()):
         if not line.strip():
@@ -74,7 +83,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if isinstance(prompt, str):
             row["prompt"] = [{"role": "user", "content": prompt}]
         elif not isinstance(prompt, list):
-            raise ConfigError(f"{path}, line {number + 1}: prompt is of type {type(prompt).__name__}; expected chat messages or text")
+            raise ConfigError(
+                f"{path}, line {number + 1}: prompt is of type {type(prompt).__name__}; expected chat messages or text"
+            )
         row.setdefault("instance_id", number)
         rows.append(row)
     return rows

@@ -1,7 +1,7 @@
 """What a parser of tool calls gives, and the registry of parsers.
 
-A parser never raises and never mends: what looks like a call and cannot be read is ``malformed``, stays in the text as the model wrote it, and is
-counted.
+A parser never raises and never mends: what looks like a call and cannot be read is ``malformed``, stays in the text as
+the model wrote it, and is counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from agl_slime.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call as the model wrote it. ``arguments`` by name; formats without types give strings, which the tool's schema turns into what it wants."""
+    """One call as the model wrote it. ``arguments`` by name; formats without types give strings, which the tool's
+    schema turns into what it wants."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -54,8 +55,8 @@ class _Found:
 
 
 class ToolParser(ABC):
-    """Finds the calls in an answer. Calls inside of thinking are thoughts: what stands before the last ``</think>`` is not looked at, nor a block
-    that is still open."""
+    """Finds the calls in an answer. Calls inside of thinking are thoughts: what stands before the last ``</think>`` is
+    not looked at, nor a block that is still open."""
 
     name: str = ""
 
@@ -108,7 +109,8 @@ def with_number(call: ToolCall, number: int) -> ToolCall:
 
 
 def call_of_json(text: str, *keys: str) -> ToolCall:
-    """A call from ``{"name": …, "arguments": {…}}``, the arguments under the first of ``keys`` that is there. Arguments may be JSON in a string."""
+    """A call from ``{"name": …, "arguments": {…}}``, the arguments under the first of ``keys`` that is there. Arguments
+    may be JSON in a string."""
     value = read_json(text)
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
@@ -134,7 +136,7 @@ def read_json(text: str) -> Any:
         raise ValueError("JSON that is nested too deeply") from error
 
 
-# -- the registry ------------------------------------------------------------------------------------------------------------------------------------
+# -- the registry ----------------------------------------------------------------------------------------------------
 
 P = TypeVar("P", bound=Callable[[], ToolParser])
 

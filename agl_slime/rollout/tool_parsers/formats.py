@@ -31,7 +31,8 @@ class HermesParser(BlockParser):
 
 @register_tool_parser("qwen_xml", "qwen3_coder")
 class QwenXmlParser(BlockParser):
-    """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``: Qwen3-Coder, Qwen3.5. Values are strings."""
+    """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``: Qwen3-Coder, Qwen3.5. Values are
+    strings."""
 
     begin, end = "<tool_call>", "</tool_call>"
     _function = re.compile(r"\s*<function=([^>\s]+)\s*>(.*)</function>\s*", re.DOTALL)
@@ -101,8 +102,8 @@ class KimiParser(BlockParser):
 
 @register_tool_parser("llama_json", "llama3")
 class LlamaJsonParser(ToolParser):
-    """The whole answer is ``{"name": "f", "parameters": {"x": 1}}``, several with ``;`` between them, perhaps after ``<|python_tag|>``: Llama 3.1 and
-    later."""
+    """The whole answer is ``{"name": "f", "parameters": {"x": 1}}``, several with ``;`` between them, perhaps after
+    ``<|python_tag|>``: Llama 3.1 and later."""
 
     _tag = "<|python_tag|>"
 

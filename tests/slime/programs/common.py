@@ -14,10 +14,14 @@ from tests.slime.support import model_flags
 
 def make_policy(directory: Path) -> Path:
     """The lookup agent's tiny policy, made once per directory."""
-    from agl_slime.sglang.embedded.policy import make_policy
+    from agl_slime.demo.policy import make_policy
 
     target = directory / "policy"
-    return target if (target / "config.json").is_file() else make_policy(target, seed=0, demonstrations=LookupAgent.demonstrations)
+    return (
+        target
+        if (target / "config.json").is_file()
+        else make_policy(target, seed=0, demonstrations=LookupAgent.demonstrations)
+    )
 
 
 def write_tasks(path: Path, n: int, *, seed: int = 0) -> Path:
@@ -56,4 +60,11 @@ def start_ray(*, num_gpus: int = 0, setup_hook: str | None = None) -> None:
     import ray
 
     runtime_env = {"worker_process_setup_hook": setup_hook} if setup_hook is not None else None
-    ray.init(num_cpus=4, num_gpus=num_gpus, include_dashboard=False, object_store_memory=150_000_000, log_to_driver=True, runtime_env=runtime_env)
+    ray.init(
+        num_cpus=4,
+        num_gpus=num_gpus,
+        include_dashboard=False,
+        object_store_memory=150_000_000,
+        log_to_driver=True,
+        runtime_env=runtime_env,
+    )

@@ -1,4 +1,5 @@
-"""Our data source under slime's own rollout functions: the default one, which generates and aborts, and the fully-async one.
+"""Our data source under slime's own rollout functions: the default one, which generates and aborts, and the fully-async
+one.
 
 python -m tests.slime.programs.default_rollout DIRECTORY
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime import AGLDataSource
-from agl_slime.sglang.embedded.process import EmbeddedEngine
+from agl_slime.engine.process import EmbeddedEngine
 from tests.slime.programs.common import make_policy, slime_args, write_tasks
 from tests.slime.routers import sglang_router
 from tests.slime.support import report
@@ -30,7 +31,11 @@ def main(directory: Path) -> None:
             *("--sglang-router-ip", "127.0.0.1", "--sglang-router-port", router.rpartition(":")[2]),
             *("--rollout-function-path", "slime.rollout.sglang_rollout.generate_rollout"),
         ]
-        config = {"agl_agent": "agents.lookup:LookupAgent", "agl_tasks": str(write_tasks(directory / "tasks.jsonl", 200)), "agl_get_timeout_s": 60}
+        config = {
+            "agl_agent": "agents.lookup:LookupAgent",
+            "agl_tasks": str(write_tasks(directory / "tasks.jsonl", 200)),
+            "agl_get_timeout_s": 60,
+        }
         args = slime_args(flags, model=model, config=config, directory=directory)
         args.rollout_num_gpus = args.rollout_num_gpus or 1  # up to v0.3.0 it is not counted from external engines
         report({"default": run_default(args), "fully_async": run_fully_async(args) if has_fully_async() else None})

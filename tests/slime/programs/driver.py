@@ -1,4 +1,5 @@
-"""``python train.py --trainer slime`` on a CPU: the loop is ours, the manager, placement groups, actors' group and weight updates are slime's.
+"""``python train.py --trainer slime`` on a CPU: the loop is ours, the manager, placement groups, actors' group and
+weight updates are slime's.
 
 python -m tests.slime.programs.driver DIRECTORY STEPS embedded|router
 """
@@ -16,7 +17,7 @@ import requests
 import yaml
 
 from agl_slime.cli import main as command_line
-from agl_slime.sglang.embedded.process import EmbeddedEngine
+from agl_slime.engine.process import EmbeddedEngine
 from tests.slime.programs.common import make_policy, start_ray
 from tests.slime.routers import sglang_router
 from tests.slime.support import model_flags, report
@@ -40,12 +41,29 @@ def main(directory: Path, steps: int, engines: str) -> None:
         began = time.monotonic()
         code = command_line(
             [
-                *("train", "--trainer", "slime", "--sglang-url", url, "--model-path", str(model), "--num-iterations", str(steps)),
+                *(
+                    "train",
+                    "--trainer",
+                    "slime",
+                    "--sglang-url",
+                    url,
+                    "--model-path",
+                    str(model),
+                    "--num-iterations",
+                    str(steps),
+                ),
                 *("--rollout-batch-size", "16", "--n-samples-per-prompt", "4", "--eval-interval", "0"),
                 *("--output-dir", str(directory / "run"), "--"),
                 *model_flags(model),
                 *("--num-gpus-per-node", "1", "--micro-batch-size", "1", "--custom-config-path", str(settings)),
-                *("--update-weight-mode", "full", "--update-weight-transport", "disk", "--update-weight-disk-dir", str(directory / "weights")),
+                *(
+                    "--update-weight-mode",
+                    "full",
+                    "--update-weight-transport",
+                    "disk",
+                    "--update-weight-disk-dir",
+                    str(directory / "weights"),
+                ),
                 *("--save", str(directory / "checkpoint"), "--save-interval", str(steps)),
             ]
         )
@@ -54,13 +72,21 @@ def main(directory: Path, steps: int, engines: str) -> None:
         report(
             {
                 "code": code,
-                "trained_equals_sampled": all(line["train/tokens_trained"] == line["rollout/tokens_sampled"] for line in own),
+                "trained_equals_sampled": all(
+                    line["train/tokens_trained"] == line["rollout/tokens_sampled"] for line in own
+                ),
                 "seconds": round(time.monotonic() - began, 1),
                 "rewards": [round(line["reward"], 3) for line in lines],
-                "versions": [requests.get(f"{worker}/model_info", timeout=10).json()["weight_version"] for worker in workers],
-                "sampled": [requests.get(f"{worker}/server_info", timeout=10).json()["tokens_sampled"] for worker in workers],
+                "versions": [
+                    requests.get(f"{worker}/model_info", timeout=10).json()["weight_version"] for worker in workers
+                ],
+                "sampled": [
+                    requests.get(f"{worker}/server_info", timeout=10).json()["tokens_sampled"] for worker in workers
+                ],
                 "logprob_diff_max": [round(line["train/logprob_diff_max"], 6) for line in lines],
-                "checkpoint": sorted(path.name for path in (directory / "checkpoint").iterdir()) if (directory / "checkpoint").is_dir() else [],
+                "checkpoint": sorted(path.name for path in (directory / "checkpoint").iterdir())
+                if (directory / "checkpoint").is_dir()
+                else [],
                 "files": sorted(path.name for path in (directory / "run").iterdir()),
             }
         )

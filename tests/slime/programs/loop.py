@@ -1,5 +1,5 @@
-"""slime's own ``train()`` or ``train_async()`` on a CPU: real Ray, manager, router, weight updates and SGLang; only Megatron's place is taken by our
-trainer.
+"""slime's own ``train()`` or ``train_async()`` on a CPU: real Ray, manager, router, weight updates and SGLang; only
+Megatron's place is taken by our trainer.
 
     python -m tests.slime.programs.loop DIRECTORY train|train_async STEPS embedded|URL...
 
@@ -19,7 +19,7 @@ from typing import Any
 import ray
 import requests
 
-from agl_slime.sglang.embedded.process import EmbeddedEngine
+from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.slime_hooks import log_eval_rollout
 from tests.slime.programs.common import make_policy, slime_args, start_ray, write_tasks
 from tests.slime.routers import sglang_router
@@ -49,10 +49,23 @@ def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str])
             *("--rollout-max-response-len", "48"),
             *("--rollout-external-engine-addrs", *(url.removeprefix("http://") for url in engines)),
             *("--sglang-router-ip", "127.0.0.1", "--sglang-router-port", address.rpartition(":")[2]),
-            *("--update-weight-mode", "full", "--update-weight-transport", "disk", "--update-weight-disk-dir", str(directory / "weights")),
+            *(
+                "--update-weight-mode",
+                "full",
+                "--update-weight-transport",
+                "disk",
+                "--update-weight-disk-dir",
+                str(directory / "weights"),
+            ),
             *("--update-weight-disk-keep-files",),
             *("--save", str(directory / "checkpoint"), "--save-interval", str(steps)),
-            *("--eval-interval", str(steps), "--eval-prompt-data", "lookup", str(write_tasks(directory / "eval.jsonl", 64, seed=99))),
+            *(
+                "--eval-interval",
+                str(steps),
+                "--eval-prompt-data",
+                "lookup",
+                str(write_tasks(directory / "eval.jsonl", 64, seed=99)),
+            ),
         ]
         config = {
             "agl_agent": "agents.lookup:LookupAgent",
@@ -88,10 +101,13 @@ def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str])
 
 
 def slimes_script(name: str) -> Any:
-    """slime's ``train.py`` or ``train_async.py``, which lie beside its package (our repository has a train.py of its own)."""
+    """slime's ``train.py`` or ``train_async.py``, which lie beside its package (our repository has a train.py of its
+    own)."""
     import slime
 
-    spec = importlib.util.spec_from_file_location(f"slime_{name}", Path(next(iter(slime.__path__))).parent / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"slime_{name}", Path(next(iter(slime.__path__))).parent / f"{name}.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,5 @@
-"""slime's RolloutManager under real Ray, fed by agents that run elsewhere: ten batches, a checkpoint, another manager that goes on from it.
+"""slime's RolloutManager under real Ray, fed by agents that run elsewhere: ten batches, a checkpoint, another manager
+that goes on from it.
 
 python -m tests.slime.programs.manager DIRECTORY HAS_ENGINELESS_ROUTER
 """
@@ -15,12 +16,12 @@ from typing import Any
 import ray
 
 from agents.lookup import LookupAgent
+from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.groups.normalize import normalize_rewards
 from agl_slime.runner.thread import RunnerThread
-from agl_slime.sglang.embedded.process import EmbeddedEngine
-from agl_slime.store import BridgeStore
-from agl_slime.store_feed import StoreService
-from agl_slime.tokenizer import load_tokenizer
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.feed import StoreService
+from agl_slime.tokens.tokenizer import load_tokenizer
 from agl_slime.trace.converter import convert_rollout
 from tests.slime.programs.common import make_policy, slime_args, start_ray, write_tasks
 from tests.slime.support import report
@@ -32,12 +33,23 @@ PARALLEL = {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_pe
 def main(directory: Path, mode: str) -> None:
     model = make_policy(directory)
     store = BridgeStore()
-    with EmbeddedEngine(model) as engine, StoreService(store=store) as service, RunnerThread(agent=LookupAgent(), store=store):
+    with (
+        EmbeddedEngine(model) as engine,
+        StoreService(store=store) as service,
+        RunnerThread(agent=LookupAgent(), store=store),
+    ):
         host, _, port = engine.url.removeprefix("http://").partition(":")
         flags = [
             *("--num-rollout", str(BATCHES), "--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(SIZE)),
             *("--global-batch-size", str(GROUPS * SIZE), "--micro-batch-size", "1", "--rollout-temperature", "1.0"),
-            *("--rollout-max-response-len", "48", "--save", str(directory / "checkpoint"), "--load", str(directory / "checkpoint")),
+            *(
+                "--rollout-max-response-len",
+                "48",
+                "--save",
+                str(directory / "checkpoint"),
+                "--load",
+                str(directory / "checkpoint"),
+            ),
             *("--sglang-router-ip", host, "--sglang-router-port", port),
             *("--save-debug-rollout-data", str(directory / "rollouts_{rollout_id}.pt")),
             *(("--debug-train-only",) if mode == "debug-train-only" else ("--rollout-num-gpus", "0")),
@@ -81,7 +93,9 @@ def run(args: Any, store: BridgeStore, tokenizer: Any) -> dict[str, Any]:
     second = new_manager(create_rollout_manager, args, load=CHECKPOINT)
     after = [generate(second, args, step) for step in range(CHECKPOINT + 1, BATCHES + 2)]
     kept = Counter(name for batch in batches[: CHECKPOINT + 1] for name in batch["names"])
-    lost = Counter(name for batch in batches[CHECKPOINT + 1 :] for name in batch["names"])  # trained after the checkpoint: not trained in this life
+    lost = Counter(
+        name for batch in batches[CHECKPOINT + 1 :] for name in batch["names"]
+    )  # trained after the checkpoint: not trained in this life
     again = Counter(name for batch in after for name in batch["names"])
     ray.kill(second)
     return {
@@ -123,7 +137,9 @@ def generate(manager: Any, args: Any, step: int) -> dict[str, Any]:
 
     [box] = ray.get(manager.generate.remote(step))
     data = ray.get(box.inner)
-    batch = {name: [_plain(item) for item in value] if isinstance(value, list) else value for name, value in data.items()}
+    batch = {
+        name: [_plain(item) for item in value] if isinstance(value, list) else value for name, value in data.items()
+    }
     partition = [int(position) for position in batch["partition"]]
     batch["raw_reward"] = [batch["raw_reward"][position] for position in partition]
     samples = torch.load(args.save_debug_rollout_data.format(rollout_id=step), weights_only=False)["samples"]
@@ -140,9 +156,19 @@ def rows(batch: dict[str, Any]) -> list[tuple[Any, ...]]:
     return [row_of(*values) for values in zip(*(batch[name] for name in names), strict=True)]
 
 
-def row_of(tokens: list[int], length: int, mask: list[int], raw: float, reward: float, truncated: int, log_probs: list[float]) -> tuple[Any, ...]:
+def row_of(
+    tokens: list[int], length: int, mask: list[int], raw: float, reward: float, truncated: int, log_probs: list[float]
+) -> tuple[Any, ...]:
     # slime keeps log-probs and rewards as float32
-    return (tuple(tokens), int(length), tuple(mask), float(raw), round(float(reward), 4), int(truncated), tuple(round(p, 4) for p in log_probs))
+    return (
+        tuple(tokens),
+        int(length),
+        tuple(mask),
+        float(raw),
+        round(float(reward), 4),
+        int(truncated),
+        tuple(round(p, 4) for p in log_probs),
+    )
 
 
 async def expected_rows(store: BridgeStore, tokenizer: Any) -> Counter[tuple[Any, ...]]:
@@ -156,10 +182,20 @@ async def expected_rows(store: BridgeStore, tokenizer: Any) -> Counter[tuple[Any
         if len(group) != SIZE:
             continue
         flat = [(number, sample) for number, samples in enumerate(group) for sample in samples]
-        advantages = normalize_rewards([s.reward for _, s in flat], group_indices=[0] * len(flat), rollout_ids=[number for number, _ in flat])
+        advantages = normalize_rewards(
+            [s.reward for _, s in flat], group_indices=[0] * len(flat), rollout_ids=[number for number, _ in flat]
+        )
         for (_, sample), advantage in zip(flat, advantages, strict=True):
             truncated = sample.status == sample.Status.TRUNCATED
-            row = row_of(sample.tokens, sample.response_length, sample.loss_mask, sample.reward, advantage, truncated, sample.rollout_log_probs)
+            row = row_of(
+                sample.tokens,
+                sample.response_length,
+                sample.loss_mask,
+                sample.reward,
+                advantage,
+                truncated,
+                sample.rollout_log_probs,
+            )
             found[row] += 1
     return found
 

@@ -32,7 +32,13 @@ def samples_of(groups: list[list[list[float]]]) -> list[Sample]:
             for reward in rewards:
                 metadata = {"agl_rollout_id": str(rollout_id)}
                 samples.append(
-                    sample_from_fields(reward=reward, group_index=group_index, rollout_id=rollout_id, index=len(samples), metadata=metadata)
+                    sample_from_fields(
+                        reward=reward,
+                        group_index=group_index,
+                        rollout_id=rollout_id,
+                        index=len(samples),
+                        metadata=metadata,
+                    )
                 )
             rollout_id += 1
     return samples
@@ -53,7 +59,9 @@ def main() -> None:
         )
         default = manager._post_process_rewards(Namespace(args=args, custom_reward_post_process_func=None), samples)[1]
         ours = normalize_rewards(args, samples)[1]
-        rows.append({"case": name, "slime": [round(value, 3) for value in default], "ours": [round(value, 3) for value in ours]})
+        rows.append(
+            {"case": name, "slime": [round(value, 3) for value in default], "ours": [round(value, 3) for value in ours]}
+        )
         print(f"| {name} | {rows[-1]['slime']} | {rows[-1]['ours']} |")
     report({"rows": rows})
 

@@ -9,7 +9,15 @@ from slime.utils.arguments import parse_args
 
 from tests.slime.support import report
 
-_NAMES = ("data_source_path", "rollout_function_path", "eval_function_path", "custom_reward_post_process_path", "agl_agent", "num_rollout", "lr")
+_NAMES = (
+    "data_source_path",
+    "rollout_function_path",
+    "eval_function_path",
+    "custom_reward_post_process_path",
+    "agl_agent",
+    "num_rollout",
+    "lr",
+)
 
 if __name__ == "__main__":
     args = parse_args()

@@ -1,4 +1,5 @@
-"""Options of Megatron that slime's argument code reads, with Megatron's names; nothing that only Megatron itself would use."""
+"""Options of Megatron that slime's argument code reads, with Megatron's names; nothing that only Megatron itself would
+use."""
 
 from __future__ import annotations
 
@@ -6,7 +7,16 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-_STRINGS = ("load", "save", "tokenizer-model", "tokenizer-type", "ckpt-format", "wandb-project", "wandb-exp-name", "wandb-save-dir")
+_STRINGS = (
+    "load",
+    "save",
+    "tokenizer-model",
+    "tokenizer-type",
+    "ckpt-format",
+    "wandb-project",
+    "wandb-exp-name",
+    "wandb-save-dir",
+)
 _INTEGERS = (
     "num-layers",
     "hidden-size",
@@ -26,7 +36,13 @@ _INTEGERS = (
     "mtp-num-layers",
     "virtual-pipeline-model-parallel-size",
 )
-_COUNTS = ("micro-batch-size", "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size", "expert-model-parallel-size")
+_COUNTS = (
+    "micro-batch-size",
+    "tensor-model-parallel-size",
+    "pipeline-model-parallel-size",
+    "context-parallel-size",
+    "expert-model-parallel-size",
+)
 _SWITCHES = (
     "fp16",
     "bf16",
@@ -41,7 +57,9 @@ _SWITCHES = (
 )
 
 
-def parse_args(extra_args_provider: Callable[[Any], Any] | None = None, ignore_unknown_args: bool = False) -> argparse.Namespace:
+def parse_args(
+    extra_args_provider: Callable[[Any], Any] | None = None, ignore_unknown_args: bool = False
+) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in _STRINGS:
         parser.add_argument(f"--{name}", type=str)

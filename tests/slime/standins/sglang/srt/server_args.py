@@ -32,7 +32,13 @@ class ServerArgs:
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
-        for long, short in (("data", "dp"), ("pipeline", "pp"), ("expert", "ep"), ("tensor", "tp"), ("moe-data", "moe-dp")):
+        for long, short in (
+            ("data", "dp"),
+            ("pipeline", "pp"),
+            ("expert", "ep"),
+            ("tensor", "tp"),
+            ("moe-data", "moe-dp"),
+        ):
             parser.add_argument(f"--{long}-parallel-size", f"--{short}-size", type=int, default=1)
         parser.add_argument("--enable-dp-attention", action="store_true")
         parser.add_argument("--enable-metrics", action="store_true")

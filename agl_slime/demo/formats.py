@@ -1,0 +1,158 @@
+"""What the tiny policy is warmed up on: small tasks with demonstrations of how an answer looks.
+
+The warm-up teaches the *format* of answers, as post-training does, so that reinforcement starts from a reward above
+zero. An agent brings its own demonstrations by implementing ``DemonstrationSource``; the two tasks here (a two-turn
+lookup and a one-turn reversal) are the ones that the shipped agents train on. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Message = dict[str, Any]
+"""One chat message with ``role`` (system, user, assistant, tool) and ``content``."""
+
+Demonstration = list[Message]
+"""A whole conversation. Every assistant message in it is learned; everything else is context."""
+
+Quality = Literal["clean", "imperfect"]
+"""``clean``: every answer is right. ``imperfect``: most answers are evasive or wrong, which sets the reward that
+training starts from."""
+
+UNSURE = "I do not know."
+"""The evasive answer of imperfect demonstrations."""
+
+_LETTERS = "bdfgkmptvz"  # no vowels: keys do not spell words
+_SYMBOLS = "123456789"  # values and keys have no symbol in common, so that there is one place only to copy each from
+
+
+class DemonstrationSource(Protocol):
+    """Where the warm-up's conversations come from. The same ``rng`` state must give the same conversations."""
+
+    def demonstrations(self, rng: random.Random, n: int, *, quality: Quality) -> list[Demonstration]:
+        """``n`` conversations of the given quality."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupDemonstrations:
+    """A two-turn tool task: call ``lookup`` with the key of the question, read the observation, answer with it.
+
+    A task is ``{"key": "kz", "answer": "72"}``. ``blur_call`` and ``blur_answer`` are the shares of imperfect first and
+    second turns that are not right; of those, ``unsure`` evade and the others have one symbol wrong. Whole wrong words
+    would teach the policy not to copy at all (measured: the share of right calls falls from 0.3 to 0.05). With these
+    defaults training starts from a reward of 0.1 to 0.2.
+    """
+
+    blur_call: float = 0.65
+    blur_answer: float = 0.5
+    unsure: float = 0.85
+    length: int = 2
+
+    tool_name = "lookup"
+    system = "Call lookup in a <tool_call> block, then answer with what it returns."
+
+    def make_task(self, rng: random.Random) -> dict[str, Any]:
+        return {"key": _word(rng, _LETTERS, self.length), "answer": _word(rng, _SYMBOLS, self.length)}
+
+    def prompt(self, task: Mapping[str, Any]) -> list[Message]:
+        """The conversation that a rollout of this task starts from."""
+        return [
+            {"role": "system", "content": self.system},
+            {"role": "user", "content": f'What is stored under "{task["key"]}"?'},
+        ]
+
+    def tool_call(self, key: str) -> str:
+        """The text of a turn that calls the tool with ``key``."""
+        return f"<tool_call>{json.dumps({'name': self.tool_name, 'arguments': {'key': key}})}</tool_call>"
+
+    def observation(self, task: Mapping[str, Any], key: str) -> str:
+        """What the tool returns for ``key``."""
+        return str(task["answer"]) if key == task["key"] else "not found"
+
+    def is_correct(self, task: Mapping[str, Any], answer: str) -> bool:
+        """Whether the last turn's text is the stored value."""
+        return answer.strip() == task["answer"]
+
+    def demonstrations(self, rng: random.Random, n: int, *, quality: Quality) -> list[Demonstration]:
+        make = self._clean if quality == "clean" else self._imperfect
+        return [make(rng) for _ in range(n)]
+
+    def _clean(self, rng: random.Random) -> Demonstration:
+        task = self.make_task(rng)
+        return [
+            *self.prompt(task),
+            {"role": "assistant", "content": self.tool_call(task["key"])},
+            {"role": "tool", "content": self.observation(task, task["key"])},
+            {"role": "assistant", "content": task["answer"]},
+        ]
+
+    def _imperfect(self, rng: random.Random) -> Demonstration:
+        # a conversation whose first turn does not call the tool rightly ends there, as a rollout's would
+        demonstration = self._clean(rng)
+        call, answer = demonstration[2], demonstration[4]
+        if rng.random() < self.blur_call:
+            key = demonstration[1]["content"].split('"')[1]
+            right = call["content"]
+            call["content"] = UNSURE if rng.random() < self.unsure else self.tool_call(_one_wrong(rng, key, _LETTERS))
+            if call["content"] != right:
+                return demonstration[:3]
+        if rng.random() < self.blur_answer:
+            answer["content"] = UNSURE if rng.random() < self.unsure else _one_wrong(rng, answer["content"], _SYMBOLS)
+        return demonstration
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReverseDemonstrations:
+    """A one-turn task: write three letters backwards. A task is ``{"letters": "b k t", "answer": "t k b"}``.
+
+    ``blur`` is the share of imperfect answers that are not right; of those, ``unsure`` evade and the others have one
+    letter wrong.
+    """
+
+    blur: float = 0.75
+    unsure: float = 0.7
+    length: int = 3
+
+    def make_task(self, rng: random.Random) -> dict[str, Any]:
+        letters = _word(rng, _LETTERS, self.length)
+        return {"letters": " ".join(letters), "answer": " ".join(reversed(letters))}
+
+    def prompt(self, task: Mapping[str, Any]) -> list[Message]:
+        """The conversation that a rollout of this task starts from."""
+        return [{"role": "user", "content": f"Reverse: {task['letters']}"}]
+
+    def is_correct(self, task: Mapping[str, Any], answer: str) -> bool:
+        return answer.strip() == task["answer"]
+
+    def demonstrations(self, rng: random.Random, n: int, *, quality: Quality) -> list[Demonstration]:
+        conversations = []
+        for _ in range(n):
+            task = self.make_task(rng)
+            content = task["answer"]
+            if quality == "imperfect" and rng.random() < self.blur:
+                content = (
+                    UNSURE
+                    if rng.random() < self.unsure
+                    else " ".join(_one_wrong(rng, content.replace(" ", ""), _LETTERS))
+                )
+            conversations.append([*self.prompt(task), {"role": "assistant", "content": content}])
+        return conversations
+
+
+DEFAULT_SOURCES: tuple[DemonstrationSource, ...] = (LookupDemonstrations(), ReverseDemonstrations())
+"""The tokenizer always learns from these as well, so that policies of different agents share their prompts' words."""
+
+
+def _word(rng: random.Random, alphabet: str, length: int) -> str:
+    # no symbol twice: what follows a repeated one is ambiguous to a model that copies
+    return "".join(rng.sample(alphabet, length))
+
+
+def _one_wrong(rng: random.Random, word: str, alphabet: str) -> str:
+    place = rng.randrange(len(word))
+    return word[:place] + rng.choice(alphabet) + word[place + 1 :]

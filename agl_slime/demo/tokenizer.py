@@ -1,0 +1,92 @@
+"""A small byte-level BPE tokenizer, trained locally, with a ChatML-style template that renders tool calls.
+
+The template is append-only: what it renders for a conversation is a prefix of what it renders for any continuation, so
+a rollout can be continued in token space.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from agl_slime.errors import ConfigError
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+_TOOL_MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>")
+
+# Digits are split one by one, as Qwen's pre-tokenizer does; a run of blanks keeps its last blank for the word that
+# follows.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages and messages[0].role == 'system' %}{{- messages[0].content + '\\n' }}{%- endif %}
+{{- '<tools>' }}{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user\\n' }}{%- endif %}
+{{- '<tool_response>' + message.content + '</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- elif not (tools and loop.first and message.role == 'system') %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content %}{{- message.content }}{%- endif %}
+{%- for call in message.tool_calls or [] %}
+{%- set function = call.function or call %}
+{{- '<tool_call>{"name": ' + (function.name | tojson) + ', "arguments": ' }}
+{{- function.arguments if function.arguments is string else function.arguments | tojson }}
+{{- '}</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 460, max_length: int = 4096) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of exactly ``vocab_size`` tokens, the added tokens included.
+
+    ``texts`` are the contents of messages; the same texts in the same order give the same tokenizer. Raises
+    ``ConfigError`` when they hold too few different words for ``vocab_size``.
+    """
+    added = (PAD, START, END, *_TOOL_MARKERS)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(added),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    # A marker is one token of its own, so no merge may be spent on its letters.
+    split = re.compile("|".join(re.escape(token) for token in added))
+    tokenizer.train_from_iterator([piece for text in texts for piece in split.split(text)], trainer)
+    # Only the ChatML markers are special: the tool markers are part of what a turn says and stay in the decoded text.
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in _TOOL_MARKERS])
+    size = tokenizer.get_vocab_size()
+    if size != vocab_size:
+        raise ConfigError(
+            f"vocab_size is {vocab_size}, but these texts give a vocabulary of {size} tokens: pass more texts or vocab_size={size}"
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,9 @@
+"""The embedded engine: SGLang's HTTP protocol for a tiny model on the CPU, for the first minute and for tests.
+
+``EmbeddedEngine`` serves a checkpoint in a process of its own. Importing this package needs neither torch nor
+transformers.
+"""
+
+from agl_slime.engine.process import EmbeddedEngine, EmbeddedEngineSettings
+
+__all__ = ["EmbeddedEngine", "EmbeddedEngineSettings"]

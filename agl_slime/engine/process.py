@@ -1,0 +1,214 @@
+"""The embedded engine as a child process: started, waited for, and surely ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from agl_slime.errors import EngineError, EngineTimeoutError
+
+_STDERR_TAIL = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedEngineSettings:
+    """How the engine's process is started. ``port`` 0 takes a free one."""
+
+    port: int = 0
+    start_timeout_s: float = 60.0
+    stop_timeout_s: float = 3.0
+    max_running_requests: int = 128
+    context_length: int | None = None
+    random_seed: int = 0
+    served_model_name: str | None = None
+
+
+class EmbeddedEngine:
+    """Serves ``model_path`` on 127.0.0.1 in a process of its own, from ``start`` (or the ``with`` block) to ``stop``.
+
+    The child ends by itself when this process dies, however it dies. Start it from a thread that lives as long as the
+    engine is needed only if that thread is the main one: the child watches the process, not the thread.
+    """
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        settings: EmbeddedEngineSettings | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.model_path = Path(model_path)
+        self.settings = settings or EmbeddedEngineSettings()
+        self._env = dict(env or {})
+        self._process: subprocess.Popen[str] | None = None
+        self._stderr: IO[bytes] | None = None
+        self._url: str | None = None
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    @property
+    def url(self) -> str:
+        """Where it listens. Raises ``EngineError`` when it was not started."""
+        if self._url is None:
+            raise EngineError("the embedded engine has not been started: call start() or use it as a context manager")
+        return self._url
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> EmbeddedEngine:
+        """Start the process and wait until it answers.
+
+        Raises ``EngineError`` with the child's own last words when it ends early, ``EngineTimeoutError`` when it is not
+        ready within ``start_timeout_s``.
+        """
+        with self._lock:
+            if self._stopped:
+                raise EngineError("the embedded engine was stopped; make a new one")
+            if self._process is not None:
+                raise EngineError("the embedded engine is already started")
+            process = self._process = self._spawn()
+        try:
+            self._url = self._wait_ready(process)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def _spawn(self) -> subprocess.Popen[str]:
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - kept open for the child's life; a pipe nobody reads would fill and block it
+        # one BLAS/OpenMP thread: more are slower for a model this small, and they would fight the trainer for the cores
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            **self._env,
+        }
+        return subprocess.Popen(
+            self._command(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env=env,
+            text=True,
+            start_new_session=True,
+        )
+
+    def stop(self) -> None:
+        """End the process: SIGTERM, and SIGKILL after ``stop_timeout_s``. Doing it twice is fine, also from another
+        thread than the one that is in ``start``: no process is left behind, and none is started afterwards."""
+        with self._lock:
+            self._stopped = True
+            process, self._process, self._url = self._process, None, None
+        if process is not None:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(self.settings.stop_timeout_s)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        if self._stderr is not None:
+            self._stderr.close()
+            self._stderr = None
+
+    def stderr_tail(self) -> str:
+        """The last lines that the process wrote to standard error."""
+        stderr = self._stderr
+        if stderr is None or stderr.closed:
+            return ""
+        # the child shares the file's position, so it must not be moved: read through a descriptor of its own where the
+        # platform has one
+        size = os.fstat(stderr.fileno()).st_size
+        return os.pread(stderr.fileno(), _STDERR_TAIL, max(0, size - _STDERR_TAIL)).decode(errors="replace").strip()
+
+    def __enter__(self) -> EmbeddedEngine:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the interpreter may be half gone; the child watches its parent besides
+            self.stop()
+
+    def _command(self) -> list[str]:
+        settings = self.settings
+        command = [
+            sys.executable,
+            "-m",
+            "agl_slime.engine",
+            "--model-path",
+            str(self.model_path),
+            "--port",
+            str(settings.port),
+        ]
+        command += [
+            "--max-running-requests",
+            str(settings.max_running_requests),
+            "--random-seed",
+            str(settings.random_seed),
+            "--parent-pid",
+            str(os.getpid()),
+        ]
+        if settings.context_length is not None:
+            command += ["--context-length", str(settings.context_length)]
+        if settings.served_model_name is not None:
+            command += ["--served-model-name", settings.served_model_name]
+        return command
+
+    def _wait_ready(self, process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        lines: queue.Queue[str] = queue.Queue()
+        stdout = process.stdout
+
+        def read() -> None:
+            try:
+                lines.put(stdout.readline())  # an empty line means that the process ended
+            except ValueError:  # closed by stop() from another thread
+                lines.put("")
+
+        threading.Thread(target=read, name="embedded-engine-ready", daemon=True).start()
+        started = time.monotonic()
+        try:
+            line = lines.get(timeout=self.settings.start_timeout_s)
+        except queue.Empty:
+            raise EngineTimeoutError(
+                f"the embedded engine for {self.model_path} was not ready within {self.settings.start_timeout_s:.0f} s; "
+                f"its last words: {self.stderr_tail() or 'none'}"
+            ) from None
+        if not line:
+            code = process.wait()
+            raise EngineError(
+                f"the embedded engine for {self.model_path} ended with exit code {code} after {time.monotonic() - started:.1f} s: "
+                f"{self.stderr_tail() or 'it said nothing'}"
+            )
+        try:
+            return str(json.loads(line)["url"])
+        except (ValueError, KeyError, TypeError):
+            raise EngineError(
+                f"the embedded engine for {self.model_path} printed {line.strip()!r} where its address was expected"
+            ) from None

@@ -1,0 +1,110 @@
+"""What became of a rollout and of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from agl_slime.trace.trajectory import Trajectory
+from agl_slime.types import Sample
+
+if TYPE_CHECKING:  # Agent Lightning takes seconds to import
+    from agl_slime.support.agl import EnqueueRolloutRequest
+
+
+def instance_of(metadata: Mapping[str, Any]) -> str | None:
+    """The task that a rollout with this metadata is one try at."""
+    instance_id = metadata.get("instance_id")
+    return None if instance_id is None else str(instance_id)
+
+
+CUT_OFF = ("group_timeout", "group_dropped")
+"""Why a member that was still out when its group settled was cancelled."""
+
+
+class Outcome(str, Enum):
+    """The one end of a rollout. Each has a reason beside it.
+
+    ``TRAINED``: its samples were handed to the trainer. ``FILTERED``: it worked, but its group was not fit to train on.
+    ``STALE``: sampled by weights that are too old. ``FAILED``: no reward, no trace, an exception, a time limit.
+    ``CANCELLED``: stopped on purpose. ``VALIDATED``: a validation rollout, never trained on.
+    """
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    STALE = "stale"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    VALIDATED = "validated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberResult:
+    """One finished rollout as its group sees it: samples and a reward, or a failure with its reason. ``group_size`` is
+    what its metadata says.
+
+    ``reward`` is the primary reward, ``rewards`` all named ones. ``sampled_tokens`` counts the tokens that the engine
+    reported to have sampled in it. ``instance_id`` names the task that its group is one try at. ``request`` enqueues it
+    once more, where it failed and may be tried again.
+    """
+
+    rollout_id: str
+    group_id: str
+    mode: str = "train"
+    group_size: int | None = None
+    samples: tuple[Sample, ...] = ()
+    reward: float | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
+    sampled_tokens: int = 0
+    turns: int = 0
+    failure: str | None = None
+    failure_message: str = ""
+    outcome_if_failed: Outcome = Outcome.FAILED
+    task: Any = None
+    instance_id: str | None = None
+    request: EnqueueRolloutRequest | None = None
+    trajectory: Trajectory | None = None
+    forks: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether it was still out when its group settled, and cancelled for that."""
+        return self.failure in CUT_OFF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    """A settled group: ``ready`` with the members to train on, or dropped for ``reason``, a sentence, and ``code``, a
+    word to count it by.
+
+    ``members`` holds every rollout of the group: tries that were repeated, and those that were still out when it
+    settled (cancelled), too.
+    """
+
+    group_id: str
+    mode: str
+    size: int
+    members: tuple[MemberResult, ...]
+    ready: bool
+    reason: str = ""
+    code: str = ""
+
+    @property
+    def instance_id(self) -> str | None:
+        """The task that the group is one try at, where its rollouts name it."""
+        return next((member.instance_id for member in self.members if member.instance_id is not None), None)
+
+    @property
+    def succeeded(self) -> tuple[MemberResult, ...]:
+        return tuple(member for member in self.members if member.ok)
+
+    @property
+    def rewards(self) -> list[float]:
+        """The primary rewards of the members that have one."""
+        return [member.reward for member in self.members if member.reward is not None]

@@ -1,0 +1,70 @@
+"""An iteration's metrics from its settled groups. Means are over rollouts that have a reward; a missing one is never
+counted as 0."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+from agl_slime.groups.filters import all_equal
+from agl_slime.groups.results import GroupResult
+from agl_slime.report import metrics as names
+from agl_slime.types import Sample
+
+
+def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[str, Any]:
+    """``rollout/…``, ``trace/…`` and ``perf/tokens_per_s`` of the training rollouts of one iteration; ``collect_s`` is
+    what they took, in seconds."""
+    members = [member for group in groups for member in group.members]
+    rewards = [member.reward for member in members if member.reward is not None]
+    failures = Counter(member.failure for member in members if not member.ok and not member.cut_off)
+    trained = [member for group in groups if group.ready for member in group.succeeded]
+    samples = [sample for member in trained for sample in member.samples]
+    sampled = sum(member.sampled_tokens for member in members)
+    metrics: dict[str, Any] = {
+        names.REWARD_MEAN: fmean(rewards) if rewards else None,
+        names.REWARD_STD: pstdev(rewards) if rewards else None,
+        names.REWARD_MIN: min(rewards, default=None),
+        names.REWARD_MAX: max(rewards, default=None),
+        names.COUNT: len(members),
+        names.FAILED: sum(failures.values()),
+        "rollout/cut_off": sum(member.cut_off for member in members),
+        names.RESPONSE_TOKENS: sampled / len(members) if members else None,
+        "rollout/turns_mean": fmean(member.turns for member in members) if members else None,
+        "rollout/groups_ready": sum(group.ready for group in groups),
+        "rollout/groups_dropped": sum(not group.ready for group in groups),
+        "rollout/groups_zero_variance": sum(group.ready and all_equal(group.rewards) for group in groups),
+        "rollout/tokens_sampled": sum(member.sampled_tokens for member in trained),
+        names.TOKENS_UNDER_MASK: sum(_trained_tokens(sample) for sample in samples),
+        "rollout/truncated": sum(sample.status == Sample.Status.TRUNCATED for sample in samples),
+        names.FORKS: sum(max(len(member.samples) - 1, 0) for member in trained),
+        names.RETOKENIZED: sum(sample.metadata.get("token_source") == "retokenized" for sample in samples),
+        names.TOKENS_PER_S: sampled / collect_s if collect_s > 0 else None,
+    }
+    for kind, count in sum((Counter(member.forks) for member in trained), Counter()).items():
+        metrics[f"trace/forks/{kind}"] = count
+    for code, count in Counter(group.code or "group_incomplete" for group in groups if not group.ready).items():
+        metrics[f"rollout/dropped/{code}"] = count
+    for reason, count in failures.items():
+        metrics[f"rollout/failed/{reason}"] = count
+    for name in sorted({name for member in members for name in member.rewards} - {"primary"}):
+        values = [member.rewards[name] for member in members if name in member.rewards]
+        metrics[f"reward/{name}"] = fmean(values)
+    return metrics
+
+
+def eval_metrics(groups: Sequence[GroupResult]) -> dict[str, Any]:
+    """``val/…`` of a validation's rollouts."""
+    members = [member for group in groups for member in group.members]
+    rewards = [member.reward for member in members if member.reward is not None]
+    return {
+        names.VAL_REWARD_MEAN: fmean(rewards) if rewards else None,
+        "val/count": len(members),
+        "val/failed": sum(not member.ok for member in members),
+    }
+
+
+def _trained_tokens(sample: Sample) -> int:
+    return sample.response_length if sample.loss_mask is None else sum(sample.loss_mask)

@@ -1,0 +1,170 @@
+"""The settings of a training run. The command line is derived from this class: a field is a flag, its docstring the
+help text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from agl_slime.errors import ConfigError
+from agl_slime.runner.base import RunnerPlan
+from agl_slime.trainers.local.settings import LocalTrainerSettings
+
+DEFAULT_AGENT = "agents.lookup:LookupAgent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train an agent online: rollouts through Agent Lightning, a policy on SGLang, weights updated after every
+    iteration."""
+
+    agent: str = DEFAULT_AGENT
+    """The agent to train, as module:Class."""
+    tasks: Path | None = None
+    """Tasks as JSON lines, one object each. Without it the agent's own make_task(rng) is used."""
+    model_path: Path | None = None
+    """Hugging Face checkpoint to start from. Without it a tiny policy is made for the agent."""
+    sglang_url: str | None = None
+    """URL of a running SGLang server or router. Without it an embedded engine is started on this machine."""
+    trainer: Literal["local", "slime"] = "local"
+    """Who trains: the local GRPO trainer, or slime."""
+
+    num_iterations: int = 40
+    """Collect, train, sync: so many times."""
+    rollout_batch_size: int = 16
+    """Prompts per iteration."""
+    n_samples_per_prompt: int = 4
+    """Rollouts per prompt: the group that a reward is compared with."""
+    max_new_tokens: int = 48
+    """Most tokens that one answer may have."""
+    temperature: float = 1.0
+    """Sampling temperature, in the engine and in the trainer."""
+    rollout_timeout: float = 600.0
+    """Seconds after which a rollout is cancelled and counts as failed."""
+    max_attempts: int = 1
+    """How often a failed rollout is tried, the first time included."""
+    group_min_ratio: float = 0.7
+    """Share of a group's rollouts that must succeed, and never fewer than 2; 1 is all of them."""
+    group_max_retries: int = 0
+    """Failed rollouts of a group that are run again when the group would fall short without them."""
+    group_timeout: float | None = None
+    """Seconds after the last ended rollout of a group after which the others are not waited for; by default all are."""
+    drop_zero_variance: bool = False
+    """Replace groups whose rewards are all the same: they have no advantages."""
+    max_replaced_groups: int | None = None
+    """Most groups of an iteration that are replaced when they are dropped; by default as many as rollout_batch_size."""
+    max_staleness: int | None = None
+    """Most weight versions that tokens may be behind the policy; by default any number."""
+    max_concurrent: int = 1024
+    """Rollouts in flight, in each runner."""
+    runners: str = "inproc"
+    """Where the agent runs: inproc (a thread of this process), process:N (N processes) or ray:N (N Ray actors)."""
+    store_host: str = "127.0.0.1"
+    """Address on which runners outside of this process reach the store; Ray on several hosts needs one of this
+    machine's."""
+
+    multi_turn_scheduler: str | None = None
+    """Scheduler that decides what follows each answer, by the name it is registered under."""
+    max_turns: int | None = None
+    """Most answers of one rollout."""
+    external_plugins: tuple[Path, ...] = ()
+    """Python files to run first; they register schedulers, tool parsers or loss masks."""
+
+    eval_interval: int = 10
+    """Validate before the first iteration, after every so many and at the end; 0 is never."""
+    eval_rollouts: int = 32
+    """Rollouts of a validation."""
+    eval_tasks: Path | None = None
+    """Tasks of validations as JSON lines. Without it the agent's own make_task(rng) is used with another seed."""
+
+    output_dir: Path | None = None
+    """Where metrics, plot, transcripts and weights go; a new directory under runs/ by default."""
+    overwrite: bool = False
+    """Replace an earlier run with other settings in the output directory."""
+    resume: bool = False
+    """Go on with the run in the output directory from its newest checkpoint."""
+    save_interval: int = 10
+    """A checkpoint after every so many iterations and at the end."""
+    seed: int = 0
+    """Seed of tasks, policy and trainer."""
+    view: Literal["auto", "live", "lines"] = "auto"
+    """Live progress or one line per iteration; auto is live on a terminal."""
+
+    actor_num_nodes: int = 1
+    """slime: nodes for the actor."""
+    actor_num_gpus_per_node: int = 1
+    """slime: GPUs per actor node."""
+    rollout_num_gpus: int = 0
+    """slime: GPUs for rollout engines that slime launches; 0 uses the ones at --sglang-url."""
+
+    local: LocalTrainerSettings = field(default_factory=LocalTrainerSettings)
+    """Settings of the local trainer; its temperature and seed are those above."""
+
+    def __post_init__(self) -> None:
+        RunnerPlan.parse(self.runners)
+        module, _, name = self.agent.partition(":")
+        if not module or not name:
+            raise ConfigError(f"--agent {self.agent!r}: expected module:Class, for example {DEFAULT_AGENT}")
+        for flag in (
+            "num_iterations",
+            "rollout_batch_size",
+            "n_samples_per_prompt",
+            "max_new_tokens",
+            "max_attempts",
+            "max_concurrent",
+            "save_interval",
+            "eval_rollouts",
+            "actor_num_nodes",
+            "actor_num_gpus_per_node",
+        ):
+            if getattr(self, flag) < 1:
+                raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(self, flag)}")
+        if not 0 < self.group_min_ratio <= 1:
+            raise ConfigError(f"--group-min-ratio must lie in (0, 1], got {self.group_min_ratio}")
+        if self.group_timeout is not None and not self.group_timeout > 0:
+            raise ConfigError(f"--group-timeout must be above 0 seconds, got {self.group_timeout}")
+        if self.resume and self.output_dir is None:
+            raise ConfigError("--resume needs --output-dir: the directory of the run to go on with")
+        if self.resume and self.overwrite:
+            raise ConfigError(
+                "--resume goes on with the run in the output directory and --overwrite replaces it; give one of them"
+            )
+        for flag in (
+            "eval_interval",
+            "seed",
+            "rollout_num_gpus",
+            "group_max_retries",
+            "max_replaced_groups",
+            "max_staleness",
+        ):
+            if (getattr(self, flag) or 0) < 0:
+                never = " (never)" if flag == "eval_interval" else ""
+                raise ConfigError(f"--{flag.replace('_', '-')} must be 0{never} or more, got {getattr(self, flag)}")
+        if not 0 < self.temperature < math.inf:
+            raise ConfigError(
+                f"--temperature must be above 0 (training needs samples that differ), got {self.temperature}"
+            )
+        if not self.rollout_timeout > 0:
+            raise ConfigError(f"--rollout-timeout must be above 0 seconds, got {self.rollout_timeout}")
+        if self.trainer == "slime":
+            self._check_slime()
+        if self.trainer == "local" and self.n_samples_per_prompt == 1 and self.local.rewards_normalization:
+            raise ConfigError(
+                "--n-samples-per-prompt 1: with one rollout per prompt there is nothing to compare its reward with and nothing would be learned; "
+                "use 2 or more, or --local.no-rewards-normalization"
+            )
+
+    def _check_slime(self) -> None:
+        """What slime does in its own way."""
+        if self.resume:
+            raise ConfigError(
+                "--resume with --trainer slime: slime keeps its own checkpoints; give -- --load DIR --save DIR instead"
+            )
+        for flag in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance", "max_staleness"):
+            if getattr(self, flag) != getattr(TrainConfig, flag):
+                name = f"--{flag.replace('_', '-')}"
+                raise ConfigError(
+                    f"{name} with --trainer slime: both processes must agree on groups, which slime wants complete; leave it out"
+                )

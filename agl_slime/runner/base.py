@@ -1,0 +1,36 @@
+"""Where runners run, as one word on the command line: ``inproc``, ``process:4``, ``ray:16``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from agl_slime.errors import ConfigError
+
+RunnerKind = Literal["inproc", "process", "ray"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerPlan:
+    """``count`` runners, each with its own event loop: one thread of this process, processes of this machine, or Ray
+    actors."""
+
+    kind: RunnerKind = "inproc"
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> RunnerPlan:
+        """Read ``inproc``, ``process:N`` or ``ray:N``. Raises ``ConfigError``."""
+        kind, colon, count = text.partition(":")
+        number = int(count) if count.isascii() and count.isdigit() else 0
+        if kind not in get_args(RunnerKind) or (kind == "inproc") == bool(colon) or (colon and number < 1):
+            raise ConfigError(
+                f"--runners {text!r}: expected inproc, process:N or ray:N with N at least 1, for example process:4"
+            )
+        return cls(kind=kind, count=number or 1)  # type: ignore[arg-type]  # checked above
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "inproc" else f"{self.kind}:{self.count}"
+
+
+__all__ = ["RunnerKind", "RunnerPlan"]

@@ -1,0 +1,387 @@
+"""Agent Lightning's in-memory store, as the bridge needs it: told when a rollout ends, safe across threads, and of the
+same cost and size however many rollouts have gone through it.
+
+Stock behaviour that this replaces:
+
+- Completion must be polled for. Here listeners are told (``subscribe_finished``).
+- Nothing ever removes a finished rollout, and when memory is short the spans of the oldest are dropped, read or not.
+  Here whoever has read a rollout *releases* it; released ones stay for a while to be looked at and then go entirely.
+  What was not released is never dropped: when it fills its share of memory, a warning comes first and then no more
+  rollouts are handed out until something is released.
+- A watchdog scan looks at every running rollout, and the size of every span is estimated by walking it. Here neither
+  depends on what is stored.
+- A runner that dies takes its rollouts with it until each one's own limit has passed. Here its attempts fail when its
+  heartbeats stop, or when whoever started it says so (``fail_worker``), and other runners try again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agl_slime.errors import ConfigError
+from agl_slime.store.calls import FINISHED, RUNNING, DirectCalls
+from agl_slime.store.collections import BridgeCollections
+from agl_slime.store.watch import WatchList
+from agl_slime.support.agl import (
+    Attempt,
+    AttemptedRollout,
+    NamedResources,
+    ResourcesUpdate,
+    Rollout,
+    RolloutConfig,
+    Span,
+)
+
+logger = logging.getLogger(__name__)
+
+RolloutListener = Callable[[Rollout], None]
+
+# A span's fields besides its attributes: ids, names, contexts, pydantic's own overhead. Measured once; exactness does
+# not matter for a threshold.
+_SPAN_OVERHEAD_BYTES = 2_000
+# A rollout is tried again this often when the processes that ran it died, whatever its own number of attempts; then it
+# counts as what kills them.
+_DEATHS_FORGIVEN = 2
+# Names of runners that are gone which are remembered: what they had sent before their end arrives within moments.
+_GONE_REMEMBERED = 1_000
+# Marks attempts whose runner died, in their metadata.
+WORKER_DIED = "agl_slime.worker_died"
+# Resources snapshots that are kept, one per weight version: rollouts that are this far behind do not exist.
+_RESOURCES_KEPT = 1_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """What a store keeps. ``released_rollouts`` and ``released_bytes``: how much of what was released stays to be
+    looked at, newest last. ``unreleased_bytes``: estimated span bytes that may wait to be released before no more
+    rollouts are handed out; ``None`` is half of the machine's memory. A warning comes at ``warn_at`` of it.
+    """
+
+    released_rollouts: int = 2_000
+    released_bytes: int = 256 * 2**20
+    unreleased_bytes: int | None = None
+    warn_at: float = 0.8
+
+    def __post_init__(self) -> None:
+        for name in ("released_rollouts", "released_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be 0 (keep none) or more, got {getattr(self, name)}")
+        if self.unreleased_bytes is not None and self.unreleased_bytes < 1:
+            raise ConfigError(
+                f"unreleased_bytes must be at least 1, or None for half of the memory, got {self.unreleased_bytes}"
+            )
+        if not 0 < self.warn_at <= 1:
+            raise ConfigError(
+                f"warn_at is a share of unreleased_bytes and must be above 0 and at most 1, got {self.warn_at}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreUsage:
+    """``queued`` and ``running`` rollouts, ``stored`` ones in all, ``released`` ones that are still kept; span bytes
+    are estimates. ``holding``: whether rollouts are held back because too much waits to be released."""
+
+    queued: int
+    running: int
+    stored: int
+    released: int
+    span_bytes: int
+    unreleased_bytes: int
+    holding: bool
+
+
+def estimate_span_bytes(span: Span) -> int:
+    """Size of a span from its attributes' lengths alone, without walking them."""
+    size = _SPAN_OVERHEAD_BYTES
+    for key, value in span.attributes.items():
+        size += len(key)
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, (list, tuple)):
+            size += 32 * len(value)  # a boxed number and its place in the list
+        else:
+            size += 32
+    return size
+
+
+class BridgeStore(DirectCalls):
+    """An in-memory store that tells its listeners about each rollout that has ended, whoever ended it: a runner, the
+    watchdog, a person.
+
+    Listeners are called on the event loop that wrote the end; they must be quick and thread-safe.
+
+    Args:
+        scan_debounce_seconds: shortest time between two looks for rollouts past their limits; stock is 10.
+        retention: what is kept, and for how long.
+        dead_worker_seconds: a runner whose heartbeats stopped this long ago is dead, and its attempts fail; 0 is never.
+            Runners that never sent one are not judged.
+    """
+
+    def __init__(
+        self,
+        *,
+        scan_debounce_seconds: float = 1.0,
+        retention: Retention | None = None,
+        dead_worker_seconds: float = 60.0,
+    ) -> None:
+        super().__init__(
+            thread_safe=True, span_size_estimator=estimate_span_bytes, scan_debounce_seconds=scan_debounce_seconds
+        )
+        self.retention = retention or Retention()
+        self.collections = BridgeCollections()
+        self._finished_listeners: list[RolloutListener] = []
+        self._released: OrderedDict[str, int] = OrderedDict()  # rollout id -> span bytes, oldest release first
+        self._released_bytes = 0
+        self._unreleased_limit = self.retention.unreleased_bytes or self._memory_capacity_bytes // 2
+        self._warned = False
+        self._holding = False
+        self._watch = WatchList()
+        self._dead_worker_seconds = dead_worker_seconds
+        self._next_worker_check = 0.0
+        self._judged_dead: dict[str, float] = {}  # worker id -> the heartbeat after which it was judged
+        self._gone: OrderedDict[str, None] = OrderedDict()
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def subscribe_finished(self, listener: RolloutListener) -> Callable[[], None]:
+        """Call ``listener(rollout)`` for each rollout that ends from now on; the returned function ends the
+        subscription."""
+        self._finished_listeners.append(listener)
+
+        def unsubscribe() -> None:
+            if listener in self._finished_listeners:
+                self._finished_listeners.remove(listener)
+
+        return unsubscribe
+
+    # -- retention ----------------------------------------------------------------------------------------------------
+
+    async def release(self, rollout_ids: Iterable[str]) -> int:
+        """These rollouts were read and are not needed any more: keep them only as long as there is room in the window.
+        Returns how many were newly released; those that have not ended, or are unknown, stay as they are."""
+        count = 0
+        with self.collections.lock:
+            for rollout_id in rollout_ids:
+                rollout = self.collections.rollout(rollout_id)
+                if rollout is None or rollout_id in self._released or rollout.status not in FINISHED:
+                    continue
+                size = self._released[rollout_id] = self._span_bytes_by_rollout.get(rollout_id, 0)
+                self._released_bytes += size
+                count += 1
+            self._trim()
+        return count
+
+    def usage(self) -> StoreUsage:
+        """Where the store stands; for metrics."""
+        with self.collections.lock:
+            return StoreUsage(
+                queued=self.collections.queued,
+                running=len(self._running_rollout_ids),
+                stored=len(self.collections.rollouts._items),
+                released=len(self._released),
+                span_bytes=self._total_span_bytes,
+                unreleased_bytes=self._total_span_bytes - self._released_bytes,
+                holding=self._holding,
+            )
+
+    def _trim(self) -> None:
+        """Forget what is beyond the window, oldest release first, and judge again whether rollouts are held back. Under
+        the lock."""
+        keep = self.retention
+        while self._released and (
+            len(self._released) > keep.released_rollouts or self._released_bytes > keep.released_bytes
+        ):
+            rollout_id, size = self._released.popitem(last=False)
+            self._released_bytes -= size
+            self._forget(rollout_id)
+        waiting = self._total_span_bytes - self._released_bytes
+        if waiting <= keep.warn_at * self._unreleased_limit:
+            self._warned = self._holding = False
+            return
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "The store holds about %.0f MB of spans that nobody has released, %.0f%% of the %.0f MB that it may; at 100%% no more rollouts are "
+                "handed out. A data source releases what it has read; other readers call `await store.release(ids)`.",
+                waiting / 1e6,
+                100 * waiting / self._unreleased_limit,
+                self._unreleased_limit / 1e6,
+            )
+        if waiting > self._unreleased_limit and not self._holding:
+            self._holding = True
+            logger.error(
+                "No more rollouts are handed out until some of the %.0f MB of spans in the store are released.",
+                waiting / 1e6,
+            )
+
+    def _forget(self, rollout_id: str) -> None:
+        self.collections.remove_rollout(rollout_id)
+        self._total_span_bytes = max(0, self._total_span_bytes - self._span_bytes_by_rollout.pop(rollout_id, 0))
+        self._start_time_by_rollout.pop(rollout_id, None)
+        self._completion_events.pop(rollout_id, None)
+        self._running_rollout_ids.discard(rollout_id)
+        self._watch.discard(rollout_id)
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    async def fail_worker(self, worker_id: str, *, reason: str = "the process ended", gone: bool = False) -> list[str]:
+        """A runner is dead: its attempts end as ``unresponsive`` and their rollouts are queued again, also those that
+        have no attempt left, up to two times per rollout: it is not their fault. Returns the ids of those rollouts.
+
+        ``gone``: it will not come back, and gets no more rollouts: a request for some that it sent before its end may
+        still be under way. Costs as much as there are rollouts in flight; runners do not die often.
+        """
+        with self.collections.lock:
+            if gone:
+                self._gone[worker_id] = None
+                if len(self._gone) > _GONE_REMEMBERED:
+                    self._gone.popitem(last=False)
+            lost = []
+            for rollout_id in list(self._running_rollout_ids):
+                attempts = self.collections.attempts_of(rollout_id)
+                if attempts and attempts[-1].worker_id == worker_id and attempts[-1].status in RUNNING:
+                    lost.append((rollout_id, attempts))
+        for rollout_id, attempts in lost:
+            await self._forgive(rollout_id, attempts)
+            latest = attempts[-1]
+            await self.update_attempt(
+                rollout_id,
+                latest.attempt_id,
+                status="unresponsive",
+                metadata={**(latest.metadata or {}), WORKER_DIED: reason},
+            )
+        if lost:
+            logger.warning(
+                "Runner %s is dead (%s); its %d rollouts are tried again by others.", worker_id, reason, len(lost)
+            )
+        return [rollout_id for rollout_id, _ in lost]
+
+    async def _forgive(self, rollout_id: str, attempts: Sequence[Attempt]) -> None:
+        """Give the rollout one attempt more if few of its runners have died."""
+        deaths = sum(WORKER_DIED in (attempt.metadata or {}) for attempt in attempts)
+        with self.collections.lock:
+            rollout = self.collections.rollout(rollout_id)
+        if rollout is None or deaths >= _DEATHS_FORGIVEN:
+            return
+        config = rollout.config
+        left = config.max_attempts - attempts[-1].sequence_id
+        if left > 0 and "unresponsive" in config.retry_condition:
+            return
+        more = config.model_copy(
+            update={
+                "max_attempts": max(config.max_attempts, attempts[-1].sequence_id + 1),
+                "retry_condition": [*dict.fromkeys([*config.retry_condition, "unresponsive"])],
+            }
+        )
+        await self.update_rollout(rollout_id, config=more)
+
+    async def _fail_silent_workers(self, now: float) -> None:
+        with self.collections.lock:
+            silent = [
+                (worker.worker_id, worker.last_heartbeat_time)
+                for worker in self.collections.worker_records()
+                if worker.last_heartbeat_time is not None
+                and now - worker.last_heartbeat_time > self._dead_worker_seconds
+                and self._judged_dead.get(worker.worker_id) != worker.last_heartbeat_time
+            ]
+        for worker_id, heartbeat in silent:
+            self._judged_dead[worker_id] = heartbeat
+            await self.fail_worker(worker_id, reason=f"no heartbeat for {now - heartbeat:.0f} s")
+
+    # -- Agent Lightning's hooks --------------------------------------------------------------------------------------
+
+    async def dequeue_rollout(self, worker_id: str | None = None) -> AttemptedRollout | None:
+        with self.collections.lock:  # judged and handed out in one step
+            return None if self._holding or worker_id in self._gone else await super().dequeue_rollout(worker_id)
+
+    async def dequeue_many_rollouts(
+        self, *, limit: int = 1, worker_id: str | None = None
+    ) -> Sequence[AttemptedRollout]:
+        with self.collections.lock:
+            return (
+                []
+                if self._holding or worker_id in self._gone
+                else await super().dequeue_many_rollouts(limit=limit, worker_id=worker_id)
+            )
+
+    async def add_resources(self, resources: NamedResources) -> ResourcesUpdate:
+        update = await super().add_resources(resources)
+        with self.collections.lock:
+            self.collections.trim_resources(_RESOURCES_KEPT)
+        return update
+
+    async def _post_update_rollout(
+        self, rollouts: Sequence[tuple[Rollout, Sequence[str]]], skip_enqueue: bool = False
+    ) -> None:
+        await super()._post_update_rollout(rollouts, skip_enqueue=skip_enqueue)
+        with self.collections.lock:
+            for rollout, _ in rollouts:
+                attempt = self.collections.latest_attempt(rollout.rollout_id) if rollout.status in RUNNING else None
+                next_check = _next_check(rollout.config, attempt) if attempt is not None else None
+                if next_check is None:
+                    self._watch.discard(rollout.rollout_id)
+                else:
+                    self._watch.set(rollout.rollout_id, next_check)
+        for rollout, updated in rollouts:
+            if "status" in updated and rollout.status in FINISHED:
+                for listener in list(self._finished_listeners):
+                    listener(rollout)
+
+    async def _post_add_spans(self, spans: Sequence[Span], rollout_id: str, attempt_id: str) -> None:
+        with self.collections.lock:
+            update = await self._on_attempt_heartbeat(rollout_id, attempt_id)
+            if update is not None:
+                await self._post_update_rollout([update])
+            size = sum(map(estimate_span_bytes, spans))
+            self._span_bytes_by_rollout[rollout_id] += size
+            self._total_span_bytes += size
+            if rollout_id in self._released:  # a late span of an attempt that was given up
+                self._released[rollout_id] += size
+                self._released_bytes += size
+            self._trim()
+
+    async def _maybe_evict_spans(self, collections: Any) -> None:
+        """Stock eviction drops what nobody has read. ``_trim`` does what is to be done."""
+
+    async def _scan_for_unhealthy_rollouts(self) -> None:
+        now = time.time()
+        if self._scan_debounce_seconds <= 0 or now - self._last_scan_entrance_time >= self._scan_debounce_seconds:
+            await super()._scan_for_unhealthy_rollouts()
+        if self._dead_worker_seconds > 0 and now >= self._next_worker_check:
+            self._next_worker_check = now + min(5.0, self._dead_worker_seconds / 4)
+            await self._fail_silent_workers(now)
+
+    async def _unlocked_get_running_rollouts(self, collections: Any) -> list[AttemptedRollout]:
+        """What the watchdog looks at: only the running rollouts one of whose limits may have passed."""
+        now = time.time()
+        due = []
+        for rollout_id in self._watch.take_due(now):
+            rollout = self.collections.rollout(rollout_id)
+            attempts = self.collections.attempts_of(rollout_id)
+            if rollout is None or rollout.status not in RUNNING or not attempts:
+                continue
+            attempt = attempts[-1]
+            next_check = _next_check(rollout.config, attempt)
+            if next_check is not None:
+                # once past its limit it is marked now; the second look is for what happens between the two clocks
+                self._watch.set(rollout_id, max(next_check, now + 0.05))
+            due.append(AttemptedRollout(**rollout.model_dump(), attempt=attempt))
+        return due
+
+
+def _next_check(config: RolloutConfig, attempt: Attempt) -> float | None:
+    """When the first of an attempt's limits passes, in seconds since the epoch; ``None`` when it has none."""
+    times = []
+    if config.timeout_seconds is not None:
+        times.append(attempt.start_time + config.timeout_seconds)
+    if config.unresponsive_seconds is not None:
+        times.append((attempt.last_heartbeat_time or attempt.start_time) + config.unresponsive_seconds)
+    return min(times) if times else None
+
+
+__all__ = ["WORKER_DIED", "BridgeStore", "Retention", "RolloutListener", "StoreUsage", "estimate_span_bytes"]

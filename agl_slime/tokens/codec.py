@@ -1,0 +1,117 @@
+"""Token ids and log-probs as one string each: little-endian int32 or float32, base64.
+
+A list attribute costs the store a pydantic validation and a size estimate per element (1.75 ms for 1,000 ids with
+log-probs, on the event loop); one string costs neither. 4 bytes a number become 5⅓ characters. Ids come back exactly;
+log-probs are float32 in the engines, so their decimal form in JSON comes back exactly as well (a double that is no
+float32 is rounded to the nearest one).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from array import array
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from agl_slime.errors import TraceError
+
+TokenArray: TypeAlias = npt.NDArray[np.int32]
+LogProbArray: TypeAlias = npt.NDArray[np.float32]
+
+_INT32 = np.iinfo(np.int32)
+_LITTLE = {np.dtype(np.int32): np.dtype("<i4"), np.dtype(np.float32): np.dtype("<f4")}
+
+
+def token_array(ids: Sequence[int] | npt.NDArray[Any], *, name: str = "token ids") -> TokenArray:
+    """``ids`` as a read-only int32 array. ``TraceError`` when one is not an integer or does not fit into 32 bits."""
+    if isinstance(ids, np.ndarray):
+        return _int32_array(ids, name)
+    if isinstance(ids, (str, bytes, bytearray)):
+        raise TraceError(f"{name} must be a list of integers, got {type(ids).__name__}")
+    try:
+        # of the ways to convert a Python list this is the fastest: 1.3 ms for 100,000 ids where np.asarray takes 3.5
+        return _frozen(np.frombuffer(array("i", ids), dtype=np.int32))
+    except OverflowError as error:
+        bad = next(value for value in ids if not _INT32.min <= value <= _INT32.max)
+        raise TraceError(f"{name} must fit into 32 bits, got {bad}") from error
+    except TypeError as error:
+        raise TraceError(f"{name} must be a flat list of integers: {error}") from error
+
+
+def _int32_array(ids: npt.NDArray[Any], name: str) -> TokenArray:
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise TraceError(f"{name} must be a flat array of integers, got {ids.ndim} dimensions of {ids.dtype}")
+    if ids.dtype == np.int32 and not ids.flags.writeable:
+        return ids
+    for extreme in (ids.min(), ids.max()) if ids.size else ():
+        if not _INT32.min <= int(extreme) <= _INT32.max:
+            raise TraceError(f"{name} must fit into 32 bits, got {extreme}")
+    return _frozen(ids.astype(np.int32))
+
+
+def log_prob_array(values: Sequence[float] | npt.NDArray[Any], *, name: str = "log-probs") -> LogProbArray:
+    """``values`` as a read-only float32 array. ``TraceError`` when one is not a number, NaN, infinite, or too large for
+    float32."""
+    if (
+        isinstance(values, np.ndarray)
+        and values.dtype == np.float32
+        and values.ndim == 1
+        and not values.flags.writeable
+    ):
+        floats = values
+    else:
+        try:
+            wide = np.asarray(values, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise TraceError(f"{name} must be a flat list of numbers: {error}") from error
+        if wide.ndim != 1:
+            raise TraceError(f"{name} must be a flat list of numbers, got {wide.ndim} dimensions")
+        with np.errstate(over="ignore"):  # an overflow becomes inf, which is refused below with a sentence
+            floats = _frozen(wide.astype(np.float32))
+    finite = np.isfinite(floats)
+    if not finite.all():
+        place = int(np.argmin(finite))
+        raise TraceError(f"{name} must be finite float32 numbers, got {values[place]!r} at position {place}")
+    return floats
+
+
+def unpack_token_ids(text: str, *, name: str = "token ids") -> TokenArray:
+    """The integers of ``pack_array(token_array(ids))``, read-only. ``TraceError`` when ``text`` is not such a string."""
+    return _frozen(_unpack(text, name, np.dtype(np.int32)))
+
+
+def unpack_log_probs(text: str, *, name: str = "log-probs") -> LogProbArray:
+    """The numbers of ``pack_array(log_prob_array(values))``, read-only. ``TraceError`` when ``text`` is no such string
+    or holds NaN or infinity."""
+    return log_prob_array(_frozen(_unpack(text, name, np.dtype(np.float32))), name=name)
+
+
+def pack_array(values: TokenArray | LogProbArray) -> str:
+    """An array that ``token_array`` or ``log_prob_array`` made, as one string."""
+    return base64.b64encode(stored_bytes(values)).decode("ascii")
+
+
+def stored_bytes(values: TokenArray | LogProbArray) -> memoryview:
+    """The numbers as they are stored, little-endian and without gaps; on most machines the array's own memory."""
+    return np.ascontiguousarray(values, dtype=_LITTLE[values.dtype]).data
+
+
+def _unpack(text: Any, name: str, kind: np.dtype[Any]) -> npt.NDArray[Any]:
+    if not isinstance(text, str):
+        raise TraceError(f"packed {name} must be one string, got {type(text).__name__}")
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise TraceError(f"packed {name} are not valid base64: {error}") from error
+    if len(raw) % 4:
+        raise TraceError(f"packed {name} have {len(raw)} bytes, which is no whole number of 4-byte values")
+    return np.frombuffer(raw, dtype=_LITTLE[kind]).astype(kind, copy=False)
+
+
+def _frozen(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    values.flags.writeable = False
+    return values

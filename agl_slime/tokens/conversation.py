@@ -1,0 +1,447 @@
+"""One conversation, kept as text for people and templates and as token ids for the engine.
+
+The next prompt is what is held, verbatim, plus the tokens of what the chat template adds after it; the text of an
+answer is never tokenized again. Where that cannot be, because the template renders the history differently once more
+messages follow or because the agent edited the history, the prompt forks: it keeps the longest part of what is held
+that still stands, renders the rest, and the fork is classified and counted. A fork costs tokens of context, never a
+sampled one: what was sampled is trained where it was sampled.
+
+Tokens are added at the end of what is held. If a merge of the byte-pair encoding could reach across that seam, the
+prompt would be one that the tokenizer never makes. The text after an answer begins, in all common templates, with the
+token that ends a turn or follows one; such a token is cut out before anything is merged, so nothing reaches across it.
+Where neither side of the seam is such a token (a partial answer that is continued, mostly), ``open_seams`` counts it;
+the ids are still the engine's left of the seam and a valid encoding of the text right of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agl_slime.errors import ConfigError
+from agl_slime.sglang.payloads import Generation
+from agl_slime.tokens.codec import TokenArray
+from agl_slime.tokens.forks import ForkReason
+from agl_slime.tokens.template import WINDOW_FROM, Addition, ChatTemplate, Message, Rendering, same_but_for_blanks
+from agl_slime.tokens.tokenizer import ChatTokenizer
+
+logger = logging.getLogger(__name__)
+
+_explained: set[ForkReason] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Ids ``[:length]`` are the rendering of the first ``n_messages`` messages, without the opening of an answer."""
+
+    n_messages: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """An answer that is held: message ``n_messages - 1``, ids ``[start:end]``. ``continued`` is the text that its
+    message began with before it was sampled."""
+
+    n_messages: int
+    start: int
+    end: int
+    continued: str
+    stop_text: str  # of the stop token that the engine sampled at its end; empty when there is none
+    place: _Place | None  # where its prompt would be without the opening
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A prompt: ids ``[:kept]`` of what is held, then ``added``."""
+
+    kept: int
+    added: tuple[int, ...]
+    place: _Place | None
+    fork: ForkReason | None
+    open_seams: int
+    continues: bool  # the last message is an assistant's and the answer goes on with it
+    rendering: Rendering | None = None  # of the whole conversation, less a partial answer, where it was made
+    opening: str = ""  # of the answer, as text
+    more_text: tuple[str, ...] = ()  # where no rendering was made: what comes after the text before the last answer
+
+    @property
+    def length(self) -> int:
+        return self.kept + len(self.added)
+
+
+class ChatContext:
+    """A conversation that grows by messages (``add``) and by sampled answers (``add_answer``).
+
+    ``messages`` may be edited in any way between two prompts. A conversation that ends with an assistant message is
+    continued: the next answer goes on with that message's text. ``forks`` counts the prompts that did not continue what
+    was held, by reason; ``open_seams`` the places where tokens were added that might have merged with those before
+    them.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: ChatTokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        template: ChatTemplate | None = None,
+    ) -> None:
+        if not messages:
+            raise ConfigError("the prompt has no messages; build_prompt must return at least one")
+        self._tokenizer = tokenizer
+        self._template = template or ChatTemplate(tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs)
+        self.messages: list[Message] = [dict(message) for message in messages]
+        self.forks: Counter[ForkReason] = Counter()
+        self.open_seams = 0
+        self._tokens = TokenBuffer()
+        self._turns: list[_Turn] = []
+        self._seen: list[Message] = []  # the held messages as they were, to notice edits
+        self._asked: tuple[_Plan, list[Message]] | None = None  # the last prompt and the messages that it was made of
+        self._rendering: Rendering | None = None  # of the messages before the last answer
+        self._written: list[str] = []  # what the template wrote for those messages when they were asked with, in pieces
+        self._opening = ""  # what it wrote after them
+        self._whole_at = 0  # number of messages when the whole conversation was last rendered
+        self._windows = True
+
+    @property
+    def rewritten(self) -> int:
+        """How many prompts did not continue what was held."""
+        return sum(self.forks.values())
+
+    @property
+    def unheld_chars(self) -> int:
+        """About how much text the next prompt has to tokenize."""
+        known = self._turns[-1].n_messages if self._turns else 0
+        return sum(len(str(message.get("content") or "")) for message in self.messages[known:])
+
+    @property
+    def token_ids(self) -> TokenArray:
+        """What is held: the last prompt and its answer. A read-only view."""
+        return self._tokens.view(len(self._tokens))
+
+    def add(self, *messages: Mapping[str, Any]) -> None:
+        """Append messages of the user, of tools, of the environment."""
+        self.messages.extend(dict(message) for message in messages)
+
+    def prompt_ids(self) -> list[int]:
+        """Token ids of the whole conversation so far, with the opening of the next answer."""
+        plan = self._plan()
+        self._asked = plan, [dict(message) for message in self.messages]
+        return [*self._tokens.head(plan.kept), *plan.added]
+
+    def add_answer(self, prompt_ids: Sequence[int], generation: Generation) -> Message:
+        """Append the answer that was sampled after ``prompt_ids``, which are those that ``prompt_ids()`` gave last."""
+        plan, asked = self._asked or (None, [])
+        if plan is None or plan.length != len(prompt_ids):
+            raise ConfigError(
+                f"an answer belongs to the prompt that prompt_ids() gave last, of {plan and plan.length} tokens; got {len(prompt_ids)} tokens"
+            )
+        self._asked = None
+        self._turns = [turn for turn in self._turns if turn.end <= plan.kept]
+        self._rendering, self._opening = plan.rendering, plan.opening
+        if plan.rendering is not None:
+            self._written = [plan.rendering.text]
+        else:
+            self._written += plan.more_text
+        self._tokens.cut(plan.kept)
+        self._tokens.extend(plan.added)
+        self._tokens.extend(generation.output_ids)
+        self.open_seams += plan.open_seams
+        if plan.fork is not None:
+            self._count_fork(plan.fork)
+        continued = str(asked[-1].get("content") or "") if plan.continues else ""
+        message: Message = {
+            **(self.messages.pop() if plan.continues else {"role": "assistant"}),
+            "content": continued + answer_text(generation),
+        }
+        self.messages.append(message)
+        seen = [*(asked[:-1] if plan.continues else asked), message]
+        self._turns.append(
+            _Turn(len(seen), plan.length, len(self._tokens), continued, self._stop_text(generation), plan.place)
+        )
+        at = next(
+            (i for i, (a, b) in enumerate(zip(seen, self._seen, strict=False)) if a != b),
+            min(len(seen), len(self._seen)),
+        )
+        self._seen[at:] = [_copy_of(message) for message in seen[at:]]
+        return message
+
+    def prompt_view(self, length: int) -> TokenArray:
+        """The first ``length`` held ids as an array that stays as it is; prompts of one conversation share its memory."""
+        return self._tokens.view(length)
+
+    # -- what the next prompt keeps and adds --------------------------------------------------------------------------
+
+    def _plan(self) -> _Plan:
+        messages = self.messages
+        if not messages:
+            raise ConfigError("the conversation has no messages any more; nothing can be asked")
+        continues = len(messages) > 1 and messages[-1].get("role") == "assistant"
+        if not self._turns:
+            return self._first(continues=continues)
+        last = self._turns[-1]
+        same = self._unchanged()
+        if continues and len(messages) == last.n_messages and same >= last.n_messages - 1:
+            plan = self._continued(last)
+            if plan is not None:
+                return plan
+            same = last.n_messages - 1
+        if same < last.n_messages:
+            return self._forked(same, continues=continues, reason=self._kind_of_edit(same))
+        addition = self._addition(messages[:-1] if continues else messages, last.n_messages)
+        if addition is None:
+            return self._forked(last.n_messages - 1, continues=continues, reason=ForkReason.TEMPLATE)
+        return self._added(last, addition, continues=continues, fork=None)
+
+    def _added(self, turn: _Turn, addition: Addition, *, continues: bool, fork: ForkReason | None) -> _Plan:
+        """What is held up to the end of ``turn``, then what the template adds."""
+        text = addition.text.removeprefix(turn.stop_text)
+        plan = self._joined(turn.end, text, addition.opening, addition.rendering, continues=continues, fork=fork)
+        more = self._more_text(self.messages[turn.n_messages - 1], addition) if addition.rendering is None else ()
+        return replace(plan, more_text=more)
+
+    def _addition(self, messages: Sequence[Message], held: int) -> Addition | None:
+        """What the template adds after message ``held - 1``, from as few messages as that takes; see the module
+        ``template``."""
+        if not self._windows or len(messages) < WINDOW_FROM:
+            return self._template.addition(messages, held, whole=True, asked=self._rendering)
+        ends = self._template.addition(messages, held, whole=False)
+        if len(messages) < 2 * self._whole_at:
+            return ends and replace(ends, rendering=None)
+        self._whole_at = len(messages)
+        whole = self._template.addition(messages, held, whole=True)
+        self._windows = (whole and (whole.text, whole.opening)) == (ends and (ends.text, ends.opening))
+        if whole is not None and whole.rendering is not None:
+            # the ends agree; so must all that was written between the last time and now
+            held_text = "".join((*self._written, *self._more_text(messages[held - 1], whole)))
+            if not same_but_for_blanks(held_text, whole.rendering.text):
+                self._windows = False
+                return None
+        return whole
+
+    def _more_text(self, answer: Message, addition: Addition) -> tuple[str, ...]:
+        return self._opening, str(answer.get("content") or ""), addition.text
+
+    def _continued(self, last: _Turn) -> _Plan | None:
+        """The last answer goes on: with its own tokens as far as its message still says what they say. ``None`` when
+        its message says something else from the start."""
+        content = str(self.messages[-1].get("content") or "")
+        if not content.startswith(last.continued):
+            return None
+        said = content[len(last.continued) :]
+        ids = self._tokens.head(last.end)[last.start :]
+        if last.stop_text:
+            ids = ids[:-1]
+        n, text = self._longest_prefix(ids, said)
+        keep = last.start + n
+        fork = None if keep == last.end else ForkReason.BRANCH if n == len(ids) else ForkReason.EDITED_HISTORY
+        added, seam = self._encode_after(said[len(text) :], self._tokens.last(keep))
+        return _Plan(
+            keep, tuple(added), last.place, fork, seam, continues=True, rendering=self._rendering, opening=self._opening
+        )
+
+    def _forked(self, same: int, *, continues: bool, reason: ForkReason) -> _Plan:
+        """A prompt that keeps the longest part of what is held that the template still renders in the same way, and
+        renders the rest. ``same`` messages are as they were."""
+        base = self.messages[:-1] if continues else self.messages
+        whole = self._template.render(base, opening=False)
+        turns = [
+            turn for turn in self._turns if turn.place is not None and turn.place.n_messages <= min(same, len(base))
+        ]
+        low, high = 0, len(turns)  # places that stand are followed by places that do not
+        while low < high:
+            middle = (low + high) // 2
+            place = turns[middle].place
+            if place is not None and whole.startswith(self._template.render(base[: place.n_messages], opening=False)):
+                low = middle + 1
+            else:
+                high = middle
+        if not low:
+            return self._rendered(None, continues=continues, fork=reason)
+        turn = turns[low - 1]
+        if turn.n_messages <= min(same, len(base)):  # its answer stands as well?
+            addition = self._template.addition(base, turn.n_messages, whole=True)
+            if addition is not None:
+                return self._added(turn, addition, continues=continues, fork=reason)
+        return self._rendered(turn.place, continues=continues, fork=reason)
+
+    def _first(self, *, continues: bool) -> _Plan:
+        def make() -> _Plan:
+            return self._rendered(None, continues=continues, fork=None)
+
+        known = self._template.first_prompts
+        return make() if known is None else known.get(self.messages, make)
+
+    def _rendered(self, kept: _Place | None, *, continues: bool, fork: ForkReason | None) -> _Plan:
+        """The conversation as the template renders it, after what is ``kept``."""
+        base = self.messages[:-1] if continues else self.messages
+        rendered = self._template.render_prompt(base)
+        skip = len(self._template.render(base[: kept.n_messages], opening=False)) if kept is not None else 0
+        keep = kept.length if kept is not None else 0
+        return self._joined(
+            keep, rendered.text[skip:], rendered.opening or "", rendered, continues=continues, fork=fork
+        )
+
+    def _joined(
+        self,
+        keep: int,
+        text: str,
+        opening: str,
+        rendering: Rendering | None,
+        *,
+        continues: bool,
+        fork: ForkReason | None,
+    ) -> _Plan:
+        """The first ``keep`` ids, then ``text``, ``opening`` and the partial answer that the conversation may end with."""
+        # the opening apart where that changes nothing, so that the place before it is known and can be kept when the
+        # template drops the answer
+        apart = self._template.begins_with_added_token(opening)
+        partial = str(self.messages[-1].get("content") or "") if continues else ""
+        place, seams, added = None, 0, []
+        for number, piece in enumerate((text, opening, partial) if apart else (text + opening, partial)):
+            ids, seam = self._encode_after(piece, added[-1] if added else self._tokens.last(keep))
+            added += ids
+            seams += seam
+            if apart and number == 0:
+                place = _Place(len(self.messages) - continues, keep + len(added))
+        return _Plan(keep, tuple(added), place, fork, seams, continues, rendering, opening)
+
+    def _unchanged(self) -> int:
+        """How many of the held messages are as they were."""
+        pairs = zip(self.messages, self._seen, strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.messages), len(self._seen)))
+
+    def _kind_of_edit(self, same: int) -> ForkReason:
+        """Whether something held was changed, or the conversation went back to an earlier point and on from there."""
+        now, lost = self.messages[same:], self._seen[same:]
+        replaced = bool(now) and now[0].get("role") == lost[0].get("role") == "assistant"
+        still_there = any(message.get("role") == "assistant" and message in now for message in lost)
+        return ForkReason.EDITED_HISTORY if replaced or still_there else ForkReason.BRANCH
+
+    def _count_fork(self, reason: ForkReason) -> None:
+        self.forks[reason] += 1
+        if reason in _explained:
+            return
+        _explained.add(reason)
+        level = logging.WARNING if reason is ForkReason.TEMPLATE else logging.INFO
+        logger.log(
+            level,
+            "A conversation forked (%s): %s Further forks of this kind are counted, not logged.",
+            reason.value,
+            _MEANING[reason],
+        )
+
+    # -- tokens -------------------------------------------------------------------------------------------------------
+
+    def _encode_after(self, text: str, last: int | None) -> tuple[list[int], int]:
+        """``text`` as ids that follow token ``last``, and 1 when a merge might have reached across that seam, else 0."""
+        if not text:
+            return [], 0
+        if last is not None:
+            # with its left neighbour in front: what tokenizers do at the beginning of a text (a blank before the first
+            # word) is not done in the middle of one
+            both = self._encode(self._tokenizer.decode([last], skip_special_tokens=False) + text)
+            if both[:1] == [last]:
+                return both[1:], 0
+        return self._encode(text), int(last is not None and not self._template.begins_with_added_token(text))
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _longest_prefix(self, ids: list[int], text: str) -> tuple[int, str]:
+        """The most leading ids whose text ``text`` begins with, and that text."""
+        low, high = 0, len(ids)
+        while (
+            low < high
+        ):  # a prefix of a prefix is one too, but for characters that are cut in two: those are stepped back over below
+            middle = (low + high + 1) // 2
+            if text.startswith(self._text(ids[:middle]).rstrip("\ufffd")):
+                low = middle
+            else:
+                high = middle - 1
+        while low and not text.startswith(self._text(ids[:low])):
+            low -= 1
+        return low, self._text(ids[:low])
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def _stop_text(self, generation: Generation) -> str:
+        """The text of the stop token that ends the answer; empty when it ended otherwise."""
+        if generation.finish_reason != "stop" or not generation.output_ids or isinstance(generation.matched_stop, str):
+            return ""
+        return self._text(generation.output_ids[-1:])
+
+
+class TokenBuffer:
+    """Ids that grow at the end. Views of it never change, and share its memory as long as nothing they show is cut off."""
+
+    def __init__(self) -> None:
+        self._ids: npt.NDArray[np.int32] = np.empty(256, dtype=np.int32)
+        self._length = 0
+        self._shown = 0  # ids below this are in views
+
+    def __len__(self) -> int:
+        return self._length
+
+    def extend(self, ids: Sequence[int]) -> None:
+        end = self._length + len(ids)
+        if end > len(self._ids):
+            grown = np.empty(max(end, 2 * len(self._ids)), dtype=np.int32)
+            grown[: self._length] = self._ids[: self._length]
+            self._ids, self._shown = grown, 0
+        self._ids[self._length : end] = ids
+        self._length = end
+
+    def cut(self, length: int) -> None:
+        """Drop all but the first ``length`` ids."""
+        if length < self._shown:
+            self._ids, self._shown = self._ids.copy(), 0
+        self._length = length
+
+    def head(self, length: int) -> list[int]:
+        """The first ``length`` ids as a list."""
+        return self._ids[:length].tolist()
+
+    def last(self, length: int) -> int | None:
+        """The last of the first ``length`` ids."""
+        return int(self._ids[length - 1]) if length else None
+
+    def view(self, length: int) -> TokenArray:
+        """The first ``length`` ids, read-only."""
+        self._shown = max(self._shown, length)
+        view = self._ids[:length]
+        view.flags.writeable = False
+        return view
+
+
+def _copy_of(message: Message) -> Message:
+    """``message`` as it is now, whatever is done to it later; ``deepcopy`` of a few strings takes longer than a
+    prompt's rendering is looked up."""
+    return {key: value if type(value) is str else copy.deepcopy(value) for key, value in message.items()}
+
+
+def answer_text(generation: Generation) -> str:
+    """What the model said, with the stop string that the engine leaves out of its text: the tokens of it were sampled
+    and are held."""
+    matched = generation.matched_stop
+    if isinstance(matched, str) and not generation.text.endswith(matched):
+        return generation.text + matched
+    return generation.text
+
+
+_MEANING = {
+    ForkReason.TEMPLATE: "the chat template renders earlier messages differently once others follow (thinking dropped, messages regrouped); what was "
+    "sampled is no prefix of the next prompt, and each such turn becomes a Sample of its own.",
+    ForkReason.EDITED_HISTORY: "the agent changed messages that were part of an earlier prompt or answer.",
+    ForkReason.BRANCH: "the agent went back to an earlier point of the conversation.",
+}

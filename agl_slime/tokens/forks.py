@@ -1,0 +1,106 @@
+"""Why a prompt does not continue what is held: the classes of forks, told apart by tokens and, with a tokenizer, by
+text."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from agl_slime.tokens.codec import TokenArray
+
+if TYPE_CHECKING:
+    from agl_slime.tokens.tokenizer import ChatTokenizer
+
+
+class ForkReason(str, Enum):
+    """Why a turn starts a segment of its own. The first two are drift, to be looked into; the others are what the agent
+    did.
+
+    Without a tokenizer the first two cannot be told from an edit and are counted as ``EDITED_HISTORY``.
+    """
+
+    TEMPLATE = "template"
+    """An earlier answer is rendered in another way than it was sampled: a tagged block (thinking) left out, white
+    space, another end of turn."""
+    RETOKENIZATION = "retokenization"
+    """The text of an earlier answer is the same, its ids are not: somewhere text was tokenised again."""
+    EDITED_HISTORY = "edited_history"
+    """An earlier answer, or what stands before it, was changed by the agent."""
+    BRANCH = "branch"
+    """The prompt goes on from an earlier point of the conversation: several samples for one prompt, a search, a turn
+    taken back."""
+    NEW_CONTEXT = "new_context"
+    """The prompt holds no sampled token: another agent's conversation, or a context that was started anew."""
+
+
+DRIFT = frozenset({ForkReason.TEMPLATE, ForkReason.RETOKENIZATION})
+"""Classes that mean tokens are lost on the way and not that the agent wanted a fork."""
+
+_EMPTY_BLOCK = re.compile(r"<(\w+)></\1>")
+_CLOSED = re.compile(r"</\w+>\Z")
+
+
+def rendering_drift(held: TokenArray, prompt: TokenArray, tokenizer: ChatTokenizer) -> ForkReason | None:
+    """Whether ``prompt`` begins with the text of ``held`` (same text: re-tokenisation; text rendered in another way:
+    template), although not with its ids.
+
+    ``held`` ends with a sampled answer; both begin at the same place of the conversation. ``None`` when the text was
+    changed beyond rendering.
+    """
+    held_text = tokenizer.decode(held.tolist(), skip_special_tokens=False)
+    prompt_text = tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
+    if prompt_text.startswith(held_text):
+        return ForkReason.RETOKENIZATION
+    if _same_but_for_rendering(_squash(held_text), _squash(prompt_text), _special_tokens(tokenizer)):
+        return ForkReason.TEMPLATE
+    return None
+
+
+def _same_but_for_rendering(held: str, prompt: str, special_tokens: tuple[str, ...]) -> bool:
+    """``prompt`` begins with ``held`` but for its end-of-turn token, or but for one tagged block within a message."""
+    content = held
+    while special_tokens and content.endswith(special_tokens):
+        content = next(content.removesuffix(token) for token in special_tokens if content.endswith(token))
+    if prompt.startswith(content) and (content == held or prompt.startswith(special_tokens, len(content))):
+        return True
+    at = next((i for i, (a, b) in enumerate(zip(held, prompt, strict=False)) if a != b), min(len(held), len(prompt)))
+    if at == len(prompt):
+        return False
+    # the block ends before the next special token does: a template leaves out parts of messages, not what lies across
+    # them
+    block_ends = min(
+        (found + len(token) - 1 for token in special_tokens if (found := held.find(token, at)) != -1),
+        default=len(held) - 1,
+    )
+    for resume in range(at + 1, block_ends + 1):
+        if held[resume] == prompt[at] and prompt.startswith(held[resume:], at):
+            return _is_closed_block(held, at, resume)  # the first hit keeps the most of what was held
+    return False
+
+
+def _is_closed_block(text: str, start: int, end: int) -> bool:
+    """Whether ``text[start:end]`` ends with a closing tag, as reasoning does. Where the block begins as its
+    surroundings do (``<t`` of two tags), it can be taken some characters earlier."""
+    while not _CLOSED.search(text, max(start, end - 64), end):  # tags are short
+        if start == 0 or text[start - 1] != text[end - 1]:
+            return False
+        start, end = start - 1, end - 1
+    return True
+
+
+def _squash(text: str) -> str:
+    return _EMPTY_BLOCK.sub("", "".join(text.split()))
+
+
+def _special_tokens(tokenizer: ChatTokenizer) -> tuple[str, ...]:
+    return tuple(token for token in getattr(tokenizer, "all_special_tokens", ()) if token)
+
+
+def contains(haystack: TokenArray, needle: TokenArray) -> bool:
+    """Whether ``needle`` occurs in ``haystack`` as a run of tokens."""
+    hay, wanted = haystack.tobytes(), needle.tobytes()
+    at = hay.find(wanted)
+    while at != -1 and at % haystack.itemsize:
+        at = hay.find(wanted, at + 1)
+    return at != -1

@@ -1,0 +1,193 @@
+"""What a chat template adds to a conversation, told from its renderings.
+
+A template is a program: what it writes for the first messages may depend on those after them. The only sound question
+to it is a rendering, so that is what is asked: with the new messages and without them. Where both agree on what is
+held, the difference is what the template adds. Agreement is meant up to white space and empty blocks
+(``<think>\\n\\n</think>``): templates trim and pad answers, and the tokens that were sampled are the truth about those.
+Where a template leaves out or moves anything else, it rewrites history and ``Addition`` is ``None``.
+
+Rendering everything in each turn would make a conversation of n turns cost n² renderings of messages. From
+``WINDOW_FROM`` messages on, only the ends are rendered: the system messages, the last user message and what follows it
+(at least the last ``TAIL`` messages). That is exact for templates that look no further back. Nobody can know a
+template, so the whole conversation is rendered again each time it has doubled and compared with all that was written
+before; a template that rewrote something the ends did not show is found then: the prompt forks, and this conversation
+is rendered whole from there on. The cost stays linear.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agl_slime.errors import ConfigError
+from agl_slime.tokens.first_prompts import FirstPrompts
+from agl_slime.tokens.tokenizer import ChatTokenizer
+
+Message = dict[str, Any]
+
+WINDOW_FROM = 32
+TAIL = 8
+
+# Stands for an answer when the template is asked what it writes after one; made of letters, so that no template trims
+# or splits it.
+_SENTINEL = "SENTINELanswerSENTINEL"
+_EMPTY_BLOCK = re.compile(r"<(\w+)></\1>")
+_SYSTEM_ROLES = frozenset({"system", "developer"})
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """Messages as text, and apart from it the ``opening`` of an answer to them; ``None`` when it cannot be told apart
+    and is in the text."""
+
+    text: str
+    opening: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """``text`` is what the template writes after a sampled answer up to the end of the new messages, ``opening`` what
+    it writes before the next one.
+
+    ``rendering`` is what both were told from, where that was the whole conversation.
+    """
+
+    text: str
+    opening: str
+    rendering: Rendering | None
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer with one set of tools and template arguments.
+
+    ``first_prompts`` is what conversations keep of their beginnings for others that begin in the same way; ``None``
+    where the template may write something else the next time.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: ChatTokenizer,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tools = [dict(tool) for tool in tools] if tools else None
+        self._kwargs = dict(template_kwargs or {})
+        self._closing: str | None = None
+        self._added_tokens: tuple[str, ...] | None = None
+        source = self._kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
+        # a template that writes the time, or one that nobody can look into, may render the same messages differently
+        # the next time
+        repeats = isinstance(source, str) and "strftime_now" not in source
+        self.first_prompts: FirstPrompts[Any] | None = FirstPrompts() if repeats else None
+
+    def render(self, messages: Sequence[Message], *, opening: bool) -> str:
+        """The text of ``messages``, with the opening of an answer after them or without."""
+        text = self._tokenizer.apply_chat_template(
+            list(messages), tools=self._tools, add_generation_prompt=opening, tokenize=False, **self._kwargs
+        )
+        assert isinstance(text, str)
+        return text
+
+    def render_prompt(self, messages: Sequence[Message]) -> Rendering:
+        """The whole conversation, and the opening of the next answer."""
+        whole, closed = self.render(messages, opening=True), self.render(messages, opening=False)
+        return Rendering(closed, whole[len(closed) :]) if whole.startswith(closed) else Rendering(whole, None)
+
+    @property
+    def closing(self) -> str:
+        """What the template writes after an answer; ``<|im_end|>\\n`` with ChatML, nothing where the next role's marker
+        ends an answer."""
+        if self._closing is None:
+            rendered = self.render(
+                [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}], opening=False
+            )
+            _, found, closing = rendered.rpartition(_SENTINEL)
+            if not found:
+                raise ConfigError(
+                    "the chat template does not write the content of assistant messages; a conversation cannot be continued with it"
+                )
+            self._closing = closing
+        return self._closing
+
+    def begins_with_added_token(self, text: str) -> bool:
+        """Whether ``text`` begins with a token that the tokenizer cuts out before it merges anything, so that nothing
+        merges across its left edge."""
+        if self._added_tokens is None:
+            added = getattr(self._tokenizer, "get_added_vocab", dict)()
+            self._added_tokens = tuple(token for token in added if token)
+        return bool(self._added_tokens) and text.startswith(self._added_tokens)
+
+    def addition(
+        self, messages: Sequence[Message], held: int, *, whole: bool, asked: Rendering | None = None
+    ) -> Addition | None:
+        """What follows the answer ``messages[held - 1]``; ``None`` when the template renders what is held differently
+        once the new messages follow.
+
+        ``whole`` renders the whole conversation; otherwise its ends may be enough (see the module's text). ``asked`` is
+        the rendering of the messages before that answer, where it is known.
+        """
+        before, answer, new = messages[: held - 1], messages[held - 1], messages[held:]
+        if not whole:
+            before = _ends(before, new)
+        if asked is None or not whole:
+            asked = self.render_prompt(before)
+        if asked.opening is None:
+            return None  # nobody can tell where an answer begins
+        rendered = self.render_prompt([*before, answer, *new])
+        if not rendered.text.startswith(asked.text):
+            return None
+        rest = rendered.text[len(asked.text) :]
+        sampled = asked.opening + str(answer.get("content") or "") + self.closing
+        end = self._end_of_answer(rest, sampled, [*before, answer], asked.text)
+        return None if end is None else Addition(self.closing + rest[end:], rendered.opening or "", rendered)
+
+    def _end_of_answer(self, rest: str, sampled: str, messages: Sequence[Message], start: str) -> int | None:
+        """Where in ``rest`` the answer ends, its closing included, if it is there as ``sampled`` but for white space
+        and empty blocks."""
+        if rest.startswith(sampled):
+            return len(sampled)
+        alone = self.render(messages, opening=False)  # the answer as the template writes it when nothing follows
+        if (
+            alone.startswith(start)
+            and rest.startswith(alone[len(start) :])
+            and _squash(alone[len(start) :]) == _squash(sampled)
+        ):
+            return len(alone) - len(start)
+        if self.closing:
+            wanted, at = _squash(sampled), rest.find(self.closing)
+            while at != -1 and at <= 2 * len(sampled) + 200:  # white space and empty blocks make it no longer than that
+                end = at + len(self.closing)
+                if _squash(rest[:end]) == wanted:
+                    return end
+                at = rest.find(self.closing, end)
+        return None
+
+
+def _ends(before: Sequence[Message], new: Sequence[Message]) -> list[Message]:
+    """The part of the history that a template may look at when it writes ``new`` after an answer."""
+    if len(before) < WINDOW_FROM:
+        return list(before)
+    user = next((i for i in range(len(before) - 1, -1, -1) if before[i].get("role") == "user"), None)
+    if user is None:
+        return list(before)
+    system = next(i for i, message in enumerate(before) if message.get("role") not in _SYSTEM_ROLES)
+    tail = user + 1
+    if all(message.get("role") == "tool" for message in new):
+        # templates group tool results and tell the steps after the last user message apart: begin at an answer, and
+        # keep that user message
+        latest = min(len(before) - 1, max(user + 1, len(before) - TAIL))
+        tail = next((i for i in range(latest, user, -1) if before[i].get("role") == "assistant"), user + 1)
+    return [*before[: min(system, user)], before[user], *before[tail:]]
+
+
+def same_but_for_blanks(a: str, b: str) -> bool:
+    """Whether two texts differ in white space and empty blocks at most."""
+    return a == b or _squash(a) == _squash(b)
+
+
+def _squash(text: str) -> str:
+    return _EMPTY_BLOCK.sub("", "".join(text.split()))

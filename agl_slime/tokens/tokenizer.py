@@ -1,0 +1,45 @@
+"""Loading tokenizers, once per path and process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from agl_slime.errors import ConfigError
+
+
+class ChatTokenizer(Protocol):
+    """What this package asks of a tokenizer; every ``transformers`` tokenizer with a chat template has it."""
+
+    eos_token_id: int | None
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+    def __len__(self) -> int: ...
+
+
+_loaded: dict[str, Any] = {}
+_lock = threading.Lock()
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer at ``path`` (a directory, or a name that transformers resolves). Raises ``ConfigError`` when there
+    is none."""
+    key = str(path)
+    with _lock:
+        if key not in _loaded:
+            from transformers import AutoTokenizer  # a second or more of imports: only when a tokenizer is needed
+
+            try:
+                _loaded[key] = AutoTokenizer.from_pretrained(key)
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    f"no tokenizer can be loaded from {key!r}: {' '.join(str(error).split())[:300]}"
+                ) from error
+        return _loaded[key]

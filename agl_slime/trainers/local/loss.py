@@ -1,0 +1,103 @@
+"""The terms of the policy loss, as pure functions on flat tensors with one entry per token under the loss mask.
+
+The loss of a minibatch is the weighted sum ``sum_t w_t (policy_t + kl_coef * kl_t)``; the weights hold the whole
+aggregation, so the sum may be taken in any number of parts.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PolicyTerms(NamedTuple):
+    """All ``[N]``, one entry per token."""
+
+    loss: Tensor
+    ratio: Tensor
+    clipped: Tensor
+    """1.0 where the clipped branch was taken, so that the token gives no gradient."""
+
+
+def token_log_probs(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """``log softmax(logits / temperature)[target]``, in float32 or better.
+
+    Args:
+        logits: ``[N, vocabulary]``.
+        targets: ``[N]`` token ids.
+
+    Returns:
+        ``[N]``, natural logarithms.
+    """
+    scaled = _scale(logits, temperature)
+    return scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(-1)
+
+
+def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """``-sum_v p_v log p_v`` of ``p = softmax(logits / temperature)``, in nats, ``[N]``."""
+    log_p = _scale(logits, temperature).log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def policy_terms(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> PolicyTerms:
+    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7), negated to be minimised: ``-min(r A, clip(r, 1 - low, 1 +
+    high) A)``, where ``r = exp(log_probs - old_log_probs)``.
+
+    ``clip_high`` above ``clip_low`` is the "clip-higher" of DAPO (arXiv:2503.14476, section 3.1). All arguments and
+    results are ``[N]``.
+    """
+    ratio = (log_probs - old_log_probs).exp()
+    free = -ratio * advantages
+    bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    return PolicyTerms(loss=torch.maximum(free, bounded), ratio=ratio, clipped=(bounded > free).to(ratio.dtype))
+
+
+def kl_k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
+    """Schulman's k3 estimate of ``KL(policy || reference)`` from samples of the policy: ``exp(d) - 1 - d`` with ``d =
+    reference - lp``.
+
+    Unbiased and never negative (http://joschu.net/blog/kl-approx.html); GRPO's penalty (arXiv:2402.03300, eq. 4).
+    ``[N]``.
+    """
+    d = reference_log_probs - log_probs
+    return d.expm1() - d
+
+
+def token_weights(
+    aggregation: Literal["token", "sequence"],
+    *,
+    rollout_mask_sums: Tensor,
+    n_tokens: int,
+    n_rollouts: int,
+    n_minibatches: int,
+) -> Tensor:
+    """The weight of each token of a batch in the loss of its minibatch, ``[N]``.
+
+    ``"token"``: ``n_minibatches / n_tokens``, every token alike, as in DAPO (arXiv:2503.14476, section 3.3).
+    ``"sequence"``: ``n_minibatches / (n_rollouts * max(rollout_mask_sum, 1))``, every rollout alike whatever its length
+    and the number of samples it became; slime's default reducer.
+
+    The denominators are those of an average minibatch, so they do not depend on how long the rollouts are that fell
+    into one, and the losses of the minibatches average to the loss of the batch.
+
+    Args:
+        rollout_mask_sums: ``[N]``, for each token the tokens under the mask in all samples of its rollout.
+        n_tokens: tokens under the mask in the batch.
+        n_rollouts: distinct rollouts in the batch.
+        n_minibatches: how many minibatches the batch is divided into.
+    """
+    if aggregation == "token":
+        return torch.full_like(rollout_mask_sums, n_minibatches / n_tokens, dtype=torch.float32)
+    return n_minibatches / (n_rollouts * rollout_mask_sums.clamp_min(1).to(torch.float32))
+
+
+def _scale(logits: Tensor, temperature: float) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if temperature == 1.0 else logits / temperature
+
+
+__all__ = ["PolicyTerms", "kl_k3", "policy_terms", "token_entropy", "token_log_probs", "token_weights"]

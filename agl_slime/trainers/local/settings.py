@@ -1,0 +1,87 @@
+"""Settings of the local trainer; importable without torch, so that a command line can be derived from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from agl_slime.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTrainerSettings:
+    """GRPO/PPO-clip. The defaults suit a policy of some 128k parameters; large models want a learning rate some hundred
+    times smaller."""
+
+    lr: float = 5e-4
+    """Learning rate of AdamW, constant after the warm-up."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises linearly to ``lr``."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """AdamW's decay rates for the mean and the square of the gradient."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay, on matrices only (not on norms and biases)."""
+    grad_clip: float = 0.3
+    """Largest 2-norm of the gradient of a step; longer ones are scaled down."""
+    clip: float = 0.2
+    """PPO's clip range: the ratio is clipped to ``[1 - clip, 1 + clip_high]``."""
+    clip_high: float | None = None
+    """Upper clip range; ``clip`` when not set (DAPO uses 0.28 with a lower 0.2)."""
+    n_minibatches: int = 4
+    """Optimizer steps per epoch; the rollouts are divided evenly among them."""
+    epochs: int = 1
+    """Passes over each batch."""
+    kl_coef: float = 0.0
+    """Weight of the KL divergence to the start policy; above 0 a frozen copy of it is kept in memory."""
+    aggregation: Literal["token", "sequence"] = "token"
+    """Whether every token weighs the same, or every rollout (slime's default)."""
+    temperature: float = 1.0
+    """The sampling temperature of the rollouts: log-probs are those of ``softmax(logits / temperature)``."""
+    old_log_probs: Literal["engine", "recompute"] = "engine"
+    """The denominator of the ratio: the engine's log-probs, or the trainer's own before the first step."""
+    rewards_normalization: bool = True
+    """Subtract the mean reward of the prompt group, when samples are given rather than a batch dict."""
+    std_normalization: bool = True
+    """Also divide by the standard deviation of the prompt group."""
+    reward_key: str | None = None
+    """Which reward to train on where samples carry a dict of them."""
+    max_tokens_per_microbatch: int = 4096
+    """Padded tokens per forward pass; bounds memory, does not change the result."""
+    torch_threads: int | None = 1
+    """torch's CPU threads, set for the whole process; ``None`` leaves them alone. More than 1 slows small models down.
+    """
+    device: str = "cpu"
+    """A torch device, such as ``cpu`` or ``cuda:0``."""
+    seed: int = 0
+    """Seed of the order in which rollouts are divided among minibatches."""
+
+    def __post_init__(self) -> None:
+        checks = {
+            "lr": (_finite(self.lr) and self.lr > 0, "above 0"),
+            "warmup_steps": (self.warmup_steps >= 0, "at least 0"),
+            "betas": (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"),
+            "weight_decay": (_finite(self.weight_decay) and self.weight_decay >= 0, "at least 0"),
+            "grad_clip": (self.grad_clip > 0, "above 0 (inf for no clipping)"),
+            "clip": (0 < self.clip <= 1, "in (0, 1]"),
+            "clip_high": (self.clip_high is None or self.clip_high > 0, "above 0"),
+            "n_minibatches": (self.n_minibatches >= 1, "at least 1"),
+            "epochs": (self.epochs >= 1, "at least 1"),
+            "kl_coef": (_finite(self.kl_coef) and self.kl_coef >= 0, "at least 0"),
+            "aggregation": (self.aggregation in ("token", "sequence"), "'token' or 'sequence'"),
+            "temperature": (_finite(self.temperature) and self.temperature > 0, "above 0"),
+            "old_log_probs": (self.old_log_probs in ("engine", "recompute"), "'engine' or 'recompute'"),
+            "max_tokens_per_microbatch": (self.max_tokens_per_microbatch >= 1, "at least 1"),
+            "torch_threads": (self.torch_threads is None or self.torch_threads >= 1, "at least 1"),
+            "seed": (self.seed >= 0, "at least 0"),
+        }
+        for name, (fits, range_in_words) in checks.items():
+            if not fits:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {range_in_words}.")
+
+
+def _finite(value: float) -> bool:
+    return math.isfinite(value)
+
+
+__all__ = ["LocalTrainerSettings"]

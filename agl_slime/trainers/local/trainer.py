@@ -1,0 +1,328 @@
+"""GRPO/PPO-clip on torch, for models that fit one device; what a laptop trains with where slime is not installed."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import pickle
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agl_slime.errors import ConfigError, MissingDependencyError, TrainerError
+
+try:
+    import torch
+    from torch import Tensor
+except ImportError as error:
+    raise MissingDependencyError(
+        'the local trainer needs torch; install it with: pip install "agl-slime[local]"'
+    ) from error
+
+from agl_slime.trainers.base import TrainData
+from agl_slime.trainers.local.batch import TrainBatch, samples_to_train_data
+from agl_slime.trainers.local.directory import whole_directory
+from agl_slime.trainers.local.loss import token_entropy, token_log_probs, token_weights
+from agl_slime.trainers.local.model import load_model, logits_at, save_model, vocabulary_size
+from agl_slime.trainers.local.objective import Objective
+from agl_slime.trainers.local.schedule import MicroBatch, make_microbatches, split_minibatches
+from agl_slime.trainers.local.settings import LocalTrainerSettings
+from agl_slime.types import Sample
+
+_STATE_FILE = "trainer_state.pt"
+_STATE_FORMAT = 1
+
+
+class LocalTrainer:
+    """Clipped policy-gradient steps on batches of slime's shape.
+
+    The batch dict's ``rewards`` are the advantages, one per sample and the same for all its tokens; given samples
+    instead, they are normalised per prompt group first. Weights, optimizer and log-probs are float32. Methods are
+    synchronous and must not run at the same time as one another.
+    """
+
+    def __init__(self, *, model_path: str | os.PathLike[str], settings: LocalTrainerSettings | None = None) -> None:
+        """Load the start policy from the Hugging Face checkpoint in the directory ``model_path``.
+
+        Raises:
+            ConfigError: no usable checkpoint there, or no such device.
+        """
+        self.settings = settings or LocalTrainerSettings()
+        self._set_threads()
+        self._device = _device(self.settings.device)
+        self._source = Path(model_path)
+        self.model = load_model(self._source, device=self._device)
+        self._start_model = copy.deepcopy(self.model).requires_grad_(False) if self.settings.kl_coef > 0 else None
+        self._vocab_size = vocabulary_size(self.model)
+        matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
+        others = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
+        self._optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": self.settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=self.settings.lr,
+            betas=self.settings.betas,
+        )
+        self._seed = self.settings.seed
+        self.iteration = -1
+        """The iteration trained last."""
+        self.steps = 0
+        """Optimizer steps taken so far."""
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def train(
+        self, batch: TrainData | Sequence[Sample] | Sequence[Sequence[Sample]], *, iteration: int
+    ) -> dict[str, float]:
+        """Take ``epochs * n_minibatches`` optimizer steps on ``batch``.
+
+        The order of the rollouts is drawn from ``(seed, iteration, epoch)``, so an iteration that is run again divides
+        them alike.
+
+        Returns:
+            Of the batch before any step: ``train/samples``, ``train/rollouts``, ``train/entropy`` (nats per token) and, where the batch has the
+            engine's log-probs, ``train/logprob_diff_max`` and ``train/logprob_diff_mean`` (absolute difference of trainer and engine per token).
+            Of the steps: ``train/tokens`` (tokens that went through the loss in the first epoch), ``train/loss`` and ``train/grad_norm`` (before
+            clipping), both averaged over steps; ``train/first_ratio_dev_max`` (largest ``|ratio - 1|`` of the first minibatch, before its step);
+            ``train/clip_fraction`` and ``train/kl`` (from the old policy, k3), both averaged over tokens; ``train/kl_start`` (to the start policy)
+            when ``kl_coef`` is set; ``train/steps``, ``train/lr`` and ``train/seconds``.
+
+        Raises:
+            TrainerError: the batch cannot be trained on (nothing has changed then), or the loss or the gradient of a
+                minibatch is not finite (its step is not taken; the steps of earlier minibatches stay).
+        """
+        started = time.perf_counter()
+        self._set_threads()
+        if iteration < 0:
+            raise TrainerError(f"iteration is {iteration}; it must be at least 0.")
+        checked = self._check(batch)
+        n_minibatches = min(self.settings.n_minibatches, checked.n_rollouts)
+        objective, metrics = self._objective(checked, n_minibatches=n_minibatches)
+        losses: list[float] = []
+        norms: list[float] = []
+        lr = self.settings.lr
+        for epoch in range(self.settings.epochs):
+            rng = np.random.default_rng((self._seed, iteration, epoch))
+            for samples in split_minibatches(checked, n_minibatches=n_minibatches, rng=rng):
+                microbatches = self._microbatches(checked, samples)
+                if not microbatches:  # all its tokens are masked out
+                    continue
+                loss, norm, lr = self._step(
+                    microbatches, objective, place=f"minibatch {len(losses) + 1} of iteration {iteration}"
+                )
+                losses.append(loss)
+                norms.append(norm)
+                if len(losses) == 1:
+                    metrics["train/first_ratio_dev_max"] = objective.ratio_dev_max
+            if epoch == 0:
+                metrics["train/tokens"] = float(objective.tokens)
+        self.iteration = iteration
+        metrics |= objective.metrics()
+        metrics |= {"train/loss": math.fsum(losses) / len(losses), "train/grad_norm": math.fsum(norms) / len(norms)}
+        metrics |= {"train/steps": float(len(losses)), "train/lr": lr, "train/seconds": time.perf_counter() - started}
+        return metrics
+
+    def _objective(self, batch: TrainBatch, *, n_minibatches: int) -> tuple[Objective, dict[str, float]]:
+        """The loss of ``batch``, and the metrics of the policy on it as it is before any step."""
+        everything = self._microbatches(batch, range(batch.n_samples))
+        log_probs, entropy = self._score(self.model, everything, batch.n_tokens)
+        metrics = {
+            "train/samples": float(batch.n_samples),
+            "train/rollouts": float(batch.n_rollouts),
+            "train/entropy": float(entropy.mean()),
+        }
+        old = log_probs
+        if batch.token_log_probs is not None:
+            engine = self._tensor(batch.token_log_probs)
+            difference = (log_probs - engine).abs()
+            metrics["train/logprob_diff_max"] = float(difference.max())
+            metrics["train/logprob_diff_mean"] = float(difference.mean())
+            old = engine if self.settings.old_log_probs == "engine" else log_probs
+        weights = token_weights(
+            self.settings.aggregation,
+            rollout_mask_sums=self._tensor(batch.token_rollout_mask_sums),
+            n_tokens=batch.n_tokens,
+            n_rollouts=batch.n_rollouts,
+            n_minibatches=n_minibatches,
+        )
+        objective = Objective(
+            settings=self.settings,
+            old_log_probs=old,
+            advantages=self._tensor(batch.token_rewards.astype(np.float32)),
+            weights=weights,
+            start_log_probs=None
+            if self._start_model is None
+            else self._score(self._start_model, everything, batch.n_tokens)[0],
+        )
+        return objective, metrics
+
+    def _step(self, microbatches: list[MicroBatch], objective: Objective, *, place: str) -> tuple[float, float, float]:
+        """One optimizer step; returns the loss, the norm of the gradient and the learning rate."""
+        total = 0.0
+        try:
+            for micro in microbatches:
+                logits = self._logits(self.model, micro)
+                log_probs = token_log_probs(logits, self._tensor(micro.targets), temperature=self.settings.temperature)
+                loss = objective.loss(self._tensor(micro.token_index), log_probs)
+                if not math.isfinite(value := loss.item()):
+                    raise TrainerError(
+                        f"the loss of {place} is {value}; no step was taken on it. Look at the batch's log-probs, or lower lr."
+                    )
+                loss.backward()
+                total += value
+            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip))
+            if not math.isfinite(norm):
+                raise TrainerError(f"the gradient norm of {place} is {norm}; no step was taken on it. Lower lr.")
+            lr = self.settings.lr * min(1.0, (self.steps + 1) / max(1, self.settings.warmup_steps))
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            self.steps += 1
+        finally:
+            self._optimizer.zero_grad(set_to_none=True)
+        return total, norm, lr
+
+    @torch.no_grad()
+    def _score(self, model: Any, microbatches: list[MicroBatch], n_tokens: int) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy of every token under the mask, ``[n_tokens]`` each, in the order of the batch."""
+        log_probs = torch.empty(n_tokens, device=self._device)
+        entropy = torch.empty(n_tokens, device=self._device)
+        for micro in microbatches:
+            logits = self._logits(model, micro)
+            index = self._tensor(micro.token_index)
+            log_probs[index] = token_log_probs(
+                logits, self._tensor(micro.targets), temperature=self.settings.temperature
+            ).to(log_probs.dtype)
+            entropy[index] = token_entropy(logits, temperature=self.settings.temperature).to(entropy.dtype)
+        return log_probs, entropy
+
+    def _logits(self, model: Any, micro: MicroBatch) -> Tensor:
+        return logits_at(
+            model, self._tensor(micro.input_ids), rows=self._tensor(micro.rows), columns=self._tensor(micro.columns)
+        )
+
+    def _microbatches(self, batch: TrainBatch, samples: Sequence[int] | np.ndarray) -> list[MicroBatch]:
+        return list(make_microbatches(batch, samples, max_tokens=self.settings.max_tokens_per_microbatch))
+
+    def _check(self, batch: TrainData | Sequence[Sample] | Sequence[Sequence[Sample]]) -> TrainBatch:
+        if not isinstance(batch, Mapping):
+            batch = samples_to_train_data(
+                batch,
+                reward_key=self.settings.reward_key,
+                rewards_normalization=self.settings.rewards_normalization,
+                std_normalization=self.settings.std_normalization,
+            )
+        if any(value is not None for value in batch.get("multimodal_train_inputs", ())):
+            raise TrainerError(
+                "the batch has multimodal_train_inputs; the local trainer trains on text only, use slime for images."
+            )
+        checked = TrainBatch.from_train_data(batch)
+        if checked.n_tokens == 0:
+            raise TrainerError(
+                f"none of the {checked.n_samples} samples has a token under its loss mask; there is nothing to train on."
+            )
+        for i, ids in enumerate(checked.tokens):
+            if ids.max() >= self._vocab_size:
+                raise TrainerError(
+                    f"tokens of sample {i} hold the id {ids.max()}, but the model has {self._vocab_size}; was it sampled from this model?"
+                )
+        if checked.rollout_log_probs is None and self.settings.old_log_probs == "engine":
+            raise TrainerError(
+                "the batch has no rollout_log_probs; collect them with the tokens, or set old_log_probs='recompute'."
+            )
+        return checked
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_weights(self, directory: str | os.PathLike[str]) -> None:
+        """Write the weights (float32) as a Hugging Face checkpoint, with the config and tokenizer files of
+        ``model_path``.
+
+        The directory appears as a whole or not at all; one that is there already is replaced.
+
+        Raises:
+            TrainerError: it cannot be written.
+        """
+        try:
+            with whole_directory(directory) as fresh:
+                save_model(self.model, fresh, source=self._source)
+        except OSError as error:
+            raise TrainerError(f"the weights cannot be written to {directory}: {error}") from error
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write the weights as :meth:`save_weights` does, and the state of the optimizer and the counters with them,
+        through to the disk.
+
+        Raises:
+            TrainerError: it cannot be written.
+        """
+        state = {
+            "format": _STATE_FORMAT,
+            "optimizer": self._optimizer.state_dict()["state"],
+            "iteration": self.iteration,
+            "steps": self.steps,
+            "seed": self._seed,
+        }
+        try:
+            with whole_directory(directory, durable=True) as fresh:
+                save_model(self.model, fresh, source=self._source)
+                torch.save(state, fresh / _STATE_FILE)
+        except OSError as error:
+            raise TrainerError(f"the trainer state cannot be written to {directory}: {error}") from error
+
+    def load(self, directory: str | os.PathLike[str]) -> None:
+        """Go on exactly where :meth:`save` was called: weights, optimizer, counters and seed.
+
+        Learning rate and the other settings stay those of this trainer, and so does the start policy of the KL term.
+
+        Raises:
+            TrainerError: ``directory`` does not hold what ``save`` writes, or it is of another model. Nothing has
+                changed then.
+        """
+        path = Path(directory) / _STATE_FILE
+        if not path.is_file():
+            raise TrainerError(f"{path} does not exist; give a directory that LocalTrainer.save wrote.")
+        try:
+            state = torch.load(path, map_location=self._device, weights_only=True)
+            saved = load_model(Path(directory), device=self._device).state_dict()
+        except (ConfigError, OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+            raise TrainerError(f"the trainer state in {directory} cannot be read: {error}") from error
+        if not isinstance(state, dict) or state.get("format") != _STATE_FORMAT:
+            raise TrainerError(
+                f"{path} is not a trainer state of format {_STATE_FORMAT}; it was written by another version."
+            )
+        current = self.model.state_dict()
+        shapes = {name: tuple(tensor.shape) for name, tensor in current.items()}
+        if shapes != {name: tuple(tensor.shape) for name, tensor in saved.items()}:
+            raise TrainerError(f"the weights in {directory} are of another model than the one in {self._source}.")
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+        with torch.no_grad():
+            for name, tensor in current.items():
+                tensor.copy_(saved[name])
+        self.iteration, self.steps, self._seed = state["iteration"], state["steps"], state["seed"]
+
+    # -- small things -------------------------------------------------------------------------------------------------
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def _set_threads(self) -> None:
+        if self.settings.torch_threads is not None:
+            torch.set_num_threads(self.settings.torch_threads)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
+        raise ConfigError(
+            f"device is {name!r}, which torch cannot use here ({str(error).splitlines()[0]}); use 'cpu' or a device of this machine."
+        ) from error
+    return device
+
+
+__all__ = ["LocalTrainer"]
