@@ -23,9 +23,9 @@ except ImportError as error:
         'the local trainer needs torch; install it with: pip install "agl-slime[local]"'
     ) from error
 
+from agl_slime.support.files import whole_directory
 from agl_slime.trainers.base import TrainData
 from agl_slime.trainers.local.batch import TrainBatch, samples_to_train_data
-from agl_slime.support.files import whole_directory
 from agl_slime.trainers.local.loss import token_entropy, token_log_probs, token_weights
 from agl_slime.trainers.local.model import load_model, logits_at, save_model, vocabulary_size
 from agl_slime.trainers.local.objective import Objective
