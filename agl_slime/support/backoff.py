@@ -25,8 +25,8 @@ class Backoff:
                 backoff.reset()             # where one object follows something for ever
 
     ``run`` is that loop for a call that is made once. The pause after the n-th failure (from 0) is uniform in
-    [0, min(cap_s, base_s · 2ⁿ)], "full jitter": of the jitters compared by M. Brooker, "Exponential Backoff and Jitter",
-    AWS Architecture Blog, 2015, it needs the fewest calls when many clients retry at once.
+    [0, min(cap_s, base_s · 2ⁿ)], "full jitter": of the jitters that M. Brooker, "Exponential Backoff and Jitter", AWS
+    Architecture Blog, 2015, compares it needs the fewest calls when many clients retry at once.
 
     Args:
         what: begins the sentence of giving up: "the store at … did not answer".
