@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from agl_slime.datasource.source import AGLDataSource
 from agl_slime.datasource.state import DataSourceState
 from agl_slime.errors import ConfigError
-from agl_slime.groups.ledger_disk import PersistentLedger
+from agl_slime.groups.ledger import Ledger
 from agl_slime.loop.online import LoopState
 from agl_slime.support.files import whole_directory
 from agl_slime.trainers.base import Trainer
@@ -41,7 +41,7 @@ class Checkpoint:
     def trainer(self) -> Path:
         return self.path / _TRAINER
 
-    def rewind(self, ledger: PersistentLedger) -> int:
+    def rewind(self, ledger: Ledger) -> int:
         """Take the ledger back to this checkpoint, for a run whose rollouts were in the process that has ended; returns
         how many were in flight."""
         kept = [rollout_id for members in self.data_source.members or [] for rollout_id in members]
@@ -52,7 +52,7 @@ class CheckpointWriter:
     """Writes checkpoints of a run into ``directory`` and keeps the newest ``keep``."""
 
     def __init__(
-        self, *, directory: Path, trainer: Trainer, source: AGLDataSource, ledger: PersistentLedger, keep: int = 2
+        self, *, directory: Path, trainer: Trainer, source: AGLDataSource, ledger: Ledger, keep: int = 2
     ) -> None:
         self._directory = directory
         self._trainer = trainer

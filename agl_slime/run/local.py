@@ -18,7 +18,7 @@ from rich.console import Console
 from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
 from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
 from agl_slime.groups.filters import zero_variance
-from agl_slime.groups.ledger_disk import PersistentLedger
+from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.policy import MinimumViableGroup
 from agl_slime.groups.results import GroupResult
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, latest_checkpoint
@@ -282,8 +282,8 @@ def data_source_settings(config: TrainConfig) -> DataSourceSettings:
 
 
 @contextmanager
-def _ledger(run: RunDir) -> Iterator[PersistentLedger]:
-    ledger = PersistentLedger(path=run.ledger)
+def _ledger(run: RunDir) -> Iterator[Ledger]:
+    ledger = Ledger(path=run.ledger)
     try:
         yield ledger
     finally:

@@ -15,7 +15,7 @@ import pytest
 
 from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
 from agl_slime.errors import ConfigError, LoopError
-from agl_slime.groups.ledger_disk import PersistentLedger
+from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import Outcome
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, latest_checkpoint
 from agl_slime.loop.online import LoopSettings, LoopState, OnlineRLLoop
@@ -57,7 +57,7 @@ class Life:
 
     def __init__(self, directory: Path, url: str, *, n_groups: int = 2, judge: Any = None, **settings: Any) -> None:
         self.trainer = MemoryTrainer()
-        self.ledger = PersistentLedger(path=directory / "ledger.sqlite")
+        self.ledger = Ledger(path=directory / "ledger.sqlite")
         self.source = AGLDataSource(
             store=BridgeStore(),
             tokenizer=small_tokenizer(),
@@ -205,7 +205,7 @@ async def test_a_run_that_was_resumed_reports_as_one(tmp_path: Path) -> None:
 
 
 def test_only_the_newest_checkpoints_are_kept_and_half_a_one_is_none(tmp_path: Path) -> None:
-    ledger = PersistentLedger(path=tmp_path / "ledger.sqlite")
+    ledger = Ledger(path=tmp_path / "ledger.sqlite")
     with AGLDataSource(store=BridgeStore(), ledger=ledger) as source:
         writer = CheckpointWriter(directory=tmp_path / "c", trainer=MemoryTrainer(), source=source, ledger=ledger)
         assert latest_checkpoint(tmp_path / "c") is None
