@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agl_slime.errors import ConfigError
-from agl_slime.sglang.payloads import Generation
+from agl_slime.sglang.generation import Generation
 from agl_slime.tokens.codec import TokenArray
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import WINDOW_FROM, Addition, ChatTemplate, Message, Rendering, same_but_for_blanks

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 from hypothesis import strategies as st
 
-from agl_slime.sglang.payloads import WeightSpan
+from agl_slime.sglang.generation import WeightSpan
 from agl_slime.trace.turn import Turn
 
 # A small vocabulary makes chance overlaps (equal responses, equal observations) common; real ids appear as well.

@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from agl_slime.errors import TraceError
-from agl_slime.sglang.payloads import Generation, WeightSpan
+from agl_slime.sglang.generation import Generation, WeightSpan
 from agl_slime.trace import attributes as names
 from agl_slime.trace.turn import Turn, TurnEncoder, decode_turns
 
