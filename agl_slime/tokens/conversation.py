@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from agl_slime.errors import ConfigError
 from agl_slime.sglang.payloads import Generation
-from agl_slime.tokens.codec import TokenArray
+from agl_slime.tokens.codec import TokenArray, common_prefix, token_array
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import WINDOW_FROM, Addition, ChatTemplate, Message, Rendering, same_but_for_blanks
 from agl_slime.tokens.tokenizer import ChatTokenizer
@@ -83,7 +83,8 @@ class ChatContext:
     ``messages`` may be edited in any way between two prompts. A conversation that ends with an assistant message is
     continued: the next answer goes on with that message's text. ``forks`` counts the prompts that did not continue what
     was held, by reason; ``open_seams`` the places where tokens were added that might have merged with those before
-    them.
+    them. ``kept_tokens`` is how many tokens of what was held the last answered prompt began with, and ``fork`` why it
+    did not begin with all of them.
     """
 
     def __init__(
@@ -102,6 +103,8 @@ class ChatContext:
         self.messages: list[Message] = [dict(message) for message in messages]
         self.forks: Counter[ForkReason] = Counter()
         self.open_seams = 0
+        self.kept_tokens = 0
+        self.fork: ForkReason | None = None
         self._tokens = TokenBuffer()
         self._turns: list[_Turn] = []
         self._seen: list[Message] = []  # the held messages as they were, to notice edits
@@ -146,6 +149,7 @@ class ChatContext:
                 f"an answer belongs to the prompt that prompt_ids() gave last, of {plan and plan.length} tokens; got {len(prompt_ids)} tokens"
             )
         self._asked = None
+        self.kept_tokens, self.fork = self._against_held(plan, prompt_ids)
         self._turns = [turn for turn in self._turns if turn.end <= plan.kept]
         self._rendering, self._opening = plan.rendering, plan.opening
         if plan.rendering is not None:
@@ -156,8 +160,8 @@ class ChatContext:
         self._tokens.extend(plan.added)
         self._tokens.extend(generation.output_ids)
         self.open_seams += plan.open_seams
-        if plan.fork is not None:
-            self._count_fork(plan.fork)
+        if self.fork is not None:
+            self._count_fork(self.fork)
         continued = str(asked[-1].get("content") or "") if plan.continues else ""
         message: Message = {
             **(self.messages.pop() if plan.continues else {"role": "assistant"}),
@@ -174,6 +178,16 @@ class ChatContext:
         )
         self._seen[at:] = [_copy_of(message) for message in seen[at:]]
         return message
+
+    def branch(self, messages: Sequence[Mapping[str, Any]]) -> ChatContext:
+        """Another conversation with what is held here: the next prompt keeps of it what stands in ``messages``."""
+        other = copy.copy(self)
+        other.messages = [dict(message) for message in messages]
+        other.forks, other.open_seams, other._asked = Counter(), 0, None
+        other._turns, other._seen, other._written = [*self._turns], [*self._seen], [*self._written]
+        other._tokens = TokenBuffer()
+        other._tokens.extend(self.token_ids)
+        return other
 
     def prompt_view(self, length: int) -> TokenArray:
         """The first ``length`` held ids as an array that stays as it is; prompts of one conversation share its memory."""
@@ -327,6 +341,18 @@ class ChatContext:
         still_there = any(message.get("role") == "assistant" and message in now for message in lost)
         return ForkReason.EDITED_HISTORY if replaced or still_there else ForkReason.BRANCH
 
+    def _against_held(self, plan: _Plan, prompt_ids: Sequence[int]) -> tuple[int, ForkReason | None]:
+        """How many tokens of what is held the prompt begins with, and why those are not all."""
+        held = len(self._tokens)
+        if plan.fork is None:
+            return held, None
+        kept = common_prefix(self._tokens.view(held), token_array(prompt_ids))
+        if kept == held:
+            return held, None
+        nothing_sampled = kept <= self._turns[0].start and kept < len(prompt_ids)
+        new = plan.fork is ForkReason.BRANCH and nothing_sampled
+        return kept, ForkReason.NEW_CONTEXT if new else plan.fork
+
     def _count_fork(self, reason: ForkReason) -> None:
         self.forks[reason] += 1
         if reason in _explained:
@@ -444,4 +470,5 @@ _MEANING = {
     "sampled is no prefix of the next prompt, and each such turn becomes a Sample of its own.",
     ForkReason.EDITED_HISTORY: "the agent changed messages that were part of an earlier prompt or answer.",
     ForkReason.BRANCH: "the agent went back to an earlier point of the conversation.",
+    ForkReason.NEW_CONTEXT: "the agent began another conversation.",
 }
