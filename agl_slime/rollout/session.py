@@ -18,7 +18,6 @@ from agl_slime.rollout.stop import RolloutStopped, StopReason, of_finish_reason
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.sglang.payloads import FinishReason, Generation, SamplingParams
 from agl_slime.support.agl import TraceStatus, get_active_tracer
-from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.codec import common_prefix
 from agl_slime.tokens.conversation import ChatContext, Message
 from agl_slime.tokens.forks import ForkReason
@@ -26,9 +25,6 @@ from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace.attributes import GENERATE_SPAN
 from agl_slime.trace.turn import Turn, TurnEncoder
-
-# Tokenizing takes about a millisecond per this many characters; beyond some of those the work leaves the event loop.
-_LONG_TEXT_CHARS = 8_000
 
 
 class GenerateClient(Protocol):
@@ -123,8 +119,7 @@ class RolloutSession:
         if self.max_turns is not None and len(self.turns) >= self.max_turns:
             raise self._stopped(StopReason.MAX_TURNS, f"the rollout has had its {self.max_turns} turns")
         context = self.context
-        long = context.unheld_chars > _LONG_TEXT_CHARS
-        prompt_ids = await run_in_thread(context.prompt_ids) if long else context.prompt_ids()
+        prompt_ids = await context.prompt()
         sampling = self._within_limits(sampling or self.sampling, len(prompt_ids))
         asked, started = list(self.messages), time.time()
         try:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from agl_slime.errors import ConfigError
 from agl_slime.sglang.payloads import Generation
+from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.codec import TokenArray, common_prefix, token_array
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import WINDOW_FROM, Addition, ChatTemplate, Message, Rendering, same_but_for_blanks
@@ -35,6 +36,13 @@ from agl_slime.tokens.tokenizer import ChatTokenizer
 logger = logging.getLogger(__name__)
 
 _explained: set[ForkReason] = set()
+
+# Tokenizing takes about a millisecond per this many characters; more of those are worth a thread.
+_LONG_TEXT_CHARS = 8_000
+
+
+class _LongText(Exception):
+    """A prompt takes longer to make than an event loop should wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +112,7 @@ class ChatContext:
         self.forks: Counter[ForkReason] = Counter()
         self.open_seams = 0
         self.kept_tokens = 0
+        self._most_chars: int | None = None
         self.fork: ForkReason | None = None
         self._tokens = TokenBuffer()
         self._turns: list[_Turn] = []
@@ -121,12 +130,6 @@ class ChatContext:
         return sum(self.forks.values())
 
     @property
-    def unheld_chars(self) -> int:
-        """About how much text the next prompt has to tokenize."""
-        known = self._turns[-1].n_messages if self._turns else 0
-        return sum(len(str(message.get("content") or "")) for message in self.messages[known:])
-
-    @property
     def token_ids(self) -> TokenArray:
         """What is held: the last prompt and its answer. A read-only view."""
         return self._tokens.view(len(self._tokens))
@@ -140,6 +143,23 @@ class ChatContext:
         plan = self._plan()
         self._asked = plan, [dict(message) for message in self.messages]
         return [*self._tokens.head(plan.kept), *plan.added]
+
+    async def prompt(self) -> list[int]:
+        """``prompt_ids()``; made in a thread where much text has to be rendered or tokenized, as at most forks."""
+        known, self._most_chars = (self._windows, self._whole_at), _LONG_TEXT_CHARS
+        try:
+            return self.prompt_ids()
+        except _LongText:
+            self._most_chars = None
+            self._windows, self._whole_at = known  # nothing was found out: it begins again
+            return await run_in_thread(self.prompt_ids)
+        finally:
+            self._most_chars = None
+
+    def _expect(self, chars: int) -> None:
+        """Goes before work on so much text."""
+        if self._most_chars is not None and chars > self._most_chars:
+            raise _LongText
 
     def add_answer(self, prompt_ids: Sequence[int], generation: Generation) -> Message:
         """Append the answer that was sampled after ``prompt_ids``, which are those that ``prompt_ids()`` gave last."""
@@ -204,6 +224,7 @@ class ChatContext:
             return self._first(continues=continues)
         last = self._turns[-1]
         same = self._unchanged()
+        self._expect(_chars(messages[last.n_messages - 1 if continues else last.n_messages :]))
         if continues and len(messages) == last.n_messages and same >= last.n_messages - 1:
             plan = self._continued(last)
             if plan is not None:
@@ -266,6 +287,7 @@ class ChatContext:
     def _forked(self, same: int, *, continues: bool, reason: ForkReason) -> _Plan:
         """A prompt that keeps the longest part of what is held that the template still renders in the same way, and
         renders the rest. ``same`` messages are as they were."""
+        self._expect(_chars(self.messages))
         base = self.messages[:-1] if continues else self.messages
         whole = self._template.render(base, opening=False)
         turns = [
@@ -297,6 +319,7 @@ class ChatContext:
 
     def _rendered(self, kept: _Place | None, *, continues: bool, fork: ForkReason | None) -> _Plan:
         """The conversation as the template renders it, after what is ``kept``."""
+        self._expect(_chars(self.messages))
         base = self.messages[:-1] if continues else self.messages
         rendered = self._template.render_prompt(base)
         skip = len(self._template.render(base[: kept.n_messages], opening=False)) if kept is not None else 0
@@ -448,6 +471,10 @@ class TokenBuffer:
         view = self._ids[:length]
         view.flags.writeable = False
         return view
+
+
+def _chars(messages: Sequence[Message]) -> int:
+    return sum(len(str(message.get("content") or "")) for message in messages)
 
 
 def _copy_of(message: Message) -> Message:

@@ -3,6 +3,7 @@ the engine's ids."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -82,3 +83,46 @@ async def test_samples_of_one_prompt_that_are_asked_for_at_once_are_branches() -
     samples, client = await run(BestOf, ["One.", "Two.", "Three."])
     assert len({tuple(prompt) for prompt in client.prompts}) == 1
     assert [sample.metadata["fork_reason"] for sample in samples] == [None, "branch", "branch"]
+
+
+class Watched:
+    """A tokenizer that notes which threads encode long text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.threads: list[threading.Thread] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        if len(text) > 8_000:
+            self.threads.append(threading.current_thread())
+        return self._tokenizer.encode(text, **options)
+
+
+@pytest.mark.parametrize("edited", [True, False], ids=["edited", "by the template"])
+async def test_a_fork_of_a_long_conversation_is_tokenized_off_the_loop(edited: bool) -> None:
+    """fault 20: what was added is short, but the fork renders and tokenizes everything that came before."""
+    loops: list[threading.Thread] = []
+    watched = Watched(chat_tokenizer("anthropic", "drops_thinking"))
+
+    class Forks(Agent):
+        async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
+            loops.append(threading.current_thread())
+            await session.ask()
+            for n in range(10):
+                await session.ask({"role": "tool", "content": f"{n} the page says so " * 100})
+            if edited:
+                session.messages[0]["content"] = "How few?"
+            await session.ask({"role": "user", "content": "Sure?"})
+
+    answer = "<think>\nWell.\n</think>\n\nOne."
+    client = ScriptedClient(watched, [answer] * 12)
+    finished = await run_rollout(Forks(tokenizer=watched, client=client), TASK)
+    assert finished.status == "succeeded"
+    assert watched.threads
+    assert loops[0] not in watched.threads
