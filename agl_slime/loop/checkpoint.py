@@ -2,9 +2,9 @@
 account of it.
 
 ``checkpoints/step_000010/`` holds ``trainer/`` (what ``Trainer.save`` writes), ``loop.json`` and ``data_source.json``.
-It appears as a whole or not at all, written through to the disk, after the ledger has noted the step. A process that is killed at any moment leaves
-a newest checkpoint that the ledger knows; what was trained on or in flight after it is taken back when the run goes on
-from there, so no group is lost and none is trained on twice.
+It appears as a whole or not at all, written through to the disk, after the ledger has noted the step. A process that is
+killed at any moment leaves a newest checkpoint that the ledger knows; what was trained on or in flight after it is taken
+back when the run goes on from there, so no group is lost and none is trained on twice.
 """
 
 from __future__ import annotations
@@ -123,6 +123,10 @@ def _read(path: Path, make: Callable[[dict[str, Any]], T]) -> T:
         return make(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path} is not part of a checkpoint of this version: {spell_exception(error)}") from error
+
+
+def _loop_state(given: dict[str, Any]) -> LoopState:
+    return LoopState(**{**given, "reward_means": tuple(given["reward_means"])})
 
 
 def _path(directory: Path, step: int) -> Path:
