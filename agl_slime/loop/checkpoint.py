@@ -21,8 +21,8 @@ from agl_slime.datasource.state import DataSourceState
 from agl_slime.errors import ConfigError
 from agl_slime.groups.ledger_disk import PersistentLedger
 from agl_slime.loop.online import LoopState
+from agl_slime.support.files import whole_directory
 from agl_slime.trainers.base import Trainer
-from agl_slime.trainers.local.directory import whole_directory
 
 T = TypeVar("T")
 

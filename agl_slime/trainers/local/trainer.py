@@ -23,9 +23,9 @@ except ImportError as error:
         'the local trainer needs torch; install it with: pip install "agl-slime[local]"'
     ) from error
 
+from agl_slime.support.files import whole_directory
 from agl_slime.trainers.base import TrainData
 from agl_slime.trainers.local.batch import TrainBatch, samples_to_train_data
-from agl_slime.trainers.local.directory import whole_directory
 from agl_slime.trainers.local.loss import token_entropy, token_log_probs, token_weights
 from agl_slime.trainers.local.model import load_model, logits_at, save_model, vocabulary_size
 from agl_slime.trainers.local.objective import Objective
@@ -246,7 +246,7 @@ class LocalTrainer:
             TrainerError: it cannot be written.
         """
         try:
-            with whole_directory(directory) as fresh:
+            with whole_directory(directory, durable=False) as fresh:
                 save_model(self.model, fresh, source=self._source)
         except OSError as error:
             raise TrainerError(f"the weights cannot be written to {directory}: {error}") from error
@@ -266,7 +266,7 @@ class LocalTrainer:
             "seed": self._seed,
         }
         try:
-            with whole_directory(directory, durable=True) as fresh:
+            with whole_directory(directory) as fresh:
                 save_model(self.model, fresh, source=self._source)
                 torch.save(state, fresh / _STATE_FILE)
         except OSError as error:
