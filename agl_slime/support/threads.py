@@ -84,7 +84,7 @@ class ThreadPool:
     async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """``fn(*args, **kwargs)`` in a thread that sees the caller's context variables."""
         name = getattr(fn, "__qualname__", type(fn).__name__)
-        call: Callable[[], T] = partial(contextvars.copy_context().run, fn, *args, **kwargs)
+        call: Callable[[], Any] = partial(contextvars.copy_context().run, fn, *args, **kwargs)
         job = _Job(name, call if self._max_abandoned is None else partial(_contained, name, call))
         with self._lock:
             if self._max_abandoned is not None and len(self._abandoned) >= self._max_abandoned:
@@ -118,7 +118,7 @@ class ThreadPool:
             warned, self._warned = self._warned, True
         if not warned and self._max_abandoned is not None:
             logger.warning(
-                "%s has not returned after %.1f s and its rollout has ended; its thread is abandoned, as up to %d may be.",
+                "%s has not returned after %.1f s when its rollout ended: its thread is abandoned (up to %d may be).",
                 job.name,
                 time.monotonic() - job.started,
                 self._max_abandoned,
