@@ -242,7 +242,7 @@ class QwenXmlParser(BlockParser):
 
 @register_tool_parser("glm", "glm45")
 class GlmParser(BlockParser):
-    """``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``: GLM-4.5 and later. Values are strings."""
+    """``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``: GLM since 4.5. Values are strings."""
 
     begin, end = "<tool_call>", "</tool_call>"
     _pair = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
@@ -269,7 +269,7 @@ def _pairs(pair: re.Pattern[str], body: str) -> dict[str, str]:
 
 @register_tool_parser("kimi", "kimi_k2")
 class KimiParser(BlockParser):
-    """``<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>``, in a section: Kimi K2."""
+    """``<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>``: Kimi K2."""
 
     begin, end = "<|tool_call_begin|>", "<|tool_call_end|>"
     _sections = re.compile(r"<\|tool_calls_section_(?:begin|end)\|>")

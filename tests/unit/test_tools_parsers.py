@@ -23,8 +23,14 @@ from tests.chat_templates import TEMPLATES
 
 ONE = {
     "hermes": '<tool_call>\n{"name": "look", "arguments": {"key": "kz", "n": 2}}\n</tool_call>',
-    "qwen_xml": "<tool_call>\n<function=look>\n<parameter=key>\nkz\n</parameter>\n<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>",
-    "glm": "<tool_call>look\n<arg_key>key</arg_key>\n<arg_value>kz</arg_value>\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    "qwen_xml": (
+        "<tool_call>\n<function=look>\n<parameter=key>\nkz\n</parameter>\n"
+        "<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>"
+    ),
+    "glm": (
+        "<tool_call>look\n<arg_key>key</arg_key>\n<arg_value>kz</arg_value>\n"
+        "<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+    ),
     "kimi": (
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
         '{"key": "kz", "n": 2}<|tool_call_end|><|tool_calls_section_end|>'
