@@ -101,7 +101,7 @@ class MultiTurnScheduler(ABC):
     async def on_trajectory_start(self, infer_request: RolloutInferRequest) -> None:  # noqa: B027  a hook that need not be used
         """Called before the first answer: open what the rollout needs."""
 
-    async def on_turn_end(
+    async def on_turn_end(  # noqa: B027
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> None:
         """Called after each answer, before it is decided whether there is another."""

@@ -1,0 +1,132 @@
+"""Files and directories that are there as a whole or not at all, also after a kill or a power failure.
+
+Whatever is written goes to a temporary name beside the target first. The temporaries carry host and process of their
+writer; those that a killed writer left are removed by the next one that writes into the same directory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+_TEMPORARY = re.compile(
+    r"\.(?P<target>.+)\.(?P<kind>new|old)-(?P<host>[^-]+)-(?P<pid>\d+)-(?P<process>[0-9a-f]{8})-\d+"
+)
+_HOST = re.sub(r"[^\w.]", "_", socket.gethostname()) or "localhost"
+_PROCESS = uuid.uuid4().hex[:8]  # a container that starts again has the host name and the pids of before
+_COUNT = itertools.count()
+# After this nobody writes to it any more, whether its writer can be asked (another host cannot) or not.
+_MAX_AGE_S = 24 * 3600.0
+
+
+@contextmanager
+def whole_directory(target: str | os.PathLike[str], *, durable: bool = True) -> Iterator[Path]:
+    """A fresh directory to write into; it takes the place of ``target`` when the block ends well, and is removed when
+    it does not.
+
+    A reader sees the old content, or the new, or (between two renames, and only where ``target`` existed) neither;
+    never a part. ``durable`` writes it through to the disk first.
+    """
+    target = _prepare(target)
+    fresh = _temporary(target, "new")
+    fresh.mkdir()
+    try:
+        yield fresh
+        if durable:
+            for path in [*fresh.rglob("*"), fresh]:
+                _flush(path)
+        if target.exists():
+            previous = _temporary(target, "old")
+            target.rename(previous)
+            fresh.rename(target)
+            shutil.rmtree(previous)
+        else:
+            fresh.rename(target)
+        if durable:
+            _flush(target.parent)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)  # only there when something went wrong
+
+
+@contextmanager
+def whole_file(target: str | os.PathLike[str], *, durable: bool = True) -> Iterator[IO[bytes]]:
+    """A file to write into; it takes the place of ``target`` when the block ends well, and is removed when it does not.
+    ``durable`` writes it through to the disk first."""
+    target = _prepare(target)
+    fresh = _temporary(target, "new")
+    try:
+        with fresh.open("wb") as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        fresh.replace(target)
+        if durable:
+            _flush(target.parent)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def write_file(target: str | os.PathLike[str], content: bytes | str, *, durable: bool = True) -> None:
+    """Write ``content`` (text as UTF-8) in place of ``target``, see ``whole_file``."""
+    with whole_file(target, durable=durable) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what killed writers left in ``directory``. A target that was moved aside and not replaced is put back."""
+    for path in list(directory.iterdir()):
+        found = _TEMPORARY.fullmatch(path.name)
+        if found is None or _may_live(path, found):
+            continue
+        with suppress(OSError):  # another process clears up as well
+            if found["kind"] == "old" and not (target := path.with_name(found["target"])).exists():
+                path.rename(target)
+            elif path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+def _prepare(target: str | os.PathLike[str]) -> Path:
+    target = Path(target).absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(target.parent)
+    return target
+
+
+def _temporary(target: Path, kind: str) -> Path:
+    return target.with_name(f".{target.name}.{kind}-{_HOST}-{os.getpid()}-{_PROCESS}-{next(_COUNT)}")
+
+
+def _may_live(path: Path, writer: re.Match[str]) -> bool:
+    try:
+        if time.time() - path.lstat().st_mtime > _MAX_AGE_S:
+            return False
+        if writer["host"] != _HOST:
+            return True
+        if int(writer["pid"]) == os.getpid():
+            return writer["process"] == _PROCESS
+        os.kill(int(writer["pid"]), 0)
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    except PermissionError:  # the process is somebody else's
+        pass
+    return True
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
