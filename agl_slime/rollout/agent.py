@@ -28,7 +28,7 @@ from agl_slime.sglang.describe import end_token_ids, vocab_size_of
 from agl_slime.sglang.generation import SamplingParams
 from agl_slime.sglang.transport import ClientSettings
 from agl_slime.support.agl import LLM, LitAgent, NamedResources, Rollout, emit_reward
-from agl_slime.support.threads import run_in_thread
+from agl_slime.support.threads import run_in_thread, run_user_code
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.tokenizer import ChatTokenizer, load_tokenizer
 from agl_slime.trace.trajectory import Trajectory
@@ -277,5 +277,5 @@ async def _call(function: Callable[..., Any], *args: Any) -> Any:
     """Call a user's function: on the loop when it is async, else in a thread, where a slow judge stops nobody."""
     if inspect.iscoroutinefunction(function):
         return await function(*args)
-    result = await run_in_thread(function, *args)
+    result = await run_user_code(function, *args)
     return await result if asyncio.iscoroutine(result) else result

@@ -29,7 +29,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from agl_slime.errors import ConfigError
 from agl_slime.rollout.tool_parsers import ToolCall
-from agl_slime.support.threads import run_in_thread
+from agl_slime.support.threads import run_user_code
 
 ToolError = Literal["exception", "timeout", "unknown_tool", "bad_arguments"]
 
@@ -151,7 +151,7 @@ class ToolManager:
 async def _invoke(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004  an object with an async __call__
         return await function(**arguments)
-    value = await run_in_thread(function, **arguments)
+    value = await run_user_code(function, **arguments)
     return await value if inspect.isawaitable(value) else value
 
 

@@ -112,11 +112,14 @@ async def test_an_answer_aborted_at_any_of_the_models_end_tokens_has_ended(
 
 async def test_an_end_token_that_the_server_stopped_at_is_known_from_then_on(tmp_path: Path) -> None:
     """fault 24, where the checkpoint is not on this machine"""
+    llm = LLM(endpoint="", model="org/model")
     async with saying("hello", end=9) as engine:
-        async with SGLangLitAgent()._client_for(LLM(endpoint=engine.url, model="org/model"), TOKENIZER) as client:
-            whole = await client.generate([1, 2, 3], SamplingParams(max_new_tokens=50))
-            engine.script("/generate", Abort(after=len(whole.output_ids)))
-            got = await client.generate([1, 2, 3], SamplingParams(max_new_tokens=50))
+        llm.endpoint = engine.url
+        client = SGLangLitAgent()._client_for(llm, TOKENIZER)
+        whole = await client.generate([1, 2, 3], SamplingParams(max_new_tokens=50))
+        engine.script("/generate", Abort(after=len(whole.output_ids)))
+        got = await client.generate([1, 2, 3], SamplingParams(max_new_tokens=50))
+        await client.aclose()
     assert (got.output_ids, got.finish_reason, got.matched_stop) == (whole.output_ids, "stop", 9)
 
 
