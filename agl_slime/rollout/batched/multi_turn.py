@@ -176,7 +176,15 @@ class _Row:
         """Take an answer in; sets ``end`` unless it calls tools."""
         messages = [dict(message) for message in self.context.messages]
         said = self.context.add_answer(prompt, generation)
-        self.turns.append(Turn.from_generation(self.context.prompt_view(len(prompt)), generation, messages=messages))
+        turn = Turn.from_generation(
+            self.context.prompt_view(len(prompt)),
+            generation,
+            messages=messages,
+            base_turn=len(self.turns) - 1 if self.turns else None,
+            kept_tokens=self.context.kept_tokens,
+            fork=self.context.fork,
+        )
+        self.turns.append(turn)
         parsed = parser.parse(said["content"]) if self.tools is not None else ParsedAnswer(said["content"])
         self.malformed += len(parsed.malformed)
         if generation.finish_reason == "length":
