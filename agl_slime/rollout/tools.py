@@ -55,7 +55,7 @@ _PYTHON_TYPES: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What a call came to. ``content`` is what the model sees; ``error`` says that it is a failure and of which kind."""
+    """What a call came to. ``content`` is what the model sees; ``error`` says that it failed, and how."""
 
     call: ToolCall
     content: str
