@@ -59,6 +59,7 @@ class EndTable:
         """To be released in the store."""
         self._hold = hold
         self._ends: dict[str, _End] = {}  # in the order of the feed
+        self._known: set[str] = set()  # read before a restart; they come once more
 
     def told(self, page: FeedPage) -> list[str]:
         """Move the position to the end of ``page``; returns the rollouts to look at, each once however often the feed
@@ -68,9 +69,15 @@ class EndTable:
         fresh = []
         for rollout_id in page["rollout_ids"]:
             number += 1
+            known = rollout_id in self._known
+            self._known.discard(rollout_id)
             if rollout_id not in self._ends:
-                self._ends[rollout_id] = _End(number)
-                fresh.append(rollout_id)
+                self._ends[rollout_id] = _End(number, read=known, released=known)
+                if not known:
+                    fresh.append(rollout_id)
+            elif known:  # and not released yet
+                self._ends[rollout_id].number = number
+        self._trim()
         return fresh
 
     def read(self, rollout_id: str, *, ended: bool = True) -> None:
@@ -98,6 +105,7 @@ class EndTable:
     def reset(self) -> None:
         """The store has begun anew: nothing that it told of is there any more."""
         self._ends.clear()
+        self._known.clear()
         self.due.clear()
 
     def state(self) -> dict[str, Any]:
@@ -108,13 +116,14 @@ class EndTable:
         kept = [name for name, end in self._ends.items() if end.read and not end.released]
         return {
             "follow": {"epoch": self.position.epoch, "after": after},
-            "ended": ended,
+            "ended": [*ended, *self._known],
             "unreleased": [*kept, *self.due],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         if (follow := state.get("follow")) is not None:
             self.position = FeedPosition(follow["epoch"], follow["after"])
+            self._known = {*(state.get("ended") or ()), *follow.get("settled", ())}  # their name before this version
         self._ends = {name: _End(0, read=True) for name in state.get("unreleased") or []}
 
     def _release(self, rollout_id: str, end: _End) -> None:

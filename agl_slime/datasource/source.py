@@ -258,11 +258,9 @@ class GroupSource:
         """Go on from ``state``; raises ``KeyError``, ``TypeError`` or ``ValueError`` when it is none, and then nothing
         has changed."""
         waiting = state.get("waiting") or []
-        follow = state.get("follow") or {}
         with self._changed:
             self._groups.restore(state)
-            # a version before this one kept the ends after the position beside it
-            self.ledger.remember({*(state.get("ended") or []), *follow.get("settled", ())} - set(waiting))
+            self.ledger.remember(set(state.get("ended") or []) - set(waiting))
             self._ends.restore(state)
             self._changed.notify_all()
         for rollout_id in waiting:
@@ -339,7 +337,9 @@ class GroupSource:
                 rollout = await self._store.get_rollout_by_id(rollout_id)
                 if rollout is not None and rollout.status not in FINISHED:
                     await self._store.update_rollout(rollout_id, status="cancelled")
-            except Exception as error:  # it runs to its end and is recognised as late: engine time is at stake, not data
+            except (
+                Exception
+            ) as error:  # it runs to its end and is recognised as late: engine time is at stake, not data
                 logger.warning("Rollout %s could not be cancelled in the store: %s", rollout_id, error)
 
     async def _run_again(self, requests: list[EnqueueRolloutRequest]) -> None:

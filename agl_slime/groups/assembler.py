@@ -327,7 +327,9 @@ class GroupAssembler:
         self._retries.extend(again)
         return True
 
-    def _finalize(self, group_id: str, group: _OpenGroup, *, ready: bool = False, reason: str, code: str) -> GroupResult:
+    def _finalize(
+        self, group_id: str, group: _OpenGroup, *, ready: bool = False, reason: str, code: str
+    ) -> GroupResult:
         del self._open[group_id]
         self._held.difference_update(group.members)
         if len(group.members) < group.size:

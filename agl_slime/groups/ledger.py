@@ -141,7 +141,7 @@ class Ledger:
             for chunk in _chunks(rollout_ids):
                 moved += connection.execute(
                     "UPDATE ledger_rollouts SET outcome = 'filtered', reason = ?"
-                    f" WHERE state = 2 AND outcome = 'trained' AND rollout_id IN ({_marks(chunk)})",
+                    f" WHERE state = 2 AND outcome = 'trained' AND reason = '' AND rollout_id IN ({_marks(chunk)})",
                     (reason, *chunk),
                 ).rowcount
             self._add(("closed:trained", "", -moved), ("closed:filtered", reason, moved))

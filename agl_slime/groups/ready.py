@@ -67,7 +67,7 @@ def _index(samples: Sequence[Sample]) -> int:
 
 
 class PolicyVersion:
-    """The newest known version. ``max_staleness`` is how many versions behind it tokens may be; ``None`` is any number."""
+    """The newest known version, and how many versions behind it tokens may be (``None`` is any number)."""
 
     def __init__(self, *, max_staleness: int | None = None) -> None:
         self.max_staleness = max_staleness

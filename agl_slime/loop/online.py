@@ -17,18 +17,17 @@ import logging
 import math
 import random
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from agl_slime.datasource.source import AGLDataSource
+from agl_slime.datasource.source import GroupSource
 from agl_slime.errors import AglSlimeError, ConfigError, LoopError, spell_exception
 from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.loop.metrics import collect_metrics, eval_metrics
-from agl_slime.loop.tasks import NumberedTasks, Task, TaskSource, as_task_source
+from agl_slime.loop.tasks import Task, TaskCursor, TaskSource, as_task_source, enqueue_requests
 from agl_slime.report import (
     IterationFinished,
     PhaseStarted,
@@ -46,7 +45,7 @@ from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.processes import RunnerPool, make_runners
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LightningStore, LitAgent, NamedResources, RolloutConfig
+from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources
 from agl_slime.support.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
@@ -168,7 +167,7 @@ class OnlineRLLoop:
         agent: LitAgent[Any] | None,
         tasks: Tasks,
         llm: LLM,
-        data_source: AGLDataSource,
+        data_source: GroupSource,
         slime_train_fn: StepFn,
         weight_sync_fn: StepFn | None = None,
         save_fn: Callable[[LoopState], Any] | None = None,
@@ -197,10 +196,9 @@ class OnlineRLLoop:
         self._agent = agent
         start = start or LoopState()
         source = as_task_source(tasks, seed=self.settings.seed)
-        self._tasks = NumberedTasks(source=source, finished=data_source.ledger.finished_instances())
-        self._val_tasks = self._validation_source(tasks, val_tasks) or source
-        if start.validations:
-            self._val_tasks.next_batch(start.validations * self.settings.eval_tasks)  # a former life's
+        self._tasks = TaskCursor(source, finished=data_source.ledger.finished_instances())
+        self._val_tasks = TaskCursor(self._validation_source(tasks, val_tasks) or source, named=False)
+        self._val_tasks.skip_to(start.validations * self.settings.eval_tasks)
         self._validations = start.validations
         self._llm = llm
         self._train_fn = slime_train_fn
@@ -222,7 +220,6 @@ class OnlineRLLoop:
         self._resources_id: str | None = None
         self._iteration = start.iteration
         self._settled: asyncio.Queue[GroupResult] = asyncio.Queue()
-        self._waiting: set[str] = set()  # groups that have not settled
         self._runner: RunnerPool | None = None
         self._empty_in_a_row = 0
         self._reward_means: list[float] = list(start.reward_means)
@@ -339,9 +336,7 @@ class OnlineRLLoop:
         """Validation rollouts with the current weights: scored, reported, never trained on."""
         self._emit(PhaseStarted(iteration=iteration, phase="eval", rollouts=self.settings.eval_tasks))
         self._validations += 1
-        waiting = await self._enqueue(
-            [(None, task) for task in self._val_tasks.next_batch(self.settings.eval_tasks)], size=1, mode="val"
-        )
+        waiting = await self._enqueue(self._val_tasks, self.settings.eval_tasks, size=1, mode="val")
         groups = [await self._next_settled() for _ in range(waiting)]
         return eval_metrics(groups)
 
@@ -350,9 +345,8 @@ class OnlineRLLoop:
         as the settings say."""
         settings = self.settings
         budget = settings.rollout_batch_size if settings.max_replaced_groups is None else settings.max_replaced_groups
-        waiting = await self._enqueue(
-            self._tasks.next_batch(settings.rollout_batch_size), size=settings.n_samples_per_prompt, mode="train"
-        )
+        size = settings.n_samples_per_prompt
+        waiting = await self._enqueue(self._tasks, settings.rollout_batch_size, size=size, mode="train")
         settled: list[GroupResult] = []
         dropped = replaced = 0
         something_works = False
@@ -364,46 +358,32 @@ class OnlineRLLoop:
             something_works = something_works or bool(group.succeeded)
             missing = min(dropped, budget) - replaced
             if missing and something_works:  # an agent that always fails is told of at once, and not run as often again
-                waiting += await self._enqueue(
-                    self._tasks.next_batch(missing), size=settings.n_samples_per_prompt, mode="train"
-                )
+                waiting += await self._enqueue(self._tasks, missing, size=size, mode="train")
                 replaced += missing
         return settled
 
-    async def _enqueue(self, tasks: Sequence[tuple[str | None, Task]], *, size: int, mode: str) -> int:
-        """Enqueue a group per instance and task; returns how many."""
-        requests: list[EnqueueRolloutRequest] = []
-        config = RolloutConfig(
-            timeout_seconds=self.settings.rollout_timeout_s,
+    async def _enqueue(self, cursor: TaskCursor, n: int, *, size: int, mode: Literal["train", "val"]) -> int:
+        """Enqueue the next ``n`` groups; returns how many."""
+        groups = cursor.take(n)
+        for group in groups:  # before they are enqueued: a rollout may end before the call below returns
+            self.data_source.expect(group.group_id, size=size, mode=mode)
+        requests = enqueue_requests(
+            groups,
+            size=size,
+            mode=mode,
+            resources_id=self._resources_id,
+            timeout_s=self.settings.rollout_timeout_s,
             max_attempts=self.settings.max_attempts,
-            retry_condition=["failed", "timeout", "unresponsive"] if self.settings.max_attempts > 1 else [],
+            iteration=self._iteration,
+            weight_version=self._version,
         )
-        for instance_id, task in tasks:
-            group_id = uuid.uuid4().hex
-            self._waiting.add(group_id)
-            # announced before it is enqueued: a rollout may end before the call below returns
-            self.data_source.expect(group_id, size=size, mode=mode)
-            metadata = {
-                "group_id": group_id,
-                "group_size": size,
-                "iteration": self._iteration,
-                "weight_version": self._version,
-            }
-            if instance_id is not None:
-                metadata["instance_id"] = instance_id
-            requests.extend(
-                EnqueueRolloutRequest(
-                    input=task, mode=mode, resources_id=self._resources_id, config=config, metadata=metadata
-                )  # type: ignore[arg-type]
-                for _ in range(size)
-            )
         rollouts = await self.store.enqueue_many_rollouts(requests)
         # at once and not in a thread, although a ledger on disk writes (0.04 ms per rollout): what a cancellation finds
         # enqueued, the ledger knows
         self.data_source.opened(rollouts)
         if self._runner is not None:
             self._runner.wake()
-        return len(tasks)
+        return len(groups)
 
     async def _cancel_outstanding(self) -> None:
         """What was enqueued and has not ended when the run does: taken from the store's queue, and counted as
@@ -418,15 +398,15 @@ class OnlineRLLoop:
         if not done:
             cancelling.cancel()
             logger.warning("The store did not cancel %d rollouts within %g s.", len(outstanding), _CANCEL_TIMEOUT_S)
-        self.data_source.abandon(outstanding, group_ids=self._waiting, reason="run_ended")
+        groups = [*self._tasks.under_way, *self._val_tasks.under_way]
+        self.data_source.abandon(outstanding, group_ids=groups, reason="run_ended")
 
     async def _next_settled(self) -> GroupResult:
         """The next group of this phase that settles. Raises when the runner, the data source or the engine has died."""
         while True:
             settled = asyncio.ensure_future(self._settled.get())
             group = await self._while_alive(settled)
-            if group.group_id in self._waiting:
-                self._waiting.remove(group.group_id)
+            if self._tasks.done(group.group_id) or self._val_tasks.done(group.group_id):
                 return group
 
     async def _while_alive(self, work: asyncio.Future[Any]) -> Any:
@@ -478,7 +458,7 @@ class OnlineRLLoop:
         return f"iteration {self._iteration}: " if self._iteration else "the run "
 
     def _stop_if_hopeless(self, iteration: int, groups: Sequence[GroupResult]) -> None:
-        members = [member for group in groups for member in group.members if not member.cut_off]
+        members = [member for group in groups for member in group.members if not member.straggler]
         if not any(member.ok for member in members):
             raise LoopError(f"iteration {iteration}: all {len(members)} rollouts failed: {spell_failures(members)}")
         if any(group.ready for group in groups):
@@ -569,7 +549,7 @@ def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *args: 
         logger.debug("A result arrived after the run had ended.")
 
 
-def _spell_ledger(source: AGLDataSource) -> dict[str, int]:
+def _spell_ledger(source: GroupSource) -> dict[str, int]:
     counts = source.ledger.counts()
     return {
         "opened": counts.opened,

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
+from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.errors import ConfigError
 from agl_slime.groups.policy import CompleteGroup
 from agl_slime.loop.online import OnlineRLLoop, RunResult
@@ -22,7 +22,6 @@ from agl_slime.report.metrics import TOKENS_TRAINED
 from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.discovery import find_workers
 from agl_slime.slime.trainer import SlimeRunSettings, SlimeTrainer, parse_slime_args, require_slime
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import StoreService
@@ -96,7 +95,7 @@ async def run_slime_training(
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         # as in the manager's process: slime wants exactly n_samples_per_prompt rollouts in every group
         source = stack.enter_context(
-            AGLDataSource(
+            GroupSource(
                 store=store, tokenizer=tokenizer, settings=DataSourceSettings(policy=CompleteGroup(), release=False)
             )
         )
@@ -135,7 +134,7 @@ class SlimeSteps:
     next iteration's groups.
     """
 
-    def __init__(self, *, trainer: SlimeTrainer, source: AGLDataSource, batch_size: int) -> None:
+    def __init__(self, *, trainer: SlimeTrainer, source: GroupSource, batch_size: int) -> None:
         self._trainer = trainer
         self._source = source
         self._batch_size = batch_size
@@ -176,9 +175,9 @@ async def _engines(config: TrainConfig) -> tuple[tuple[str, ...], tuple[str | No
         # slime does
         port = find_available_port(3000)
         return (), (None, port), f"http://{get_host_info()[1]}:{port}"
-    url = config.sglang_url.rstrip("/")
-    async with SGLangClient(base_url=url) as client:
-        workers = await find_workers(client)
+    async with SGLangClient(base_url=config.sglang_url) as client:
+        url = client.base_url
+        workers = await client.workers()
     parts = urlsplit(url)
     is_router = workers != (url,)
     router = (parts.hostname, parts.port) if is_router and parts.hostname and parts.port else None

@@ -103,7 +103,8 @@ class Connection:
     ) -> list[Rollout]:
         """Enqueue ``size`` rollouts per group, under these sampling parameters or slime's own. A store that is away is
         waited for."""
-        sampling = dict(sampling if sampling is not None else self.settings.sampling or {})
+        own = self.settings.sampling if mode == "train" else self.settings.eval_sampling
+        sampling = dict(sampling if sampling is not None else own or {})
         requests = enqueue_requests(
             groups,
             size=size,

@@ -132,7 +132,7 @@ class AGLDataSource(GroupSource, DataSource):
         return {"agl": {"rewards": [member.reward for member in members], "truncated": truncated, "samples": samples}}
 
     def save(self, rollout_id: Any) -> None:
-        """Write the groups that wait and the counters beside the checkpoint (``args.save``), under the id of the step."""
+        """Write the state beside the checkpoint (``args.save``), under the id of the step."""
         directory = getattr(self._args, "save", None)
         if directory is not None:
             state = self.state()
@@ -141,7 +141,7 @@ class AGLDataSource(GroupSource, DataSource):
                 self._ends.saved(state["waiting"])
 
     def load(self, rollout_id: Any = None) -> None:
-        """Read what ``save`` wrote for that step (``args.load``); does nothing when there is none, as on a fresh start."""
+        """Read what ``save`` wrote for that step (``args.load``); nothing where there is none, as on a fresh start."""
         directory = getattr(self._args, "load", None)
         state = load_state(Path(directory), rollout_id) if directory is not None else None
         if directory is not None and state is not None:
@@ -244,7 +244,9 @@ class AGLDataSource(GroupSource, DataSource):
                 return
             connection.forget()
             if connection.eval_tasks is not None:
-                again = [connection.eval_tasks.under_way[name] for name, end in self._evaluations.items() if end is None]
+                again = [
+                    connection.eval_tasks.under_way[name] for name, end in self._evaluations.items() if end is None
+                ]
                 self._follower.submit(self._enqueue_evaluation, again)
             if self._cursor is not None:
                 self._cursor.repeat()

@@ -51,8 +51,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(rollout=ROLLOUTS, reason=REASONS)
     def filter_trained(self, rollout: str, reason: str) -> None:
-        state = self.states.get(rollout)
-        allowed = isinstance(state, tuple) and state[0] is Outcome.TRAINED
+        allowed = self.states.get(rollout) == (Outcome.TRAINED, "")
         assert self.ledger.filter_trained([rollout], reason) == allowed
         if allowed:
             self.states[rollout] = (Outcome.FILTERED, reason)
