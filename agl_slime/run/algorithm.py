@@ -16,8 +16,9 @@ from typing import Any
 from rich.console import Console
 
 from agl_slime.errors import ConfigError
-from agl_slime.loop.online import RunResult
-from agl_slime.run.local import GivenParts, run_training
+from agl_slime.loop.settings import RunResult
+from agl_slime.run.local import run_training
+from agl_slime.run.parts import GivenParts
 from agl_slime.run.settings import TrainConfig
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import Algorithm, LightningStore

@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -16,22 +15,18 @@ from rich.console import Console
 from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
 from agl_slime.errors import ConfigError
 from agl_slime.groups.policy import CompleteGroup
-from agl_slime.loop.online import OnlineRLLoop, RunResult
-from agl_slime.report import StandardReporters, open_run_dir
+from agl_slime.loop.settings import RunResult
+from agl_slime.report import open_run_dir
 from agl_slime.report.metrics import TOKENS_TRAINED
+from agl_slime.run.parts import GivenParts, RunReports, agent_parts, make_loop
 from agl_slime.run.settings import TrainConfig
-from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.discovery import find_workers
 from agl_slime.slime.trainer import SlimeRunSettings, SlimeTrainer, parse_slime_args, require_slime
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import StoreService
-from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from agl_slime.run.local import GivenParts
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +45,6 @@ async def run_slime_training(
     the manager's host reaches, and then a token is made for the run, or taken from ``AGL_SLIME_STORE_TOKEN``.
     """
     require_slime()
-    from agl_slime.run.local import _agent_and_tasks, _loop_settings, _sampling, _Transcripts
-
     if config.model_path is None:
         raise ConfigError(
             "--trainer slime needs --model-path: the Hugging Face checkpoint that actors and engines start from"
@@ -60,7 +53,7 @@ async def run_slime_training(
         raise ConfigError(
             f"slime's manager needs a store that can be served to it, got {type(given.store).__name__}: use agl_slime.BridgeStore()"
         )
-    agent, tasks, val_tasks = await _agent_and_tasks(config, given)
+    parts = await agent_parts(config, given)
     model_path = config.model_path.resolve()
     engines, router, agents_url = await _engines(config)
     settings = SlimeRunSettings(
@@ -82,18 +75,18 @@ async def run_slime_training(
             "--release-train works in slime's own loop only: start slime's train.py as examples/slime does"
         )
     run = open_run_dir(config.output_dir, agent=config.agent, settings=asdict(config), overwrite=config.overwrite)
-    reporters = StandardReporters(run, console=console, view=config.view, title=config.agent)
+    reports = RunReports(run, config, console=console)
     host = os.environ.get("AGL_SLIME_STORE_HOST", "127.0.0.1")
     token = os.environ.get("AGL_SLIME_STORE_TOKEN") or (
         None if host in ("127.0.0.1", "localhost", "::1") else secrets.token_hex(16)
     )
     with ExitStack() as stack:
-        stack.callback(reporters.close)
+        stack.callback(reports.close)
         store = given.store if given is not None and isinstance(given.store, BridgeStore) else BridgeStore()
         service = StoreService(store=store, host=host, token=token)
         await run_in_thread(service.start)
         stack.callback(service.stop)
-        tokenizer = await run_in_thread(load_tokenizer, model_path)
+        reports.tokenizer = tokenizer = await run_in_thread(load_tokenizer, model_path)
         # as in the manager's process: slime wants exactly n_samples_per_prompt rollouts in every group
         source = stack.enter_context(
             AGLDataSource(
@@ -108,22 +101,16 @@ async def run_slime_training(
         with console.status("Starting slime …"):
             await run_in_thread(trainer.start)
         steps = SlimeSteps(trainer=trainer, source=source, batch_size=config.rollout_batch_size)
-        loop = OnlineRLLoop(
+        loop = make_loop(
+            config,
+            parts,
             store=store,
-            agent=agent,
-            tasks=tasks,
-            val_tasks=val_tasks,
-            llm=LLM(endpoint=agents_url, model=str(model_path), sampling_parameters=_sampling(config)),
-            data_source=source,
-            slime_train_fn=steps.train,
-            weight_sync_fn=steps.sync,
-            settings=_loop_settings(config),
-            resources=given.resources if given is not None else None,
-            runner_settings=RunnerSettings(max_concurrent=config.max_concurrent),
-            reporter=reporters,
-            run_settings=asdict(config),
-            output_dir=run.path,
-            on_groups=_Transcripts(reporters, tokenizer, seed=config.seed).take,
+            source=source,
+            url=agents_url,
+            model_path=model_path,
+            train=steps.train,
+            sync=steps.sync,
+            reports=reports,
         )
         return await loop.run_async()
 
