@@ -39,7 +39,9 @@ from agl_slime.rollout.configure import configure_agent
 from agl_slime.rollout.loading import check_files, load_agent
 from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.concurrent import RunnerSettings
-from agl_slime.sglang.client import EngineDescription, SGLangClient
+from agl_slime.sglang.client import SGLangClient
+from agl_slime.sglang.describe import EngineDescription
+from agl_slime.sglang.transport import checked_url
 from agl_slime.sglang.weights import DiskWeightSync
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources
@@ -341,7 +343,7 @@ async def _engine(
     """The URL of the engine, and a function that raises when it has died: of the given one, or an embedded one that
     lives as long as the scope."""
     if config.sglang_url is not None:
-        yield config.sglang_url, None
+        yield checked_url(config.sglang_url), None
         return
     from agl_slime.engine.process import EmbeddedEngine, EmbeddedEngineSettings
 
