@@ -111,7 +111,7 @@ async def run_slime_training(
         steps = SlimeSteps(trainer=trainer, source=source, batch_size=config.rollout_batch_size)
         start, drawn = steps.start(config.num_iterations)
         loop = make_loop(
-            replace(config, save_interval=1, store_host=host),  # slime decides when to save; see SlimeSteps.save
+            replace(config, store_host=host),
             parts,
             store=store,
             source=source,
@@ -121,6 +121,7 @@ async def run_slime_training(
             train=steps.train,
             sync=steps.sync,
             save=steps.save,
+            save_interval=1,  # slime decides when
             start=start,
             reports=reports,
         )
@@ -168,7 +169,8 @@ def check_slime_args(args: Any, config: TrainConfig) -> None:
         if (value := getattr(args, theirs, None)) != (own := getattr(config, ours)):
             raise ConfigError(f"{_flag(theirs)} {value} after -- is not {_flag(ours)} {own}: give the latter only")
     for name in _SLIMES_OWN:
-        if getattr(args, name, None) not in (None, False):
+        value = getattr(args, name, None)
+        if value is not None and value is not False:
             raise ConfigError(f"{_flag(name)} after -- is for slime's own loop, not for --trainer slime: leave it out")
 
 

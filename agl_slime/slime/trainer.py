@@ -112,7 +112,7 @@ class SlimeTrainer:
         if args.offload_rollout:
             ray.get(self._manager.offload.remote())
         actor_trains = not args.use_critic or rollout_id >= args.num_critic_only_steps
-        values = self._critic.async_train(rollout_id, data) if args.use_critic else None
+        values: Any = self._critic.async_train(rollout_id, data) if args.use_critic else None
         if actor_trains:
             external = {"external_data": values} if args.use_critic else {}
             ray.get(self._actor.async_train(rollout_id, data, **external))

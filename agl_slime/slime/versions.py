@@ -1,10 +1,10 @@
 """The one place that adapts to slime versions (the fields of ``Sample`` are adapted in ``agl_slime.types``).
 
-| what                                | v0.2.4          | v0.3.0          | v0.3.1 and later                                  |
-|-------------------------------------|-----------------|-----------------|---------------------------------------------------|
-| id that siblings of a rollout share | none            | ``group_id``    | ``rollout_id``                                    |
-| ``DynamicFilterOutput``             | keep, reason    | keep, reason    | and a fallback                                    |
-| tracking and logging helpers        | ``slime.utils`` | ``slime.utils`` | the same; ``slime.observability`` in 624b824      |
+| what                                | v0.2.4          | v0.3.0          | v0.3.1         | 624b824                 |
+|-------------------------------------|-----------------|-----------------|----------------|-------------------------|
+| id that siblings of a rollout share | none            | ``group_id``    | ``rollout_id`` | ``rollout_id``          |
+| ``DynamicFilterOutput``             | keep, reason    | keep, reason    | and a fallback | and a fallback          |
+| tracking and logging helpers        | ``slime.utils`` | ``slime.utils`` | the same       | ``slime.observability`` |
 """
 
 from __future__ import annotations
