@@ -118,7 +118,7 @@ class OnlineRLLoop:
         self._reward_means = list(self._state.reward_means)
         self._validations = self._state.validations
         source = as_task_source(tasks, seed=self.settings.seed)
-        self._tasks = NumberedTasks(source=source, finished=data_source.ledger.finished_instances())
+        self.tasks = NumberedTasks(source=source, finished=data_source.ledger.finished_instances())
         self._val_tasks = self._validation_source(tasks, val_tasks) or source
         if self._validations:
             self._val_tasks.next_batch(self._validations * self.settings.eval_tasks)  # those of before the restart
@@ -197,7 +197,7 @@ class OnlineRLLoop:
         self._emit(PhaseStarted(iteration=iteration, phase="collect"))
         collecting = time.monotonic()
         self._schedule.metadata = {"iteration": iteration, "weight_version": self._version}
-        groups = await self._schedule.collect(self._tasks)
+        groups = await self._schedule.collect(self.tasks)
         collect_s = time.monotonic() - collecting
         metrics.update(collect_metrics(groups, collect_s=collect_s))
         self._sound_alarms(groups)

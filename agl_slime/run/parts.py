@@ -85,9 +85,12 @@ def make_loop(
     save: Callable[[LoopState], Any] | None = None,
     start: LoopState | None = None,
     check_alive: Callable[[], None] | None = None,
+    sampling: dict[str, Any] | None = None,
+    save_interval: int | None = None,
 ) -> OnlineRLLoop:
-    """The loop of a run whose agents talk to the engine at ``url``."""
-    sampling = {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
+    """The loop of a run whose agents talk to the engine at ``url``; ``sampling`` and ``save_interval`` in place of what
+    ``config`` says."""
+    sampling = sampling or {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
     return OnlineRLLoop(
         store=store,
         agent=parts.agent,
@@ -109,7 +112,7 @@ def make_loop(
             eval_interval=config.eval_interval,
             eval_tasks=config.eval_rollouts,
             max_replaced_groups=config.max_replaced_groups,
-            save_interval=config.save_interval,
+            save_interval=save_interval or config.save_interval,
             seed=config.seed,
         ),
         runners=replace(
