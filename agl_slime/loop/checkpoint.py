@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from agl_slime.datasource.source import GroupSource
 from agl_slime.errors import ConfigError, TrainerError, spell_exception
 from agl_slime.groups.ledger import Ledger
-from agl_slime.loop.online import LoopState
+from agl_slime.loop.settings import LoopState
 from agl_slime.support.files import whole_directory
 from agl_slime.trainers.base import Trainer
 
@@ -82,7 +82,9 @@ def read_checkpoints(directory: Path) -> list[Checkpoint]:
     damaged: ConfigError | None = None
     for path in reversed(_steps(directory)):
         try:
-            loop = _read(path / _LOOP, _loop_state)
+            loop = _read(
+                path / _LOOP, lambda given: LoopState(**{**given, "reward_means": tuple(given["reward_means"])})
+            )
             data_source = _read(path / _DATA_SOURCE, lambda given: {**given})
         except ConfigError as error:
             damaged = error
