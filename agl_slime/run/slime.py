@@ -25,7 +25,7 @@ from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.discovery import find_workers
 from agl_slime.slime.trainer import SlimeRunSettings, SlimeTrainer, parse_slime_args, require_slime
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.store.feed import StoreService
+from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.tokenizer import load_tokenizer

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore
-    from agl_slime.store.feed import StoreService
+    from agl_slime.store.server import StoreService
 
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
