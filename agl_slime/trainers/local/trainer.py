@@ -81,7 +81,8 @@ class LocalTrainer:
             the steps: ``train/tokens`` (under the mask, of one epoch), ``train/loss`` and ``train/grad_norm`` (before
             clipping), means over steps; ``train/first_ratio_dev_max`` (largest ``|ratio - 1|`` of the first minibatch
             before its step); ``train/clip_fraction``, ``train/kl`` (from the old policy, k3) and with ``kl_coef``
-            ``train/kl_start`` (to the start policy), means over tokens; ``train/steps``, ``train/lr``, ``train/seconds``.
+            ``train/kl_start`` (to the start policy), means over tokens; ``train/steps``, ``train/lr`` and
+            ``train/seconds``.
 
         Raises:
             TrainerError: the batch cannot be trained on (nothing has changed then), or the loss or the gradient of a

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from agents.lookup import LookupAgent
+from agl_slime.demo.agent import LookupAgent
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.groups.normalize import normalize_rewards
 from agl_slime.runner.thread import RunnerThread
