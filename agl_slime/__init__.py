@@ -18,7 +18,7 @@ _HOME = {
     "ConcurrentRunner": "agl_slime.runner.concurrent",
     "DiskWeightSync": "agl_slime.sglang.weights",
     "Generation": "agl_slime.sglang.generation",
-    "LoopSettings": "agl_slime.loop.online",
+    "LoopSettings": "agl_slime.loop.settings",
     "MultiTurnRollout": "agl_slime.rollout.batched.multi_turn",
     "MultiTurnScheduler": "agl_slime.rollout.scheduler",
     "OnlineRLLoop": "agl_slime.loop.online",
@@ -38,7 +38,8 @@ _HOME = {
 
 if TYPE_CHECKING:
     from agl_slime.datasource.source import AGLDataSource
-    from agl_slime.loop.online import LoopSettings, OnlineRLLoop
+    from agl_slime.loop.online import OnlineRLLoop
+    from agl_slime.loop.settings import LoopSettings
     from agl_slime.rollout.agent import SGLangLitAgent
     from agl_slime.rollout.batched.api_multi_turn import APIMultiTurnRollout
     from agl_slime.rollout.batched.multi_turn import MultiTurnRollout
