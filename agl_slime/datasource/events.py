@@ -16,11 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import aiohttp
-
 from agl_slime.datasource.read import FINISHED
 from agl_slime.errors import DataSourceError
 from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.client import may_pass
 from agl_slime.store.feed import FeedPage, FeedPosition
 from agl_slime.support.backoff import Backoff
 
@@ -65,7 +64,7 @@ class EndTable:
         """Move the position to the end of ``page``; returns the rollouts to look at, each once however often the feed
         names it."""
         number = page["last"] - len(page["rollout_ids"])
-        self.position.epoch, self.position.after = page["epoch"], page["last"]
+        self.position.instance_id, self.position.after = page["instance_id"], page["last"]
         fresh = []
         for rollout_id in page["rollout_ids"]:
             number += 1
@@ -115,7 +114,7 @@ class EndTable:
         ended = [name for name, end in self._ends.items() if end.read and end.number > after]
         kept = [name for name, end in self._ends.items() if end.read and not end.released]
         return {
-            "follow": {"epoch": self.position.epoch, "after": after},
+            "follow": {"epoch": self.position.instance_id, "after": after},
             "ended": [*ended, *self._known],
             "unreleased": [*kept, *self.due],
         }
@@ -279,7 +278,7 @@ class EndFollower:
         await self._begun.wait()
         position = self._table.position
         async for page in self._store.follow_finished(position):
-            if position.epoch not in ("", page["epoch"]):
+            if position.instance_id not in ("", page["instance_id"]):
                 self._restarted()
             with self._lock:
                 fresh = self._table.told(page)
@@ -336,10 +335,4 @@ class EndFollower:
 async def patiently(call: Callable[[], Awaitable[T]]) -> T:
     """The result of a call to the store, made again while it is away. Raises ``DataSourceError`` with the first cause
     when it stays away."""
-    return await Backoff("the store does not answer", DataSourceError, patience_s=_PATIENCE_S).run(call, _is_away)
-
-
-def _is_away(error: BaseException) -> bool:
-    if isinstance(error, aiohttp.ClientResponseError):
-        return error.status >= 500 or error.status == 408
-    return isinstance(error, (aiohttp.ClientError, asyncio.TimeoutError, TimeoutError, ConnectionError))
+    return await Backoff("the store does not answer", DataSourceError, patience_s=_PATIENCE_S).run(call, may_pass)

@@ -15,7 +15,7 @@ SERVER = "server"
 
 
 def page(after: int, ids: list[str]) -> FeedPage:
-    return FeedPage(epoch=SERVER, last=after + len(ids), rollout_ids=ids, missed=False)
+    return FeedPage(instance_id=SERVER, last=after + len(ids), rollout_ids=ids, missed=False)
 
 
 @settings(max_examples=300, deadline=None)
