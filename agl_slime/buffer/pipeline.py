@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,7 @@ class PipelineSettings:
     min_valid_item_size_ratio: float = 0.7
     group_timeout_seconds: float = 300.0
     min_timeout_group_size_ratio: float = 0.7
-    reward_range: tuple[float, float] | None = (0.0, 1.0)
+    reward_range: tuple[float, float] | None = None
     drop_zero_variance: bool = False
 
     def __post_init__(self) -> None:
@@ -102,20 +102,6 @@ class FinishedGroup:
     timed_out: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineResult:
-    """``data``: the batch, a multiple of ``group_size`` long. ``finished``: every group that leaves the buffer, valid
-    or not."""
-
-    data: list[Item]
-    meta_info: dict[str, Any]
-    finished: list[FinishedGroup] = field(default_factory=list)
-
-    @property
-    def valid(self) -> list[FinishedGroup]:
-        return [group for group in self.finished if group.valid]
-
-
 Stage = Callable[..., Any]
 
 # What a stage may take after the data.
@@ -156,34 +142,14 @@ class GroupPipeline:
         """A pipeline with the stages found under their documented names; other names are ignored."""
         return cls(settings=settings, **{name: functions[name] for name in STAGE_NAMES if name in functions})
 
-    # -- a snapshot at once -------------------------------------------------------------------------------------------
-
-    def process(self, groups: Iterable[GroupSnapshot], *, now: float, max_groups: int | None = None) -> PipelineResult:
-        """Run the five stages over a snapshot; stop after ``max_groups`` valid groups. The snapshot's items are not
-        changed."""
-        snapshots = list(groups)
-        meta_info = self.meta_info(snapshots)
-        finished: list[FinishedGroup] = []
-        valid = 0
-        for snapshot in snapshots:
-            if max_groups is not None and valid >= max_groups:
-                break
-            group = self.finish(snapshot, now=now)
-            if group is not None:
-                finished.append(group)
-                valid += group.valid
-        return PipelineResult(
-            data=[item for group in finished for item in group.data], meta_info=meta_info, finished=finished
-        )
-
     # -- stage by stage -----------------------------------------------------------------------------------------------
 
-    def meta_info(self, groups: Iterable[GroupSnapshot]) -> dict[str, Any]:
+    def meta_info(self, items: Iterable[Item]) -> dict[str, Any]:
         """Stage 1 over everything that is there. What a stage of somebody else's breaks is reported under ``error``,
         beside the default's figures."""
         data: dict[Any, list[Item]] = {}
-        for snapshot in groups:
-            data.setdefault(_hashable(snapshot.instance_id), []).extend(dict(item) for item in snapshot.items)
+        for item in items:
+            data.setdefault(item["instance_id"], []).append(dict(item))
         try:
             info = self._meta_info(data)
             if not isinstance(info, Mapping):
@@ -263,6 +229,8 @@ class GroupPipeline:
         if not padded or len(padded) % size:
             raise ValueError(f"the stages returned {len(padded)} items; expected a multiple of the group size {size}")
         for item in padded:
+            if not isinstance(item.get("messages"), list):
+                raise ValueError(f"the stages returned messages {item.get('messages')!r}; expected a list")
             if stages.numeric_reward(item) is None:
                 raise ValueError(f"the stages returned reward {item.get('reward')!r}; expected a finite number")
 
@@ -295,10 +263,6 @@ def _trimmed(function: Stage) -> Stage:
     return call
 
 
-def _hashable(value: Any) -> Any:
-    return value if isinstance(value, (str, int, float, bool, type(None), tuple)) else repr(value)
-
-
 def _told(stage: str, error: Exception) -> str:
     return f"{stage} raised {type(error).__name__}: {error}"
 
@@ -310,6 +274,5 @@ __all__ = [
     "GroupPipeline",
     "GroupSnapshot",
     "Item",
-    "PipelineResult",
     "PipelineSettings",
 ]

@@ -49,7 +49,7 @@ class BufferSettings:
     """Share of the group size that a group must have to be used after the timeout."""
     max_buffer_size: int = 1_000_000_000
     """Items that the buffer holds at most; writers are told to come back later."""
-    reward_range: tuple[float, float] | None = (0.0, 1.0)
+    reward_range: tuple[float, float] | None = None
     """Rewards outside of it mark failed items for the default stages; None takes any finite reward."""
     drop_zero_variance: bool = False
     """Drop groups whose rewards are all equal."""
