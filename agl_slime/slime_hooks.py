@@ -1,4 +1,4 @@
-"""The functions that slime is pointed at by path.
+"""The functions that slime is pointed at by path; their bodies are in ``agl_slime.slime.hooks``.
 
 ==============================================  ==============================================
 slime's flag                                    here
@@ -21,308 +21,34 @@ slime's flag                                    here
 The module imports neither ray nor transformers nor slime's rollout code at its top, so slime may load it anywhere.
 """
 
-from __future__ import annotations
+from agl_slime.slime.hooks import (
+    count_groups,
+    eval_entry,
+    generate,
+    generate_rollout,
+    keep_nonzero_variance,
+    log_eval_rollout,
+    log_rollout,
+    mask_unfit,
+    normalize_rewards,
+    reward_of_agent,
+    rewards_of_agents,
+    take_oldest,
+    trace_metrics,
+)
 
-import logging
-import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from statistics import fmean
-from typing import Any
-
-from agl_slime.errors import DataSourceError, RewardError
-from agl_slime.groups import normalize
-from agl_slime.groups.filters import all_equal
-from agl_slime.slime.versions import filter_output, load_by_path
-from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, get_rollout_id
-
-logger = logging.getLogger(__name__)
-
-# Estimators for which slime normalises rewards per group, and those of them that also divide by the standard deviation.
-_GROUP_RELATIVE = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
-_STD_NORMALIZED = frozenset({"grpo", "gspo", "cispo"})
-# Between looks at a data source that returns an empty list instead of waiting.
-_EMPTY_PAUSE_S = 0.2
-_EMPTY_PATIENCE_S = 600.0
-
-
-# -- rollouts --------------------------------------------------------------------------------------------------------
-
-
-def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
-) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Exactly ``args.rollout_batch_size`` groups of finished rollouts; with ``evaluation`` the validation rollouts of
-    the data source.
-
-    Nothing is generated here and no request is aborted: agents run elsewhere and go on running. What the data source
-    holds beyond this batch stays in it for the next one. The dynamic sampling filter, the sample filter and the
-    all-samples function of ``args`` are applied as slime's default rollout function does. With ``args=None`` (slime's
-    contract tests) one group is taken.
-
-    Raises:
-        DataSourceError: the groups did not come in time; what had come is given back to the data source first.
-    """
-    if evaluation:
-        return _evaluate(rollout_id, data_source)
-    wanted = getattr(args, "rollout_batch_size", None) or 1
-    started = time.monotonic()
-    kept, everything, dropped = _collect_groups(args, rollout_id, data_source, wanted)
-    kept.sort(key=lambda group: _first(group).group_index or 0)
-    if (path := getattr(args, "rollout_sample_filter_path", None)) is not None:
-        load_by_path(path)(args, kept)
-    if (path := getattr(args, "rollout_all_samples_process_path", None)) is not None:
-        load_by_path(path)(args, everything, data_source)
-    metrics: dict[str, Any] = {"agl/wait_s": time.monotonic() - started}
-    metrics.update({f"rollout/dynamic_filter/drop_{reason}": count for reason, count in dropped.items()})
-    if (own := getattr(data_source, "metrics", None)) is not None:
-        metrics.update(own())
-    return RolloutFnTrainOutput(samples=kept, metrics=metrics)
-
-
-async def generate(
-    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
-) -> Sample | list[Sample]:
-    """One Agent Lightning rollout for one slime prompt, for those who keep slime's default rollout function.
-
-    The task is ``{"prompt": sample.prompt, "label": sample.label, **sample.metadata}``, the engine slime's router, the
-    sampling parameters slime's. Returns the sample, completed; a rollout that forks becomes a list, siblings under one
-    rollout id. Which store and agent: see ``agl_slime.slime.args``.
-
-    Raises:
-        RolloutError: the rollout failed, after its attempts. Use ``generate_rollout`` where failed rollouts should be
-            replaced instead.
-    """
-    from agl_slime.slime.generate import run_rollout  # needs Agent Lightning, seconds of import
-
-    return await run_rollout(args, sample, sampling_params, evaluation=evaluation)
-
-
-def _collect_groups(
-    args: Any, rollout_id: int, data_source: Any, wanted: int
-) -> tuple[list[list[Sample]], list[list[Sample]], Counter[str]]:
-    """``wanted`` groups that the dynamic filter keeps, all that were looked at, and the reasons of those that were
-    dropped."""
-    from tqdm import tqdm
-
-    path = getattr(args, "dynamic_sampling_filter_path", None)
-    keep = load_by_path(path) if path is not None else None
-    kept: list[list[Sample]] = []
-    everything: list[list[Sample]] = []
-    dropped: Counter[str] = Counter()
-    demand = getattr(data_source, "demand", None)
-    try:
-        with tqdm(total=wanted, desc=f"rollout {rollout_id}", unit="group") as bar:
-            while len(kept) < wanted:
-                if demand is not None:
-                    demand(wanted - len(kept))  # all that is missing may be under way while one group is waited for
-                group = _next_group(data_source)
-                if _first(group).status == Sample.Status.PENDING:
-                    raise DataSourceError(
-                        "the data source gave samples that nobody has sampled: connect AGLDataSource by agl_store_url or agl_agent, "
-                        "or use slime's default rollout function, which samples them"
-                    )
-                everything.append(group)
-                output = keep(args, group) if keep is not None else True
-                if bool(getattr(output, "keep", output)):
-                    kept.append(group)
-                    bar.update()
-                else:
-                    dropped[str(getattr(output, "reason", None) or "filtered")] += 1
-                    bar.set_postfix(dropped=sum(dropped.values()), refresh=False)
-    except DataSourceError:
-        if kept:
-            data_source.add_samples(kept)
-        raise
-    return kept, everything, dropped
-
-
-def _next_group(data_source: Any) -> list[Sample]:
-    """The next group; patient with data sources that return an empty list."""
-    deadline = time.monotonic() + _EMPTY_PATIENCE_S
-    while not (groups := data_source.get_samples(1)):
-        if time.monotonic() > deadline:
-            raise DataSourceError(f"the data source had no group for {_EMPTY_PATIENCE_S:g} s")
-        time.sleep(_EMPTY_PAUSE_S)  # a slime data source has nothing to wait on
-    return groups[0]
-
-
-def _evaluate(rollout_id: int, data_source: Any) -> RolloutFnEvalOutput:
-    evaluate = getattr(data_source, "evaluate", None)
-    if evaluate is not None:
-        return RolloutFnEvalOutput(data=evaluate(rollout_id))
-    samples = list(_flat(data_source.get_samples(1)))
-    return RolloutFnEvalOutput(data={"agl": eval_entry(samples)})
-
-
-def eval_entry(samples: Sequence[Sample]) -> dict[str, Any]:
-    """One data set of slime's evaluation output: parallel lists, one entry per sample."""
-    return {
-        "rewards": [sample.reward for sample in samples],
-        "truncated": [sample.status == Sample.Status.TRUNCATED for sample in samples],
-        "samples": list(samples),
-    }
-
-
-# -- rewards ---------------------------------------------------------------------------------------------------------
-
-
-def normalize_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
-    """Raw rewards and advantages, one of each per sample; groups by ``group_index``, one reward per rollout (see
-    ``agl_slime.groups.normalize``).
-
-    Follows ``advantage_estimator``, ``rewards_normalization`` and ``grpo_std_normalization`` as slime does. A rollout
-    that is alone in its group gets 0, siblings of one rollout get the same advantage.
-
-    Raises:
-        RewardError: a missing or non-finite reward, or siblings whose rewards differ.
-    """
-    flat = list(_flat(samples))
-    raw = [_reward(args, sample, position) for position, sample in enumerate(flat)]
-    estimator = getattr(args, "advantage_estimator", "grpo")
-    if estimator not in _GROUP_RELATIVE or not getattr(args, "rewards_normalization", True):
-        return raw, raw
-    std = estimator in _STD_NORMALIZED and bool(getattr(args, "grpo_std_normalization", True))
-    rewards = normalize.normalize_rewards(
-        raw, group_indices=[sample.group_index for sample in flat], rollout_ids=_rollout_ids(flat), std=std
-    )
-    return raw, rewards
-
-
-async def reward_of_agent(args: Any, sample: Sample, **_: Any) -> float:
-    """The reward that the agent gave; raises ``RewardError`` when there is none."""
-    return _reward(args, sample, 0)
-
-
-async def rewards_of_agents(args: Any, samples: Sequence[Sample], **_: Any) -> list[float]:
-    """The rewards that the agents gave, for ``--group-rm``, which would overwrite them."""
-    return [_reward(args, sample, position) for position, sample in enumerate(samples)]
-
-
-def _reward(args: Any, sample: Sample, position: int) -> float:
-    reward: Any = sample.reward
-    key = getattr(args, "reward_key", None)
-    if key and isinstance(reward, Mapping):
-        reward = reward.get(key)
-    if isinstance(reward, bool) or not isinstance(reward, (int, float)):
-        raise RewardError(
-            f"sample {position} has the reward {sample.reward!r}; a number is needed"
-            + (f" under {key!r}" if key else "")
-        )
-    return float(reward)
-
-
-def _rollout_ids(samples: Sequence[Sample]) -> list[int | None]:
-    """The sibling ids; where the installed slime has no field for them, numbers for the Agent Lightning rollouts that
-    the samples name."""
-    given = [get_rollout_id(sample) for sample in samples]
-    if any(rollout_id is not None for rollout_id in given):
-        return given
-    names = [(sample.metadata or {}).get("agl_rollout_id") for sample in samples]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return [None if name is None else numbers[name] for name in names]
-
-
-# -- filters ---------------------------------------------------------------------------------------------------------
-
-
-def keep_nonzero_variance(args: Any, samples: Sequence[Any], **_: Any) -> Any:
-    """Keep a group whose rollouts differ in reward: without a difference there is no advantage. Nested samples are
-    taken too."""
-    flat = list(_flat(samples))
-    rewards = [_reward(args, sample, position) for position, sample in enumerate(flat)]
-    keep = bool(rewards) and not all_equal(rewards)
-    reason = None if keep else f"zero_std_{round(rewards[0], 1)}" if rewards else "empty"
-    return filter_output(keep, reason)
-
-
-def take_oldest(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
-    """Take ``num_samples`` groups out of the buffer, those with the smallest ``group_index`` first (then those that
-    were put in first)."""
-    order = sorted(range(len(buffer)), key=lambda i: (_first(buffer[i]).group_index or 0, i))[:num_samples]
-    taken = [buffer[i] for i in order]
-    for i in sorted(order, reverse=True):
-        del buffer[i]
-    return taken
-
-
-def mask_unfit(args: Any, groups: Sequence[Any]) -> None:
-    """Take samples out of the loss that no agent finished: neither completed nor truncated, or without a reward."""
-    fit = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
-    for sample in _flat(groups):
-        if sample.status not in fit or sample.reward is None:
-            sample.remove_sample = True
-
-
-def count_groups(args: Any, all_groups: Sequence[Any], data_source: Any) -> None:
-    """Leave the number of groups that were looked at, dropped ones included, in ``args.processed_group_count``."""
-    args.processed_group_count = len(all_groups)
-
-
-# -- logging ---------------------------------------------------------------------------------------------------------
-
-
-def log_rollout(
-    rollout_id: int,
-    args: Any,
-    samples: Sequence[Any],
-    rollout_extra_metrics: dict[str, Any] | None,
-    rollout_time: float,
-) -> bool:
-    """Add what slime does not know to its metrics: forks, re-tokenised samples, turns, weight versions. slime goes on
-    logging (returns ``False``)."""
-    args.logged_rollout_id = rollout_id
-    metrics = trace_metrics(list(_flat(samples)))
-    if rollout_extra_metrics is not None:
-        rollout_extra_metrics.update(metrics)
-    logger.info("rollout %s (%.1f s): %s", rollout_id, rollout_time, metrics)
-    return False
-
-
-def log_eval_rollout(
-    rollout_id: int, args: Any, data: Mapping[str, Mapping[str, Any]], extra_metrics: dict[str, Any] | None
-) -> bool:
-    """The means of an evaluation in the log; slime goes on logging (returns ``False``)."""
-    args.logged_eval_rollout_id = rollout_id
-    means = {name: fmean(entry["rewards"]) for name, entry in data.items() if entry["rewards"]}
-    logger.info("evaluation %s: %s", rollout_id, means)
-    return False
-
-
-def trace_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """``agl/…`` of a batch. ``weight_versions`` counts the versions that the batch was sampled with; tokens are
-    response tokens."""
-    if not samples:
-        return {}
-    metadata = [sample.metadata or {} for sample in samples]
-    # a rollout is named by the store's id; a sample that names none stands for itself
-    rollouts = {entry.get("agl_rollout_id", position) for position, entry in enumerate(metadata)}
-    trained = sum(
-        sum(sample.loss_mask) if sample.loss_mask is not None else sample.response_length for sample in samples
-    )
-    versions = {version for sample in samples for version in getattr(sample, "weight_versions", None) or ()}
-    return {
-        "agl/rollouts": len(rollouts),
-        "agl/samples_per_rollout": len(samples) / len(rollouts),
-        "agl/forks": len(samples) - len(rollouts),
-        "agl/retokenized": sum(entry.get("token_source") == "retokenized" for entry in metadata),
-        "agl/turns_mean": fmean(entry.get("turns", 1) for entry in metadata),
-        "agl/tokens_under_mask": trained,
-        "agl/weight_versions": len(versions),
-    }
-
-
-# -- nested samples --------------------------------------------------------------------------------------------------
-
-
-def _flat(samples: Iterable[Any]) -> Iterator[Sample]:
-    """slime hands samples over flat, in groups, or in groups of siblings."""
-    for item in samples:
-        if isinstance(item, list):
-            yield from _flat(item)
-        else:
-            yield item
-
-
-def _first(group: Sequence[Any]) -> Sample:
-    return next(_flat(group))
+__all__ = [
+    "count_groups",
+    "eval_entry",
+    "generate",
+    "generate_rollout",
+    "keep_nonzero_variance",
+    "log_eval_rollout",
+    "log_rollout",
+    "mask_unfit",
+    "normalize_rewards",
+    "reward_of_agent",
+    "rewards_of_agents",
+    "take_oldest",
+    "trace_metrics",
+]

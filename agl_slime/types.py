@@ -8,6 +8,7 @@ drops fields which the installed slime does not have, so the rest of the package
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -42,37 +43,31 @@ if TYPE_CHECKING or not HAS_SLIME:
             ABORTED = "aborted"
             FAILED = "failed"
 
+        class _Counts:
+            """Counters of the engine, of which a dict of another version's may lack or add some."""
+
+            def to_dict(self) -> dict[str, int]:
+                return dict(self.__dict__)
+
+            @classmethod
+            def from_dict(cls, data: dict[str, Any]) -> Any:
+                return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})  # type: ignore[attr-defined]
+
         @dataclass
-        class SpecInfo:
+        class SpecInfo(_Counts):
             spec_accept_token_num: int = 0
             spec_draft_token_num: int = 0
             spec_verify_ct: int = 0
             completion_token_num: int = 0
 
-            def to_dict(self) -> dict[str, int]:
-                return dict(self.__dict__)
-
-            @staticmethod
-            def from_dict(data: dict[str, Any]) -> Sample.SpecInfo:
-                known = Sample.SpecInfo.__dataclass_fields__
-                return Sample.SpecInfo(**{k: v for k, v in data.items() if k in known})
-
         @dataclass
-        class PrefixCacheInfo:
+        class PrefixCacheInfo(_Counts):
             cached_tokens: int = 0
             total_prompt_tokens: int = 0
 
             @property
             def prefix_cache_hit_rate(self) -> float:
                 return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
-
-            def to_dict(self) -> dict[str, int]:
-                return dict(self.__dict__)
-
-            @staticmethod
-            def from_dict(data: dict[str, Any]) -> Sample.PrefixCacheInfo:
-                known = Sample.PrefixCacheInfo.__dataclass_fields__
-                return Sample.PrefixCacheInfo(**{k: v for k, v in data.items() if k in known})
 
         group_index: int | None = None
         index: int | None = None
@@ -106,23 +101,16 @@ if TYPE_CHECKING or not HAS_SLIME:
         prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
 
         def to_dict(self) -> dict[str, Any]:
-            value = dict(self.__dict__)
-            value["status"] = self.status.value
-            value["spec_info"] = self.spec_info.to_dict()
-            value["prefix_cache_info"] = self.prefix_cache_info.to_dict()
-            return value
+            counts = {name: getattr(self, name).to_dict() for name in ("spec_info", "prefix_cache_info")}
+            return {**self.__dict__, **counts, "status": self.status.value}
 
         @staticmethod
         def from_dict(data: dict[str, Any]) -> Sample:
-            values = dict(data)
-            values["status"] = Sample.Status(values["status"])
-            values["spec_info"] = Sample.SpecInfo.from_dict(values.get("spec_info", {}))
-            values["prefix_cache_info"] = Sample.PrefixCacheInfo.from_dict(values.get("prefix_cache_info", {}))
-            known = Sample.__dataclass_fields__
-            sample = Sample(**{k: v for k, v in values.items() if k in known})
-            for key, value in values.items():  # what a newer or older version added is carried along, as slime does
-                if key not in known:
-                    setattr(sample, key, value)
+            values = {**data, "status": Sample.Status(data["status"])}
+            values["spec_info"] = Sample.SpecInfo.from_dict(data.get("spec_info", {}))
+            values["prefix_cache_info"] = Sample.PrefixCacheInfo.from_dict(data.get("prefix_cache_info", {}))
+            sample = Sample()
+            sample.__dict__.update(values)  # fields of another version are carried along, as slime does
             return sample
 
         def get_reward_value(self, args: Any) -> float:
@@ -186,19 +174,15 @@ def set_rollout_id(sample: Sample, rollout_id: int | None) -> None:
         setattr(sample, SIBLING_ID_FIELD, rollout_id)
 
 
+def flat_samples(samples: Iterable[Any]) -> Iterator[Sample]:
+    """The samples of a flat list, of groups, or of groups of siblings, in order."""
+    for item in samples:
+        if isinstance(item, list | tuple):
+            yield from flat_samples(item)
+        else:
+            yield item
+
+
 def get_rollout_id(sample: Sample) -> int | None:
     """The id that the samples of one rollout share; ``None`` when unset or when slime has no such field."""
     return None if SIBLING_ID_FIELD is None else getattr(sample, SIBLING_ID_FIELD)
-
-
-__all__ = [
-    "HAS_SLIME",
-    "SIBLING_ID_FIELD",
-    "DataSource",
-    "RolloutFnEvalOutput",
-    "RolloutFnTrainOutput",
-    "Sample",
-    "get_rollout_id",
-    "sample_from_fields",
-    "set_rollout_id",
-]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import random
 import statistics
 import time
@@ -25,7 +26,7 @@ from rich.table import Table
 
 from agl_slime.demo.formats import LookupDemonstrations
 from agl_slime.demo.tokenizer import train_tokenizer
-from agl_slime.sglang.payloads import Generation
+from agl_slime.sglang.generation import Generation
 from agl_slime.support.agl import Rollout, Span
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.trace.attributes import GENERATE_SPAN
@@ -103,15 +104,24 @@ def make_conversation(tokenizer: Any, *, turns: int, tokens: int, seed: int = 0)
         started = time.perf_counter()
         context.add_answer(prompt, generation)
         ours += time.perf_counter() - started
-        made.append(Turn.from_generation(context.prompt_view(len(prompt)), generation, messages=messages))
+        made.append(
+            Turn.from_generation(
+                context.prompt_view(len(prompt)),
+                generation,
+                messages=messages,
+                base_turn=len(made) - 1 if made else None,
+                kept_tokens=context.kept_tokens,
+                fork=context.fork,
+            )
+        )
         context.add({"role": "tool", "content": text(per_turn - per_turn // 4 - 20)})
     return Made(made, ours, anew, context.rewritten)
 
 
 def spans_of(turns: list[Turn], *, list_form: bool) -> list[Span]:
     """As the runner writes them: one span per call, and the reward."""
-    encoder = TurnEncoder(list_form=list_form)
-    attributes = [(GENERATE_SPAN, encoder.encode(turn)) for turn in turns]
+    encoder = TurnEncoder()
+    attributes = [(GENERATE_SPAN, lists_of(turn) if list_form else encoder.encode(turn)) for turn in turns]
     attributes.append(
         ("agentlightning.annotation", {"agentlightning.reward.0.name": "primary", "agentlightning.reward.0.value": 1.0})
     )
@@ -122,6 +132,17 @@ def spans_of(turns: list[Turn], *, list_form: bool) -> list[Span]:
         )
         for i, (name, values) in enumerate(attributes)
     ]
+
+
+def lists_of(turn: Turn) -> dict[str, Any]:
+    """The form that Agent Lightning's adapters read."""
+    assert turn.log_probs is not None
+    return {
+        "prompt_token_ids": turn.prompt_ids.tolist(),
+        "response_token_ids": turn.response_ids.tolist(),
+        "logprobs.content": json.dumps([{"logprob": value} for value in turn.log_probs.tolist()]),
+        "gen_ai.response.finish_reasons": [turn.finish_reason],
+    }
 
 
 def measure(function: Callable[[], Any], *, repeats: int = 5) -> tuple[Any, float, float]:

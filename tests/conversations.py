@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agl_slime.sglang.payloads import FinishReason, Generation, SamplingParams
+from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
+from agl_slime.tokens.codec import common_prefix
 from agl_slime.tokens.conversation import ChatContext
+from agl_slime.tokens.forks import ForkReason
+from agl_slime.trace.turn import Turn
 
 
 def generation_of(
@@ -37,6 +40,29 @@ def answer(context: ChatContext, tokenizer: Any, text: str, **how: Any) -> tuple
     prompt = context.prompt_ids()
     context.add_answer(prompt, generation)
     return prompt, generation
+
+
+def replaced(turn: Turn, **fields: Any) -> Turn:
+    """``turn`` with other ``fields``."""
+    return Turn(**{**{name: getattr(turn, name) for name in Turn.__dataclass_fields__}, **fields})
+
+
+def linked(turns: Sequence[Turn]) -> list[Turn]:
+    """``turns`` as their conversation would have recorded them: each says which earlier turn it goes on from."""
+    made: list[Turn] = []
+    for turn in turns:
+        shared = [common_prefix(held.token_ids, turn.prompt_ids) for held in made]
+        # of those that share most, the last one that is extended
+        base = max(
+            range(len(made)), key=lambda at: (shared[at], shared[at] == len(made[at].token_ids), at), default=None
+        )
+        fields: dict[str, Any] = {}
+        if base is not None:
+            extends = shared[base] == len(made[base].token_ids)
+            fork = ForkReason.BRANCH if shared[base] else ForkReason.NEW_CONTEXT
+            fields = {"base_turn": base, "kept_tokens": shared[base], "fork": None if extends else fork}
+        made.append(replaced(turn, **fields))
+    return made
 
 
 class ScriptedClient:

@@ -3,15 +3,17 @@
 The group-relative baseline of GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1): a rollout's advantage is its reward
 minus the mean reward of the rollouts of the same prompt, divided by their standard deviation. slime finds the groups by
 position in the batch, which goes wrong as soon as a rollout becomes several samples or a group is not full; here they
-are found by ``group_index``, and the samples that one rollout was split into count as the one reward that they share.
+are found by ``group_index``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Real
 
 from agl_slime.errors import RewardError
+from agl_slime.types import Sample
 
 _Key = tuple[str, int]  # ("id", a given id) or ("alone", the position of a sample that has none)
 
@@ -25,60 +27,54 @@ def normalize_rewards(
     eps: float = 1e-6,
 ) -> list[float]:
     """The advantage of each sample: ``(r - mean) / (std + eps)`` over the rollouts of its group, or ``r - mean``
-    without ``std``.
+    without ``std``, which is the unbiased estimate (``n - 1``) as in slime.
 
-    The three sequences run parallel, one entry per sample; the result has the same length. ``std`` is the unbiased
-    estimate (``n - 1``) and ``eps`` 1e-6, as in slime. Sums are exactly rounded, so the order of the samples does not
-    change a single bit of the result.
-
-    - Samples with the same ``rollout_id`` are siblings: they count once and get the same advantage.
-    - A sample without ``rollout_id`` is a rollout of its own.
-    - A rollout without ``group_index`` is a group of its own: nothing is known to compare it with.
-    - A group of one rollout, or one whose rewards are all equal, gets exactly 0.
+    The three sequences run parallel, one entry per sample. Samples with the same ``rollout_id`` are siblings: they
+    count once and get the same advantage; a sample without one is a rollout of its own, and a rollout without
+    ``group_index`` a group of its own. A group of one rollout, or one whose rewards are all equal, gets exactly 0. Sums
+    are exactly rounded, so the order of the samples does not change a bit of the result.
 
     Raises:
-        RewardError: a reward is NaN or infinite, siblings differ in reward or in group, or the sequences differ in
-            length.
+        RewardError: a reward is NaN or infinite, siblings differ in reward or group, or the lengths differ.
     """
     if not len(rewards) == len(group_indices) == len(rollout_ids):
         lengths = f"{len(rewards)}, {len(group_indices)} and {len(rollout_ids)}"
-        raise RewardError(
-            f"rewards, group_indices and rollout_ids must have one entry per sample, got lengths {lengths}."
-        )
-    rollout_keys = [_key(rollout_id, position) for position, rollout_id in enumerate(rollout_ids)]
-    reward_of: dict[_Key, float] = {}
-    group_of: dict[_Key, int | None] = {}
-    for position, (key, reward, group) in enumerate(zip(rollout_keys, rewards, group_indices, strict=True)):
+        raise RewardError(f"rewards, group_indices and rollout_ids need one entry per sample, got lengths {lengths}.")
+    rollouts = [_key(rollout_id, position) for position, rollout_id in enumerate(rollout_ids)]
+    found: dict[_Key, tuple[float, int | None]] = {}  # reward and group of each rollout
+    for position, (rollout, reward, group) in enumerate(zip(rollouts, rewards, group_indices, strict=True)):
         if not math.isfinite(reward):
             raise RewardError(f"the reward of sample {position} is {reward}; rewards must be finite numbers.")
-        if key not in reward_of:
-            reward_of[key], group_of[key] = float(reward), group
-        elif reward_of[key] != reward:
-            found = f"{reward_of[key]} and {reward}"
-            raise RewardError(
-                f"the samples of rollout {key[1]} carry different rewards, {found}; siblings share the one reward of their rollout."
-            )
-        elif group_of[key] != group:
-            found = f"{group_of[key]} and {group}"
-            raise RewardError(
-                f"the samples of rollout {key[1]} are in different groups, {found}; siblings share the group of their rollout."
-            )
+        first_reward, first_group = found.setdefault(rollout, (float(reward), group))
+        if first_reward != reward:
+            raise RewardError(f"siblings of rollout {rollout[1]} have different rewards, {first_reward} and {reward}.")
+        if first_group != group:
+            raise RewardError(f"siblings of rollout {rollout[1]} are in different groups, {first_group} and {group}.")
 
     members: dict[_Key, list[_Key]] = {}
-    for position, (key, group) in enumerate(group_of.items()):
-        members.setdefault(_key(group, position), []).append(key)
+    for position, (rollout, (_, group)) in enumerate(found.items()):
+        members.setdefault(_key(group, position), []).append(rollout)
     advantage_of: dict[_Key, float] = {}
-    for rollouts in members.values():
-        advantages = _normalize_group([reward_of[key] for key in rollouts], std=std, eps=eps)
-        advantage_of.update(zip(rollouts, advantages, strict=True))
-    return [advantage_of[key] for key in rollout_keys]
+    for group in members.values():
+        advantage_of.update(zip(group, _advantages([found[key][0] for key in group], std=std, eps=eps), strict=True))
+    return [advantage_of[rollout] for rollout in rollouts]
+
+
+def reward_value(sample: Sample, position: int, *, key: str | None = None) -> float:
+    """The reward of a sample as a number, by ``key`` where the agent gave several. Raises ``RewardError`` naming the
+    sample's ``position`` when there is none."""
+    reward = sample.reward.get(key) if isinstance(sample.reward, Mapping) and key else sample.reward
+    if not isinstance(reward, Real):
+        under = f" under reward_key {key!r}" if key else ""
+        raise RewardError(f"the reward of sample {position} is {sample.reward!r}; a number is needed{under}.")
+    return float(reward)
 
 
 def _key(given: int | None, position: int) -> _Key:
     return ("alone", position) if given is None else ("id", given)
 
 
-def _normalize_group(rewards: list[float], *, std: bool, eps: float) -> list[float]:
+def _advantages(rewards: list[float], *, std: bool, eps: float) -> list[float]:
     if min(rewards) == max(rewards):  # a rounded mean of equal numbers need not be that number
         return [0.0] * len(rewards)
     # Scaled by the largest magnitude, so that squares of very large or very small rewards neither overflow nor vanish.
@@ -90,6 +86,3 @@ def _normalize_group(rewards: list[float], *, std: bool, eps: float) -> list[flo
         return [deviation * scale for deviation in deviations]
     spread = math.sqrt(math.fsum(deviation * deviation for deviation in deviations) / (len(deviations) - 1))
     return [deviation / (spread + eps / scale) for deviation in deviations]
-
-
-__all__ = ["normalize_rewards"]

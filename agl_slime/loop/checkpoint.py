@@ -2,27 +2,30 @@
 account of it.
 
 ``checkpoints/step_000010/`` holds ``trainer/`` (what ``Trainer.save`` writes), ``loop.json`` and ``data_source.json``.
-It appears as a whole or not at all, after the ledger has noted the step. A process that is killed at any moment leaves
-a newest checkpoint that the ledger knows; what was trained on or in flight after it is taken back when the run goes on
-from there, so no group is lost and none is trained on twice.
+It appears as a whole or not at all, written through to the disk, after the ledger has noted the step. A process that is
+killed at any moment leaves a newest checkpoint that the ledger knows; what was trained on or in flight after it is
+taken back when the run goes on from there, so no group is lost and none is trained on twice.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from agl_slime.datasource.source import AGLDataSource
 from agl_slime.datasource.state import DataSourceState
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, TrainerError, spell_exception
 from agl_slime.groups.ledger_disk import PersistentLedger
 from agl_slime.loop.online import LoopState
 from agl_slime.support.files import whole_directory
 from agl_slime.trainers.base import Trainer
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -71,30 +74,59 @@ class CheckpointWriter:
             self._trainer.save(fresh / _TRAINER)
             (fresh / _LOOP).write_text(json.dumps(asdict(state)))
             (fresh / _DATA_SOURCE).write_text(json.dumps(asdict(held)))
-        for old in _steps(self._directory)[: -self._keep]:
+        steps = _steps(self._directory)
+        now = steps.index(target)
+        # one that is later than this was damaged, and the run went on from an older one
+        for old in (*steps[: max(now + 1 - self._keep, 0)], *steps[now + 1 :]):
             shutil.rmtree(old, ignore_errors=True)
 
 
-def latest_checkpoint(directory: Path) -> Checkpoint | None:
-    """The newest checkpoint in ``directory``; ``None`` when there is none yet. Raises ``ConfigError`` when it cannot be
-    read."""
-    steps = _steps(directory)
-    if not steps:
-        return None
-    path = steps[-1]
-    loop = _read(path / _LOOP, lambda given: LoopState(**{**given, "reward_means": tuple(given["reward_means"])}))
-    return Checkpoint(
-        path=path, loop=loop, data_source=_read(path / _DATA_SOURCE, lambda given: DataSourceState(**given))
-    )
+def read_checkpoints(directory: Path) -> list[Checkpoint]:
+    """The checkpoints in ``directory``, newest first; one that cannot be read is passed over with a warning. Raises
+    ``ConfigError`` when none of them can."""
+    found: list[Checkpoint] = []
+    damaged: ConfigError | None = None
+    for path in reversed(_steps(directory)):
+        try:
+            loop = _read(
+                path / _LOOP, lambda given: LoopState(**{**given, "reward_means": tuple(given["reward_means"])})
+            )
+            data_source = _read(path / _DATA_SOURCE, lambda given: DataSourceState(**given))
+        except ConfigError as error:
+            damaged = error
+            logger.warning("%s; an older checkpoint is looked for.", error)
+        else:
+            found.append(Checkpoint(path=path, loop=loop, data_source=data_source))
+    if damaged is not None and not found:
+        raise damaged
+    return found
+
+
+def load_newest(checkpoints: Sequence[Checkpoint], trainer: Trainer) -> Checkpoint:
+    """Bring ``trainer`` to the newest of ``checkpoints`` (newest first, at least one) that it can load; one that it
+    cannot is passed over with a warning. Raises the newest one's ``TrainerError`` when it can load none."""
+    first: TrainerError | None = None
+    for checkpoint in checkpoints:
+        try:
+            trainer.load(checkpoint.trainer)
+        except TrainerError as error:
+            first = first or error
+            logger.warning("%s; an older checkpoint is looked for.", error)
+        else:
+            return checkpoint
+    assert first is not None
+    raise first
 
 
 def _read(path: Path, make: Callable[[dict[str, Any]], T]) -> T:
     try:
         return make(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"{path} is not part of a checkpoint of this version: {type(error).__name__}: {error}"
-        ) from error
+        raise ConfigError(f"{path} is not part of a checkpoint of this version: {spell_exception(error)}") from error
+
+
+def _loop_state(given: dict[str, Any]) -> LoopState:
+    return LoopState(**{**given, "reward_means": tuple(given["reward_means"])})
 
 
 def _path(directory: Path, step: int) -> Path:

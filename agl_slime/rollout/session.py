@@ -6,6 +6,7 @@ are recorded as the engine gave them.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,17 +16,15 @@ from agl_slime.errors import ContextOverflowError, RolloutError
 from agl_slime.rollout.facts import RolloutFacts
 from agl_slime.rollout.stop import RolloutStopped, StopReason, of_finish_reason
 from agl_slime.rollout.tools import ToolManager
-from agl_slime.sglang.payloads import FinishReason, Generation, SamplingParams
+from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
 from agl_slime.support.agl import TraceStatus, get_active_tracer
-from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.codec import common_prefix
 from agl_slime.tokens.conversation import ChatContext, Message
+from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace.attributes import GENERATE_SPAN
 from agl_slime.trace.turn import Turn, TurnEncoder
-
-# Tokenizing takes about a millisecond per this many characters; beyond some of those the work leaves the event loop.
-_LONG_TEXT_CHARS = 8_000
 
 
 class GenerateClient(Protocol):
@@ -69,12 +68,9 @@ class RolloutSession:
         tools: ToolManager | None = None,
         rollout_id: str = "",
         model: str = "",
-        encoder: TurnEncoder | None = None,
-        turns: list[Turn] | None = None,
         max_turns: int | None = None,
         max_trajectory_tokens: int | None = None,
         template: ChatTemplate | None = None,
-        facts: RolloutFacts | None = None,
     ) -> None:
         self._template = template or ChatTemplate(
             tokenizer=tokenizer, tools=tools.schemas if tools is not None else None
@@ -83,14 +79,15 @@ class RolloutSession:
         self.context = ChatContext(tokenizer=tokenizer, messages=messages, template=self._template)
         self.sampling = sampling
         self.rollout_id = rollout_id
-        self.turns: list[Turn] = turns if turns is not None else []
-        self.facts = facts if facts is not None else RolloutFacts(tools=tools.names if tools is not None else ())
+        self.turns: list[Turn] = []
+        self.facts = RolloutFacts(tools=tools.names if tools is not None else ())
         self.max_turns = max_turns
         self.max_trajectory_tokens = max_trajectory_tokens
         self._client = client
         self._tokenizer = tokenizer
         self._model = model
-        self._encoder = encoder or TurnEncoder(model=model or None)
+        self._encoder = TurnEncoder(model=model or None)
+        self._last_turn: int | None = None  # number of the turn that the conversation's held tokens end with
 
     @property
     def messages(self) -> list[Message]:
@@ -122,8 +119,7 @@ class RolloutSession:
         if self.max_turns is not None and len(self.turns) >= self.max_turns:
             raise self._stopped(StopReason.MAX_TURNS, f"the rollout has had its {self.max_turns} turns")
         context = self.context
-        long = context.unheld_chars > _LONG_TEXT_CHARS
-        prompt_ids = await run_in_thread(context.prompt_ids) if long else context.prompt_ids()
+        prompt_ids = await context.prompt()
         sampling = self._within_limits(sampling or self.sampling, len(prompt_ids))
         asked, started = list(self.messages), time.time()
         try:
@@ -136,27 +132,27 @@ class RolloutSession:
         seams = context.open_seams
         context.add_answer(prompt_ids, generation)
         self.facts.open_seams += context.open_seams - seams
-        self._record(Turn.from_generation(context.prompt_view(len(prompt_ids)), generation, messages=asked), started)
+        base_turn, kept, fork = self._last_turn, context.kept_tokens, context.fork
+        prompt = context.prompt_view(len(prompt_ids))
+        if base_turn is None and self.turns:  # another conversation of the rollout, which may begin as the first did
+            base_turn, first = 0, self.turns[0].token_ids
+            kept = common_prefix(first, prompt)
+            if kept < len(first):
+                fork = ForkReason.BRANCH if kept == len(prompt) else ForkReason.NEW_CONTEXT
+        self._last_turn = len(self.turns)
+        turn = Turn.from_generation(
+            prompt, generation, messages=asked, base_turn=base_turn, kept_tokens=kept, fork=fork
+        )
+        self._record(turn, started)
         self.facts.stop_reason = of_finish_reason(generation.finish_reason)
         return Answer(generation.text, generation.finish_reason, generation)
 
     def branch(self, messages: Sequence[Mapping[str, Any]]) -> RolloutSession:
-        """Another conversation of the same rollout: its turns count and are trained as well."""
-        return RolloutSession(
-            client=self._client,
-            tokenizer=self._tokenizer,
-            sampling=self.sampling,
-            messages=messages,
-            tools=self.tools,
-            rollout_id=self.rollout_id,
-            model=self._model,
-            encoder=self._encoder,
-            turns=self.turns,
-            max_turns=self.max_turns,
-            max_trajectory_tokens=self.max_trajectory_tokens,
-            template=self._template,
-            facts=self.facts,
-        )
+        """Another conversation of the same rollout: its turns count and are trained as well. It keeps the tokens of
+        this one as far as ``messages`` are the same."""
+        branch = copy.copy(self)
+        branch.context = self.context.branch(messages)
+        return branch
 
     def _within_limits(self, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
         if self.max_trajectory_tokens is None:

@@ -21,7 +21,7 @@ from agl_slime.groups.filters import zero_variance
 from agl_slime.groups.ledger_disk import PersistentLedger
 from agl_slime.groups.policy import MinimumViableGroup
 from agl_slime.groups.results import GroupResult
-from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, latest_checkpoint
+from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.online import LoopSettings, LoopState, OnlineRLLoop, RunResult, Tasks
 from agl_slime.loop.tasks import read_tasks
 from agl_slime.report import (
@@ -39,7 +39,9 @@ from agl_slime.rollout.configure import configure_agent
 from agl_slime.rollout.loading import check_files, load_agent
 from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.concurrent import RunnerSettings
-from agl_slime.sglang.client import EngineDescription, SGLangClient
+from agl_slime.sglang.client import SGLangClient
+from agl_slime.sglang.describe import EngineDescription
+from agl_slime.sglang.transport import checked_url
 from agl_slime.sglang.weights import DiskWeightSync
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources
@@ -93,11 +95,10 @@ async def run_training(
     run = open_run_dir(
         config.output_dir, agent=config.agent, settings=asdict(config), resume=config.resume, overwrite=config.overwrite
     )
-    checkpoint = _checkpoint(config, run) if config.resume else None
-    start = checkpoint.loop if checkpoint is not None else LoopState()
+    checkpoints = _checkpoints(config, run) if config.resume else []
     reporters = StandardReporters(run, console=console, view=config.view, title=config.agent)
     try:
-        model_path = await _model_path(config, agent, described, run.path, console, made=checkpoint is not None)
+        model_path = await _model_path(config, agent, described, run.path, console, made=bool(checkpoints))
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         loading = asyncio.ensure_future(
             run_in_thread(_make_trainer, config, model_path)
@@ -107,8 +108,8 @@ async def run_training(
         )  # if the engine fails first, nobody asks
         async with _engine(config, model_path, console) as (url, check_engine):
             trainer = await loading
-            if checkpoint is not None:
-                await run_in_thread(trainer.load, checkpoint.trainer)
+            checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
+            start = checkpoint.loop if checkpoint is not None else LoopState()
             weights = WeightPublisher(trainer=trainer, base_url=url, directory=run.path / "weights")
             await weights.push(
                 int(start.version)
@@ -290,17 +291,16 @@ def _ledger(run: RunDir) -> Iterator[PersistentLedger]:
         ledger.shut()
 
 
-def _checkpoint(config: TrainConfig, run: RunDir) -> Checkpoint | None:
-    """Where the run in ``run`` ended; ``None`` when it ended before it had begun to collect."""
-    checkpoint = latest_checkpoint(run.checkpoints)
-    if checkpoint is not None and checkpoint.loop.iteration >= config.num_iterations:
-        done = checkpoint.loop.iteration
+def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
+    """Where the run in ``run`` was saved, newest first; none when it ended before it had begun to collect."""
+    checkpoints = read_checkpoints(run.checkpoints)
+    if checkpoints and (done := checkpoints[0].loop.iteration) >= config.num_iterations:
         raise ConfigError(
             f"the run in {run.path} has finished its {done} iterations; give --num-iterations above {done} to go on"
         )
     if changed := [name for name in run.changed if name not in _MAY_CHANGE]:
         logger.warning("These settings differ from those that the run began with: %s.", ", ".join(changed))
-    return checkpoint
+    return checkpoints
 
 
 async def _model_path(
@@ -343,7 +343,7 @@ async def _engine(
     """The URL of the engine, and a function that raises when it has died: of the given one, or an embedded one that
     lives as long as the scope."""
     if config.sglang_url is not None:
-        yield config.sglang_url, None
+        yield checked_url(config.sglang_url), None
         return
     from agl_slime.engine.process import EmbeddedEngine, EmbeddedEngineSettings
 

@@ -99,7 +99,7 @@ class TrainConfig:
     rollout_num_gpus: int = 0
     """slime: GPUs for rollout engines that slime launches; 0 uses the ones at --sglang-url."""
 
-    local: LocalTrainerSettings = field(default_factory=LocalTrainerSettings)
+    local: LocalTrainerSettings = field(default_factory=lambda: LocalTrainerSettings(torch_threads=1))
     """Settings of the local trainer; its temperature and seed are those above."""
 
     def __post_init__(self) -> None:

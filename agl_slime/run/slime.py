@@ -22,7 +22,6 @@ from agl_slime.report.metrics import TOKENS_TRAINED
 from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.discovery import find_workers
 from agl_slime.slime.trainer import SlimeRunSettings, SlimeTrainer, parse_slime_args, require_slime
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import StoreService
@@ -176,9 +175,9 @@ async def _engines(config: TrainConfig) -> tuple[tuple[str, ...], tuple[str | No
         # slime does
         port = find_available_port(3000)
         return (), (None, port), f"http://{get_host_info()[1]}:{port}"
-    url = config.sglang_url.rstrip("/")
-    async with SGLangClient(base_url=url) as client:
-        workers = await find_workers(client)
+    async with SGLangClient(base_url=config.sglang_url) as client:
+        url = client.base_url
+        workers = await client.workers()
     parts = urlsplit(url)
     is_router = workers != (url,)
     router = (parts.hostname, parts.port) if is_router and parts.hostname and parts.port else None

@@ -1,82 +1,204 @@
-"""Threads for code that blocks: sync agents, judges, long tokenizing.
+"""Threads for code that blocks, in two pools: this package's own work, and the code of users.
 
-The standard library joins its executor's threads when the interpreter exits, so one agent that hangs in a thread would
-keep the process alive for ever. These threads are daemons: what hangs is abandoned. The caller's context variables are
-visible in the thread, so spans find their rollout.
+A user's reward or tool that hangs can then never take a thread from the train step, a checkpoint or ``stop``. All
+threads are daemons: the standard library joins its executors' threads when the interpreter exits, so one call that
+hangs would keep the process alive for ever. The caller's context variables are visible in the thread, so spans find
+their rollout.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
+import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from typing_extensions import ParamSpec
+
+from agl_slime.errors import RolloutError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
 
-class DaemonThreadPool(Executor):
-    """An executor of at most ``max_workers`` daemon threads, started as they are needed."""
+_IDLE_S = 30.0  # a thread without work ends after this long
 
-    def __init__(self, *, max_workers: int, name: str) -> None:
-        self._max_workers = max_workers
+
+class _Job:
+    __slots__ = ("call", "finished", "future", "loop", "name", "started")
+
+    def __init__(self, name: str, call: Callable[[], Any]) -> None:
+        self.name, self.call = name, call
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self.loop.create_future()
+        self.started: float | None = None
+        self.finished = False
+
+    def resolve(self, result: Any, error: BaseException | None) -> None:
+        if self.future.done():
+            return
+        if error is None:
+            self.future.set_result(result)
+        else:
+            self.future.set_exception(error)
+
+
+class ThreadPool:
+    """Runs calls in at most ``max_running`` daemon threads, started as they are needed.
+
+    A call whose caller was cancelled goes on until it returns: its thread is *abandoned*, no longer counts as one of
+    ``max_running``, and another takes its place.
+
+    Args:
+        max_abandoned: makes this a pool for users' code. With so many abandoned threads further calls are refused with
+            a ``RolloutError`` (reason ``threads_hung``) until one returns; the first one is warned about. What would
+            end more than its own rollout (``SystemExit``, ``KeyboardInterrupt``, ``StopIteration``) becomes a
+            ``RolloutError`` whose reason is the name of its class.
+    """
+
+    def __init__(self, *, name: str, max_running: int, max_abandoned: int | None = None) -> None:
         self._name = name
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._max_running = max_running
+        self._max_abandoned = max_abandoned
+        self._work: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._threads = 0
-        self._outstanding = 0
-        self._closed = False
+        self._threads = 0  # those that are not abandoned
+        self._outstanding = 0  # jobs that wait or run, and were not abandoned
+        self._abandoned: set[_Job] = set()
+        self._warned = False
+        if max_abandoned is not None:
+            _user_pools.add(self)
 
-    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        future: Future[T] = Future()
+    @property
+    def abandoned(self) -> int:
+        """Threads whose call has outlived its caller and has not returned yet."""
+        return len(self._abandoned)
+
+    async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """``fn(*args, **kwargs)`` in a thread that sees the caller's context variables."""
+        name = getattr(fn, "__qualname__", type(fn).__name__)
+        call: Callable[[], Any] = partial(contextvars.copy_context().run, fn, *args, **kwargs)
+        job = _Job(name, call if self._max_abandoned is None else partial(_contained, name, call))
         with self._lock:
-            if self._closed:
-                raise RuntimeError(f"the thread pool {self._name} is closed")
+            if self._max_abandoned is not None and len(self._abandoned) >= self._max_abandoned:
+                raise RolloutError(
+                    f"{name} was not called: {len(self._abandoned)} earlier calls hang in their threads, among them "
+                    f"{next(iter(self._abandoned)).name}; give what they wait for a time limit.",
+                    reason="threads_hung",
+                )
             self._outstanding += 1
-            if self._outstanding > self._threads and self._threads < self._max_workers:
-                self._threads += 1
-                threading.Thread(target=self._serve, name=f"{self._name}-{self._threads}", daemon=True).start()
-        self._work.put((future, partial(fn, *args, **kwargs)))
-        return future
+            self._start_thread_if_needed()
+        self._work.put(job)
+        try:
+            return await job.future
+        except asyncio.CancelledError:
+            self._abandon(job)
+            raise
 
-    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """Let idle threads end. Never waits: a thread that hangs cannot be stopped."""
+    def _start_thread_if_needed(self) -> None:
+        if self._outstanding > self._threads and self._threads < self._max_running:
+            self._threads += 1
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+
+    def _abandon(self, job: _Job) -> None:
         with self._lock:
-            if self._closed:
+            if job.finished or job.started is None:  # one that still waits for a thread is passed over there
                 return
-            self._closed = True
-            for _ in range(self._threads):
-                self._work.put(None)
+            self._abandoned.add(job)
+            self._outstanding -= 1
+            self._threads -= 1
+            self._start_thread_if_needed()
+            warned, self._warned = self._warned, True
+        if not warned and self._max_abandoned is not None:
+            logger.warning(
+                "%s has not returned after %.1f s when its rollout ended: its thread is abandoned (up to %d may be).",
+                job.name,
+                time.monotonic() - job.started,
+                self._max_abandoned,
+            )
 
     def _serve(self) -> None:
-        while (item := self._work.get()) is not None:
-            future, call = item
-            if future.set_running_or_notify_cancel():
+        while (job := self._next()) is not None:
+            result, error = None, None
+            if job.started is not None:
                 try:
-                    future.set_result(call())
-                except BaseException as error:  # belongs to whoever waits for the future
-                    future.set_exception(error)
-            del item, future, call
+                    result = job.call()
+                except BaseException as raised:  # belongs to whoever waits
+                    error = raised
             with self._lock:
-                self._outstanding -= 1
+                job.finished = True
+                replaced = job in self._abandoned
+                self._abandoned.discard(job)
+                self._outstanding -= not replaced
+            try:
+                job.loop.call_soon_threadsafe(job.resolve, result, error)
+            except RuntimeError:
+                logger.debug("%s has outlived the loop that waited for it.", job.name)
+            if replaced:
+                return
+            del job, result, error
+
+    def _next(self) -> _Job | None:
+        """The next job, started unless its caller is gone already; ``None`` when this thread is not needed any more."""
+        while True:
+            try:
+                job = self._work.get(timeout=_IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._outstanding < self._threads:
+                        self._threads -= 1
+                        return None
+                continue
+            with self._lock:
+                if not job.future.cancelled():
+                    job.started = time.monotonic()
+            return job
 
 
-# Enough for judges that wait on a network; the event loops stay free whatever happens here.
-_shared_pool = DaemonThreadPool(max_workers=64, name="agl-slime-worker")
+def _contained(name: str, call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which no future can hold
+            raise
+        raise RolloutError(f"{name} raised {error!r}.", reason=type(error).__name__) from error
+
+
+_user_pools: WeakSet[ThreadPool] = WeakSet()
+_ours = ThreadPool(name="agl-slime-worker", max_running=64)
+# Enough for judges that wait on a network; more wait their turn.
+_users = ThreadPool(name="agl-slime-user-code", max_running=64, max_abandoned=256)
 
 
 async def run_in_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """``fn(*args, **kwargs)`` in a daemon thread that sees the caller's context variables."""
-    context = contextvars.copy_context()
-    call = partial(context.run, fn, *args, **kwargs)
-    return await asyncio.wrap_future(_shared_pool.submit(call))
+    """This package's own blocking work: train steps, saving, starting and stopping, tokenizing. Never users' code."""
+    return await _ours.run(fn, *args, **kwargs)
+
+
+async def run_user_code(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Users' sync code: rewards, tools, schedulers, prompts. See ``ThreadPool`` for what it may raise."""
+    return await _users.run(fn, *args, **kwargs)
+
+
+async def call_user_code(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The result of a user's function or callable object: awaited here when it is async, else by ``run_user_code``."""
+    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
+        return await fn(*args, **kwargs)
+    result = await run_user_code(fn, *args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
+
+
+def abandoned_threads() -> int:
+    """Threads of users' code, in this process, that have outlived their rollouts; for metrics."""
+    return sum(pool.abandoned for pool in list(_user_pools))
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:

@@ -79,6 +79,14 @@ def log_prob_array(values: Sequence[float] | npt.NDArray[Any], *, name: str = "l
     return floats
 
 
+def common_prefix(a: TokenArray, b: TokenArray) -> int:
+    """Number of leading tokens that ``a`` and ``b`` share."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    place = int(differs.argmax()) if n else 0
+    return place if n and differs[place] else n
+
+
 def unpack_token_ids(text: str, *, name: str = "token ids") -> TokenArray:
     """The integers of ``pack_array(token_array(ids))``, read-only. ``TraceError`` when ``text`` is not such a string."""
     return _frozen(_unpack(text, name, np.dtype(np.int32)))

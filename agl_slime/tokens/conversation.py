@@ -26,8 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from agl_slime.errors import ConfigError
-from agl_slime.sglang.payloads import Generation
-from agl_slime.tokens.codec import TokenArray
+from agl_slime.sglang.generation import Generation
+from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.codec import TokenArray, common_prefix, token_array
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import WINDOW_FROM, Addition, ChatTemplate, Message, Rendering, same_but_for_blanks
 from agl_slime.tokens.tokenizer import ChatTokenizer
@@ -35,6 +36,13 @@ from agl_slime.tokens.tokenizer import ChatTokenizer
 logger = logging.getLogger(__name__)
 
 _explained: set[ForkReason] = set()
+
+# Tokenizing takes about a millisecond per this many characters; more of those are worth a thread.
+_LONG_TEXT_CHARS = 8_000
+
+
+class _LongText(Exception):
+    """A prompt takes longer to make than an event loop should wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,8 @@ class ChatContext:
     ``messages`` may be edited in any way between two prompts. A conversation that ends with an assistant message is
     continued: the next answer goes on with that message's text. ``forks`` counts the prompts that did not continue what
     was held, by reason; ``open_seams`` the places where tokens were added that might have merged with those before
-    them.
+    them. ``kept_tokens`` is how many tokens of what was held the last answered prompt began with, and ``fork`` why it
+    did not begin with all of them.
     """
 
     def __init__(
@@ -102,6 +111,9 @@ class ChatContext:
         self.messages: list[Message] = [dict(message) for message in messages]
         self.forks: Counter[ForkReason] = Counter()
         self.open_seams = 0
+        self.kept_tokens = 0
+        self._most_chars: int | None = None
+        self.fork: ForkReason | None = None
         self._tokens = TokenBuffer()
         self._turns: list[_Turn] = []
         self._seen: list[Message] = []  # the held messages as they were, to notice edits
@@ -118,12 +130,6 @@ class ChatContext:
         return sum(self.forks.values())
 
     @property
-    def unheld_chars(self) -> int:
-        """About how much text the next prompt has to tokenize."""
-        known = self._turns[-1].n_messages if self._turns else 0
-        return sum(len(str(message.get("content") or "")) for message in self.messages[known:])
-
-    @property
     def token_ids(self) -> TokenArray:
         """What is held: the last prompt and its answer. A read-only view."""
         return self._tokens.view(len(self._tokens))
@@ -138,6 +144,23 @@ class ChatContext:
         self._asked = plan, [dict(message) for message in self.messages]
         return [*self._tokens.head(plan.kept), *plan.added]
 
+    async def prompt(self) -> list[int]:
+        """``prompt_ids()``; made in a thread where much text has to be rendered or tokenized, as at most forks."""
+        known, self._most_chars = (self._windows, self._whole_at), _LONG_TEXT_CHARS
+        try:
+            return self.prompt_ids()
+        except _LongText:
+            self._most_chars = None
+            self._windows, self._whole_at = known  # nothing was found out: it begins again
+            return await run_in_thread(self.prompt_ids)
+        finally:
+            self._most_chars = None
+
+    def _expect(self, chars: int) -> None:
+        """Goes before work on so much text."""
+        if self._most_chars is not None and chars > self._most_chars:
+            raise _LongText
+
     def add_answer(self, prompt_ids: Sequence[int], generation: Generation) -> Message:
         """Append the answer that was sampled after ``prompt_ids``, which are those that ``prompt_ids()`` gave last."""
         plan, asked = self._asked or (None, [])
@@ -146,6 +169,7 @@ class ChatContext:
                 f"an answer belongs to the prompt that prompt_ids() gave last, of {plan and plan.length} tokens; got {len(prompt_ids)} tokens"
             )
         self._asked = None
+        self.kept_tokens, self.fork = self._against_held(plan, prompt_ids)
         self._turns = [turn for turn in self._turns if turn.end <= plan.kept]
         self._rendering, self._opening = plan.rendering, plan.opening
         if plan.rendering is not None:
@@ -156,8 +180,8 @@ class ChatContext:
         self._tokens.extend(plan.added)
         self._tokens.extend(generation.output_ids)
         self.open_seams += plan.open_seams
-        if plan.fork is not None:
-            self._count_fork(plan.fork)
+        if self.fork is not None:
+            self._count_fork(self.fork)
         continued = str(asked[-1].get("content") or "") if plan.continues else ""
         message: Message = {
             **(self.messages.pop() if plan.continues else {"role": "assistant"}),
@@ -175,6 +199,16 @@ class ChatContext:
         self._seen[at:] = [_copy_of(message) for message in seen[at:]]
         return message
 
+    def branch(self, messages: Sequence[Mapping[str, Any]]) -> ChatContext:
+        """Another conversation with what is held here: the next prompt keeps of it what stands in ``messages``."""
+        other = copy.copy(self)
+        other.messages = [dict(message) for message in messages]
+        other.forks, other.open_seams, other._asked = Counter(), 0, None
+        other._turns, other._seen, other._written = [*self._turns], [*self._seen], [*self._written]
+        other._tokens = TokenBuffer()
+        other._tokens.extend(self.token_ids)
+        return other
+
     def prompt_view(self, length: int) -> TokenArray:
         """The first ``length`` held ids as an array that stays as it is; prompts of one conversation share its memory."""
         return self._tokens.view(length)
@@ -190,6 +224,7 @@ class ChatContext:
             return self._first(continues=continues)
         last = self._turns[-1]
         same = self._unchanged()
+        self._expect(_chars(messages[last.n_messages - 1 if continues else last.n_messages :]))
         if continues and len(messages) == last.n_messages and same >= last.n_messages - 1:
             plan = self._continued(last)
             if plan is not None:
@@ -252,6 +287,7 @@ class ChatContext:
     def _forked(self, same: int, *, continues: bool, reason: ForkReason) -> _Plan:
         """A prompt that keeps the longest part of what is held that the template still renders in the same way, and
         renders the rest. ``same`` messages are as they were."""
+        self._expect(_chars(self.messages))
         base = self.messages[:-1] if continues else self.messages
         whole = self._template.render(base, opening=False)
         turns = [
@@ -283,6 +319,7 @@ class ChatContext:
 
     def _rendered(self, kept: _Place | None, *, continues: bool, fork: ForkReason | None) -> _Plan:
         """The conversation as the template renders it, after what is ``kept``."""
+        self._expect(_chars(self.messages))
         base = self.messages[:-1] if continues else self.messages
         rendered = self._template.render_prompt(base)
         skip = len(self._template.render(base[: kept.n_messages], opening=False)) if kept is not None else 0
@@ -326,6 +363,18 @@ class ChatContext:
         replaced = bool(now) and now[0].get("role") == lost[0].get("role") == "assistant"
         still_there = any(message.get("role") == "assistant" and message in now for message in lost)
         return ForkReason.EDITED_HISTORY if replaced or still_there else ForkReason.BRANCH
+
+    def _against_held(self, plan: _Plan, prompt_ids: Sequence[int]) -> tuple[int, ForkReason | None]:
+        """How many tokens of what is held the prompt begins with, and why those are not all."""
+        held = len(self._tokens)
+        if plan.fork is None:
+            return held, None
+        kept = common_prefix(self._tokens.view(held), token_array(prompt_ids))
+        if kept == held:
+            return held, None
+        nothing_sampled = kept <= self._turns[0].start and kept < len(prompt_ids)
+        new = plan.fork is ForkReason.BRANCH and nothing_sampled
+        return kept, ForkReason.NEW_CONTEXT if new else plan.fork
 
     def _count_fork(self, reason: ForkReason) -> None:
         self.forks[reason] += 1
@@ -424,6 +473,10 @@ class TokenBuffer:
         return view
 
 
+def _chars(messages: Sequence[Message]) -> int:
+    return sum(len(str(message.get("content") or "")) for message in messages)
+
+
 def _copy_of(message: Message) -> Message:
     """``message`` as it is now, whatever is done to it later; ``deepcopy`` of a few strings takes longer than a
     prompt's rendering is looked up."""
@@ -444,4 +497,5 @@ _MEANING = {
     "sampled is no prefix of the next prompt, and each such turn becomes a Sample of its own.",
     ForkReason.EDITED_HISTORY: "the agent changed messages that were part of an earlier prompt or answer.",
     ForkReason.BRANCH: "the agent went back to an earlier point of the conversation.",
+    ForkReason.NEW_CONTEXT: "the agent began another conversation.",
 }

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 GENERATE_SPAN: Final = "agl_slime.generate"
-"""Name of the span of one model call. Agent Lightning's
-``TracerTraceToTriplet(llm_call_match=r"agl_slime\\.generate")`` finds it (with the encoder's list form)."""
+"""Name of the span of one model call."""
 
 FORMAT_VERSION: Final = 1
 """Written as ``agl_slime.format``; a reader refuses a version that it does not know."""
@@ -37,6 +36,7 @@ STREAM: Final = "agl_slime.turn.stream"  # which encoder wrote the span: turn in
 TURN_INDEX: Final = "agl_slime.turn.index"
 PROMPT_BASE: Final = "agl_slime.prompt.base_turn"  # absent: nothing is taken from an earlier turn
 PROMPT_KEPT: Final = "agl_slime.prompt.kept_tokens"
+PROMPT_FORK: Final = "agl_slime.prompt.fork"  # why not all tokens of the base turn are kept; absent when they are
 PROMPT_IDS: Final = "agl_slime.prompt.ids"  # packed int32: the prompt after its kept tokens
 RESPONSE_IDS: Final = "agl_slime.response.ids"  # packed int32
 LOG_PROBS: Final = "agl_slime.response.log_probs"  # packed float32; absent when the engine gave none

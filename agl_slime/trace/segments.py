@@ -5,13 +5,13 @@ sampled. A turn whose prompt begins with all that a segment holds goes on in tha
 (observations, template) gets mask 0. Any other turn starts a segment of its own, whose whole prompt is context with
 mask 0: what was sampled in it earlier trains where it was sampled first.
 
-The held sequences are in a radix tree, so a turn costs one comparison of its prompt with the path it follows, not with
-every turn before it.
+Whoever made the prompts has said what each goes on from (``Turn.base_turn``). Turns that others recorded do not say it:
+their prompts are compared with all turns before them, and forks are told apart by tokens and text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from agl_slime.errors import TraceError
-from agl_slime.tokens.codec import LogProbArray, TokenArray
+from agl_slime.tokens.codec import LogProbArray, TokenArray, common_prefix
 from agl_slime.tokens.forks import ForkReason, contains, rendering_drift
-from agl_slime.trace.token_tree import Match, TokenTree
 from agl_slime.trace.turn import Turn
 
 if TYPE_CHECKING:
@@ -59,17 +58,14 @@ class Segment:
 
 @dataclass
 class _Open:
-    """A segment while turns are added to it; ``history`` also lists the sampled responses that its first prompt holds
-    as context."""
+    """A segment while turns are added to it."""
 
     fork_reason: ForkReason | None
-    history: list[Placement]
     placements: list[Placement] = field(default_factory=list)
     length: int = 0
 
     def add(self, placement: Placement) -> None:
         self.placements.append(placement)
-        self.history.append(placement)
         self.length = placement.end
 
     def close(self, turns: Sequence[Turn], untrained: Collection[int]) -> Segment | None:
@@ -99,9 +95,10 @@ def merge_turns(
     ``tokenizer`` is used to tell the reason of a fork, never to make tokens. The turns whose indices are ``untrained``
     are context only; a segment of such turns alone is left out. Raises ``TraceError`` when a turn has an empty prompt.
     """
-    tree = TokenTree()
+    known = _bases_by_links(turns)
     segments: list[_Open] = []
     placed: dict[int, tuple[_Open, Placement]] = {}  # turn -> where it is trained
+    search = _Search(turns, placed, tokenizer)
     for index, turn in enumerate(turns):
         if not len(turn.response_ids):
             continue
@@ -109,52 +106,99 @@ def merge_turns(
             raise TraceError(
                 f"turn {index} has an empty prompt; training needs at least one token before the first sampled one"
             )
-        match = tree.match(turn.prompt_ids)
-        segment = _continued(match, placed)
+        bases = search.bases(index) if known is None else known[index]
+        at_end = (placed[base] for base in bases if placed[base][0].length == placed[base][1].end)
+        segment, _ = next(at_end, (None, None))
         if segment is None:
-            reason = _fork_reason(turn.prompt_ids, match, turns, placed, tokenizer) if segments else None
-            segment = _Open(reason, history=[placed[owners[-1]][1] for _, owners in match.ends])
+            reason = None
+            if segments:
+                reason = search.fork_reason(index) if known is None else turn.fork or ForkReason.BRANCH
+            segment = _Open(reason)
             segments.append(segment)
         placement = Placement(index, len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.response_ids))
         segment.add(placement)
         placed[index] = (segment, placement)
-        if index + 1 < len(turns):
-            tree.insert(turn.token_ids, index)
     closed = (segment.close(turns, untrained) for segment in segments)
     return [segment for segment in closed if segment is not None]
 
 
-def _continued(match: Match, placed: dict[int, tuple[_Open, Placement]]) -> _Open | None:
-    """The segment whose whole content is the longest held turn that the prompt begins with."""
-    if match.ends:
-        length, owners = match.ends[-1]
-        for owner in reversed(owners):
-            segment = placed[owner][0]
-            if segment.length == length:
-                return segment
-    return None
+def _bases_by_links(turns: Sequence[Turn]) -> list[list[int]] | None:
+    """Of each turn, the nearest one that its prompt wholly begins with, as the turns themselves say (``base_turn``);
+    ``None`` when one does not say, or what it says is not so."""
+    bases: list[list[int]] = []
+    for index, turn in enumerate(turns):
+        at, kept = turn.base_turn, turn.kept_tokens
+        base = turns[at] if at is not None and at < index else None
+        if index and (base is None or not _begins_alike(turn, base, kept)):
+            return None
+        if base is not None and turn.fork is None and kept < _length(base):
+            return None
+        while base is not None and (kept < _length(base) or not len(base.response_ids)):
+            kept, at = min(kept, base.kept_tokens), base.base_turn
+            base = None if at is None else turns[at]
+        bases.append([] if base is None or at is None else [at])
+    return bases
 
 
-def _fork_reason(
-    prompt: TokenArray,
-    match: Match,
-    turns: Sequence[Turn],
-    placed: dict[int, tuple[_Open, Placement]],
-    tokenizer: ChatTokenizer | None,
-) -> ForkReason:
-    """Why ``prompt`` leaves what is held after ``match.length`` tokens; see ``ForkReason`` for the classes."""
-    if match.length == len(prompt):
-        return ForkReason.BRANCH
-    kept = match.ends[-1][0] if match.ends else 0  # so far the prompt holds whole turns as they were
-    rest = prompt[kept:]
-    # the sampled answers that the most recent conversation through this place holds after it
-    lost = [] if match.latest is None else [at for at in placed[match.latest][0].history if at.end > match.length]
-    if lost:
-        if tokenizer is not None:
-            drift = rendering_drift(turns[lost[0].turn].token_ids[kept:], rest, tokenizer)
-            if drift is not None:
-                return drift
-        replaced = kept <= lost[0].start <= match.length  # the prompt of that answer, then something else in its place
-        if replaced or any(contains(rest, turns[at.turn].response_ids) for at in lost):
-            return ForkReason.EDITED_HISTORY
-    return ForkReason.BRANCH if kept else ForkReason.NEW_CONTEXT
+def _length(turn: Turn) -> int:
+    return len(turn.prompt_ids) + len(turn.response_ids)
+
+
+def _begins_alike(turn: Turn, base: Turn, kept: int) -> bool:
+    n = len(base.prompt_ids)
+    same_prompt = np.array_equal(turn.prompt_ids[: min(n, kept)], base.prompt_ids[:kept])
+    return same_prompt and np.array_equal(turn.prompt_ids[n:kept], base.response_ids[: max(0, kept - n)])
+
+
+# -- turns that others recorded --------------------------------------------------------------------------------------
+
+
+class _Search:
+    """What the prompts of foreign spans go on from, found by their tokens, and why they do not go on."""
+
+    def __init__(
+        self,
+        turns: Sequence[Turn],
+        placed: Mapping[int, tuple[_Open, Placement]],
+        tokenizer: ChatTokenizer | None,
+    ) -> None:
+        self._turns = turns
+        self._placed = placed  # the turns to search, and their segments
+        self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes] = {}
+
+    def bases(self, index: int) -> list[int]:
+        """The longest turns that the prompt wholly begins with, the latest first."""
+        prompt = self._turns[index].prompt_ids.tobytes()
+        begun = [at for at in self._placed if prompt.startswith(self._tokens(at))]
+        longest = max((len(self._tokens(at)) for at in begun), default=0)
+        return [at for at in reversed(begun) if len(self._tokens(at)) == longest]
+
+    def fork_reason(self, index: int) -> ForkReason:
+        """See ``ForkReason`` for the classes."""
+        prompt = self._turns[index].prompt_ids
+        shared = {at: common_prefix(np.frombuffer(self._tokens(at), np.int32), prompt) for at in self._placed}
+        longest = max(shared.values())
+        if longest == len(prompt):
+            return ForkReason.BRANCH
+        kept = next((self._placed[base][1].end for base in self.bases(index)), 0)  # so far it holds whole turns
+        rest = prompt[kept:]
+        # the sampled answers that the most recent conversation through this place holds after it
+        latest = self._tokens(max(at for at in shared if shared[at] == longest))
+        held = (at for at in self._placed if latest.startswith(self._tokens(at)))
+        lost = sorted((self._placed[at][1] for at in held), key=lambda at: (at.end, -at.turn)) if longest else []
+        lost = [at for at in lost if at.end > longest]
+        if lost:
+            if self._tokenizer is not None:
+                drift = rendering_drift(self._turns[lost[0].turn].token_ids[kept:], rest, self._tokenizer)
+                if drift is not None:
+                    return drift
+            replaced = kept <= lost[0].start <= longest  # the prompt of that answer, then something else in its place
+            if replaced or any(contains(rest, self._turns[at.turn].response_ids) for at in lost):
+                return ForkReason.EDITED_HISTORY
+        return ForkReason.BRANCH if kept else ForkReason.NEW_CONTEXT
+
+    def _tokens(self, index: int) -> bytes:
+        if index not in self._bytes:
+            self._bytes[index] = self._turns[index].token_ids.tobytes()
+        return self._bytes[index]

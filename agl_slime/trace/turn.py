@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from agl_slime.errors import TraceError
-from agl_slime.sglang.payloads import WeightSpan
+from agl_slime.sglang.generation import WeightSpan
 from agl_slime.tokens.codec import (
     LogProbArray,
     TokenArray,
@@ -31,11 +31,11 @@ from agl_slime.tokens.codec import (
     unpack_log_probs,
     unpack_token_ids,
 )
+from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace import attributes as names
-from agl_slime.trace.token_tree import TokenTree
 
 if TYPE_CHECKING:
-    from agl_slime.sglang.payloads import Generation
+    from agl_slime.sglang.generation import Generation
 
 TokenSource = Literal["engine", "retokenized"]
 Messages = tuple[Mapping[str, Any], ...]
@@ -53,6 +53,10 @@ class Turn:
     ``messages`` are the chat messages of the request and ``text`` the engine's answer: for reading, never for training.
     ``latency_s`` is the time the call took in seconds.
 
+    Who made the prompt knows what it goes on from: the first ``kept_tokens`` tokens of turn number ``base_turn`` of the
+    rollout, prompt and response, and why those are not all of them (``fork``). A turn of which nobody said so has
+    ``None``, 0 and ``None``.
+
     Raises ``TraceError`` when ids are not non-negative int32, log-probs are not finite, or the lengths do not fit.
     """
 
@@ -68,6 +72,9 @@ class Turn:
     latency_s: float
     resumed: int
     token_source: TokenSource
+    base_turn: int | None
+    kept_tokens: int
+    fork: ForkReason | None
 
     def __init__(
         self,
@@ -84,6 +91,9 @@ class Turn:
         latency_s: float = 0.0,
         resumed: int = 0,
         token_source: TokenSource = "engine",
+        base_turn: int | None = None,
+        kept_tokens: int = 0,
+        fork: ForkReason | None = None,
     ) -> None:
         prompt = token_array(prompt_ids, name="prompt_ids")
         response = token_array(response_ids, name="response_ids")
@@ -103,6 +113,10 @@ class Turn:
                 )
         if token_source not in _TOKEN_SOURCES:
             raise TraceError(f"token_source must be one of {', '.join(_TOKEN_SOURCES)}, got {token_source!r}")
+        if not 0 <= kept_tokens <= len(prompt) or (base_turn is None and kept_tokens):
+            raise TraceError(
+                f"kept_tokens must lie between 0 and {len(prompt)} and be 0 without base_turn, got {kept_tokens}"
+            )
         self.__dict__.update(  # frozen: not by assignment
             prompt_ids=prompt,
             response_ids=response,
@@ -116,6 +130,9 @@ class Turn:
             latency_s=latency_s,
             resumed=resumed,
             token_source=token_source,
+            base_turn=base_turn,
+            kept_tokens=kept_tokens,
+            fork=fork,
         )
 
     @classmethod
@@ -125,6 +142,9 @@ class Turn:
         generation: Generation,
         *,
         messages: Iterable[Mapping[str, Any]] | None = None,
+        base_turn: int | None = None,
+        kept_tokens: int = 0,
+        fork: ForkReason | None = None,
     ) -> Turn:
         """The turn of a ``/generate`` call that was sent ``prompt_ids``."""
         return cls(
@@ -139,6 +159,9 @@ class Turn:
             messages=messages,
             latency_s=generation.latency_s,
             resumed=generation.resumed,
+            base_turn=base_turn,
+            kept_tokens=kept_tokens,
+            fork=fork,
         )
 
     @property
@@ -170,34 +193,29 @@ _to_json = json.JSONEncoder(ensure_ascii=False, default=str).encode
 
 
 class TurnEncoder:
-    """Turns of one rollout to span attributes, each stored as the difference to what was sent before.
+    """Turns of one rollout to span attributes, each stored as the difference to the turn that it goes on from.
 
-    One encoder per rollout attempt. Thread-safe: concurrent branches of an agent may share it. Its memory is linear in
-    the distinct tokens of the rollout. ``list_form`` adds the lists that Agent Lightning's own adapters read (whole
-    prompts: quadratic in the number of turns, so only where they are needed).
+    One encoder per rollout attempt. Thread-safe: concurrent branches of an agent may share it.
     """
 
-    def __init__(self, *, model: str | None = None, list_form: bool = False) -> None:
+    def __init__(self, *, model: str | None = None) -> None:
         self._model = model
-        self._list_form = list_form
         self._stream = f"{next(_streams) & 0xFFFFFFFF:08x}"
         self._lock = threading.Lock()
-        self._tree = TokenTree()
         self._messages: list[tuple[str, ...]] = []  # per turn, as JSON: the agent may change its dicts later
         self._shared_json: dict[str, str] = {}
 
     def encode(self, turn: Turn) -> dict[str, Any]:
-        """The attributes of the span of ``turn``: strings, numbers and (in the list form) lists. Every encoded turn
-        must reach the store, or later ones cannot be read."""
-        tokens = turn.token_ids
+        """The attributes of the span of ``turn``: strings and numbers. Every encoded turn must reach the store,
+        or later ones cannot be read. ``turn.base_turn`` counts the turns that were encoded before."""
         with self._lock:
             index = len(self._messages)
-            match = self._tree.match(turn.prompt_ids)
-            self._tree.insert(tokens, index)
+            if turn.base_turn is not None and not 0 <= turn.base_turn < index:
+                raise TraceError(f"turn {index} goes on from turn {turn.base_turn}, which was not encoded before")
             messages = tuple(
                 self._shared_json.setdefault(text, text) for text in map(_message_json, turn.messages or ())
             )
-            base_messages = () if match.first is None else self._messages[match.first]
+            base_messages = () if turn.base_turn is None else self._messages[turn.base_turn]
             self._messages.append(messages)
 
         attributes: dict[str, Any] = {
@@ -206,7 +224,7 @@ class TurnEncoder:
             names.PROVIDER_NAME: "sglang",
             names.STREAM: self._stream,
             names.TURN_INDEX: index,
-            names.PROMPT_IDS: pack_array(turn.prompt_ids[match.length :]),
+            names.PROMPT_IDS: pack_array(turn.prompt_ids[turn.kept_tokens :]),
             names.RESPONSE_IDS: pack_array(turn.response_ids),
             names.CHECKSUM: _checksum(turn.prompt_ids, turn.response_ids, turn.log_probs),
             names.USAGE_INPUT_TOKENS: len(turn.prompt_ids),
@@ -217,9 +235,11 @@ class TurnEncoder:
             names.LATENCY_S: float(turn.latency_s),
             names.TOKEN_SOURCE: turn.token_source,
         }
-        if match.first is not None:
-            attributes[names.PROMPT_BASE] = match.first
-            attributes[names.PROMPT_KEPT] = match.length
+        if turn.base_turn is not None:
+            attributes[names.PROMPT_BASE] = turn.base_turn
+            attributes[names.PROMPT_KEPT] = turn.kept_tokens
+        if turn.fork is not None:
+            attributes[names.PROMPT_FORK] = turn.fork.value
         if turn.log_probs is not None:
             attributes[names.LOG_PROBS] = pack_array(turn.log_probs)
         if turn.weight_versions:
@@ -239,19 +259,7 @@ class TurnEncoder:
             attributes[names.RESUMED] = turn.resumed
         if self._model is not None:
             attributes[names.REQUEST_MODEL] = self._model
-        if self._list_form:
-            attributes[names.LIST_PROMPT_IDS] = turn.prompt_ids.tolist()
-            attributes[names.LIST_RESPONSE_IDS] = turn.response_ids.tolist()
-            if turn.log_probs is not None:
-                attributes[names.LIST_LOG_PROBS] = json.dumps(
-                    [{"token": f"token_id:{i}", "logprob": p} for i, p in _pairs(turn)]
-                )
         return attributes
-
-
-def _pairs(turn: Turn) -> Iterable[tuple[int, float]]:
-    assert turn.log_probs is not None
-    return zip(turn.response_ids.tolist(), turn.log_probs.tolist(), strict=True)
 
 
 def _message_json(message: Mapping[str, Any]) -> str:
@@ -306,8 +314,8 @@ def decode_turns(spans: Iterable[HasAttributes]) -> list[Turn]:
     """
     packed = [span.attributes for span in spans if is_packed(span.attributes)]
     streams: dict[str, dict[int, Mapping[str, Any]]] = {}
-    places: list[str] = []
-    for attributes in packed:
+    places: dict[str, list[int]] = {}  # of each stream, where its turns stand among all
+    for place, attributes in enumerate(packed):
         if attributes[names.FORMAT] != names.FORMAT_VERSION:
             raise TraceError(
                 f"span format {attributes[names.FORMAT]!r} is unknown; this version of agl-slime reads format {names.FORMAT_VERSION}"
@@ -317,27 +325,32 @@ def decode_turns(spans: Iterable[HasAttributes]) -> list[Turn]:
         if index in turns:
             raise TraceError(f"turn {index} of encoder {stream} is there twice")
         turns[index] = attributes
-        places.append(stream)
-    decoded = {stream: iter(_decode_stream(stream, turns)) for stream, turns in streams.items()}
-    return [next(decoded[stream]) for stream in places]
+        places.setdefault(stream, []).append(place)
+    decoded = {
+        place: turn
+        for stream, turns in streams.items()
+        for place, turn in zip(places[stream], _decode_stream(stream, turns, places[stream]), strict=True)
+    }
+    return [decoded[place] for place in range(len(packed))]
 
 
-def _decode_stream(stream: str, by_index: Mapping[int, Mapping[str, Any]]) -> list[Turn]:
+def _decode_stream(stream: str, by_index: Mapping[int, Mapping[str, Any]], places: Sequence[int]) -> list[Turn]:
     turns: list[Turn] = []
     for index in range(len(by_index)):
         attributes = by_index.get(index)
         if attributes is None:
             raise TraceError(f"turn {index} of encoder {stream} is missing, although turn {max(by_index)} is there")
         try:
-            turns.append(_decode_turn(attributes, turns))
+            turns.append(_decode_turn(attributes, turns, places))
         except TraceError as error:
             raise TraceError(f"turn {index} of encoder {stream} cannot be read: {error}") from error
     return turns
 
 
-def _decode_turn(attributes: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
+def _decode_turn(attributes: Mapping[str, Any], earlier: Sequence[Turn], places: Sequence[int]) -> Turn:
     prompt = unpack_token_ids(_string(attributes, names.PROMPT_IDS), name="prompt ids")
     base: Turn | None = None
+    base_turn, kept = None, 0
     if names.PROMPT_BASE in attributes:
         at, kept = _integer(attributes, names.PROMPT_BASE), _integer(attributes, names.PROMPT_KEPT)
         if not 0 <= at < len(earlier):
@@ -346,6 +359,7 @@ def _decode_turn(attributes: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn
         held = base.token_ids
         if not 0 <= kept <= len(held):
             raise TraceError(f"it keeps {kept} tokens of turn {at}, which has {len(held)}")
+        base_turn = places[at]
         prompt = np.concatenate((held[:kept], prompt))
         prompt.flags.writeable = False
     response = unpack_token_ids(_string(attributes, names.RESPONSE_IDS), name="response ids")
@@ -372,7 +386,17 @@ def _decode_turn(attributes: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn
         latency_s=float(attributes.get(names.LATENCY_S, 0.0)),
         resumed=int(attributes.get(names.RESUMED, 0)),
         token_source=source,  # type: ignore[arg-type]  # Turn refuses other values
+        base_turn=base_turn,
+        kept_tokens=kept,
+        fork=_fork(attributes),
     )
+
+
+def _fork(attributes: Mapping[str, Any]) -> ForkReason | None:
+    try:
+        return ForkReason(attributes[names.PROMPT_FORK]) if names.PROMPT_FORK in attributes else None
+    except ValueError as error:
+        raise TraceError(f"{names.PROMPT_FORK}: {error}") from error
 
 
 def _decode_messages(attributes: Mapping[str, Any], base: Turn | None) -> Messages | None:

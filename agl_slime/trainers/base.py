@@ -35,6 +35,3 @@ class Trainer(Protocol):
     def load(self, directory: str | PathLike[str]) -> None:
         """Go on from what :meth:`save` wrote."""
         ...
-
-
-__all__ = ["TrainData", "Trainer"]

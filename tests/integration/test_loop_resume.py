@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
-from agl_slime.errors import ConfigError, LoopError
+from agl_slime.errors import ConfigError, LoopError, TrainerError
 from agl_slime.groups.ledger_disk import PersistentLedger
 from agl_slime.groups.results import Outcome
-from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, latest_checkpoint
+from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.online import LoopSettings, LoopState, OnlineRLLoop
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.store.bridge import BridgeStore
@@ -49,7 +49,10 @@ class MemoryTrainer:
         (Path(directory) / "learned.json").write_text(json.dumps(self.learned))
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        self.learned = json.loads((Path(directory) / "learned.json").read_text())
+        try:
+            self.learned = json.loads((Path(directory) / "learned.json").read_text())
+        except (OSError, ValueError) as error:
+            raise TrainerError(f"{directory} cannot be read: {error}") from error
 
 
 class Life:
@@ -64,9 +67,9 @@ class Life:
             settings=DataSourceSettings(get_timeout_s=20),
             ledger=self.ledger,
         )
-        self.checkpoint: Checkpoint | None = latest_checkpoint(directory / "checkpoints")
+        found = read_checkpoints(directory / "checkpoints")
+        self.checkpoint: Checkpoint | None = load_newest(found, self.trainer) if found else None
         if self.checkpoint is not None:
-            self.trainer.load(self.checkpoint.trainer)
             self.checkpoint.rewind(self.ledger)
             self.source.restore(self.checkpoint.data_source)
         self.writer = CheckpointWriter(
@@ -208,13 +211,11 @@ def test_only_the_newest_checkpoints_are_kept_and_half_a_one_is_none(tmp_path: P
     ledger = PersistentLedger(path=tmp_path / "ledger.sqlite")
     with AGLDataSource(store=BridgeStore(), ledger=ledger) as source:
         writer = CheckpointWriter(directory=tmp_path / "c", trainer=MemoryTrainer(), source=source, ledger=ledger)
-        assert latest_checkpoint(tmp_path / "c") is None
+        assert read_checkpoints(tmp_path / "c") == []
         for iteration in (0, 9, 10, 100):
             writer.save(LoopState(iteration=iteration))
         assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step_000010", "step_000100"]
-        newest = latest_checkpoint(tmp_path / "c")
-        assert newest is not None
-        assert newest.loop == LoopState(iteration=100)
+        assert [found.loop.iteration for found in read_checkpoints(tmp_path / "c")] == [100, 10]
 
         class Broken(MemoryTrainer):
             def save(self, directory: str | os.PathLike[str]) -> None:
@@ -225,7 +226,60 @@ def test_only_the_newest_checkpoints_are_kept_and_half_a_one_is_none(tmp_path: P
         with pytest.raises(OSError, match="no space left"):
             broken.save(LoopState(iteration=101))
         assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step_000010", "step_000100"]
-        (tmp_path / "c" / "step_000100" / "loop.json").write_text("{")
-        with pytest.raises(ConfigError, match=r"loop\.json is not part of a checkpoint"):
-            latest_checkpoint(tmp_path / "c")
+        writer.save(LoopState(iteration=11))  # the run went on from 10: what is later is of no use
+        assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step_000010", "step_000011"]
+    ledger.shut()
+
+
+@pytest.mark.parametrize("damaged", ["loop.json", "data_source.json", "trainer/learned.json"])
+async def test_a_damaged_checkpoint_is_passed_over_for_the_older_one(
+    tmp_path: Path, damaged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    # fault 10
+    with hello_engine() as engine:
+        first = Life(tmp_path, engine.url, num_iterations=4, save_interval=1)
+        await first.loop.run_async()
+        first.end()
+        newest = tmp_path / "checkpoints" / "step_000004"
+        content = (newest / damaged).read_bytes()
+        (newest / damaged).write_bytes(content[: len(content) // 2])
+        second = Life(tmp_path, engine.url, num_iterations=5, save_interval=1)
+        try:
+            assert second.checkpoint is not None
+            assert second.checkpoint.loop.iteration == 3
+            assert "step_000004" in caplog.text
+            await second.loop.run_async()
+            assert sorted(map(int, second.trainer.learned)) == [*range(10)]
+            assert second.ledger.counts().closed[Outcome.TRAINED] == 20
+            assert [found.loop.iteration for found in read_checkpoints(tmp_path / "checkpoints")] == [5, 4]
+        finally:
+            second.end()
+
+
+async def test_when_every_checkpoint_is_damaged_the_newest_is_named(tmp_path: Path) -> None:
+    with hello_engine() as engine:
+        first = Life(tmp_path, engine.url, num_iterations=1, save_interval=1)
+        await first.loop.run_async()
+        first.end()
+    for name in ("step_000000", "step_000001"):
+        (tmp_path / "checkpoints" / name / "trainer" / "learned.json").unlink()
+    with pytest.raises(TrainerError, match="step_000001"):
+        load_newest(read_checkpoints(tmp_path / "checkpoints"), MemoryTrainer())
+    for name in ("step_000000", "step_000001"):
+        (tmp_path / "checkpoints" / name / "loop.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"loop\.json"):
+        read_checkpoints(tmp_path / "checkpoints")
+
+
+def test_a_checkpoint_is_written_through_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # fault 10
+    flushed: set[str] = set()
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: flushed.add(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+    )
+    ledger = PersistentLedger(path=tmp_path / "ledger.sqlite")
+    with AGLDataSource(store=BridgeStore(), ledger=ledger) as source:
+        writer = CheckpointWriter(directory=tmp_path / "c", trainer=MemoryTrainer(), source=source, ledger=ledger)
+        writer.save(LoopState(iteration=1))
+    assert {"loop.json", "data_source.json", "learned.json", "trainer", "c"} <= flushed
     ledger.shut()

@@ -33,9 +33,9 @@ async def test_a_rollout_comes_back_exactly_over_http():
             text="\ud800 é",
             messages=[{"role": "user", "content": "\ud800é"}],
         ),
-        Turn(prompt_ids=[1, 2, 3, 150_000, 4], response_ids=[5], log_probs=[-17.25]),
+        Turn(prompt_ids=[1, 2, 3, 150_000, 4], response_ids=[5], log_probs=[-17.25], base_turn=0, kept_tokens=4),
     )
-    encoder = TurnEncoder(model="m", list_form=True)
+    encoder = TurnEncoder(model="m")
     reward = emit_reward({"correct": 1.0, "format": 0.5}, primary_key="correct", propagate=False)
     server = LightningStoreServer(InMemoryLightningStore(thread_safe=True), "127.0.0.1", free_port())
     await server.start()

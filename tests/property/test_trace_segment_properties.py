@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.turn import Turn
+from tests.conversations import linked
 from tests.property.trace_strategies import conversations
 from tests.trace_tokenizers import small_tokenizer
 
@@ -41,10 +42,11 @@ def test_what_is_under_the_mask_is_the_engines_record_at_the_place_where_it_was_
         assert segment.loss_mask[-1] == 1
 
 
-@given(conversations(min_response=1))
-def test_a_turn_that_extends_the_end_of_a_segment_never_forks(turns: list[Turn]):
+@given(conversations(min_response=1, links=False), st.booleans())
+def test_a_turn_that_extends_the_end_of_a_segment_never_forks(turns: list[Turn], says_so: bool):
     """Against the rule written as a search: a new segment starts only when no segment's whole content begins the
     prompt."""
+    turns = linked(turns) if says_so else turns
     segments = merge_turns(turns)
     for segment in segments:
         index = segment.placements[0].turn

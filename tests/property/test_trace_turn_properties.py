@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime.errors import TraceError
 from agl_slime.trace import attributes as names
-from agl_slime.trace.token_tree import TokenTree, common_prefix
 from agl_slime.trace.turn import Turn, TurnEncoder, decode_turns
+from tests.conversations import replaced
 from tests.property.trace_strategies import conversations
 
 
@@ -22,17 +21,14 @@ def encode(turns: list[Turn], **options: object) -> list[SimpleNamespace]:
     return [SimpleNamespace(attributes=encoder.encode(turn)) for turn in turns]
 
 
-@given(conversations(), st.booleans())
-def test_any_tree_of_turns_is_read_back_equal(turns: list[Turn], list_form: bool):
-    assert decode_turns(encode(turns, model="m", list_form=list_form)) == turns
+@given(conversations())
+def test_any_tree_of_turns_is_read_back_equal(turns: list[Turn]):
+    assert decode_turns(encode(turns, model="m")) == turns
 
 
-@given(conversations(), st.booleans())
-def test_attributes_survive_a_store_that_speaks_json(turns: list[Turn], list_form: bool):
-    spans = [
-        SimpleNamespace(attributes=json.loads(json.dumps(span.attributes)))
-        for span in encode(turns, list_form=list_form)
-    ]
+@given(conversations())
+def test_attributes_survive_a_store_that_speaks_json(turns: list[Turn]):
+    spans = [SimpleNamespace(attributes=json.loads(json.dumps(span.attributes))) for span in encode(turns)]
     assert decode_turns(spans) == turns
 
 
@@ -45,14 +41,20 @@ def test_the_order_of_the_spans_of_one_encoder_does_not_matter(turns: list[Turn]
 
 @given(conversations(max_turns=4), conversations(max_turns=4), st.data())
 def test_encoders_interleave(first: list[Turn], second: list[Turn], data: st.DataObject):
-    a, b = (
-        [(span, turn) for span, turn in zip(encode(first), first, strict=True)],
-        list(zip(encode(second), second, strict=True)),
-    )
-    merged = []
-    while a or b:
-        merged.append((a if a and (not b or data.draw(st.booleans())) else b).pop(0))
-    assert decode_turns([span for span, _ in merged]) == [turn for _, turn in merged]
+    spans = {0: encode(first), 1: encode(second)}
+    order = data.draw(st.permutations([0] * len(first) + [1] * len(second)))
+    places: dict[int, list[int]] = {0: [], 1: []}
+    for place, stream in enumerate(order):
+        places[stream].append(place)
+    read = decode_turns([spans[stream][places[stream].index(place)] for place, stream in enumerate(order)])
+    for stream, turns in ((0, first), (1, second)):
+        written = [read[place] for place in places[stream]]
+        # the number of the turn that one goes on from counts all that were read
+        numbered = [None if turn.base_turn is None else places[stream][turn.base_turn] for turn in turns]
+        assert [turn.base_turn for turn in written] == numbered
+        assert [replaced(turn, base_turn=None, kept_tokens=0) for turn in written] == [
+            replaced(turn, base_turn=None, kept_tokens=0) for turn in turns
+        ]
 
 
 @given(conversations(max_turns=5).filter(lambda turns: len(turns) > 1), st.data())
@@ -80,26 +82,3 @@ def test_another_token_or_log_prob_is_noticed(turns: list[Turn], data: st.DataOb
     span.attributes[key] = text[:at] + ("A" if text[at] != "A" else "B") + text[at + 1 :]
     with pytest.raises(TraceError):
         decode_turns(spans)
-
-
-@settings(max_examples=500)  # owners are told wrongly only where an edge is split more than once
-@given(
-    st.lists(st.lists(st.integers(0, 1), max_size=8), min_size=3, max_size=10), st.lists(st.integers(0, 1), max_size=8)
-)
-def test_the_tree_finds_what_a_search_of_all_sequences_finds(sequences: list[list[int]], wanted: list[int]):
-    tree = TokenTree()
-    arrays = [np.array(s, dtype=np.int32) for s in sequences]
-    for owner, ids in enumerate(arrays):
-        tree.insert(ids, owner)
-    ids = np.array(wanted, dtype=np.int32)
-    match = tree.match(ids)
-    shared = [common_prefix(held, ids) for held in arrays]
-    assert match.length == max(shared, default=0)
-    if match.length:
-        assert match.first == shared.index(match.length)
-        assert match.latest == len(shared) - 1 - shared[::-1].index(match.length)
-    ending = {
-        length: tuple(i for i, s in enumerate(sequences) if len(s) == length and s == wanted[:length])
-        for length in range(1, len(wanted) + 1)
-    }
-    assert match.ends == tuple((length, owners) for length, owners in ending.items() if owners)

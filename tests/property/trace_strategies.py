@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from agl_slime.sglang.payloads import WeightSpan
+from agl_slime.sglang.generation import WeightSpan
+from agl_slime.tokens.codec import common_prefix
+from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace.turn import Turn
 
 # A small vocabulary makes chance overlaps (equal responses, equal observations) common; real ids appear as well.
@@ -36,11 +39,30 @@ def _messages(draw: st.DrawFn, earlier: list[Turn]) -> list[dict[str, str]] | No
     return held[: draw(st.integers(0, len(held)))] + new
 
 
+def _link(draw: st.DrawFn, turns: list[Turn], prompt: list[int]) -> dict[str, Any]:
+    at = draw(st.integers(0, len(turns) - 1))
+    held = turns[at].token_ids
+    kept = common_prefix(held, np.array(prompt, dtype=np.int32))
+    if not draw(st.integers(0, 3)):
+        kept = draw(st.integers(0, kept))
+    fork = None if kept == len(held) else draw(st.sampled_from(ForkReason))
+    return {"base_turn": at, "kept_tokens": kept, "fork": fork}
+
+
 @st.composite
-def conversations(draw: st.DrawFn, *, max_turns: int = 7, min_response: int = 0, log_probs: bool = True) -> list[Turn]:
+def conversations(
+    draw: st.DrawFn,
+    *,
+    max_turns: int = 7,
+    min_response: int = 0,
+    log_probs: bool = True,
+    links: bool | None = None,
+) -> list[Turn]:
     """Turns of one rollout: the prompt of each extends an earlier turn's end, samples an earlier prompt again, edits or
-    cuts an earlier history, or is new."""
+    cuts an earlier history, or is new. With ``links`` each says what it goes on from, or less than that; as foreign
+    spans do not."""
     turns: list[Turn] = []
+    linked = draw(st.booleans()) if links is None else links
     for index in range(draw(st.integers(1, max_turns))):
         new = draw(st.lists(token, min_size=0, max_size=6))
         kind = draw(st.sampled_from(["extend", "extend", "extend", "again", "cut", "edit", "new"])) if turns else "new"
@@ -71,6 +93,7 @@ def conversations(draw: st.DrawFn, *, max_turns: int = 7, min_response: int = 0,
                 messages=draw(_messages(turns)),
                 latency_s=draw(st.floats(0, 10)),
                 resumed=resumed,
+                **(_link(draw, turns, prompt) if linked and turns else {}),
             )
         )
     return turns

@@ -40,7 +40,7 @@ def require_slime(*modules: str) -> Path:
     root = slime_dir()
     if root is None:
         pytest.skip(
-            "slime is not here: set SLIME_DIR to a checkout of it (scripts/slime_cpu.sh makes an environment that can run it)"
+            "slime is not here: set SLIME_DIR to a checkout of it (scripts/slime_cpu.sh makes an environment for it)"
         )
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
@@ -82,7 +82,7 @@ def environment(root: Path) -> dict[str, str]:
 
 
 def run_program(root: Path, name: str, *arguments: str | Path, timeout_s: float) -> dict[str, Any]:
-    """Run ``programs/NAME.py`` and return what it printed as its result; its whole output is in the failure otherwise."""
+    """Run ``programs/NAME.py`` and return what it printed as its result; else its whole output is in the failure."""
     command = [sys.executable, "-m", f"tests.slime.programs.{name}", *map(str, arguments)]
     process = subprocess.Popen(
         command,

@@ -1,4 +1,4 @@
-"""Through a real sglang-router with two workers: affinity, weight sync, and a worker that dies in the middle of a run."""
+"""Through a real sglang-router with two workers: affinity, weight sync, and a worker that dies in mid-run."""
 
 from __future__ import annotations
 

@@ -75,12 +75,12 @@ def test_a_reward_that_is_not_finite_is_refused(bad: float):
 
 
 def test_siblings_with_different_rewards_are_refused():
-    with pytest.raises(RewardError, match=r"rollout 3 carry different rewards, 1\.0 and 0\.0"):
+    with pytest.raises(RewardError, match=r"rollout 3 .* 1\.0 and 0\.0"):
         normalize_rewards([1.0, 0.0], group_indices=[0, 0], rollout_ids=[3, 3])
 
 
 def test_siblings_in_different_groups_are_refused():
-    with pytest.raises(RewardError, match="rollout 3 are in different groups, 0 and 1"):
+    with pytest.raises(RewardError, match="different groups, 0 and 1"):
         normalize_rewards([1.0, 1.0], group_indices=[0, 1], rollout_ids=[3, 3])
 
 

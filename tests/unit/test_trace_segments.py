@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from agl_slime.errors import TraceError
@@ -10,8 +12,8 @@ from agl_slime.trace.segments import Segment, merge_turns
 from agl_slime.trace.turn import Turn
 
 
-def turn(prompt_ids: list[int], response_ids: list[int]) -> Turn:
-    return Turn(prompt_ids=prompt_ids, response_ids=response_ids, log_probs=[-0.5] * len(response_ids))
+def turn(prompt_ids: list[int], response_ids: list[int], **fields: Any) -> Turn:
+    return Turn(prompt_ids=prompt_ids, response_ids=response_ids, log_probs=[-0.5] * len(response_ids), **fields)
 
 
 def turns_in(segments: list[Segment]) -> list[list[int]]:
@@ -97,3 +99,51 @@ def test_an_empty_prompt_is_refused():
 
 def test_turns_that_sampled_nothing_contribute_nothing():
     assert turns_in(merge_turns([turn([1], []), turn([], []), turn([1], [2])])) == [[2]]
+
+
+# -- turns that say what they go on from -----------------------------------------------------------------------------
+
+
+def test_a_turn_is_placed_by_what_it_says_of_itself():
+    """By its tokens the third turn would be an edit; the conversation knew that its template did it."""
+    turns = [
+        turn([1], [10, 11]),
+        turn([1, 10, 11, 50], [20], base_turn=0, kept_tokens=3),
+        turn([1, 10, 60], [30], base_turn=1, kept_tokens=2, fork=ForkReason.TEMPLATE),
+    ]
+    segments = merge_turns(turns)
+    assert turns_in(segments) == [[0, 1], [2]]
+    assert segments[1].fork_reason == ForkReason.TEMPLATE
+
+
+def test_the_second_turn_that_extends_another_is_a_branch():
+    turns = [turn([1], [2]), *(turn([1, 2, n], [3], base_turn=0, kept_tokens=2) for n in (8, 9))]
+    segments = merge_turns(turns)
+    assert (turns_in(segments), segments[1].fork_reason) == ([[0, 1], [2]], ForkReason.BRANCH)
+
+
+def test_a_turn_that_goes_on_from_one_that_sampled_nothing_goes_on_from_what_that_extends():
+    turns = [
+        turn([1], [2]),
+        turn([1, 2, 9, 9], [], base_turn=0, kept_tokens=2),
+        turn([1, 2, 9, 8], [3], base_turn=1, kept_tokens=3, fork=ForkReason.BRANCH),
+    ]
+    assert turns_in(merge_turns(turns)) == [[0, 2]]
+
+
+def test_what_a_turn_says_wrongly_is_found_by_its_tokens():
+    """A trajectory of which the first turns were taken out: the numbers mean other turns now."""
+    turns = [
+        turn([1], [2]),
+        turn([5], [6], base_turn=0, kept_tokens=1),
+        turn([5, 6, 7], [8], base_turn=1, kept_tokens=2),
+    ]
+    assert turns_in(merge_turns(turns)) == [[0], [1, 2]]
+    assert turns_in(merge_turns(turns[1:])) == [[0, 1]]
+    assert turns_in(
+        merge_turns([turns[0], turn([9], [9]), turns[2], turn([1, 2, 3], [4], base_turn=7, kept_tokens=2)])
+    ) == [
+        [0, 3],
+        [1],
+        [2],
+    ]

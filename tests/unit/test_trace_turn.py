@@ -11,9 +11,12 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from agl_slime.errors import TraceError
-from agl_slime.sglang.payloads import Generation, WeightSpan
+from agl_slime.sglang.generation import Generation, WeightSpan
+from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace import attributes as names
+from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.turn import Turn, TurnEncoder, decode_turns
+from tests.conversations import linked
 
 
 def turn(prompt_ids: Any, response_ids: Any = (7,), **fields: Any) -> Turn:
@@ -95,7 +98,7 @@ def test_attributes_carry_opentelemetrys_names():
 
 
 def test_opentelemetry_accepts_every_attribute(caplog: pytest.LogCaptureFixture):
-    attributes = TurnEncoder(model="m", list_form=True).encode(
+    attributes = TurnEncoder(model="m").encode(
         turn([1, 2], [3, 4], messages=[{"role": "user", "content": "\ud800"}], text="\ud800")
     )
     span = TracerProvider().get_tracer("t").start_span(names.GENERATE_SPAN, attributes=attributes)
@@ -106,29 +109,11 @@ def test_opentelemetry_accepts_every_attribute(caplog: pytest.LogCaptureFixture)
     assert decode_turns([SimpleNamespace(attributes=kept)])[0].text == "\ud800"
 
 
-def test_the_list_form_is_read_by_agent_lightnings_triplet_adapter():
-    from agentlightning.adapter import TracerTraceToTriplet
-
-    from agl_slime.support.agl import Span
-
-    turns = conversation(3, new_tokens=4, sampled=2)
-    agl = [
-        Span.from_attributes(
-            name=names.GENERATE_SPAN, attributes=span.attributes, sequence_id=i, start_time=float(i), end_time=i + 0.5
-        )
-        for i, span in enumerate(spans(turns, list_form=True))
-    ]
-    triplets = TracerTraceToTriplet(llm_call_match=r"agl_slime\.generate").adapt(agl)
-    assert [t.prompt["token_ids"] for t in triplets] == [each.prompt_ids.tolist() for each in turns]
-    assert [t.response["token_ids"] for t in triplets] == [each.response_ids.tolist() for each in turns]
-    assert [entry["logprob"] for entry in triplets[0].response["logprobs"]] == [-0.5, -0.5]
-
-
 # -- size ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_rollout_costs_what_its_new_tokens_cost_however_many_turns_it_has():
-    twenty = [size(span.attributes) for span in spans(conversation(20, new_tokens=1_400, sampled=200))]
+    twenty = [size(span.attributes) for span in spans(linked(conversation(20, new_tokens=1_400, sampled=200)))]
     assert max(twenty[1:]) < 1.05 * min(twenty[1:])  # no turn costs more for coming later
     numbers = 20 * (1_400 + 2 * 200)
     assert (
@@ -142,6 +127,7 @@ def test_messages_are_stored_once_too():
     for index in range(20):
         turns.append(turn(list(range(10 * (index + 1))), messages=list(history)))
         history.append({"role": "tool", "content": chr(97 + index) * 1_000})
+    turns = linked(turns)
     written = spans(turns)
     assert decode_turns(written) == turns
     assert sum(size(span.attributes) for span in written) < 20 * 1_000 * 2.2  # quadratic would be ten times that
@@ -152,7 +138,7 @@ def test_a_message_that_is_changed_after_it_was_sent_does_not_change_what_was_re
     encoder = TurnEncoder()
     first = encoder.encode(turn([1, 2], messages=[message]))
     message["content"] = "second"
-    second = encoder.encode(turn([1, 2, 7, 3], messages=[message]))
+    second = encoder.encode(turn([1, 2, 7, 3], messages=[message], base_turn=0, kept_tokens=3))
     read = decode_turns([SimpleNamespace(attributes=a) for a in (first, second)])
     assert [each.messages for each in read] == [
         ({"role": "user", "content": "first"},),
@@ -209,6 +195,7 @@ def test_an_unknown_format_is_refused():
         (names.PROMPT_BASE, 5, "builds on turn 5"),
         (names.PROMPT_KEPT, 99, "keeps 99 tokens of turn 0, which has 2"),
         (names.PROMPT_KEPT, 1, "input_tokens says 3"),
+        (names.PROMPT_FORK, "whim", "'whim' is not a valid ForkReason"),
         (names.RESPONSE_IDS, None, "must be a string, got None"),
         (names.USAGE_OUTPUT_TOKENS, 9, "output_tokens says 9"),
         (names.CHECKSUM, 0, "checksum"),
@@ -220,7 +207,17 @@ def test_an_unknown_format_is_refused():
 )
 def test_damage_is_named(name: str, value: Any, sentence: str):
     message = {"role": "user", "content": "x"}
-    written = spans([turn([1], messages=[message]), turn([1, 7, 2], messages=[message, message])])
+    written = spans(linked([turn([1], messages=[message]), turn([1, 7, 2], messages=[message, message])]))
     written[1].attributes[name] = value
     with pytest.raises(TraceError, match=f"turn 1 of encoder .* cannot be read: .*{sentence}"):
         decode_turns(written)
+
+
+def test_spans_that_do_not_say_why_they_fork_are_still_read():
+    """What version 1 wrote: the turn whose beginning was longest held, and nothing about forks."""
+    turns = linked([turn([1, 2], [3]), turn([1, 2, 3, 4, 4], [5]), turn([1, 2, 3, 4, 6], [7])])
+    written = spans(turns)
+    assert written[2].attributes.pop(names.PROMPT_FORK) == "branch"
+    read = decode_turns(written)
+    assert [each.token_ids.tolist() for each in read] == [each.token_ids.tolist() for each in turns]
+    assert [segment.fork_reason for segment in merge_turns(read)] == [None, ForkReason.BRANCH]

@@ -31,7 +31,7 @@ def sample(**fields: Any) -> Sample:
 def pair() -> list[Sample]:
     return [
         sample(),
-        sample(index=1, rollout_id=1, reward=0.0, status=Sample.Status.TRUNCATED, metadata={"source_name": "letters"}),
+        sample(index=1, rollout_id=1, reward=0.0, status=Sample.Status.TRUNCATED),
     ]
 
 
@@ -42,13 +42,10 @@ def test_the_dict_has_one_entry_per_sample_under_the_names_of_slime():
         "response_lengths": [3, 3],
         "rewards": [0.5, -0.5],
         "raw_reward": [1.0, 0.0],
-        "truncated": [0, 1],
-        "sample_indices": [0, 1],
         "rollout_ids": [0, 1],
         "loss_masks": [[1, 0, 1]] * 2,
         "rollout_mask_sums": [2, 2],
         "rollout_log_probs": [[-0.5, 0.0, -1.5]] * 2,
-        "source_names": ["unknown", "letters"],
     }
 
 
@@ -100,24 +97,10 @@ def test_the_samples_are_left_alone():
 def test_the_reward_key_picks_from_a_dict():
     samples = [sample(reward={"score": 1.0, "format": 0.0}), sample(rollout_id=1, reward={"score": 0.0, "format": 1.0})]
     assert samples_to_train_data(samples, reward_key="format", rewards_normalization=False)["rewards"] == [0.0, 1.0]
-    with pytest.raises(TrainerError, match=r"dict with keys \['score', 'format'\]; set reward_key"):
+    with pytest.raises(RewardError, match=r"sample 0 is \{'score': 1.0"):
         samples_to_train_data(samples)
-
-
-def test_optional_fields_are_passed_through():
-    samples = [
-        sample(
-            metadata={"round_number": i, "raw_reward": i + 7.0},
-            train_metadata={"loss": i},
-            teacher_log_probs=[-0.1] * 3,
-        )
-        for i in range(2)
-    ]
-    data = samples_to_train_data(samples)
-    assert data["round_number"] == [0, 1]
-    assert data["raw_reward"] == [7.0, 8.0]
-    assert data["metadata"] == [{"loss": 0}, {"loss": 1}]
-    assert data["teacher_log_probs"] == [[-0.1] * 3] * 2
+    with pytest.raises(RewardError, match="reward_key 'style'"):
+        samples_to_train_data(samples, reward_key="style")
 
 
 @pytest.mark.parametrize(
@@ -125,22 +108,23 @@ def test_optional_fields_are_passed_through():
     [
         ({"reward": None}, "reward of sample 1 is None"),
         ({"reward": "good"}, "reward of sample 1 is 'good'"),
-        ({"loss_mask": [1, 1]}, "loss_mask of sample 1 has 2 entries for a response_length of 3"),
-        ({"loss_mask": [1, 2, 1]}, "loss_mask of sample 1 must hold only 0 and 1"),
-        ({"rollout_log_probs": None}, "sample 1 has no rollout_log_probs while others do"),
-        ({"rollout_log_probs": [-1.0]}, "rollout_log_probs of sample 1 has 1 entries for a response_length of 3"),
+        ({"loss_mask": [1, 1]}, "loss_mask of sample 1 has 2 entries, response_length is 3"),
+        ({"loss_mask": [1, 2, 1]}, "loss_mask of sample 1 .* 0 and 1"),
+        ({"rollout_log_probs": None}, "sample 1 has no rollout_log_probs"),
+        ({"rollout_log_probs": [-1.0]}, "rollout_log_probs of sample 1 has 1 entries, response_length is 3"),
         ({"rollout_log_probs": [-1.0, math.nan, -1.0]}, "rollout_log_probs of sample 1 holds nan at position 1"),
         ({"rollout_log_probs": [-1.0, None, -1.0]}, "rollout_log_probs of sample 1 (must be numbers|holds nan)"),
         ({"tokens": [12, 13, 14]}, "response_length of sample 1 is 3 with 3 tokens"),
         ({"tokens": []}, "response_length of sample 1 is 3 with 0 tokens"),
-        ({"tokens": [1.5, 2, 3, 4, 5]}, "tokens of sample 1 must be a flat sequence of integers"),
+        ({"tokens": [1.5, 2, 3, 4, 5]}, "tokens of sample 1 .* integers"),
+        ({"tokens": [[1, 2], [3, 4]], "response_length": 1, "loss_mask": [1]}, "tokens of sample 1 .*shape"),
         ({"tokens": [-1, 2, 3, 4, 5]}, "tokens of sample 1 hold the id -1"),
         ({"response_length": -1, "loss_mask": [], "rollout_log_probs": []}, "response_length of sample 1 is -1"),
-        ({"metadata": {"round_number": 3}}, "sample 0 has no metadata"),
+        ({"multimodal_train_inputs": {"pixels": 1}}, "multimodal_train_inputs"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused(fields: dict[str, Any], message: str):
-    with pytest.raises(TrainerError, match=message):
+    with pytest.raises((TrainerError, RewardError), match=message):
         samples_to_train_data([sample(), sample(rollout_id=1, **fields)])
 
 
@@ -151,12 +135,12 @@ def test_a_reward_that_is_not_finite_is_refused(normalize: bool):
 
 
 def test_siblings_with_different_rewards_are_refused():
-    with pytest.raises(RewardError, match="siblings share the one reward"):
+    with pytest.raises(RewardError, match=r"rollout 0 .* 1\.0 and 0\.0"):
         samples_to_train_data([sample(), sample(reward=0.0)])
 
 
 def test_samples_without_any_group_are_refused():
-    with pytest.raises(TrainerError, match="no sample has a group_index"):
+    with pytest.raises(TrainerError, match="group_index"):
         samples_to_train_data([sample(group_index=None), sample(group_index=None, rollout_id=1)])
 
 
@@ -176,13 +160,13 @@ def test_missing_keys_are_named():
 
 def test_keys_of_unequal_length_are_refused():
     data = {**samples_to_train_data(pair()), "rewards": [1.0]}
-    with pytest.raises(TrainerError, match="rewards has 1 entries for 2 samples"):
+    with pytest.raises(TrainerError, match="rewards has 1 entries for 2"):
         TrainBatch.from_train_data(data)
 
 
 def test_a_mask_sum_smaller_than_the_masks_is_refused():
     data = {**samples_to_train_data(pair()), "rollout_mask_sums": [2, 1]}
-    with pytest.raises(TrainerError, match="rollout_mask_sums of sample 1 is 1, but its rollout has 2"):
+    with pytest.raises(TrainerError, match="rollout_mask_sums of sample 1 is 1"):
         TrainBatch.from_train_data(data)
 
 

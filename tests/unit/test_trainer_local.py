@@ -159,7 +159,7 @@ def test_a_batch_with_nothing_to_train_on_is_refused(policy: Path, samples: list
     removed = copy.deepcopy(samples)
     for sample in removed:
         sample.remove_sample = True
-    with pytest.raises(TrainerError, match="none of the 12 samples has a token under its loss mask"):
+    with pytest.raises(TrainerError, match="none of the 12 samples"):
         trainer(policy).train(removed, iteration=0)
 
 
@@ -175,15 +175,13 @@ def test_a_minibatch_without_trained_tokens_takes_no_step(policy: Path, samples:
 def test_ids_outside_the_vocabulary_are_refused(policy: Path, samples: list[Sample]):
     broken = copy.deepcopy(samples)
     broken[2].tokens[0] = VOCABULARY
-    with pytest.raises(
-        TrainerError, match=f"tokens of sample 2 hold the id {VOCABULARY}, but the model has {VOCABULARY}"
-    ):
+    with pytest.raises(TrainerError, match=f"tokens of sample 2 .* {VOCABULARY}"):
         trainer(policy).train(broken, iteration=0)
 
 
 def test_images_are_refused(policy: Path, samples: list[Sample]):
     data = {**samples_to_train_data(samples), "multimodal_train_inputs": [{"pixels": 1}] * len(samples)}
-    with pytest.raises(TrainerError, match="trains on text only"):
+    with pytest.raises(TrainerError, match="multimodal_train_inputs"):
         trainer(policy).train(data, iteration=0)
 
 
@@ -457,7 +455,7 @@ def test_a_loss_that_is_not_finite_takes_no_step(policy: Path, samples: list[Sam
         sample.rollout_log_probs = [-1e4] * sample.response_length  # the ratio overflows
     ours = trainer(policy)
     before = weights(ours.model)
-    with pytest.raises(TrainerError, match="the loss of minibatch 1 of iteration 3 is"):
+    with pytest.raises(TrainerError, match="loss of minibatch 1 of iteration 3"):
         ours.train(broken, iteration=3)
     assert (ours.steps, ours.iteration) == (0, -1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(ours.model).items())
@@ -468,7 +466,7 @@ def test_a_gradient_that_is_not_finite_takes_no_step(policy: Path, samples: list
     ours = trainer(policy)
     before = weights(ours.model)
     handle = ours.model.get_output_embeddings().weight.register_hook(lambda grad: grad * math.inf)
-    with pytest.raises(TrainerError, match="the gradient norm of minibatch 1 of iteration 0 is"):
+    with pytest.raises(TrainerError, match="gradient norm of minibatch 1 of iteration 0"):
         ours.train(samples, iteration=0)
     handle.remove()
     assert ours.steps == 0
@@ -578,9 +576,9 @@ def test_saving_prints_nothing(policy: Path, tmp_path: Path, capfd: pytest.Captu
 def test_a_place_that_cannot_be_written_is_named(policy: Path, tmp_path: Path):
     (tmp_path / "file").write_text("")
     ours = trainer(policy)
-    with pytest.raises(TrainerError, match=r"the weights cannot be written to .*file/weights"):
+    with pytest.raises(TrainerError, match="file/weights"):
         ours.save_weights(tmp_path / "file" / "weights")
-    with pytest.raises(TrainerError, match=r"the trainer state cannot be written to .*file/state"):
+    with pytest.raises(TrainerError, match="file/state"):
         ours.save(tmp_path / "file" / "state")
 
 
@@ -659,7 +657,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(policy: Path, tmp_path: Path
     tensors = load_file(tmp_path / "weights" / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "weights" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"lacks 1 weights of its model, model\.norm\.weight"):
+    with pytest.raises(ConfigError, match=r"1 weights .* model\.norm\.weight"):
         trainer(tmp_path / "weights")
 
 
@@ -676,7 +674,7 @@ def test_the_state_of_another_model_is_refused(policy: Path, tmp_path: Path):
     other.num_hidden_layers, other.layer_types = 1, ["full_attention"]
     AutoModelForCausalLM.from_config(other).save_pretrained(tmp_path / "other")
     trainer(tmp_path / "other").save(tmp_path / "state")
-    with pytest.raises(TrainerError, match="are of another model"):
+    with pytest.raises(TrainerError, match="another model"):
         trainer(policy).load(tmp_path / "state")
 
 

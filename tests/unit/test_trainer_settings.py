@@ -4,11 +4,13 @@ import dataclasses
 import math
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agl_slime.errors import ConfigError
+from agl_slime.run.settings import TrainConfig
 from agl_slime.trainers import LocalTrainerSettings
 
 
@@ -72,5 +74,23 @@ def test_the_trainer_without_torch_says_what_to_install():
     result = run_without_torch(code)
     assert (result.returncode, result.stdout.strip()) == (
         0,
-        'the local trainer needs torch; install it with: pip install "agl-slime[local]"',
+        'the local trainer needs torch: pip install "agl-slime[local]"',
     ), result.stderr
+
+
+def test_torchs_threads_are_left_alone_unless_asked_for(tmp_path: Path):
+    """A trainer in somebody else's program changes nothing there; the command line asks for one thread."""
+    torch = pytest.importorskip("torch")
+    from agl_slime.trainers import LocalTrainer
+    from tests.trainer_policy import save_policy
+
+    policy = save_policy(tmp_path)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        LocalTrainer(model_path=policy)
+        assert torch.get_num_threads() == 3
+        LocalTrainer(model_path=policy, settings=TrainConfig().local)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

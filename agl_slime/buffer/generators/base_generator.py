@@ -8,7 +8,6 @@ Copy this file to ``<name>_generator.py`` in a directory of your own, change ``T
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import logging
 import math
@@ -24,7 +23,7 @@ from agl_slime.buffer.generators.math_reward import boxed_reward
 from agl_slime.buffer.generators.work import FAILED_REWARD, WorkPlan, read_rows, run_bounded
 from agl_slime.buffer.stages import Item
 from agl_slime.errors import RewardError
-from agl_slime.support.threads import DaemonThreadPool
+from agl_slime.support.threads import ThreadPool
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +153,7 @@ class BaseGenerator:
         rows = read_rows(Path(input_file))
         is_async = inspect.iscoroutinefunction(rollout_func)
         client = self._make_client(is_async)
-        pool = DaemonThreadPool(max_workers=self._concurrency, name="rollout")
+        pool = ThreadPool(name="rollout", max_running=self._concurrency, max_abandoned=256)
         try:
             async with BufferWriter(url=self._buffer_url, token=self._buffer_token) as writer:
                 work = self._plan.of(rows, num_epoch)
@@ -163,7 +162,6 @@ class BaseGenerator:
                 )
                 await run_bounded(rollouts, limit=self._concurrency)
         finally:
-            pool.shutdown()
             closed = client.close()
             if inspect.isawaitable(closed):
                 await closed
@@ -175,7 +173,7 @@ class BaseGenerator:
         client: Any,
         rollout_func: Callable[..., Any],
         reward_func: Callable[..., Any],
-        pool: DaemonThreadPool,
+        pool: ThreadPool,
         writer: BufferWriter,
     ) -> None:
         """One rollout, written whether it worked or not."""
@@ -212,10 +210,10 @@ class BaseGenerator:
         return kind(api_key="none", base_url=self._engine_url, max_retries=5, timeout=3600.0)
 
 
-async def _call(pool: DaemonThreadPool, function: Callable[..., Any], *args: Any) -> Any:
+async def _call(pool: ThreadPool, function: Callable[..., Any], *args: Any) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(*args)
-    return await asyncio.wrap_future(pool.submit(functools.partial(function, *args)))
+    return await pool.run(function, *args)
 
 
 def run_rollout(data: dict[str, Any]) -> None:

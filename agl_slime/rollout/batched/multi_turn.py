@@ -24,7 +24,7 @@ from agl_slime.rollout.batched.traces import Predicate, TraceWriter
 from agl_slime.rollout.stop import StopReason
 from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolParser, get_tool_parser, parser_for_template
 from agl_slime.rollout.tools import ToolResult
-from agl_slime.sglang.payloads import Generation, SamplingParams
+from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.support.threads import run_blocking
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.template import ChatTemplate
@@ -176,7 +176,15 @@ class _Row:
         """Take an answer in; sets ``end`` unless it calls tools."""
         messages = [dict(message) for message in self.context.messages]
         said = self.context.add_answer(prompt, generation)
-        self.turns.append(Turn.from_generation(self.context.prompt_view(len(prompt)), generation, messages=messages))
+        turn = Turn.from_generation(
+            self.context.prompt_view(len(prompt)),
+            generation,
+            messages=messages,
+            base_turn=len(self.turns) - 1 if self.turns else None,
+            kept_tokens=self.context.kept_tokens,
+            fork=self.context.fork,
+        )
+        self.turns.append(turn)
         parsed = parser.parse(said["content"]) if self.tools is not None else ParsedAnswer(said["content"])
         self.malformed += len(parsed.malformed)
         if generation.finish_reason == "length":

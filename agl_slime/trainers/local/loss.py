@@ -1,4 +1,4 @@
-"""The terms of the policy loss, as pure functions on flat tensors with one entry per token under the loss mask.
+"""The policy loss, on flat tensors with one entry per token under the loss mask.
 
 The loss of a minibatch is the weighted sum ``sum_t w_t (policy_t + kl_coef * kl_t)``; the weights hold the whole
 aggregation, so the sum may be taken in any number of parts.
@@ -6,10 +6,13 @@ aggregation, so the sum may be taken in any number of parts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from agl_slime.trainers.local.settings import LocalTrainerSettings
 
 
 class PolicyTerms(NamedTuple):
@@ -22,15 +25,8 @@ class PolicyTerms(NamedTuple):
 
 
 def token_log_probs(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """``log softmax(logits / temperature)[target]``, in float32 or better.
-
-    Args:
-        logits: ``[N, vocabulary]``.
-        targets: ``[N]`` token ids.
-
-    Returns:
-        ``[N]``, natural logarithms.
-    """
+    """``log softmax(logits / temperature)[target]``, ``[N]``, in float32 or better; ``logits`` ``[N, vocabulary]`` and
+    ``targets`` ``[N]`` token ids."""
     scaled = _scale(logits, temperature)
     return scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(-1)
 
@@ -75,29 +71,64 @@ def token_weights(
     n_rollouts: int,
     n_minibatches: int,
 ) -> Tensor:
-    """The weight of each token of a batch in the loss of its minibatch, ``[N]``.
+    """The weight of each token of a batch in the loss of its minibatch, ``[N]``; ``rollout_mask_sums`` ``[N]`` are the
+    tokens under the mask in all samples of the token's rollout.
 
     ``"token"``: ``n_minibatches / n_tokens``, every token alike, as in DAPO (arXiv:2503.14476, section 3.3).
     ``"sequence"``: ``n_minibatches / (n_rollouts * max(rollout_mask_sum, 1))``, every rollout alike whatever its length
     and the number of samples it became; slime's default reducer.
 
-    The denominators are those of an average minibatch, so they do not depend on how long the rollouts are that fell
-    into one, and the losses of the minibatches average to the loss of the batch.
-
-    Args:
-        rollout_mask_sums: ``[N]``, for each token the tokens under the mask in all samples of its rollout.
-        n_tokens: tokens under the mask in the batch.
-        n_rollouts: distinct rollouts in the batch.
-        n_minibatches: how many minibatches the batch is divided into.
+    The denominators are those of an average minibatch, so the losses of the minibatches average to that of the batch.
     """
     if aggregation == "token":
         return torch.full_like(rollout_mask_sums, n_minibatches / n_tokens, dtype=torch.float32)
     return n_minibatches / (n_rollouts * rollout_mask_sums.clamp_min(1).to(torch.float32))
 
 
+@dataclass
+class Objective:
+    """The loss of a batch, one microbatch at a time, and what is measured on the way. Tensors are ``[n_tokens]``: one
+    entry per token under the loss mask, in the order of the batch, without gradient."""
+
+    settings: LocalTrainerSettings
+    old_log_probs: Tensor
+    advantages: Tensor
+    weights: Tensor
+    start_log_probs: Tensor | None = None
+    """Log-probs under the start policy; needed when ``kl_coef`` is above 0."""
+
+    tokens: int = 0
+    """Tokens that have gone through the loss so far, each pass counted."""
+    ratio_dev_max: float = 0.0
+    """Largest ``|ratio - 1|`` so far."""
+    _sums: dict[str, float] = field(default_factory=dict)
+
+    def loss(self, index: Tensor, log_probs: Tensor) -> Tensor:
+        """The share of the tokens at ``index`` ``[N]`` in the loss, given their current ``log_probs`` ``[N]``; a scalar
+        with gradient."""
+        old = self.old_log_probs[index]
+        clip_high = self.settings.clip if self.settings.clip_high is None else self.settings.clip_high
+        terms = policy_terms(log_probs, old, self.advantages[index], clip_low=self.settings.clip, clip_high=clip_high)
+        per_token = terms.loss
+        with torch.no_grad():
+            self.tokens += len(index)
+            self.ratio_dev_max = max(self.ratio_dev_max, float((terms.ratio - 1).abs().max()))
+            self._add("train/clip_fraction", terms.clipped)
+            self._add("train/kl", kl_k3(old, log_probs))  # the tokens were sampled from the old policy
+        if self.start_log_probs is not None:
+            kl = kl_k3(log_probs, self.start_log_probs[index])
+            per_token = per_token + self.settings.kl_coef * kl
+            self._add("train/kl_start", kl.detach())
+        return (self.weights[index] * per_token).sum()
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the tokens that have gone through the loss."""
+        return {name: total / self.tokens for name, total in self._sums.items()}
+
+    def _add(self, name: str, values: Tensor) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + float(values.sum())
+
+
 def _scale(logits: Tensor, temperature: float) -> Tensor:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if temperature == 1.0 else logits / temperature
-
-
-__all__ = ["PolicyTerms", "kl_k3", "policy_terms", "token_entropy", "token_log_probs", "token_weights"]

@@ -3,6 +3,7 @@ reads."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,30 +18,14 @@ from transformers.utils import logging as transformers_logging
 
 from agl_slime.errors import ConfigError
 
-_WEIGHT_SUFFIXES = (
-    ".safetensors",
-    ".safetensors.index.json",
-    ".bin",
-    ".bin.index.json",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-)
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)(\.index\.json)?")
 
 
 def load_model(directory: Path, *, device: torch.device) -> PreTrainedModel:
     """The checkpoint's causal LM in float32 and evaluation mode (dropout would make the trainer's log-probs differ from
-    the engine's).
-
-    Raises:
-        ConfigError: there is no readable and complete checkpoint in ``directory``.
-    """
+    the engine's). Raises ``ConfigError`` when ``directory`` holds no readable and complete one."""
     if not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"{directory} holds no config.json; give the directory of a Hugging Face checkpoint (model_path)."
-        )
+        raise ConfigError(f"model_path {directory} holds no config.json; give the directory of a checkpoint.")
     try:
         with _no_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -51,17 +36,15 @@ def load_model(directory: Path, *, device: torch.device) -> PreTrainedModel:
     model, info = loaded
     if info["missing_keys"]:  # transformers would fill them with random numbers
         missing = sorted(info["missing_keys"])
-        raise ConfigError(
-            f"the checkpoint in {directory} lacks {len(missing)} weights of its model, {missing[0]} for one; it is incomplete."
-        )
+        raise ConfigError(f"the checkpoint in {directory} lacks {len(missing)} weights of its model, as {missing[0]}.")
     return model.to(device).eval()
 
 
 def logits_at(model: PreTrainedModel, input_ids: Tensor, *, rows: Tensor, columns: Tensor) -> Tensor:
     """The logits at ``N`` positions ``(rows, columns)`` of ``input_ids`` ``[B, T]``: ``[N, vocabulary]``.
 
-    The hidden states are picked right before the output layer, so the logits of no other position are ever computed,
-    and what a model does to its logits afterwards (scaling, soft-capping) still happens.
+    The hidden states are picked right before the output layer, so no other logits are ever computed, and what a model
+    does to its logits afterwards (scaling, soft-capping) still happens.
     """
 
     def pick(_module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -83,19 +66,11 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 
 def save_model(model: PreTrainedModel, directory: Path, *, source: Path) -> None:
     """Write the weights as safetensors, and every other file of the checkpoint in ``source`` (config, tokenizer, chat
-    template) as it is there.
-
-    Files named ``agl_slime_...`` say how the weights in ``source`` were made, which is not true of these, and stay
-    behind.
-    """
+    template) as it is there, but for ``agl_slime_...``, which say how the weights in ``source`` were made."""
     with _no_progress_bars():
         model.save_pretrained(directory)
     for path in source.iterdir():
-        if (
-            path.is_file()
-            and not path.name.startswith((".", "agl_slime_"))
-            and not path.name.endswith(_WEIGHT_SUFFIXES)
-        ):
+        if path.is_file() and not path.name.startswith((".", "agl_slime_")) and not _WEIGHTS.fullmatch(path.name):
             shutil.copyfile(path, directory / path.name)
 
 
@@ -108,6 +83,3 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
-
-
-__all__ = ["load_model", "logits_at", "save_model", "vocabulary_size"]

@@ -77,6 +77,3 @@ def _pad(batch: TrainBatch, samples: list[int], *, width: int) -> MicroBatch:
         targets=np.concatenate([batch.tokens[i][batch.target_positions[i]] for i in samples]),
         token_index=np.concatenate([np.arange(batch.token_offsets[i], batch.token_offsets[i + 1]) for i in samples]),
     )
-
-
-__all__ = ["MicroBatch", "make_microbatches", "split_minibatches"]

@@ -48,9 +48,8 @@ class LocalTrainerSettings:
     """Which reward to train on where samples carry a dict of them."""
     max_tokens_per_microbatch: int = 4096
     """Padded tokens per forward pass; bounds memory, does not change the result."""
-    torch_threads: int | None = 1
-    """torch's CPU threads, set for the whole process; ``None`` leaves them alone. More than 1 slows small models down.
-    """
+    torch_threads: int | None = None
+    """torch's CPU threads, set for the whole process; unset leaves them alone. More than 1 slows small models down."""
     device: str = "cpu"
     """A torch device, such as ``cpu`` or ``cuda:0``."""
     seed: int = 0
@@ -58,18 +57,18 @@ class LocalTrainerSettings:
 
     def __post_init__(self) -> None:
         checks = {
-            "lr": (_finite(self.lr) and self.lr > 0, "above 0"),
+            "lr": (math.isfinite(self.lr) and self.lr > 0, "above 0"),
             "warmup_steps": (self.warmup_steps >= 0, "at least 0"),
             "betas": (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"),
-            "weight_decay": (_finite(self.weight_decay) and self.weight_decay >= 0, "at least 0"),
+            "weight_decay": (math.isfinite(self.weight_decay) and self.weight_decay >= 0, "at least 0"),
             "grad_clip": (self.grad_clip > 0, "above 0 (inf for no clipping)"),
             "clip": (0 < self.clip <= 1, "in (0, 1]"),
             "clip_high": (self.clip_high is None or self.clip_high > 0, "above 0"),
             "n_minibatches": (self.n_minibatches >= 1, "at least 1"),
             "epochs": (self.epochs >= 1, "at least 1"),
-            "kl_coef": (_finite(self.kl_coef) and self.kl_coef >= 0, "at least 0"),
+            "kl_coef": (math.isfinite(self.kl_coef) and self.kl_coef >= 0, "at least 0"),
             "aggregation": (self.aggregation in ("token", "sequence"), "'token' or 'sequence'"),
-            "temperature": (_finite(self.temperature) and self.temperature > 0, "above 0"),
+            "temperature": (math.isfinite(self.temperature) and self.temperature > 0, "above 0"),
             "old_log_probs": (self.old_log_probs in ("engine", "recompute"), "'engine' or 'recompute'"),
             "max_tokens_per_microbatch": (self.max_tokens_per_microbatch >= 1, "at least 1"),
             "torch_threads": (self.torch_threads is None or self.torch_threads >= 1, "at least 1"),
@@ -78,10 +77,3 @@ class LocalTrainerSettings:
         for name, (fits, range_in_words) in checks.items():
             if not fits:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {range_in_words}.")
-
-
-def _finite(value: float) -> bool:
-    return math.isfinite(value)
-
-
-__all__ = ["LocalTrainerSettings"]

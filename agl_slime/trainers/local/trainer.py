@@ -19,16 +19,13 @@ try:
     import torch
     from torch import Tensor
 except ImportError as error:
-    raise MissingDependencyError(
-        'the local trainer needs torch; install it with: pip install "agl-slime[local]"'
-    ) from error
+    raise MissingDependencyError('the local trainer needs torch: pip install "agl-slime[local]"') from error
 
 from agl_slime.support.files import whole_directory
 from agl_slime.trainers.base import TrainData
 from agl_slime.trainers.local.batch import TrainBatch, samples_to_train_data
-from agl_slime.trainers.local.loss import token_entropy, token_log_probs, token_weights
+from agl_slime.trainers.local.loss import Objective, token_entropy, token_log_probs, token_weights
 from agl_slime.trainers.local.model import load_model, logits_at, save_model, vocabulary_size
-from agl_slime.trainers.local.objective import Objective
 from agl_slime.trainers.local.schedule import MicroBatch, make_microbatches, split_minibatches
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 from agl_slime.types import Sample
@@ -46,11 +43,8 @@ class LocalTrainer:
     """
 
     def __init__(self, *, model_path: str | os.PathLike[str], settings: LocalTrainerSettings | None = None) -> None:
-        """Load the start policy from the Hugging Face checkpoint in the directory ``model_path``.
-
-        Raises:
-            ConfigError: no usable checkpoint there, or no such device.
-        """
+        """Load the start policy from the Hugging Face checkpoint in the directory ``model_path``; raises
+        ``ConfigError`` when there is no usable one, or no such device."""
         self.settings = settings or LocalTrainerSettings()
         self._set_threads()
         self._device = _device(self.settings.device)
@@ -82,12 +76,13 @@ class LocalTrainer:
         them alike.
 
         Returns:
-            Of the batch before any step: ``train/samples``, ``train/rollouts``, ``train/entropy`` (nats per token) and, where the batch has the
-            engine's log-probs, ``train/logprob_diff_max`` and ``train/logprob_diff_mean`` (absolute difference of trainer and engine per token).
-            Of the steps: ``train/tokens`` (tokens that went through the loss in the first epoch), ``train/loss`` and ``train/grad_norm`` (before
-            clipping), both averaged over steps; ``train/first_ratio_dev_max`` (largest ``|ratio - 1|`` of the first minibatch, before its step);
-            ``train/clip_fraction`` and ``train/kl`` (from the old policy, k3), both averaged over tokens; ``train/kl_start`` (to the start policy)
-            when ``kl_coef`` is set; ``train/steps``, ``train/lr`` and ``train/seconds``.
+            Of the batch before any step: ``train/samples``, ``train/rollouts``, ``train/entropy`` (nats per token) and
+            ``train/logprob_diff_max`` and ``_mean`` (trainer and engine, per token; where the engine's are given). Of
+            the steps: ``train/tokens`` (under the mask, of one epoch), ``train/loss`` and ``train/grad_norm`` (before
+            clipping), means over steps; ``train/first_ratio_dev_max`` (largest ``|ratio - 1|`` of the first minibatch
+            before its step); ``train/clip_fraction``, ``train/kl`` (from the old policy, k3) and with ``kl_coef``
+            ``train/kl_start`` (to the start policy), means over tokens; ``train/steps``, ``train/lr`` and
+            ``train/seconds``.
 
         Raises:
             TrainerError: the batch cannot be trained on (nothing has changed then), or the loss or the gradient of a
@@ -109,9 +104,8 @@ class LocalTrainer:
                 microbatches = self._microbatches(checked, samples)
                 if not microbatches:  # all its tokens are masked out
                     continue
-                loss, norm, lr = self._step(
-                    microbatches, objective, place=f"minibatch {len(losses) + 1} of iteration {iteration}"
-                )
+                place = f"minibatch {len(losses) + 1} of iteration {iteration}"
+                loss, norm, lr = self._step(microbatches, objective, place=place)
                 losses.append(loss)
                 norms.append(norm)
                 if len(losses) == 1:
@@ -147,14 +141,15 @@ class LocalTrainer:
             n_rollouts=batch.n_rollouts,
             n_minibatches=n_minibatches,
         )
+        start = None
+        if self._start_model is not None:
+            start, _ = self._score(self._start_model, everything, batch.n_tokens)
         objective = Objective(
             settings=self.settings,
             old_log_probs=old,
             advantages=self._tensor(batch.token_rewards.astype(np.float32)),
             weights=weights,
-            start_log_probs=None
-            if self._start_model is None
-            else self._score(self._start_model, everything, batch.n_tokens)[0],
+            start_log_probs=start,
         )
         return objective, metrics
 
@@ -163,13 +158,10 @@ class LocalTrainer:
         total = 0.0
         try:
             for micro in microbatches:
-                logits = self._logits(self.model, micro)
-                log_probs = token_log_probs(logits, self._tensor(micro.targets), temperature=self.settings.temperature)
+                _, log_probs = self._log_probs(self.model, micro)
                 loss = objective.loss(self._tensor(micro.token_index), log_probs)
                 if not math.isfinite(value := loss.item()):
-                    raise TrainerError(
-                        f"the loss of {place} is {value}; no step was taken on it. Look at the batch's log-probs, or lower lr."
-                    )
+                    raise TrainerError(f"the loss of {place} is {value}; no step was taken on it. Lower lr.")
                 loss.backward()
                 total += value
             norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip))
@@ -190,18 +182,17 @@ class LocalTrainer:
         log_probs = torch.empty(n_tokens, device=self._device)
         entropy = torch.empty(n_tokens, device=self._device)
         for micro in microbatches:
-            logits = self._logits(model, micro)
+            logits, own = self._log_probs(model, micro)
             index = self._tensor(micro.token_index)
-            log_probs[index] = token_log_probs(
-                logits, self._tensor(micro.targets), temperature=self.settings.temperature
-            ).to(log_probs.dtype)
+            log_probs[index] = own.to(log_probs.dtype)
             entropy[index] = token_entropy(logits, temperature=self.settings.temperature).to(entropy.dtype)
         return log_probs, entropy
 
-    def _logits(self, model: Any, micro: MicroBatch) -> Tensor:
-        return logits_at(
-            model, self._tensor(micro.input_ids), rows=self._tensor(micro.rows), columns=self._tensor(micro.columns)
-        )
+    def _log_probs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Of the tokens under the mask: the logits they were sampled from, ``[N, vocabulary]``, and their log-probs."""
+        rows, columns = self._tensor(micro.rows), self._tensor(micro.columns)
+        logits = logits_at(model, self._tensor(micro.input_ids), rows=rows, columns=columns)
+        return logits, token_log_probs(logits, self._tensor(micro.targets), temperature=self.settings.temperature)
 
     def _microbatches(self, batch: TrainBatch, samples: Sequence[int] | np.ndarray) -> list[MicroBatch]:
         return list(make_microbatches(batch, samples, max_tokens=self.settings.max_tokens_per_microbatch))
@@ -214,68 +205,44 @@ class LocalTrainer:
                 rewards_normalization=self.settings.rewards_normalization,
                 std_normalization=self.settings.std_normalization,
             )
-        if any(value is not None for value in batch.get("multimodal_train_inputs", ())):
-            raise TrainerError(
-                "the batch has multimodal_train_inputs; the local trainer trains on text only, use slime for images."
-            )
         checked = TrainBatch.from_train_data(batch)
         if checked.n_tokens == 0:
-            raise TrainerError(
-                f"none of the {checked.n_samples} samples has a token under its loss mask; there is nothing to train on."
-            )
+            raise TrainerError(f"none of the {checked.n_samples} samples has a token under its loss mask to train on.")
         for i, ids in enumerate(checked.tokens):
             if ids.max() >= self._vocab_size:
-                raise TrainerError(
-                    f"tokens of sample {i} hold the id {ids.max()}, but the model has {self._vocab_size}; was it sampled from this model?"
-                )
+                found = f"{ids.max()}, but the model has {self._vocab_size}"
+                raise TrainerError(f"tokens of sample {i} hold the id {found}; was it sampled from this model?")
         if checked.rollout_log_probs is None and self.settings.old_log_probs == "engine":
-            raise TrainerError(
-                "the batch has no rollout_log_probs; collect them with the tokens, or set old_log_probs='recompute'."
-            )
+            raise TrainerError("the batch has no rollout_log_probs; set old_log_probs='recompute' to do without.")
         return checked
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_weights(self, directory: str | os.PathLike[str]) -> None:
         """Write the weights (float32) as a Hugging Face checkpoint, with the config and tokenizer files of
-        ``model_path``.
-
-        The directory appears as a whole or not at all; one that is there already is replaced.
-
-        Raises:
-            TrainerError: it cannot be written.
-        """
-        try:
-            with whole_directory(directory, durable=False) as fresh:
-                save_model(self.model, fresh, source=self._source)
-        except OSError as error:
-            raise TrainerError(f"the weights cannot be written to {directory}: {error}") from error
+        ``model_path``. The directory appears, or is replaced, as a whole or not at all; raises ``TrainerError`` when it
+        cannot be written."""
+        self._write(directory, state=None)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write the weights as :meth:`save_weights` does, and the state of the optimizer and the counters with them,
-        through to the disk.
+        through to the disk."""
+        counters = {"iteration": self.iteration, "steps": self.steps, "seed": self._seed}
+        optimizer = self._optimizer.state_dict()["state"]
+        self._write(directory, state={"format": _STATE_FORMAT, "optimizer": optimizer, **counters})
 
-        Raises:
-            TrainerError: it cannot be written.
-        """
-        state = {
-            "format": _STATE_FORMAT,
-            "optimizer": self._optimizer.state_dict()["state"],
-            "iteration": self.iteration,
-            "steps": self.steps,
-            "seed": self._seed,
-        }
+    def _write(self, directory: str | os.PathLike[str], *, state: dict[str, Any] | None) -> None:
         try:
-            with whole_directory(directory) as fresh:
+            with whole_directory(directory, durable=state is not None) as fresh:
                 save_model(self.model, fresh, source=self._source)
-                torch.save(state, fresh / _STATE_FILE)
+                if state is not None:
+                    torch.save(state, fresh / _STATE_FILE)
         except OSError as error:
-            raise TrainerError(f"the trainer state cannot be written to {directory}: {error}") from error
+            raise TrainerError(f"{directory} cannot be written: {error}") from error
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Go on exactly where :meth:`save` was called: weights, optimizer, counters and seed.
-
-        Learning rate and the other settings stay those of this trainer, and so does the start policy of the KL term.
+        """Go on exactly where :meth:`save` was called: weights, optimizer, counters and seed. The settings, learning
+        rate included, stay those of this trainer, and so does the start policy of the KL term.
 
         Raises:
             TrainerError: ``directory`` does not hold what ``save`` writes, or it is of another model. Nothing has
@@ -290,9 +257,7 @@ class LocalTrainer:
         except (ConfigError, OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
             raise TrainerError(f"the trainer state in {directory} cannot be read: {error}") from error
         if not isinstance(state, dict) or state.get("format") != _STATE_FORMAT:
-            raise TrainerError(
-                f"{path} is not a trainer state of format {_STATE_FORMAT}; it was written by another version."
-            )
+            raise TrainerError(f"{path} is not a state of format {_STATE_FORMAT}; another version has written it.")
         current = self.model.state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in current.items()}
         if shapes != {name: tuple(tensor.shape) for name, tensor in saved.items()}:
@@ -319,10 +284,6 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
-        raise ConfigError(
-            f"device is {name!r}, which torch cannot use here ({str(error).splitlines()[0]}); use 'cpu' or a device of this machine."
-        ) from error
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device is {name!r}, which torch cannot use here ({reason}); 'cpu' always works.") from error
     return device
-
-
-__all__ = ["LocalTrainer"]

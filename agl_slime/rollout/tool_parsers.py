@@ -1,0 +1,325 @@
+"""Tool calls in the text of answers, in the formats that models are trained on.
+
+A parser never raises and never mends: what looks like a call and cannot be read is ``malformed``, stays in the text as
+the model wrote it, and is counted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from agl_slime.errors import ConfigError
+
+_THINK, _END_OF_THINKING = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call as the model wrote it. ``arguments`` by name; formats without types give strings, which the tool's
+    schema turns into what it wants."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+
+    def to_message(self) -> dict[str, Any]:
+        """As an entry of ``tool_calls`` in OpenAI's chat messages."""
+        arguments = json.dumps(dict(self.arguments), ensure_ascii=False)
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedCall:
+    """``text`` begins like a call; ``error`` says in a few words why it is none."""
+
+    text: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedAnswer:
+    """``content`` is the answer without its well-formed calls; malformed ones are still in it."""
+
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    malformed: tuple[MalformedCall, ...] = ()
+
+
+@dataclass
+class _Found:
+    calls: list[ToolCall] = field(default_factory=list)
+    malformed: list[MalformedCall] = field(default_factory=list)
+
+
+class ToolParser:
+    """Finds the calls in an answer. Calls inside of thinking are thoughts, and not made.
+
+    A parser of your own derives from ``BlockParser`` where calls stand between two marks; else it implements ``parse``,
+    or ``_take_calls`` for what stands after the last ``</think>``.
+    """
+
+    def parse(self, text: str) -> ParsedAnswer:
+        at = text.rfind(_END_OF_THINKING)
+        start = at + len(_END_OF_THINKING) if at >= 0 else 0
+        if _THINK in text[start:]:  # cut off while thinking
+            return ParsedAnswer(text)
+        found = _Found()
+        content = self._take_calls(text[start:], found)
+        return ParsedAnswer(text[:start] + content, tuple(found.calls), tuple(found.malformed))
+
+    def _take_calls(self, text: str, found: _Found) -> str:
+        """Put the calls of ``text`` into ``found``; returns the text without those that are well-formed."""
+        raise NotImplementedError
+
+
+class BlockParser(ToolParser):
+    """A format whose calls stand in blocks between the marks ``begin`` and ``end``. ``<think>`` and ``</think>`` in the
+    arguments of a well-formed call are arguments."""
+
+    begin: str
+    end: str
+
+    @abstractmethod
+    def read(self, block: str) -> ToolCall:
+        """The call that a block holds; ``ValueError`` with a few words when it holds none."""
+
+    def parse(self, text: str) -> ParsedAnswer:
+        marks = re.compile("|".join(map(re.escape, (self.begin, _THINK, _END_OF_THINKING))))
+        found: list[tuple[int, int, ToolCall | MalformedCall]] = []  # with the places where they begin and end
+        before_thinking: int | None = None  # how many were found before a <think> that is open
+        at = 0
+        while mark := marks.search(text, at):
+            at = mark.end()
+            if mark[0] == _THINK:
+                before_thinking = len(found) if before_thinking is None else before_thinking
+            elif mark[0] == _END_OF_THINKING:
+                del found[before_thinking or 0 :]  # without a <think> it was the template that opened the thinking
+                before_thinking = None
+            else:
+                found.append(self._block(text, *mark.span(), thinking=before_thinking is not None))
+                at = found[-1][1]
+        del found[len(found) if before_thinking is None else before_thinking :]
+        content, at = "", 0
+        for start, end, one in found:
+            if isinstance(one, ToolCall):
+                content, at = content + text[at:start], end
+        calls = [one for _, _, one in found if isinstance(one, ToolCall)]
+        malformed = tuple(one for _, _, one in found if isinstance(one, MalformedCall))
+        return ParsedAnswer(self._tidy(content + text[at:], malformed), _numbered(calls), malformed)
+
+    def _block(self, text: str, start: int, at: int, *, thinking: bool) -> tuple[int, int, ToolCall | MalformedCall]:
+        stop = text.find(self.end, at)
+        end = stop + len(self.end) if stop >= 0 else len(text)
+        problem = f"{self.begin} without {self.end}"
+        if stop >= 0:
+            try:
+                return start, end, self.read(text[at:stop])
+            except ValueError as error:
+                problem = str(error)
+        # a thought that mentions a call ends where the thinking ends, not in a call that is made after it
+        closed = text.find(_END_OF_THINKING, at, end)
+        if closed >= 0 and (thinking or stop < 0 or self.begin in text[closed:stop]):
+            end = closed
+        return start, end, MalformedCall(text[start:end], problem)
+
+    def _tidy(self, content: str, malformed: tuple[MalformedCall, ...]) -> str:
+        return content
+
+
+def _numbered(calls: list[ToolCall]) -> tuple[ToolCall, ...]:
+    return tuple(call if call.id else replace(call, id=f"call_{number}") for number, call in enumerate(calls))
+
+
+def _call_of_json(text: str, *keys: str) -> ToolCall:
+    """A call from ``{"name": …, "arguments": {…}}``, the arguments under the first of ``keys`` that is there. Arguments
+    may be JSON in a string."""
+    value = _read_json(text)
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        raise ValueError("no name")
+    arguments = next((value[key] for key in keys if key in value), {})
+    if isinstance(arguments, str):
+        arguments = _read_json(arguments)
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments are not an object")
+    return ToolCall(name=name, arguments=arguments, id=str(value.get("id") or ""))
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError("JSON that is nested too deeply") from error
+
+
+# -- the registry ----------------------------------------------------------------------------------------------------
+
+P = TypeVar("P", bound=Callable[[], ToolParser])
+
+_parsers: dict[str, Callable[[], ToolParser]] = {}
+
+
+def register_tool_parser(*names: str) -> Callable[[P], P]:
+    """Make a parser class known under ``names``."""
+
+    def register(parser: P) -> P:
+        for name in names:
+            if name in _parsers:
+                raise ConfigError(f"a tool parser named {name!r} is registered already; choose another name")
+            _parsers[name] = parser
+        return parser
+
+    return register
+
+
+def get_tool_parser(name: str | ToolParser) -> ToolParser:
+    """The parser of that name; a parser is given back as it is."""
+    if isinstance(name, ToolParser):
+        return name
+    if name not in _parsers:
+        raise ConfigError(f"there is no tool parser {name!r}; there are {', '.join(sorted(_parsers))}")
+    return _parsers[name]()
+
+
+def tool_parser_names() -> list[str]:
+    return sorted(_parsers)
+
+
+def parser_for_template(chat_template: Any) -> str:
+    """The name of the format that a chat template asks the model for; Hermes' when it says nothing or is no text."""
+    source = chat_template if isinstance(chat_template, str) else ""
+    marks = {"<|tool_call_argument_begin|>": "kimi", "<arg_key>": "glm", "<function=": "qwen_xml"}
+    for mark, name in marks.items():
+        if mark in source:
+            return name
+    says_llama = re.search(r'"parameters":\s', source) and "<|python_tag|>" in source and "<tool_call>" not in source
+    return "llama_json" if says_llama else "hermes"
+
+
+# -- the formats -----------------------------------------------------------------------------------------------------
+
+
+@register_tool_parser("hermes", "qwen")
+class HermesParser(BlockParser):
+    """``<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>``: Hermes, Qwen2.5, Qwen3."""
+
+    begin, end = "<tool_call>", "</tool_call>"
+
+    def read(self, block: str) -> ToolCall:
+        return _call_of_json(block, "arguments", "parameters")
+
+
+@register_tool_parser("qwen_xml", "qwen3_coder")
+class QwenXmlParser(BlockParser):
+    """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``: Qwen3-Coder, Qwen3.5. Values are
+    strings."""
+
+    begin, end = "<tool_call>", "</tool_call>"
+    _function = re.compile(r"\s*<function=([^>\s]+)\s*>(.*)</function>\s*", re.DOTALL)
+    _parameter = re.compile(r"\s*<parameter=([^>\s]+)\s*>(.*?)</parameter>\s*", re.DOTALL)
+
+    def read(self, block: str) -> ToolCall:
+        found = self._function.fullmatch(block)
+        if found is None:
+            raise ValueError("no <function=…>…</function>")
+        name, body = found.groups()
+        # the format puts values on lines of their own
+        pairs = _pairs(self._parameter, body)
+        arguments = {key: value.removeprefix("\n").removesuffix("\n") for key, value in pairs.items()}
+        return ToolCall(name=name, arguments=arguments)
+
+
+@register_tool_parser("glm", "glm45")
+class GlmParser(BlockParser):
+    """``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``: GLM since 4.5. Values are strings."""
+
+    begin, end = "<tool_call>", "</tool_call>"
+    _pair = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+
+    def read(self, block: str) -> ToolCall:
+        name, mark, rest = block.partition("<arg_key>")
+        name = name.strip()
+        if not re.fullmatch(r"[\w.:-]+", name):
+            raise ValueError("no name")
+        return ToolCall(name=name, arguments=_pairs(self._pair, mark + rest))
+
+
+def _pairs(pair: re.Pattern[str], body: str) -> dict[str, str]:
+    """``body`` as one ``pair`` after the other; ``ValueError`` when there is anything else in it."""
+    arguments, at = {}, 0
+    while at < len(body) and body[at:].strip():
+        found = pair.match(body, at)
+        if found is None:
+            raise ValueError("text between the arguments")
+        arguments[found[1].strip()] = found[2]
+        at = found.end()
+    return arguments
+
+
+@register_tool_parser("kimi", "kimi_k2")
+class KimiParser(BlockParser):
+    """``<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>``: Kimi K2."""
+
+    begin, end = "<|tool_call_begin|>", "<|tool_call_end|>"
+    _sections = re.compile(r"<\|tool_calls_section_(?:begin|end)\|>")
+    _id = re.compile(r"\s*(?:functions\.)?([\w-]+)(?::\d+)?\s*")
+
+    def read(self, block: str) -> ToolCall:
+        head, mark, body = block.partition("<|tool_call_argument_begin|>")
+        name = self._id.fullmatch(head)
+        if not mark or name is None:
+            raise ValueError("no <|tool_call_argument_begin|> after the name")
+        arguments = _read_json(body)
+        if not isinstance(arguments, dict):
+            raise ValueError("the arguments are not an object")
+        return ToolCall(name=name[1], arguments=arguments, id=head.strip())
+
+    def _tidy(self, content: str, malformed: tuple[MalformedCall, ...]) -> str:
+        return content if malformed else self._sections.sub("", content)
+
+
+@register_tool_parser("llama_json", "llama3")
+class LlamaJsonParser(ToolParser):
+    """The whole answer is ``{"name": "f", "parameters": {"x": 1}}``, several with ``;`` between them, perhaps after
+    ``<|python_tag|>``: Llama 3.1 and later."""
+
+    _tag = "<|python_tag|>"
+
+    def parse(self, text: str) -> ParsedAnswer:
+        malformed: list[MalformedCall] = []
+        # calls go on to the end of the answer, so the first place from which they do is where the thinking ended
+        starts = [0, *(mark.end() for mark in re.finditer(_END_OF_THINKING, text))]
+        for start in starts:
+            before, tag, after = text[start:].partition(self._tag)
+            body = (after if tag else before).strip()
+            said = text[:start] + (before if tag else "")
+            if not body.startswith("{") or not (tag or '"name"' in body):
+                continue  # an answer that happens to be JSON, or no JSON at all
+            if said.rfind(_THINK) > said.rfind(_END_OF_THINKING):
+                continue
+            try:
+                return ParsedAnswer(said, _numbered(self._read(body)))
+            except (ValueError, RecursionError) as error:
+                if not said.strip() or start == starts[-1]:  # else it may be a thought
+                    malformed.append(MalformedCall(text[start:], str(error) or "JSON that is nested too deeply"))
+        return ParsedAnswer(text, (), tuple(malformed[:1]))
+
+    def _read(self, body: str) -> list[ToolCall]:
+        calls: list[ToolCall] = []
+        at, decoder = 0, json.JSONDecoder()
+        while at < len(body):
+            _, end = decoder.raw_decode(body, at)
+            calls.append(_call_of_json(body[at:end], "parameters", "arguments"))
+            at = end + len(body[end:]) - len(body[end:].lstrip("; \n"))
+        return calls

@@ -1,0 +1,113 @@
+"""The one way to try again: exponential pauses with jitter, a limit of tries or time, and the first cause told."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Backoff:
+    """One row of failures: how long to pause after each, and when to give up.
+
+        backoff = Backoff(f"the store at {url} did not answer", DataSourceError, patience_s=120.0)
+        while True:
+            try:
+                page = await ask()
+            except ConnectionError as error:
+                await backoff.pause(error)  # in a thread: backoff.pause_sync(error, stop)
+            else:
+                backoff.reset()             # where one object follows something for ever
+
+    ``run`` is that loop for a call that is made once. The pause after the n-th failure (from 0) is uniform in
+    [0, min(cap_s, base_s · 2ⁿ)], "full jitter": of the jitters that M. Brooker, "Exponential Backoff and Jitter", AWS
+    Architecture Blog, 2015, compares it needs the fewest calls when many clients retry at once.
+
+    Args:
+        what: begins the sentence of giving up: "the store at … did not answer".
+        error: makes the exception of giving up from that sentence; its ``__cause__`` is the first failure.
+        tries: give up at this failure; None for no limit.
+        patience_s: give up when the next try would come later than this after the first failure; None for no limit.
+        deadline: the same as a moment of ``time.monotonic``.
+    """
+
+    def __init__(
+        self,
+        what: str = "gave up",
+        error: Callable[[str], Exception] = ConnectionError,
+        *,
+        base_s: float = 0.2,
+        cap_s: float = 5.0,
+        tries: int | None = None,
+        patience_s: float | None = None,
+        deadline: float | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._what, self._error = what, error
+        self._base_s, self._cap_s = base_s, cap_s
+        self._tries, self._patience_s, self._deadline = tries, patience_s, deadline
+        self._uniform = (rng or random).uniform
+        self.failures = 0
+        self.first: BaseException | None = None
+        self._began = 0.0
+
+    def reset(self) -> None:
+        """It worked: the next failure is a first one."""
+        self.failures, self.first = 0, None
+
+    def failed(self, error: BaseException, *, at_least_s: float = 0.0) -> float | None:
+        """Count a failure. Returns the seconds to pause, ``at_least_s`` and the jitter; None to give up."""
+        now = time.monotonic()
+        if self.first is None:
+            self.first, self._began = error, now
+        # a wait that the other side asked for is spread as well, or everyone comes back in the same instant
+        pause = at_least_s + self._uniform(0.0, min(self._cap_s, self._base_s * 2.0 ** min(self.failures, 60)))
+        self.failures += 1
+        late = (self._patience_s is not None and now + pause - self._began > self._patience_s) or (
+            self._deadline is not None and now + pause >= self._deadline
+        )
+        return None if late or (self._tries is not None and self.failures >= self._tries) else pause
+
+    def given_up(self, last: BaseException) -> Exception:
+        """What to raise then: how often, how long, the first failure, and the last where it reads otherwise."""
+        assert self.first is not None
+        seconds, first, latest = time.monotonic() - self._began, _spelled(self.first), _spelled(last)
+        told = first if first == latest else f"{first}; last: {latest}"
+        made = self._error(f"{self._what} ({self.failures} tries in {seconds:.1f} s): {told}")
+        made.__cause__ = self.first
+        return made
+
+    async def pause(self, error: BaseException, *, at_least_s: float = 0.0) -> None:
+        """Sleep after a failure, or raise that it is given up."""
+        seconds = self.failed(error, at_least_s=at_least_s)
+        if seconds is None:
+            raise self.given_up(error)
+        await asyncio.sleep(seconds)
+
+    def pause_sync(self, error: BaseException, stop: threading.Event | None = None, *, at_least_s: float = 0.0) -> None:
+        """``pause`` for a thread; a ``stop`` that is set meanwhile ends the pause and raises as if given up."""
+        seconds = self.failed(error, at_least_s=at_least_s)
+        if seconds is None or (stop or threading.Event()).wait(seconds):
+            raise self.given_up(error)
+
+    async def run(self, call: Callable[[], Awaitable[T]], retried: Callable[[Exception], bool]) -> T:
+        """``call()`` until it returns, raises what is not ``retried``, or is given up."""
+        while True:
+            try:
+                answer = await call()
+            except Exception as error:
+                if not retried(error):
+                    raise
+                await self.pause(error)
+            else:
+                self.reset()
+                return answer
+
+
+def _spelled(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,62 @@
+"""What the servers of this package share: who may reach them, and on which port."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from agl_slime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens on ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def require_token(host: str, token: str | None, *, setting: str) -> None:
+    """Raises ``ConfigError``, which names the ``setting`` of the token, when a server that other machines reach has
+    none."""
+    if not token and not is_loopback(host):
+        raise ConfigError(f"host {host!r} can be reached from other machines: set {setting}, or listen on 127.0.0.1")
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of ``host`` that nobody listens on now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        return listener.getsockname()[1]
+
+
+def has_token(authorization: str | None, token: str | None) -> bool:
+    """Whether an ``Authorization`` header carries the bearer token; always when ``token`` is empty. Takes the same time
+    whatever is wrong with it."""
+    given = (authorization or "").encode("utf-8", "surrogateescape")
+    return not token or hmac.compare_digest(given, f"Bearer {token}".encode())
+
+
+Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
+
+
+def bearer_middleware(
+    token: str | None, refuse: Callable[[], web.StreamResponse]
+) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+    """aiohttp middleware that answers ``refuse()`` (status 401) to requests without the token."""
+    from aiohttp import web
+
+    @web.middleware
+    async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
+        return await handler(request) if has_token(request.headers.get("Authorization"), token) else refuse()
+
+    return authorize
+
+
+__all__ = ["bearer_middleware", "free_port", "has_token", "is_loopback", "require_token"]

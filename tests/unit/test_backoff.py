@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+
+import pytest
+
+from agl_slime.errors import DataSourceError
+from agl_slime.support.backoff import Backoff
+
+
+def test_pauses_are_full_jitter_below_a_doubling_bound():
+    backoff = Backoff(base_s=1.0, cap_s=4.0, rng=random.Random(0))
+    bounds = [1.0, 2.0, 4.0, 4.0]
+    pauses = [backoff.failed(OSError()) for _ in bounds]
+    assert all(0.0 <= pause <= bound for pause, bound in zip(pauses, bounds, strict=True))  # type: ignore[operator]
+    assert len(set(pauses)) == len(pauses)
+
+
+def test_the_bound_stays_finite_however_often_it_failed():
+    backoff = Backoff(base_s=1.0, cap_s=4.0)
+    for _ in range(2000):
+        assert backoff.failed(OSError()) <= 4.0  # type: ignore[operator]
+
+
+def test_what_the_other_side_asks_to_wait_is_waited_and_spread():
+    backoff = Backoff(base_s=1.0, cap_s=1.0, rng=random.Random(1))
+    pause = backoff.failed(OSError(), at_least_s=7.0)
+    assert pause is not None
+    assert 7.0 < pause <= 8.0
+
+
+def test_tries_count_the_first_one_and_the_first_cause_is_told():
+    backoff = Backoff("the store did not answer", DataSourceError, base_s=0.0, tries=3)
+    first, last = ConnectionResetError("peer"), TimeoutError("late")
+    assert backoff.failed(first) is not None
+    assert backoff.failed(OSError()) is not None
+    assert backoff.failed(last) is None
+    told = backoff.given_up(last)
+    assert isinstance(told, DataSourceError)
+    assert told.__cause__ is first
+    for part in ("the store did not answer", "3 tries", "ConnectionResetError: peer", "TimeoutError: late"):
+        assert part in str(told)
+
+
+def test_one_kind_of_failure_is_told_once():
+    backoff = Backoff(tries=2)
+    backoff.failed(OSError("gone"))
+    backoff.failed(OSError("gone"))
+    assert str(backoff.given_up(OSError("gone"))).count("gone") == 1
+
+
+def test_patience_counts_from_the_first_failure_and_reset_begins_anew(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    backoff = Backoff(base_s=0.0, patience_s=10.0)
+    assert backoff.failed(OSError()) is not None
+    now = 109.0
+    assert backoff.failed(OSError()) is not None
+    now = 111.0
+    assert backoff.failed(OSError()) is None
+    backoff.reset()
+    assert backoff.failed(OSError()) is not None
+    assert backoff.failures == 1
+
+
+def test_no_pause_goes_past_the_deadline(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    assert Backoff(base_s=0.0, deadline=105.0).failed(OSError(), at_least_s=4.0) is not None
+    assert Backoff(base_s=0.0, deadline=105.0).failed(OSError(), at_least_s=5.0) is None
+
+
+async def test_run_tries_again_what_is_retried_and_nothing_else():
+    outcomes: list[Exception | str] = [ConnectionError("one"), ConnectionError("two"), "answer", ValueError("other")]
+
+    async def call() -> str:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    backoff = Backoff(base_s=0.0, tries=3)
+    assert await backoff.run(call, lambda error: isinstance(error, ConnectionError)) == "answer"
+    with pytest.raises(ValueError, match="other"):
+        await backoff.run(call, lambda error: isinstance(error, ConnectionError))
+
+
+async def test_a_pause_can_be_cancelled():
+    backoff = Backoff(base_s=1.0)
+    task = asyncio.create_task(backoff.pause(OSError(), at_least_s=3600.0))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_a_thread_that_is_stopped_pauses_no_longer():
+    stop = threading.Event()
+    stop.set()
+    gone = OSError("gone")
+    with pytest.raises(ConnectionError) as told:
+        Backoff(base_s=1.0).pause_sync(gone, stop, at_least_s=3600.0)
+    assert told.value.__cause__ is gone
