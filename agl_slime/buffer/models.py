@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictInt, StringConstraints, ValidationError
+from pydantic.json_schema import SkipJsonSchema
 
 from agl_slime import __version__
 from agl_slime.buffer.errors import BufferRequestError
@@ -20,9 +21,9 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value
 
 
-Integer = Annotated[StrictInt, BeforeValidator(_whole)]
+Whole = BeforeValidator(_whole)
 Name = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-Id = Name | Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
+Id = Name | Annotated[StrictInt, Field(ge=-(2**63), le=2**63 - 1), Whole]
 Digits = Annotated[str, StringConstraints(pattern="^[1-9][0-9]{0,5}$")]
 
 
@@ -39,13 +40,13 @@ class ItemFields(BaseModel):
     extra_info: dict[str, Any] | None = Field(
         None, description="Whatever is to be known later; `error` marks failures."
     )
-    task_type: str | None = Field(None, description="Needed only when several task types are in use.")
+    task_type: SkipJsonSchema[str | None] = None  # one for all items of a request, which no schema can say
 
 
 class ReadRequest(BaseModel):
     """What a reader asks for."""
 
-    batch_size: Annotated[Integer, Field(ge=1)] | None = Field(
+    batch_size: Annotated[StrictInt, Field(ge=1), Whole] | None = Field(
         None, description="Most items to return, in whole groups, at least one group."
     )
     task_type: str | None = Field(None, description="Needed only when several task types are in use.")
@@ -57,12 +58,14 @@ class StartRequest(BaseModel):
     """The fields of ``/start_rollout`` that the buffer looks at; all of them go to the generator."""
 
     task_type: str
-    num_repeat_per_sample: Annotated[Integer, Field(ge=1, le=1_000_000)] | Digits = Field(
+    num_repeat_per_sample: Annotated[StrictInt, Field(ge=1, le=1_000_000), Whole] | Digits = Field(
         1, description="Items per group; slime's client sends it as text."
     )
     input_file: str | None = None
     sampling_params: dict[str, Any] | None = None
-    skip_instance_ids: list[str | Integer] | None = Field(None, description="What was trained before.")
+    skip_instance_ids: list[str | Annotated[StrictInt, Whole]] | None = Field(
+        None, description="What was trained before."
+    )
     trained_groups: list[str] | None = Field(None, description="`buffer_group` of the items that were trained on.")
     fresh: StrictBool = Field(False, description="Drop what is left of earlier runs, as each evaluation does.")
 
@@ -135,18 +138,6 @@ def _written(fields: ItemFields, item: dict[str, Any], raw: bytes | None) -> Wri
     )
 
 
-_REFUSALS = {
-    "400": "The request cannot be used",
-    "401": "The token is missing or wrong",
-    "403": "Not allowed",
-    "404": "There is no such task type or path",
-    "405": "Not this method",
-    "409": "The uid is taken by another item",
-    "413": "The body is too large",
-    "503": "Try again later",
-}
-
-
 def _object(required: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "required": list(required), "properties": required}
 
@@ -156,8 +147,11 @@ def _operation(summary: str, answer: Any, body: Any = None, *, body_required: bo
         return {"content": {"application/json": {"schema": schema}}}
 
     refusal = content(_object({"success": {"const": False}, "message": {"type": "string"}}))
-    responses = {status: {"description": text, **refusal} for status, text in _REFUSALS.items()}
-    operation = {"summary": summary, "responses": {"200": {"description": "Done", **content(answer)}, **responses}}
+    refused = {"description": "Refused, with 400, 401, 403, 404, 405, 409 or 413; 503 says try again later", **refusal}
+    operation = {
+        "summary": summary,
+        "responses": {"200": {"description": "Done", **content(answer)}, "4XX": refused, "503": refused},
+    }
     if body is not None:
         operation["requestBody"] = {"required": body_required, **content(body)}
     return operation

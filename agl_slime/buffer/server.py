@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import ipaddress
 import logging
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from agl_slime.buffer.errors import BufferRequestError
 from agl_slime.buffer.models import ReadRequest, check, openapi_description, parse_items, parse_json
 from agl_slime.buffer.service import RolloutBuffer
 from agl_slime.buffer.settings import BufferSettings
+from agl_slime.support.net import has_token
 from agl_slime.support.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
@@ -171,19 +171,17 @@ async def _openapi(request: web.Request) -> web.Response:
 
 def _gate(settings: BufferSettings) -> Middleware:
     """One middleware before every handler: who may ask, and every refusal as JSON with one sentence."""
-    expected = f"Bearer {settings.token}".encode() if settings.token else None
 
     def check(request: web.Request) -> None:
         if (
             "Origin" in request.headers
         ):  # only browsers send it: a page somewhere must not reach a server on this machine
             raise BufferRequestError("requests from web pages are not served", status=403)
-        if expected is not None and request.path not in _OPEN_PATHS and "key" not in request.match_info:
-            given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(given, expected):
-                raise BufferRequestError(
-                    "the token is missing or wrong; send it as `Authorization: Bearer TOKEN`", status=401
-                )
+        is_open = request.path in _OPEN_PATHS or "key" in request.match_info
+        if not is_open and not has_token(request.headers.get("Authorization"), settings.token):
+            raise BufferRequestError(
+                "the token is missing or wrong; send it as `Authorization: Bearer TOKEN`", status=401
+            )
 
     @web.middleware
     async def gate(request: web.Request, handler: Handler) -> web.StreamResponse:

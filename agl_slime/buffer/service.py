@@ -28,7 +28,7 @@ from agl_slime.buffer.runs import INTERRUPTED, GeneratorRun, RunRecords
 from agl_slime.buffer.settings import BufferSettings
 from agl_slime.buffer.store import ItemStore
 from agl_slime.support.database import Database
-from agl_slime.support.threads import run_in_thread
+from agl_slime.support.threads import run_in_thread, run_user_code
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +64,7 @@ class RolloutBuffer:
         path = settings.run_dir / "buffer.sqlite" if settings.run_dir is not None else None
         database = Database(path=path, exclusive=path is not None)
         self.store = ItemStore(
-            database=database,
-            max_items=settings.max_buffer_size,
-            keep_delivered=settings.delivered_window,
-            clock=clock,
+            database=database, max_items=settings.max_buffer_size, keep_delivered=settings.delivered_window, clock=clock
         )
         self.runs = RunRecords(database, clock=clock)
         self._writer = _Writer(self.store)
@@ -77,7 +74,7 @@ class RolloutBuffer:
 
     async def prepare(self) -> None:
         """Look for generators and take up what is on disk from before the restart; before the first request."""
-        await run_in_thread(self._prepare)
+        await run_user_code(self._prepare)
 
     def _prepare(self) -> None:
         self._discover()
@@ -161,7 +158,7 @@ class RolloutBuffer:
         request = check(StartRequest, payload)
         name = request.task_type
         if name not in self._discovery.generators:
-            await run_in_thread(self._discover)
+            await run_user_code(self._discover)
         if name not in self._discovery.generators:
             raise _unknown(name, self._discovery.generators)
         given = dict(payload)
@@ -227,7 +224,7 @@ class RolloutBuffer:
         }
 
     def _input_file(self, given: str) -> Path:
-        directories = [directory.resolve() for directory in self.settings.input_directories]
+        directories = [directory.resolve() for directory in self.settings.input_dir or (Path.cwd(),)]
         try:
             path = (directories[0] / given).resolve()
             allowed = any(path.is_relative_to(directory) for directory in directories)
@@ -292,7 +289,8 @@ class RolloutBuffer:
         generator = self._discovery.generators.get(name)
         pipeline = GroupPipeline.from_functions(
             generator.stages if generator is not None else {},
-            settings=self.settings.pipeline(group_size=group_size, task_type=name),
+            settings=self.settings.with_group_size(group_size),
+            task_type=name,
         )
         scope = None if run_no is None else f"{name}#{run_no}" if fresh else name
         self.store.set_task(name, pipeline, scope=scope)
@@ -306,7 +304,7 @@ class RolloutBuffer:
 
         async def alone() -> T:
             async with task.lock:
-                return await run_in_thread(function)
+                return await run_user_code(function)  # the stages are a generator's
 
         work = asyncio.ensure_future(alone())
         done, _ = await asyncio.wait({work}, timeout=self.settings.request_timeout_s)

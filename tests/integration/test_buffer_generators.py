@@ -315,7 +315,7 @@ async def test_a_buffer_that_stays_away_is_told(tmp_path):
     async with BufferServer(settings=settings_for(tmp_path)) as server:
         url = server.url
     async with BufferWriter(url=url, give_up_s=0.2) as writer:
-        with pytest.raises(BufferUnreachableError, match=r"took nothing for 0\.2 s"):
+        with pytest.raises(BufferUnreachableError, match="took nothing"):
             await writer.write(make_item("1"))
 
 
@@ -374,7 +374,11 @@ async def test_the_tasks_of_an_agent_need_no_prompt(tmp_path):
     class Engine:
         async def generate(self, input_ids: Any, sampling: Any, **_: Any) -> Generation:
             return Generation(
-                output_ids=answer, log_probs=None, text="4", finish_reason="stop", prompt_tokens=len(input_ids)
+                output_ids=answer,
+                log_probs=(-0.5,) * len(answer),
+                text="4",
+                finish_reason="stop",
+                prompt_tokens=len(input_ids),
             )
 
     class Asker(SGLangLitAgent):

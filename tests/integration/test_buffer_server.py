@@ -446,7 +446,7 @@ async def test_web_pages_are_not_served(tmp_path):
 
 
 def test_other_machines_need_a_token():
-    with pytest.raises(ConfigError, match="set --token"):
+    with pytest.raises(ConfigError, match="--token"):
         BufferSettings(host="0.0.0.0")
     assert BufferSettings(host="0.0.0.0", token="secret").host == "0.0.0.0"
 

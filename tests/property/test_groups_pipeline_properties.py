@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime.buffer import stages
-from agl_slime.buffer.pipeline import GroupPipeline, GroupSnapshot, PipelineSettings
+from agl_slime.buffer.pipeline import GroupPipeline, GroupSnapshot
+from agl_slime.buffer.settings import PipelineSettings
 from tests.buffer_cases import process
 
 rewards = st.one_of(st.floats(0, 1), st.just(-1.0), st.just(math.nan), st.none(), st.just("broken"))

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from agl_slime.buffer import stages
-from agl_slime.buffer.pipeline import GroupPipeline, GroupSnapshot, PipelineSettings
+from agl_slime.buffer.pipeline import GroupPipeline, GroupSnapshot
+from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.errors import ConfigError
 from tests.buffer_cases import process
 
@@ -29,7 +30,10 @@ def snapshot(rewards: list[Any], *, age: float = 0.0, instance_id: str = "math_0
 def pipeline(group_size: int = 4, *, functions: dict[str, Any] | None = None, **settings: Any) -> GroupPipeline:
     """With -1 as the mark of failed items, as slime's documentation has it."""
     settings.setdefault("reward_range", (0.0, 1.0))
-    return GroupPipeline.from_functions(functions or {}, settings=PipelineSettings(group_size=group_size, **settings))
+    task_type = settings.pop("task_type", "")
+    return GroupPipeline.from_functions(
+        functions or {}, settings=PipelineSettings(group_size=group_size, **settings), task_type=task_type
+    )
 
 
 def test_the_defaults_are_the_documented_ones():
