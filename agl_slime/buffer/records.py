@@ -12,7 +12,7 @@ import orjson
 
 from agl_slime.buffer.models import WrittenItem
 from agl_slime.errors import AglSlimeError
-from agl_slime.groups.ledger_disk import PersistentLedger
+from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
 
@@ -137,7 +137,7 @@ class ReadAbandonedError(AglSlimeError):
 class GroupTable:
     """The groups, and what is done with their items as a whole; inside a transaction of the caller's."""
 
-    def __init__(self, database: Database, ledger: PersistentLedger) -> None:
+    def __init__(self, database: Database, ledger: Ledger) -> None:
         self._database = database
         self._ledger = ledger
         with database.transaction() as connection:

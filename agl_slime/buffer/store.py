@@ -32,7 +32,7 @@ from agl_slime.buffer.records import (
     WriteResult,
     insert_many,
 )
-from agl_slime.groups.ledger_disk import PersistentLedger
+from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
 
@@ -93,7 +93,7 @@ class ItemStore:
         self._clock = clock
         self._max_items = max_items
         self._keep = keep_delivered
-        self.ledger = PersistentLedger(database=self._database)
+        self.ledger = Ledger(database=self._database)
         self._groups = GroupTable(self._database, self.ledger)
         self._tasks: dict[str, _Task] = {}
         with self._database.transaction() as connection:

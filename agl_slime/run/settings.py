@@ -4,15 +4,15 @@ help text."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 from agl_slime.errors import ConfigError
+from agl_slime.loop.tasks import read_tasks
+from agl_slime.rollout.loading import DEFAULT_AGENT, split_agent
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.trainers.local.settings import LocalTrainerSettings
-
-DEFAULT_AGENT = "agents.lookup:LookupAgent"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class TrainConfig:
     iteration."""
 
     agent: str = DEFAULT_AGENT
-    """The agent to train, as module:Class."""
+    """The agent to train, as module:Class or path/to/file.py:Class."""
     tasks: Path | None = None
     """Tasks as JSON lines, one object each. Without it the agent's own make_task(rng) is used."""
     model_path: Path | None = None
@@ -104,9 +104,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         RunnerPlan.parse(self.runners)
-        module, _, name = self.agent.partition(":")
-        if not module or not name:
-            raise ConfigError(f"--agent {self.agent!r}: expected module:Class, for example {DEFAULT_AGENT}")
+        split_agent(self.agent)
         for flag in (
             "num_iterations",
             "rollout_batch_size",
@@ -162,9 +160,30 @@ class TrainConfig:
             raise ConfigError(
                 "--resume with --trainer slime: slime keeps its own checkpoints; give -- --load DIR --save DIR instead"
             )
-        for flag in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance", "max_staleness"):
+        complete = "both processes must agree on groups, which slime wants complete; leave it out"
+        elsewhere = {
+            **dict.fromkeys(("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance"), complete),
+            "max_staleness": complete,
+            "save_interval": "slime keeps its own checkpoints; give -- --save DIR --save-interval N instead",
+        }
+        for flag, reason in elsewhere.items():
             if getattr(self, flag) != getattr(TrainConfig, flag):
-                name = f"--{flag.replace('_', '-')}"
+                raise ConfigError(f"--{flag.replace('_', '-')} with --trainer slime: {reason}")
+        for setting in fields(self.local):
+            value = getattr(self.local, setting.name)
+            if value not in (setting.default, 1 if setting.name == "torch_threads" else setting.default):
                 raise ConfigError(
-                    f"{name} with --trainer slime: both processes must agree on groups, which slime wants complete; leave it out"
+                    f"--local.{setting.name.replace('_', '-')} {value} with --trainer slime: leave it out"
                 )
+
+    def check_files(self) -> None:
+        """Raise ``ConfigError`` when a file that the settings name cannot be used: within milliseconds, before anything
+        is loaded or started."""
+        for flag, path in (("--tasks", self.tasks), ("--eval-tasks", self.eval_tasks)):
+            if path is not None:
+                read_tasks(path, flag=flag)
+        if self.model_path is not None and not (self.model_path / "config.json").is_file():
+            raise ConfigError(
+                f"--model-path {self.model_path}: there is no Hugging Face checkpoint (no config.json); "
+                "leave the flag out to make a tiny policy"
+            )
