@@ -2,22 +2,16 @@
 
     --rollout-function-path agl_slime.buffer.agent_rollout.generate_rollout
 
-slime knows none of the settings below; put them into a YAML file and name it with ``--custom-config-path``. Where
-``args`` has none, the environment counts.
+slime's parser does not know these settings; name a YAML file with them by ``--custom-config-path``. Where ``args`` has
+none, the environment variable counts:
 
-================================ ==================================== ==================================================
-attribute of ``args``            environment                          meaning (default)
-================================ ==================================== ==================================================
-``agent_rollout_buffer_url``     ``AGL_SLIME_BUFFER_URL``             the buffer (``http://127.0.0.1:8889``)
-``agent_rollout_buffer_token``   ``AGL_SLIME_BUFFER_TOKEN``           its token, where it has one
-``rollout_task_type``            ``AGL_SLIME_BUFFER_TASK_TYPE``       which generator (``math``)
-``agent_rollout_eval_task_type`` ``AGL_SLIME_BUFFER_EVAL_TASK_TYPE``  generator of evaluations; without it there are none
-``fetch_trajectory_retry_times``                                      failed requests before giving up (-1: never)
-``loss_mask_type``                                                    loss mask of items without token ids (``auto``);
-                                                                      or ``module:Class``
-``num_epoch``                                                         passed to the generator (3)
-``rollout_num_process``                                               passed to the generator (100)
-================================ ==================================== ==================================================
+- ``agent_rollout_buffer_url``, ``AGL_SLIME_BUFFER_URL``: the buffer (``http://127.0.0.1:8889``)
+- ``agent_rollout_buffer_token``, ``AGL_SLIME_BUFFER_TOKEN``: its token, where it has one
+- ``rollout_task_type``, ``AGL_SLIME_BUFFER_TASK_TYPE``: which generator (``math``)
+- ``agent_rollout_eval_task_type``, ``AGL_SLIME_BUFFER_EVAL_TASK_TYPE``: that of evaluations; without it there are none
+- ``fetch_trajectory_retry_times``: failed requests before giving up (-1: never)
+- ``loss_mask_type``: loss mask of items without token ids (``auto``), or ``module:Class``
+- ``num_epoch``, ``rollout_num_process``: passed to the generator (3, 100)
 
 Rewards: with ``--disable-rewards-normalization`` samples carry what the buffer made of their rewards, else the raw
 ones, which slime then normalises.
