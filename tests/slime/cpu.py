@@ -81,7 +81,11 @@ class CpuTrainActor(TrainRayActor):
             model_path=args.hf_checkpoint, settings=LocalTrainerSettings(temperature=args.rollout_temperature)
         )
         self.version = 0
-        return 0
+        latest = Path(args.load or "") / "latest_checkpointed_iteration.txt"  # Megatron's name
+        if not latest.is_file():
+            return 0
+        self.trainer.load(Path(args.load) / f"iter_{int(latest.read_text()):07d}")
+        return int(latest.read_text()) + 1
 
     def train(self, rollout_id: int, rollout_data_ref: list[Any], external_data: Any = None) -> None:
         data = ray.get(rollout_data_ref[self._rank].inner)
@@ -100,6 +104,7 @@ class CpuTrainActor(TrainRayActor):
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
         self.trainer.save(Path(self.args.save) / f"iter_{rollout_id:07d}")
+        (Path(self.args.save) / "latest_checkpointed_iteration.txt").write_text(str(rollout_id))
 
     def clear_memory(self) -> None: ...
 

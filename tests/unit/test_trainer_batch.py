@@ -125,13 +125,15 @@ def test_the_reward_key_picks_from_a_dict():
 )
 def test_what_cannot_be_trained_on_is_refused(fields: dict[str, Any], message: str):
     with pytest.raises((TrainerError, RewardError), match=message):
-        samples_to_train_data([sample(), sample(rollout_id=1, **fields)])
+        TrainBatch.from_train_data(samples_to_train_data([sample(), sample(rollout_id=1, **fields)]))
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_reward_that_is_not_finite_is_refused(normalize: bool):
     with pytest.raises((TrainerError, RewardError), match="nan"):
-        samples_to_train_data([sample(), sample(rollout_id=1, reward=math.nan)], rewards_normalization=normalize)
+        TrainBatch.from_train_data(
+            samples_to_train_data([sample(), sample(rollout_id=1, reward=math.nan)], rewards_normalization=normalize)
+        )
 
 
 def test_siblings_with_different_rewards_are_refused():
@@ -172,7 +174,7 @@ def test_a_mask_sum_smaller_than_the_masks_is_refused():
 
 def test_a_mask_sum_may_count_siblings_that_are_elsewhere():
     data = {**samples_to_train_data(pair()), "rollout_mask_sums": [2, 9]}
-    assert TrainBatch.from_train_data(data).rollout_mask_sums.tolist() == [2, 9]
+    assert TrainBatch.from_train_data(data).token_rollout_mask_sums.tolist() == [2, 2, 9, 9]
 
 
 def test_the_flat_view_lists_the_tokens_under_the_mask():

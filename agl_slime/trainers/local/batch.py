@@ -31,8 +31,8 @@ def samples_to_train_data(
     std_normalization: bool = True,
 ) -> dict[str, Any]:
     """What training on text reads of the dict that slime's ``RolloutManager._convert_samples_to_train_data`` makes of
-    ``samples`` (flat, or nested in groups); every value is a list with one entry per sample, and ``rewards`` are
-    advantages, normalised per ``group_index`` with one reward per rollout.
+    ``samples`` (flat, or nested in groups), not checked yet; every value is a list with one entry per sample, and
+    ``rewards`` are advantages, normalised per ``group_index`` with one reward per rollout.
 
     Args:
         reward_key: picks the reward where ``Sample.reward`` is a dict.
@@ -40,12 +40,11 @@ def samples_to_train_data(
         std_normalization: also divide by the standard deviation of the group; slime's ``grpo_std_normalization``.
 
     Raises:
-        TrainerError: no samples, or a sample that cannot be trained on; the text names the sample and the field.
+        TrainerError: no samples, or none that has a group.
         RewardError: a reward that is missing or not finite, or siblings that differ in reward or group.
     """
     flat = list(flat_samples(samples))
-    if not flat:
-        raise TrainerError("there are no samples to make a batch of; collect at least one finished rollout.")
+    _require(flat, "there are no samples to make a batch of; collect at least one finished rollout.")
     rewards = raw_rewards = [reward_value(sample, position, key=reward_key) for position, sample in enumerate(flat)]
     given_ids = [get_rollout_id(sample) for sample in flat]
     if rewards_normalization:
@@ -71,27 +70,26 @@ def samples_to_train_data(
         values = [getattr(sample, name, None) for sample in flat]
         if any(value is not None for value in values):
             data[name] = values
-    TrainBatch.from_train_data(data)
     return data
 
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """A checked batch. Lists and per-sample arrays have ``n_samples`` entries; arrays named ``token_...`` have one
-    entry per token under the loss mask."""
+    """A checked batch. Arrays named ``token_...`` have one entry per token under the loss mask, ``[n_tokens]``, sample
+    by sample."""
 
     tokens: list[NDArray[np.int64]]
     """Prompt and response ids of each sample, ``[length]``."""
-    response_lengths: NDArray[np.int64]
-    loss_masks: list[NDArray[np.bool_]]
-    """``[response_length]`` each: true where a token is trained."""
-    rewards: NDArray[np.float64]
-    """The advantage of each sample."""
+    target_positions: list[NDArray[np.int64]]
+    """Where in ``tokens`` of each sample the tokens under the mask are; at least 1, as a prompt comes before."""
     rollout_ids: NDArray[np.int64]
-    rollout_mask_sums: NDArray[np.int64]
-    """Tokens under the mask in all samples of the sample's rollout."""
-    rollout_log_probs: list[NDArray[np.float32]] | None
-    """The engine's log-prob of each response token, ``[response_length]`` each, or ``None`` when the batch has none."""
+    """``[n_samples]``: the same for the samples that one rollout became."""
+    token_rewards: NDArray[np.float64]
+    """The advantage of the token's sample."""
+    token_rollout_mask_sums: NDArray[np.int64]
+    """Tokens under the mask in all samples of the token's rollout."""
+    token_log_probs: NDArray[np.float32] | None
+    """The engine's log-probs, or ``None`` when the batch has none."""
 
     @classmethod
     def from_train_data(cls, data: Mapping[str, Any]) -> TrainBatch:
@@ -102,42 +100,56 @@ class TrainBatch:
             TrainerError: a key is missing, lengths disagree, a number is not finite, a mask holds something other than
                 0 and 1, or there are inputs other than text.
         """
-        if missing := [key for key in _REQUIRED if key not in data]:
-            raise TrainerError(f"the batch lacks {', '.join(missing)}, which slime's batch dict has.")
-        if any(value is not None for value in data.get("multimodal_train_inputs", ())):
-            raise TrainerError("the batch has multimodal_train_inputs; use slime for images: this trains on text only.")
-        n_samples = len(data["tokens"])
-        if n_samples == 0:
-            raise TrainerError("the batch has no samples; give at least one.")
+        missing = [key for key in _REQUIRED if key not in data]
+        _require(not missing, f"the batch lacks {', '.join(missing)}, which slime's batch dict has.")
+        images = any(value is not None for value in data.get("multimodal_train_inputs", ()))
+        _require(not images, "the batch has multimodal_train_inputs; use slime for images: this trains on text only.")
+        n = len(data["tokens"])
+        _require(n > 0, "the batch has no samples; give at least one.")
         for key in (*_REQUIRED, "rollout_mask_sums", "rollout_log_probs"):
-            if key in data and len(data[key]) != n_samples:
-                raise TrainerError(
-                    f"{key} has {len(data[key])} entries for {n_samples} samples; it needs one for each."
-                )
-        tokens = [_array(ids, f"tokens of sample {i}", np.int64) for i, ids in enumerate(data["tokens"])]
+            found = len(data.get(key, data["tokens"]))
+            _require(found == n, f"{key} has {found} entries for {n} samples; it needs one for each.")
+        with_log_probs = [values is not None for values in data.get("rollout_log_probs", [None] * n)]
+        if any(with_log_probs) and not all(with_log_probs):
+            first = with_log_probs.index(False)
+            raise TrainerError(f"sample {first} has no rollout_log_probs while others do; give them to all or to none.")
+
         lengths = _array(data["response_lengths"], "response_lengths", np.int64)
-        for i, (ids, length) in enumerate(zip(tokens, lengths, strict=True)):
-            if not 0 <= length < len(ids):
-                found = f"{length} with {len(ids)} tokens"
-                raise TrainerError(f"response_length of sample {i} is {found}; at least one must be the prompt's.")
-            if ids.min() < 0:
-                raise TrainerError(f"tokens of sample {i} hold the id {ids.min()}; token ids cannot be negative.")
-        masks = [_mask(mask, i, lengths[i]) for i, mask in enumerate(data["loss_masks"])]
+        tokens, masks, log_probs = [], [], []
+        for i, length in enumerate(lengths):
+            ids = _array(data["tokens"][i], f"tokens of sample {i}", np.int64)
+            fits = 0 <= length < len(ids)
+            _require(
+                fits, f"response_length of sample {i} is {length} with {len(ids)} tokens; leave one to the prompt."
+            )
+            _require(ids.min() >= 0, f"tokens of sample {i} hold the id {ids.min()}; token ids cannot be negative.")
+            tokens.append(ids)
+            mask = _array(data["loss_masks"][i], f"loss_mask of sample {i}", np.int64)
+            found = f"{len(mask)} entries, response_length is {length}"
+            _require(len(mask) == length, f"loss_mask of sample {i} has {found}.")
+            _require(np.isin(mask, (0, 1)).all(), f"loss_mask of sample {i} must hold only 0 and 1.")
+            masks.append(mask.astype(np.bool_))
+            if with_log_probs[i]:
+                own = _array(data["rollout_log_probs"][i], f"rollout_log_probs of sample {i}", np.float32)
+                found = f"{len(own)} entries, response_length is {length}"
+                _require(len(own) == length, f"rollout_log_probs of sample {i} has {found}.")
+                log_probs.append(own[masks[i]])
+
         rollout_ids = _array(data["rollout_ids"], "rollout_ids", np.int64)
         own_sums = np.array(_rollout_sums(rollout_ids.tolist(), [int(mask.sum()) for mask in masks]), dtype=np.int64)
         # siblings may be in another rank's part of the batch, so given sums may be larger
-        mask_sums = _array(data.get("rollout_mask_sums", own_sums), "rollout_mask_sums", np.int64)
-        for i in np.flatnonzero(mask_sums < own_sums):
-            found = f"{mask_sums[i]}, but its rollout has {own_sums[i]} tokens under the mask here"
-            raise TrainerError(f"rollout_mask_sums of sample {i} is {found}.")
+        sums = _array(data.get("rollout_mask_sums", own_sums), "rollout_mask_sums", np.int64)
+        for i in np.flatnonzero(sums < own_sums):
+            raise TrainerError(f"rollout_mask_sums of sample {i} is {sums[i]}; its rollout has {own_sums[i]} here.")
+        counts = [mask.sum() for mask in masks]
+        positions = [len(ids) - len(mask) + np.flatnonzero(mask) for ids, mask in zip(tokens, masks, strict=True)]
         return cls(
             tokens=tokens,
-            response_lengths=lengths,
-            loss_masks=masks,
-            rewards=_array(data["rewards"], "rewards", np.float64),
+            target_positions=positions,
             rollout_ids=rollout_ids,
-            rollout_mask_sums=mask_sums,
-            rollout_log_probs=_log_probs(data.get("rollout_log_probs", [None] * n_samples), lengths),
+            token_rewards=np.repeat(_array(data["rewards"], "rewards", np.float64), counts),
+            token_rollout_mask_sums=np.repeat(sums, counts),
+            token_log_probs=np.concatenate(log_probs) if log_probs else None,
         )
 
     @property
@@ -151,40 +163,17 @@ class TrainBatch:
     @cached_property
     def token_counts(self) -> NDArray[np.int64]:
         """``[n_samples]``: tokens under the mask in each sample."""
-        return np.array([mask.sum() for mask in self.loss_masks], dtype=np.int64)
+        return np.array([len(positions) for positions in self.target_positions], dtype=np.int64)
 
     @property
     def n_tokens(self) -> int:
         """Tokens under the mask in the whole batch."""
-        return int(self.token_counts.sum())
+        return len(self.token_rewards)
 
     @cached_property
     def token_offsets(self) -> NDArray[np.int64]:
         """``[n_samples + 1]``: sample ``i`` has entries ``token_offsets[i]:token_offsets[i + 1]`` of ``token_...``."""
         return np.concatenate([[0], np.cumsum(self.token_counts)])
-
-    @cached_property
-    def target_positions(self) -> list[NDArray[np.int64]]:
-        """Where in ``tokens`` of each sample the trained tokens are; at least 1, as a prompt comes before."""
-        return [
-            len(ids) - length + np.flatnonzero(mask)
-            for ids, length, mask in zip(self.tokens, self.response_lengths, self.loss_masks, strict=True)
-        ]
-
-    @cached_property
-    def token_rewards(self) -> NDArray[np.float64]:
-        return np.repeat(self.rewards, self.token_counts)
-
-    @cached_property
-    def token_rollout_mask_sums(self) -> NDArray[np.int64]:
-        return np.repeat(self.rollout_mask_sums, self.token_counts)
-
-    @cached_property
-    def token_log_probs(self) -> NDArray[np.float32] | None:
-        """The engine's log-prob of each token under the mask."""
-        if self.rollout_log_probs is None:
-            return None
-        return np.concatenate([own[mask] for own, mask in zip(self.rollout_log_probs, self.loss_masks, strict=True)])
 
 
 def _loss_mask(sample: Sample) -> list[int]:
@@ -201,32 +190,9 @@ def _rollout_sums(rollout_ids: Sequence[int], values: Sequence[int]) -> list[int
     return [totals[rollout_id] for rollout_id in rollout_ids]
 
 
-def _log_probs(given: Sequence[Any], lengths: NDArray[np.int64]) -> list[NDArray[np.float32]] | None:
-    absent = [i for i, values in enumerate(given) if values is None]
-    if len(absent) == len(given):
-        return None
-    if absent:
-        raise TrainerError(
-            f"sample {absent[0]} has no rollout_log_probs while others do; all samples need them, or none."
-        )
-    arrays = [_array(values, f"rollout_log_probs of sample {i}", np.float32) for i, values in enumerate(given)]
-    for i, (array, length) in enumerate(zip(arrays, lengths, strict=True)):
-        if len(array) != length:
-            raise TrainerError(
-                f"rollout_log_probs of sample {i} has {len(array)} entries, response_length is {length}."
-            )
-    return arrays
-
-
-def _mask(values: Any, sample: int, response_length: int) -> NDArray[np.bool_]:
-    array = np.asarray(values)
-    if array.shape != (response_length,):
-        raise TrainerError(
-            f"loss_mask of sample {sample} has {array.size} entries, response_length is {response_length}."
-        )
-    if not np.isin(array, (0, 1)).all():
-        raise TrainerError(f"loss_mask of sample {sample} must hold only 0 and 1.")
-    return array.astype(np.bool_)
+def _require(fits: Any, text: str) -> None:
+    if not fits:
+        raise TrainerError(text)
 
 
 def _array(values: Any, name: str, dtype: type[np.number]) -> NDArray[Any]:
@@ -236,9 +202,10 @@ def _array(values: Any, name: str, dtype: type[np.number]) -> NDArray[Any]:
         array = np.asarray(values, dtype=None if integers else dtype)
     except (TypeError, ValueError):
         raise TrainerError(f"{name} must be numbers, got {values!r:.80}.") from None
-    if array.ndim != 1 or (integers and array.size and array.dtype.kind not in "iu"):
-        kind = "integers" if integers else "numbers"
-        raise TrainerError(f"{name} must be a flat sequence of {kind}, got {array.dtype} of shape {array.shape}.")
+    kind = "integers" if integers else "numbers"
+    found = f"{array.dtype} of shape {array.shape}"
+    fits = array.ndim == 1 and not (integers and array.size and array.dtype.kind not in "iu")
+    _require(fits, f"{name} must be a flat sequence of {kind}, got {found}.")
     for i in np.flatnonzero(~np.isfinite(array)):
         raise TrainerError(f"{name} holds {array[i]} at position {i}; only finite numbers can be trained on.")
     return array.astype(dtype)

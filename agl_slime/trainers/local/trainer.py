@@ -212,7 +212,7 @@ class LocalTrainer:
             if ids.max() >= self._vocab_size:
                 found = f"{ids.max()}, but the model has {self._vocab_size}"
                 raise TrainerError(f"tokens of sample {i} hold the id {found}; was it sampled from this model?")
-        if checked.rollout_log_probs is None and self.settings.old_log_probs == "engine":
+        if checked.token_log_probs is None and self.settings.old_log_probs == "engine":
             raise TrainerError("the batch has no rollout_log_probs; set old_log_probs='recompute' to do without.")
         return checked
 
