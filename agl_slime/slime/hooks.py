@@ -7,13 +7,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
 from statistics import fmean
 from typing import Any
 
 from agl_slime.errors import DataSourceError
 from agl_slime.groups import normalize
 from agl_slime.groups.policy import all_equal
-from agl_slime.slime.versions import filter_output, load_by_path
+from agl_slime.slime.versions import filter_output
 from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, flat_samples, get_rollout_id
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,9 @@ def generate_rollout(
     kept, everything, dropped = _collect_groups(args, rollout_id, data_source)
     kept.sort(key=lambda group: _first(group).group_index or 0)
     if (path := getattr(args, "rollout_sample_filter_path", None)) is not None:
-        load_by_path(path)(args, kept)
+        resolve_name(path)(args, kept)
     if (path := getattr(args, "rollout_all_samples_process_path", None)) is not None:
-        load_by_path(path)(args, everything, data_source)
+        resolve_name(path)(args, everything, data_source)
     metrics: dict[str, Any] = {"agl/wait_s": time.monotonic() - started}
     metrics.update({f"rollout/dynamic_filter/drop_{reason}": count for reason, count in dropped.items()})
     if (own := getattr(data_source, "metrics", None)) is not None:
@@ -80,7 +81,7 @@ def _collect_groups(
 
     wanted = getattr(args, "rollout_batch_size", None) or 1
     path = getattr(args, "dynamic_sampling_filter_path", None)
-    keep = load_by_path(path) if path is not None else lambda args, group: True
+    keep = resolve_name(path) if path is not None else lambda args, group: True
     kept: list[list[Sample]] = []
     everything: list[list[Sample]] = []
     dropped: Counter[str] = Counter()
