@@ -22,10 +22,9 @@ except ImportError as error:
     raise MissingDependencyError('the local trainer needs torch: pip install "agl-slime[local]"') from error
 
 from agl_slime.support.files import whole_directory
-from agl_slime.trainers.local.batch import TrainBatch
+from agl_slime.trainers.local.batch import MicroBatch, TrainBatch, make_microbatches, split_minibatches
 from agl_slime.trainers.local.loss import Objective, token_entropy, token_log_probs, token_weights
 from agl_slime.trainers.local.model import load_model, logits_at, save_model, vocabulary_size
-from agl_slime.trainers.local.schedule import MicroBatch, make_microbatches, split_minibatches
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 from agl_slime.types import Sample
 
