@@ -75,11 +75,10 @@ class SlotLayer(CacheLayerMixin):
     def get_seq_length(self, *args: Any) -> int:
         return 0
 
-    def get_max_length(self) -> int:
+    def get_max_cache_shape(self) -> int:
         return int(self.keys.shape[2])
 
-    def get_max_cache_shape(self) -> int:
-        return self.get_max_length()
+    get_max_length = get_max_cache_shape
 
 
 class SlotModel:
@@ -90,7 +89,7 @@ class SlotModel:
         kinds = set(getattr(config, "layer_types", None) or ())
         if kinds - {"full_attention"}:
             raise ConfigError(
-                f"the embedded engine serves models with full attention only, this one has layers of {sorted(kinds)}: use a real SGLang"
+                f"the embedded engine serves full attention only, this model has {sorted(kinds)}: use a real SGLang"
             )
         self.model = model.eval()
         self.slots, self.context = slots, context
