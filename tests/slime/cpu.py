@@ -134,4 +134,4 @@ def _samples(batch: dict[str, Any]) -> list[Sample]:
 def _per_sample(value: Any) -> Any:
     if isinstance(value, list | range):
         return [_per_sample(item) for item in value]
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+    return value.tolist() if hasattr(value, "tolist") else value
