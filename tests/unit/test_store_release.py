@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agl_slime.datasource.release import Releaser
-from agl_slime.store.bridge import BridgeStore, Retention
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.retention import Retention
 from tests.unit.test_store_retention import execute
 
 
