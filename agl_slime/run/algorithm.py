@@ -112,7 +112,6 @@ class SlimeAlgorithm(Algorithm):
             raise ConfigError(
                 f"store_host {settings['store_host']!r} with trainer='local': nobody reaches the store there"
             )
-        settings.setdefault("local", LocalTrainerSettings())  # torch's threads are the program's, not ours
         self.config = TrainConfig(model_path=Path(model_path), sglang_url=sglang_url, trainer=trainer, **settings)
         self.slime_flags = tuple(slime_flags)
         self.result: RunResult | None = None
