@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from agl_slime.errors import RewardError, RolloutError, RolloutTimeoutError
-from agl_slime.rollout.reward import check_reward
+from agl_slime.rollout.outcome import check_reward
 from agl_slime.runner.recording import current_recording
 from agl_slime.support.agl import LitAgent, NamedResources, Rollout, emit_exception
 from agl_slime.support.threads import ThreadPool
