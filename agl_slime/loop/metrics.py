@@ -1,4 +1,4 @@
-"""An iteration's metrics from its settled groups. Means are over rollouts that have a reward; a missing one is never
+"""An iteration's metrics from its groups. Means are over rollouts that have a reward; a missing one is never
 counted as 0."""
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from agl_slime.groups.filters import all_equal
-from agl_slime.groups.results import GroupResult
+from agl_slime.groups.policy import all_equal
+from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.report import metrics as names
 from agl_slime.types import Sample
+
+# Of an exception's message in the sentence that says why a run stopped; a judge may put a whole page into one.
+_LONGEST_MESSAGE = 300
 
 
 def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[str, Any]:
@@ -19,7 +22,7 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
     what they took, in seconds."""
     members = [member for group in groups for member in group.members]
     rewards = [member.reward for member in members if member.reward is not None]
-    failures = Counter(member.failure for member in members if not member.ok and not member.cut_off)
+    failures = Counter(member.failure for member in members if not member.ok and not member.straggler)
     trained = [member for group in groups if group.ready for member in group.succeeded]
     samples = [sample for member in trained for sample in member.samples]
     sampled = sum(member.sampled_tokens for member in members)
@@ -30,7 +33,7 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
         names.REWARD_MAX: max(rewards, default=None),
         names.COUNT: len(members),
         names.FAILED: sum(failures.values()),
-        "rollout/cut_off": sum(member.cut_off for member in members),
+        "rollout/cancelled_stragglers": sum(member.straggler for member in members),
         names.RESPONSE_TOKENS: sampled / len(members) if members else None,
         "rollout/turns_mean": fmean(member.turns for member in members) if members else None,
         "rollout/groups_ready": sum(group.ready for group in groups),
@@ -68,3 +71,19 @@ def eval_metrics(groups: Sequence[GroupResult]) -> dict[str, Any]:
 
 def _trained_tokens(sample: Sample) -> int:
     return sample.response_length if sample.loss_mask is None else sum(sample.loss_mask)
+
+
+def spell_failures(members: Sequence[MemberResult]) -> str:
+    """The reasons of failed rollouts, most frequent first, each with one example of its message."""
+    counts = Counter(member.failure for member in members if not member.ok)
+    examples = {member.failure: member.failure_message for member in members if not member.ok}
+    spelled = [
+        f"{count} x {reason}" + (f" ({_one_line(examples[reason])})" if examples[reason] else "")
+        for reason, count in counts.most_common(5)
+    ]
+    return "; ".join(spelled) + (f"; and {len(counts) - 5} other reasons" if len(counts) > 5 else "")
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST_MESSAGE else line[:_LONGEST_MESSAGE] + "..."

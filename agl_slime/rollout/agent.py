@@ -1,34 +1,31 @@
 """``SGLangLitAgent``: the base class of agents that talk to SGLang.
 
 A user writes ``compute_reward``, perhaps ``build_prompt``, and for more than one turn declares ``tools`` or a
-``scheduler``, or writes ``run``. Everything else (prompt ids, log-probs, weight versions, spans, the reward span) is
-done here.
+``scheduler``, or writes ``run``. Users' sync code runs in threads; an async method runs on the loop of all rollouts.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agl_slime.errors import ConfigError
-from agl_slime.rollout.loss_scale import LossScale, check_loss_scale, untrained_turns
-from agl_slime.rollout.reward import check_reward
+from agl_slime.rollout.outcome import LossScale, check_reward, untrained_turns
 from agl_slime.rollout.scheduler import MultiTurnScheduler, make_scheduler
 from agl_slime.rollout.session import GenerateClient, RolloutSession
-from agl_slime.rollout.stop import RolloutStopped
+from agl_slime.rollout.stats import RolloutStopped
 from agl_slime.rollout.tool_parsers import ToolParser, get_tool_parser, parser_for_template
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.rollout.turns import run_turns
 from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.payloads import SamplingParams
+from agl_slime.sglang.describe import end_token_ids, vocab_size_of
+from agl_slime.sglang.generation import SamplingParams
 from agl_slime.sglang.transport import ClientSettings
 from agl_slime.support.agl import LLM, LitAgent, NamedResources, Rollout, emit_reward
-from agl_slime.support.threads import run_in_thread, run_user_code
+from agl_slime.support.threads import call_user_code, run_in_thread, run_user_code
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.tokenizer import ChatTokenizer, load_tokenizer
 from agl_slime.trace.trajectory import Trajectory
@@ -47,50 +44,39 @@ _SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__) - {"extra"}
 class SGLangLitAgent(LitAgent[dict[str, Any]]):
     """Runs one task as a conversation with SGLang and scores it.
 
-    Subclass and implement ``compute_reward``::
+    Subclass and implement ``compute_reward``; more than one turn by declaration::
 
-        class MyAgent(SGLangLitAgent):
+        class Searcher(SGLangLitAgent):
+            tools = [search, OpenPage]      # functions, objects with a schema, or classes made for each rollout
+            max_turns = 6
+
             def compute_reward(self, task, response):
                 return 1.0 if response.strip() == task["label"] else 0.0
 
-    More than one turn by declaration: ``tools`` that the model may call, a ``scheduler`` that decides what follows an
-    answer, and limits::
-
-        class Searcher(SGLangLitAgent):
-            tools = [search, open_page]      # functions, objects with a schema, or classes that are made for each rollout
-            max_turns = 6
-
     The engine, the model (whose tokenizer is loaded from ``LLM.model``) and the sampling parameters come from the
-    resource ``main_llm``. ``tokenizer``, ``sampling``, ``client`` and ``client_settings`` override what the resource
-    says.
+    resource ``main_llm``; ``tokenizer``, ``sampling``, ``client`` and ``client_settings`` override what it says.
     """
 
     tools: Sequence[Any] = ()
-    """What the model may call; see ``agl_slime.rollout.tools``. For tools that depend on the task override
-    ``build_tools``."""
+    """What the model may call; see ``agl_slime.rollout.tools``, and ``build_tools`` for tools that depend on the
+    task."""
     tools_in_prompt: bool = True
-    """Show the tools' schemas to the model through its chat template; ``False`` where the prompt itself says what there
-    is."""
+    """Show the tools' schemas through the chat template; ``False`` where the prompt itself says what there is."""
     tool_parser: str | ToolParser | None = None
-    """How the model writes calls ("hermes", "qwen_xml", "glm", "kimi", "llama_json"); ``None``: as its chat template
-    shows."""
-    tool_timeout_s: float = 60.0
-    """Seconds that a call may take."""
-    max_tool_result_chars: int | None = None
-    """Longer results are cut."""
+    """How the model writes calls, by name (``tool_parser_names``); ``None``: as its chat template shows."""
+    tool_timeout_s: float = 60.0  # that a call may take
+    max_tool_result_chars: int | None = None  # longer results are cut
     stop_on_tool_error: bool = False
     """End the rollout when a tool fails; by default the model sees the error and goes on."""
     scheduler: MultiTurnScheduler | type[MultiTurnScheduler] | str | None = None
     """Decides what follows an answer without calls: a scheduler, its class, or its registered name. One object serves
     all rollouts."""
-    max_turns: int | None = None
-    """Most answers of a rollout; ``None``: no limit."""
+    max_turns: int | None = None  # most answers of a rollout
     max_trajectory_tokens: int | None = None
     """Most tokens of a conversation, prompt and answers; ``None``: what the model's context holds."""
     loss_scale: LossScale = "default"
-    """Which answers are trained: "default" (all), "last_round", or a function; see ``agl_slime.rollout.loss_scale``."""
-    template_kwargs: Mapping[str, Any] = {}
-    """Passed to the chat template, ``{"enable_thinking": False}`` for example."""
+    """Which answers are trained: "default" (all), "last_round", or a function; see ``agl_slime.rollout.outcome``."""
+    template_kwargs: Mapping[str, Any] = {}  # of the chat template: {"enable_thinking": False}
 
     def __init__(
         self,
@@ -109,70 +95,71 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         self._clients: dict[str, SGLangClient] = {}
         self._templates: dict[str, ChatTemplate] = {}
 
-    # -- what a user writes -------------------------------------------------------------------------------------------
-
     def compute_reward(self, task: dict[str, Any], response: str) -> Any:
-        """The reward of the last answer: a number, or a dict of named numbers whose first is the primary one. May be
-        async; a sync one runs in a thread."""
+        """The reward of the last answer: a number, or a dict of named numbers whose first is the primary one."""
         raise NotImplementedError(f"{type(self).__name__} must implement compute_reward(task, response)")
 
     def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]]:
-        """Chat messages for a task. The default takes ``task["messages"]``, or ``task["prompt"]`` (a string, or chat
-        messages)."""
+        """Chat messages for a task; by default ``task["messages"]``, or ``task["prompt"]`` (a string, or messages)."""
         prompt = task.get("messages", task.get("prompt"))
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt}]
         if isinstance(prompt, list) and prompt:
             return prompt
-        raise ConfigError(
-            f"the task has no usable prompt (keys: {sorted(map(str, task))}); give it `prompt` or `messages`, or override build_prompt"
-        )
+        keys = sorted(map(str, task))
+        raise ConfigError(f"the task has neither `prompt` nor `messages` (it has {keys}); or override build_prompt")
 
     def build_tools(self, task: dict[str, Any]) -> Sequence[Any]:
         """The tools of one rollout. The default gives ``tools``."""
         return self.tools
 
     async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
-        """The conversation. The default asks, runs the tools that the answer calls, follows the scheduler, and asks
-        again until neither wants more; with neither it asks once. Override it to do otherwise."""
+        """The conversation. The default asks until neither the tools that are called nor the scheduler want more; with
+        neither it asks once."""
         await run_turns(
-            session,
-            task=task,
-            scheduler=self._scheduler(),
-            tools=session.tools,
-            parser=self._parser(session) if session.tools is not None else None,
-            stop_on_tool_error=self.stop_on_tool_error,
+            session, task=task, scheduler=self._scheduler(session), stop_on_tool_error=self.stop_on_tool_error
         )
 
     async def score(self, task: dict[str, Any], trajectory: Trajectory) -> Any:
         """The reward of the whole rollout. The default calls ``compute_reward`` on the last answer."""
-        return await _call(self.compute_reward, task, trajectory.response)
-
-    # -- what Agent Lightning calls -----------------------------------------------------------------------------------
+        return await call_user_code(self.compute_reward, task, trajectory.response)
 
     async def rollout_async(self, task: dict[str, Any], resources: NamedResources, rollout: Rollout) -> None:
-        """One rollout: the conversation, then the reward, each as spans. Raises what went wrong; the runner records it
-        as the attempt's failure."""
-        session = await self._open_session(task, resources, rollout)
+        """One rollout: the conversation, then the reward, each as spans. Raises what went wrong."""
+        tools = ToolManager(timeout_s=self.tool_timeout_s, max_result_chars=self.max_tool_result_chars, task=task)
         try:
-            await self.run(task, session)
-        except RolloutStopped as stopped:  # a limit, not a failure: what was sampled is scored
-            logger.debug("rollout %s stopped: %s", rollout.rollout_id, stopped)
-        stop_reason = session.facts.stop_reason
-        session.facts.untrained_turns = untrained_turns(check_loss_scale(self.loss_scale), session.turns)
+            session = await self._open_session(task, resources, rollout, tools)
+            try:
+                await self.run(task, session)
+            except RolloutStopped as stopped:  # a limit, not a failure: what was sampled is scored
+                logger.debug("rollout %s stopped: %s", rollout.rollout_id, stopped)
+            await self._emit_reward(task, rollout, session)
+        finally:
+            await tools.aclose(keep=self.tools)
+
+    async def _emit_reward(self, task: dict[str, Any], rollout: Rollout, session: RolloutSession) -> None:
+        stats, scale = session.stats, self.loss_scale
+        if callable(scale):
+            if inspect.ismethod(scale) and len(inspect.signature(scale).parameters) == 2:
+                scale = scale.__func__  # a plain function that was declared on the class
+            stats.untrained_turns = await run_user_code(untrained_turns, scale, session.turns)
+        else:
+            stats.untrained_turns = untrained_turns(scale, session.turns)
         trajectory = Trajectory(
             rollout_id=rollout.rollout_id,
             attempt_id=getattr(getattr(rollout, "attempt", None), "attempt_id", ""),
             task=task,
             mode=rollout.mode,
             turns=tuple(session.turns),
-            stop_reason=stop_reason.value if stop_reason is not None else "",
+            stop_reason=stats.stop_reason.value if stats.stop_reason is not None else "",
+            metadata={"rollout_infos": stats.infos} if stats.infos else {},
         )
         rewards = check_reward(await self.score(task, trajectory), source=f"{type(self).__name__}.compute_reward")
+        primary = next(iter(rewards))
         if len(rewards) == 1:
-            emit_reward(next(iter(rewards.values())), attributes=session.facts.attributes())
+            emit_reward(rewards[primary], attributes=stats.attributes())
         else:
-            emit_reward(rewards, primary_key=next(iter(rewards)), attributes=session.facts.attributes())
+            emit_reward(rewards, primary_key=primary, attributes=stats.attributes())
 
     async def aclose(self) -> None:
         """Close the connections; the runner calls it on its own event loop when it ends."""
@@ -184,24 +171,30 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         # connections belong to a process; a copy in another one opens its own
         return {**self.__dict__, "_clients": {}, "_templates": {}}
 
-    # -- internals ----------------------------------------------------------------------------------------------------
-
-    async def _open_session(self, task: dict[str, Any], resources: NamedResources, rollout: Rollout) -> RolloutSession:
+    async def _open_session(
+        self, task: dict[str, Any], resources: NamedResources, rollout: Rollout, tools: ToolManager
+    ) -> RolloutSession:
         llm = _llm_of(resources)
         tokenizer = self._tokenizer or await _tokenizer_of(llm.model)
-        offered = self.build_tools(task)
-        tools = (
-            ToolManager(offered, timeout_s=self.tool_timeout_s, max_result_chars=self.max_tool_result_chars, task=task)
-            if offered
-            else None
-        )
+
+        def prepare() -> Any:
+            for tool in self.build_tools(task) or ():
+                tools.register(tool)
+            return self.build_prompt(task)
+
+        own, base = type(self), SGLangLitAgent
+        ours = (own.build_prompt, own.build_tools) == (base.build_prompt, base.build_tools) and not self.tools
+        messages = prepare() if ours else await call_user_code(prepare)
+        offered = bool(tools.names)
+        parser = self.tool_parser or parser_for_template(getattr(tokenizer, "chat_template", None))
         return RolloutSession(
             client=self._client or self._client_for(llm, tokenizer),
             tokenizer=tokenizer,
             sampling=self._sampling or sampling_of(llm),
-            messages=self.build_prompt(task),
-            tools=tools,
-            template=self._template(tokenizer, tools.schemas if tools is not None and self.tools_in_prompt else None),
+            messages=messages,
+            tools=tools if offered else None,
+            parser=get_tool_parser(parser) if offered else None,
+            template=self._template(tokenizer, tools.schemas if offered and self.tools_in_prompt else None),
             rollout_id=rollout.rollout_id,
             model=llm.model,
             max_turns=self.max_turns,
@@ -217,15 +210,14 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             self._templates[key] = ChatTemplate(tokenizer=tokenizer, tools=tools, template_kwargs=self.template_kwargs)
         return self._templates[key]
 
-    def _parser(self, session: RolloutSession) -> ToolParser:
-        return get_tool_parser(self.tool_parser or parser_for_template(session.chat_template))
-
-    def _scheduler(self) -> MultiTurnScheduler | None:
+    def _scheduler(self, session: RolloutSession) -> MultiTurnScheduler | None:
         scheduler = self.scheduler
         if isinstance(scheduler, str):
             self.scheduler = scheduler = make_scheduler(scheduler, max_turns=self.max_turns)
         elif isinstance(scheduler, type):
             self.scheduler = scheduler = scheduler(max_turns=self.max_turns)
+        if scheduler is not None and getattr(scheduler, "tokenizer", None) is None:
+            scheduler.tokenizer = session.tokenizer
         return scheduler
 
     def _client_for(self, llm: LLM, tokenizer: ChatTokenizer) -> SGLangClient:
@@ -234,8 +226,9 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             client = self._clients[llm.endpoint] = SGLangClient(
                 base_url=llm.endpoint,
                 settings=self._client_settings,
-                eos_token_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
-                vocab_size=_vocab_size_of(llm.model),
+                eos_token_ids=end_token_ids(llm.model, tokenizer),
+                decode=tokenizer.decode,
+                vocab_size=vocab_size_of(llm.model),
             )
         return client
 
@@ -243,34 +236,21 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
 def sampling_of(llm: LLM) -> SamplingParams:
     """``LLM.sampling_parameters`` as ``SamplingParams``; OpenAI's ``max_tokens`` is taken for ``max_new_tokens``, names
     that are not ours are passed to SGLang as they are."""
-    given: Mapping[str, Any] = llm.sampling_parameters
-    values = {name: value for name, value in given.items() if name in _SAMPLING_FIELDS}
-    if "max_tokens" in given:
-        values.setdefault("max_new_tokens", given["max_tokens"])
-    for name in ("stop", "stop_token_ids"):
-        if name in values:
-            value = values[name]
-            values[name] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
-    extra = {name: value for name, value in given.items() if name not in _SAMPLING_FIELDS and name != "max_tokens"}
+    extra = dict(llm.sampling_parameters)
+    values = {name: extra.pop(name) for name in [*extra] if name in _SAMPLING_FIELDS}
+    if "max_tokens" in extra:
+        values.setdefault("max_new_tokens", extra.pop("max_tokens"))
+    for name in {"stop", "stop_token_ids"} & values.keys():
+        value = values[name]
+        values[name] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
     return SamplingParams(**values, extra=extra)
-
-
-def _vocab_size_of(model: str) -> int | None:
-    """The vocabulary of the checkpoint at ``model``, where that is a directory of this machine. SGLang does not tell
-    its own, and answers an id beyond it with an error that names no cause."""
-    try:
-        config = json.loads((Path(model) / "config.json").read_bytes())
-        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    except (OSError, ValueError, AttributeError):  # no such file, or one of another kind
-        return None
-    return size if isinstance(size, int) and size > 0 else None
 
 
 def _llm_of(resources: NamedResources) -> LLM:
     llm = resources.get(LLM_RESOURCE)
     if not isinstance(llm, LLM):
         raise ConfigError(
-            f"the store's resources hold no LLM named {LLM_RESOURCE!r} (they hold {sorted(resources)}); add one before enqueueing"
+            f"the store's resources must hold an LLM named {LLM_RESOURCE!r}, they hold {sorted(resources)}"
         )
     return llm
 
@@ -278,14 +258,6 @@ def _llm_of(resources: NamedResources) -> LLM:
 async def _tokenizer_of(model: str) -> ChatTokenizer:
     if not model:
         raise ConfigError(
-            f"the resource {LLM_RESOURCE!r} names no model; set LLM.model to the path of the checkpoint, or give the agent a tokenizer"
+            f"LLM.model of the resource {LLM_RESOURCE!r} is empty; name a checkpoint, or give a tokenizer"
         )
     return await run_in_thread(load_tokenizer, model)
-
-
-async def _call(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a user's function: on the loop when it is async, else in a thread, where a slow judge stops nobody."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*args)
-    result = await run_user_code(function, *args)
-    return await result if asyncio.iscoroutine(result) else result

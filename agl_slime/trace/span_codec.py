@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from agl_slime.errors import TraceError
-from agl_slime.sglang.payloads import WeightSpan
+from agl_slime.sglang.generation import WeightSpan
 from agl_slime.tokens.codec import (
     LogProbArray,
     TokenArray,

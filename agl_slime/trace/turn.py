@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from agl_slime.errors import TraceError
-from agl_slime.sglang.payloads import WeightSpan
+from agl_slime.sglang.generation import WeightSpan
 from agl_slime.tokens.codec import LogProbArray, TokenArray, log_prob_array, token_array
 from agl_slime.tokens.forks import ForkReason
 
 if TYPE_CHECKING:
-    from agl_slime.sglang.payloads import Generation
+    from agl_slime.sglang.generation import Generation
 
 TokenSource = Literal["engine", "retokenized"]
 Messages = tuple[Mapping[str, Any], ...]

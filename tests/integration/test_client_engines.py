@@ -13,12 +13,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from agl_slime.errors import ContextOverflowError, EngineRequestError, WeightSyncError
 from agl_slime.sglang.client import ClientSettings, SGLangClient
-from agl_slime.sglang.discovery import find_workers
-from agl_slime.sglang.payloads import Generation, SamplingParams
+from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.sglang.weights import DiskWeightSync
 from tests.integration.engine_servers import Server
 
@@ -61,10 +61,12 @@ async def keep_aborting(client: SGLangClient) -> None:
 
 
 async def running(client: SGLangClient, n: int) -> None:
-    for _ in range(1000):
-        if (await client.loads()).running == n:
-            return
-        await asyncio.sleep(0.01)
+    async with aiohttp.ClientSession(client.base_url) as session:
+        for _ in range(1000):
+            async with session.get("/v1/loads?include=core") as answer:
+                if (await answer.json())["loads"][0]["num_running_reqs"] == n:
+                    return
+            await asyncio.sleep(0.01)
     raise AssertionError(f"the engine did not come to {n} running requests")
 
 
@@ -73,14 +75,7 @@ async def test_probe(served: Served) -> None:
         found = await client.probe()
         assert Path(found.model_path).name == served.model_path.name
         assert found.weight_version == await client.weight_version()
-        assert not found.is_router
-        assert found.workers == (served.url,)
-        assert found.context_length
-        assert client.context_length == found.context_length
-        assert found.vocab_size in (None, served.vocab_size)
-        assert await find_workers(client) == (served.url,)
-        assert await client.health()
-        assert (await client.loads()).running == 0
+        assert await client.workers() == (served.url,)
 
 
 async def test_many_at_once(served: Served) -> None:
@@ -124,8 +119,7 @@ async def test_a_weight_sync_in_the_middle(served: Served) -> None:
         whole = await client.generate([5, 6, 7], greedy(600))
         tasks = [asyncio.create_task(client.generate([5, 6, 7], greedy(600))) for _ in range(4)]
         await running(client, 4)
-        report = await sync.push(str(served.model_path), f"{before}+1")
-        assert report.workers[0].error is None
+        await sync.push(str(served.model_path), f"{before}+1")
         assert await client.weight_version() == f"{before}+1"
         for got in await asyncio.gather(*tasks):
             expect_same(got, whole)  # the same weights again, so the same answer
@@ -143,9 +137,11 @@ async def test_a_checkpoint_that_is_not_there(served: Served) -> None:
 
 
 async def test_lengths(served: Served) -> None:
-    async with SGLangClient(base_url=served.url) as knowing, SGLangClient(base_url=served.url) as unknowing:
-        length = (await knowing.probe()).context_length
-        assert length is not None
+    length = json.loads((served.model_path / "config.json").read_text())["max_position_embeddings"]
+    async with (
+        SGLangClient(base_url=served.url, context_length=length) as knowing,
+        SGLangClient(base_url=served.url) as unknowing,
+    ):
         with pytest.raises(ContextOverflowError):
             await unknowing.generate([1] * (length + 1), greedy(1))
         for client, room in itertools.product((knowing, unknowing), (8, 40)):

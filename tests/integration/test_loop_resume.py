@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
-from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
+from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.errors import ConfigError, LoopError, TrainerError
-from agl_slime.groups.ledger_disk import PersistentLedger
+from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import Outcome
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
-from agl_slime.loop.online import LoopSettings, LoopState, OnlineRLLoop
+from agl_slime.loop.online import OnlineRLLoop
+from agl_slime.loop.settings import LoopSettings, LoopState
+from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
@@ -60,8 +62,8 @@ class Life:
 
     def __init__(self, directory: Path, url: str, *, n_groups: int = 2, judge: Any = None, **settings: Any) -> None:
         self.trainer = MemoryTrainer()
-        self.ledger = PersistentLedger(path=directory / "ledger.sqlite")
-        self.source = AGLDataSource(
+        self.ledger = Ledger(path=directory / "ledger.sqlite")
+        self.source = GroupSource(
             store=BridgeStore(),
             tokenizer=small_tokenizer(),
             settings=DataSourceSettings(get_timeout_s=20),
@@ -72,10 +74,9 @@ class Life:
         if self.checkpoint is not None:
             self.checkpoint.rewind(self.ledger)
             self.source.restore(self.checkpoint.data_source)
-        self.writer = CheckpointWriter(
-            directory=directory / "checkpoints", trainer=self.trainer, source=self.source, ledger=self.ledger
-        )
+        self.writer = CheckpointWriter(directory=directory / "checkpoints", trainer=self.trainer, source=self.source)
         self.recorder = Recorder()
+        self.n_trained: int | None = None
         self.after_training: Callable[[int], None] = lambda iteration: None
         assert self.source._store is not None
         self.loop = OnlineRLLoop(
@@ -91,14 +92,13 @@ class Life:
             settings=LoopSettings(
                 **{"rollout_batch_size": n_groups, "n_samples_per_prompt": 2, "rollout_timeout_s": 20.0, **settings}
             ),
-            runner_settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0),
-            reporter=self.recorder,
+            runners=RunnerPlan(settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0)),
+            observer=self.recorder,
         )
 
     def _train(self, iteration: int) -> dict[str, float]:
-        metrics = self.trainer.train(
-            self.source.get_samples(self.loop.settings.rollout_batch_size), iteration=iteration
-        )
+        n_groups = self.n_trained or self.loop.settings.rollout_batch_size
+        metrics = self.trainer.train(self.source.get_samples(n_groups), iteration=iteration)
         self.after_training(iteration)
         return metrics
 
@@ -175,9 +175,7 @@ async def test_groups_that_are_dropped_are_not_drawn_again_by_a_later_life(tmp_p
 async def test_groups_that_wait_are_in_the_checkpoint_and_are_handed_out_by_the_next_life(tmp_path: Path) -> None:
     with hello_engine() as engine:
         first = Life(tmp_path, engine.url, num_iterations=1, n_groups=3)
-        first.loop._train_fn = lambda: first.trainer.train(
-            first.source.get_samples(1), iteration=1
-        )  # two of three stay
+        first.n_trained = 1  # two of three stay
         await first.loop.run_async()
         [learned] = first.trainer.learned
         first.end()
@@ -208,9 +206,9 @@ async def test_a_run_that_was_resumed_reports_as_one(tmp_path: Path) -> None:
 
 
 def test_only_the_newest_checkpoints_are_kept_and_half_a_one_is_none(tmp_path: Path) -> None:
-    ledger = PersistentLedger(path=tmp_path / "ledger.sqlite")
-    with AGLDataSource(store=BridgeStore(), ledger=ledger) as source:
-        writer = CheckpointWriter(directory=tmp_path / "c", trainer=MemoryTrainer(), source=source, ledger=ledger)
+    ledger = Ledger(path=tmp_path / "ledger.sqlite")
+    with GroupSource(store=BridgeStore(), ledger=ledger) as source:
+        writer = CheckpointWriter(directory=tmp_path / "c", trainer=MemoryTrainer(), source=source)
         assert read_checkpoints(tmp_path / "c") == []
         for iteration in (0, 9, 10, 100):
             writer.save(LoopState(iteration=iteration))
@@ -222,7 +220,7 @@ def test_only_the_newest_checkpoints_are_kept_and_half_a_one_is_none(tmp_path: P
                 super().save(directory)
                 raise OSError("no space left")
 
-        broken = CheckpointWriter(directory=tmp_path / "c", trainer=Broken(), source=source, ledger=ledger)
+        broken = CheckpointWriter(directory=tmp_path / "c", trainer=Broken(), source=source)
         with pytest.raises(OSError, match="no space left"):
             broken.save(LoopState(iteration=101))
         assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step_000010", "step_000100"]
@@ -277,9 +275,9 @@ def test_a_checkpoint_is_written_through_to_the_disk(tmp_path: Path, monkeypatch
     monkeypatch.setattr(
         os, "fsync", lambda descriptor: flushed.add(Path(f"/proc/self/fd/{descriptor}").readlink().name)
     )
-    ledger = PersistentLedger(path=tmp_path / "ledger.sqlite")
-    with AGLDataSource(store=BridgeStore(), ledger=ledger) as source:
-        writer = CheckpointWriter(directory=tmp_path / "c", trainer=MemoryTrainer(), source=source, ledger=ledger)
+    ledger = Ledger(path=tmp_path / "ledger.sqlite")
+    with GroupSource(store=BridgeStore(), ledger=ledger) as source:
+        writer = CheckpointWriter(directory=tmp_path / "c", trainer=MemoryTrainer(), source=source)
         writer.save(LoopState(iteration=1))
     assert {"loop.json", "data_source.json", "learned.json", "trainer", "c"} <= flushed
     ledger.shut()

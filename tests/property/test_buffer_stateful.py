@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from agl_slime.buffer.errors import BufferRequestError
-from agl_slime.buffer.items import parse_items
-from agl_slime.buffer.pipeline import GroupPipeline, PipelineSettings
-from agl_slime.buffer.store import Batch, ItemStore, WriteRequest, WriteResult
+from agl_slime.buffer.models import parse_items
+from agl_slime.buffer.pipeline import GroupPipeline
+from agl_slime.buffer.records import Batch
+from agl_slime.buffer.settings import PipelineSettings
+from agl_slime.buffer.store import ItemStore
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
 
@@ -43,7 +45,9 @@ class BufferMachine(RuleBasedStateMachine):
     def _open(self) -> ItemStore:
         database = Database(path=Path(self.directory.name) / "buffer.sqlite", exclusive=True)
         store = ItemStore(database=database, keep_delivered=self.keep, clock=lambda: self.now)
-        store.set_task(TASK, GroupPipeline(settings=PipelineSettings(group_size=self.group_size)))
+        store.set_task(
+            TASK, GroupPipeline(settings=PipelineSettings(group_size=self.group_size, reward_range=(0.0, 1.0)))
+        )
         return store
 
     def teardown(self) -> None:
@@ -70,8 +74,8 @@ class BufferMachine(RuleBasedStateMachine):
             {"uid": f"u{uid}", "instance_id": f"i{instance}", "messages": [], "reward": reward, "group_id": group_id}
             for uid, instance, reward, group_id in entries
         ]
-        written, _ = parse_items(orjson.dumps(items))
-        (result,) = self.store.write([WriteRequest(TASK, written)])
+        _, written = parse_items(orjson.dumps(items))
+        (result,) = self.store.write([(TASK, written)])
         if isinstance(result, BufferRequestError):
             assert result.status == 409
             seen = dict(self.accepted)
@@ -80,12 +84,11 @@ class BufferMachine(RuleBasedStateMachine):
                 conflicts += seen.setdefault(item["uid"], item) != item
             assert conflicts
             return
-        assert isinstance(result, WriteResult)
         for item in items:
             if item["uid"] in self.accepted and self.store.ledger.is_open(f"{TASK}/{item['uid']}"):
                 assert self.accepted[item["uid"]] == item  # an item that is held must not be taken for another
         fresh = {item["uid"]: item for item in items if item["uid"] not in self.accepted}
-        assert (result.written, result.duplicates) == (len(fresh), len(items) - len(fresh))
+        assert result == len(fresh)
         self.accepted.update(fresh)
 
     @rule(seconds=st.sampled_from([1.0, 150.0, TIMEOUT_S + 1]))

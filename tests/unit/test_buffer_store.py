@@ -9,10 +9,13 @@ from typing import Any
 import orjson
 import pytest
 
-from agl_slime.buffer.errors import BufferFullError, BufferRequestError
-from agl_slime.buffer.items import parse_items
-from agl_slime.buffer.pipeline import GroupPipeline, PipelineSettings
-from agl_slime.buffer.store import Batch, ItemStore, WriteRequest, WriteResult
+from agl_slime.buffer.errors import BufferRequestError
+from agl_slime.buffer.models import parse_items
+from agl_slime.buffer.pipeline import GroupPipeline
+from agl_slime.buffer.records import Batch
+from agl_slime.buffer.runs import RunRecords
+from agl_slime.buffer.settings import PipelineSettings
+from agl_slime.buffer.store import ItemStore
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
 
@@ -45,15 +48,13 @@ def open_store(
     **kwargs: Any,
 ) -> ItemStore:
     store = ItemStore(database=Database(path=path, exclusive=path is not None), clock=clock or Clock(), **kwargs)
-    store.set_task(
-        "math", GroupPipeline.from_functions(functions or {}, settings=PipelineSettings(group_size=group_size))
-    )
+    store.set_task("math", GroupPipeline(functions or {}, settings=PipelineSettings(group_size=group_size)))
     return store
 
 
-def write(store: ItemStore, *items: dict[str, Any], task: str = "math") -> WriteResult:
-    written, _ = parse_items(orjson.dumps(list(items)))
-    (result,) = store.write([WriteRequest(task, written)])
+def write(store: ItemStore, *items: dict[str, Any], task: str = "math") -> int:
+    _, written = parse_items(orjson.dumps(list(items)))
+    (result,) = store.write([(task, written)])
     if isinstance(result, BufferRequestError):
         raise result
     return result
@@ -90,9 +91,9 @@ def test_a_group_comes_out_when_it_is_complete_and_only_once():
 
 def test_a_repeated_write_is_stored_once():
     store = open_store()
-    assert write(store, item("1")) == WriteResult(1, 0)
-    assert write(store, item("1")) == WriteResult(0, 1)
-    assert write(store, item("2"), item("2")) == WriteResult(1, 1)
+    assert write(store, item("1")) == 1
+    assert write(store, item("1")) == 0
+    assert write(store, item("2"), item("2")) == 1
     assert uids(store.read("math")) == ["1", "2"]
 
 
@@ -100,7 +101,7 @@ def test_a_late_repetition_of_an_item_that_is_gone_is_a_duplicate_still():
     store = open_store(keep_delivered=0)
     write(store, item("1"), item("2"))
     store.read("math")
-    assert write(store, item("1")) == WriteResult(0, 1)
+    assert write(store, item("1")) == 0
 
 
 def test_a_uid_with_other_content_is_refused_and_nothing_of_the_request_is_stored():
@@ -198,10 +199,11 @@ def test_hand_outs_beyond_the_window_count_as_trained():
 def test_a_full_buffer_refuses_until_something_is_read():
     store = open_store(max_items=2)
     write(store, item("1"), item("2"))
-    with pytest.raises(BufferFullError, match="holds 2 of at most 2"):
+    with pytest.raises(BufferRequestError, match="2 of at most 2") as caught:
         write(store, item("3"))
+    assert caught.value.status == 503
     store.read("math")
-    assert write(store, item("3")).written == 1
+    assert write(store, item("3")) == 1
 
 
 def test_everything_is_there_after_a_restart(tmp_path):
@@ -223,7 +225,7 @@ def test_everything_is_there_after_a_restart(tmp_path):
 def test_a_resumed_trainer_gets_what_it_lost_and_nothing_else(tmp_path, by_name):
     path = tmp_path / "buffer.sqlite"
     store = open_store(path)
-    store.start_run("math", {"skip_instance_ids": ["a"]})  # "a" was trained in an earlier life
+    runs_of(store).start("math", {"skip_instance_ids": ["a"]})  # "a" was trained before the restart
     write(store, *(item(f"{i}{n}", i) for i in "abc" for n in range(2)))
     first = store.read("math", max_groups=1)
     rest = store.read("math")
@@ -302,7 +304,7 @@ def test_a_hand_out_that_cannot_be_stored_is_none(tmp_path, monkeypatch):
     store = open_store(tmp_path / "buffer.sqlite")
     write(store, item("1"), item("2"))
     monkeypatch.setattr(
-        store, "_settle", lambda *args: (_ for _ in ()).throw(sqlite3.OperationalError("database or disk is full"))
+        store, "_finalize", lambda *args: (_ for _ in ()).throw(sqlite3.OperationalError("database or disk is full"))
     )
     with pytest.raises(sqlite3.OperationalError):
         store.read("math")
@@ -313,18 +315,18 @@ def test_a_hand_out_that_cannot_be_stored_is_none(tmp_path, monkeypatch):
 def test_a_write_that_cannot_be_stored_leaves_no_trace(tmp_path, monkeypatch):
     store = open_store(tmp_path / "buffer.sqlite")
     write(store, item("1"))
-    count_in = store._count_in
+    insert = store._insert
 
     def full(*args: Any) -> None:
-        count_in(*args)
+        insert(*args)
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr(store, "_count_in", full)
+    monkeypatch.setattr(store, "_insert", full)
     with pytest.raises(sqlite3.OperationalError):
         write(store, item("2"))
     monkeypatch.undo()
     assert store.held_items == 1
-    assert write(store, item("2")).written == 1
+    assert write(store, item("2")) == 1
     assert uids(store.read("math")) == ["1", "2"]
 
 
@@ -336,13 +338,63 @@ def test_a_changed_group_size_applies_to_what_waits():
     assert uids(store.read("math")) == ["1", "2"]
 
 
+def runs_of(store: ItemStore) -> RunRecords:
+    return RunRecords(store._database)
+
+
 def test_runs_remember_where_they_began():
     store = open_store()
-    run = store.start_run("math", {"input_file": "x", "skip_instance_ids": []})
+    runs = runs_of(store)
+    run = runs.start("math", {"input_file": "x", "skip_instance_ids": []})
     write(store, item("1"), item("2"))
     store.read("math")
-    assert store.finished_after("math", store.last_runs()["math"]["finished_before"]) == ["a"]
-    store.end_run(run, "failed", "ValueError: no")
-    assert store.last_runs()["math"]["state"] == "failed"
-    store.end_run(run, "finished")
-    assert store.last_runs()["math"]["error"] == "ValueError: no"
+    assert runs.finished_since(run) == ["a"]
+    runs.end(run, "failed", "ValueError: no")
+    assert runs.latest()["math"]["state"] == "failed"
+    runs.end(run, "finished")
+    assert runs.latest()["math"]["error"] == "ValueError: no"
+
+
+def test_names_of_groups_are_never_given_twice(tmp_path):
+    """A trainer names what it has trained by them, at any later time."""
+    path = tmp_path / "buffer.sqlite"
+    names: list[str] = []
+    for n in range(3):
+        store = open_store(path, keep_delivered=0)
+        for k in range(2):
+            write(store, item(f"{n}.{k}.0", k), item(f"{n}.{k}.1", k))
+            batch = store.read("math")
+            assert batch is not None
+            names.append(batch.data[0]["buffer_group"])
+        store.close()
+    assert len(set(names)) == 6
+
+
+def test_a_discarded_task_begins_anew_and_the_account_adds_up():
+    store = open_store()
+    write(store, item("1"), item("2"), item("3", "b"))
+    store.read("math")
+    store.discard("math")
+    assert store.ledger.counts().closed == {Outcome.TRAINED: 2, Outcome.CANCELLED: 1}
+    assert store.held_items == 0
+    store.set_task("math", GroupPipeline(settings=PipelineSettings(group_size=2)), scope="math#2")
+    assert write(store, item("1"), item("2", reward=0.0)) == 2
+    assert uids(store.read("math")) == ["1", "2"]
+    assert counts_add_up(store)
+
+
+def test_a_database_of_the_first_version_is_taken_up(tmp_path):
+    path = tmp_path / "buffer.sqlite"
+    store = open_store(path)
+    write(store, item("1"), item("2", "b"), item("3", "b"))
+    connection = store._database.connection
+    for index in ("due", "idle"):
+        connection.execute(f"DROP INDEX groups_{index}")
+    for column in ("count", "last_time", "accepting", "due"):
+        connection.execute(f"ALTER TABLE groups DROP COLUMN {column}")
+    store.close()
+    store = open_store(path)
+    assert store.held_items == 3
+    assert uids(store.read("math")) == ["2", "3"]
+    write(store, item("4"))
+    assert uids(store.read("math")) == ["1", "4"]

@@ -209,8 +209,8 @@ def test_a_custom_parser_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -
 
     @register_tool_parser("mine")
     class Mine(ToolParser):
-        def _take_calls(self, text: str, found: Any) -> str:
-            return text
+        def parse(self, text: str) -> ParsedAnswer:
+            return ParsedAnswer(text)
 
     assert isinstance(get_tool_parser("mine"), Mine)
     with pytest.raises(ConfigError, match="'mine'"):

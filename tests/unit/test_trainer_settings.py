@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.run.settings import TrainConfig
 from agl_slime.trainers import LocalTrainerSettings
 
 
@@ -60,7 +59,7 @@ def run_without_torch(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_batches_and_settings_need_no_torch():
     result = run_without_torch(
-        "from agl_slime.trainers import LocalTrainerSettings, samples_to_train_data, Trainer; print(LocalTrainerSettings().lr)"
+        "from agl_slime.trainers import LocalTrainerSettings, TrainBatch, Trainer; print(LocalTrainerSettings().lr)"
     )
     assert (result.returncode, result.stdout.strip()) == (0, "0.0005"), result.stderr
 
@@ -90,7 +89,7 @@ def test_torchs_threads_are_left_alone_unless_asked_for(tmp_path: Path):
         torch.set_num_threads(3)
         LocalTrainer(model_path=policy)
         assert torch.get_num_threads() == 3
-        LocalTrainer(model_path=policy, settings=TrainConfig().local)
+        LocalTrainer(model_path=policy, settings=LocalTrainerSettings(torch_threads=1))
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
