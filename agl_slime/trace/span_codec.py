@@ -54,8 +54,8 @@ class TurnEncoder:
         self._shared_json: dict[str, str] = {}
 
     def encode(self, turn: Turn) -> dict[str, Any]:
-        """The attributes of the span of ``turn``: strings and numbers. Every encoded turn must reach the store, or later
-        ones cannot be read. ``turn.base_turn`` counts the turns that were encoded before."""
+        """The attributes of the span of ``turn``: strings and numbers. Every encoded turn must reach the store, or
+        later ones cannot be read. ``turn.base_turn`` counts the turns that were encoded before."""
         with self._lock:
             index, base = len(self._messages), turn.base_turn
             if base is not None and not 0 <= base < index:
