@@ -50,25 +50,17 @@ async def query_single_turn(
     text, used, finish_reason = "", 0, "abort"
     limit = sampling_params.get("max_tokens")
     for attempt in range(_ATTEMPTS):
-        request: dict[str, Any] = {
-            **sampling_params,
-            "messages": conversation,
-            "model": "custom",
-            "stream": False,
-            "seed": random.randrange(1, 10_000_000),
-        }
+        request: dict[str, Any] = {**sampling_params, "messages": conversation, "model": "custom", "stream": False}
+        request["seed"] = random.randrange(1, 10_000_000)
         if tools:
             request["tools"] = tools
         if text:
             request["messages"] = [*conversation, {"role": "assistant", "content": text}]
-            request["extra_body"] = {
-                **sampling_params.get("extra_body", {}),
-                "continue_final_message": True,
-                "add_generation_prompt": False,
-            }
+            resumed = {"continue_final_message": True, "add_generation_prompt": False}
+            request["extra_body"] = {**sampling_params.get("extra_body", {}), **resumed}
         if limit is not None:
             request["max_tokens"] = limit - used
-            if request["max_tokens"] <= 0:
+            if used >= limit:
                 finish_reason = "length"
                 break
         response = await client.chat.completions.create(**request)
