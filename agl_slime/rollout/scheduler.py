@@ -11,12 +11,12 @@ One scheduler object serves all rollouts of an agent, in flight at the same time
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from agl_slime.errors import ConfigError
 from agl_slime.rollout.stats import StopReason
+from agl_slime.support.registry import Registry
 
 Messages = list[dict[str, Any]]
 
@@ -108,33 +108,13 @@ class MultiTurnScheduler(ABC):
         """Called when the rollout has ended, whatever ended it (``error``, where it failed): close what was opened."""
 
 
-# -- the registry ----------------------------------------------------------------------------------------------------
-
-S = TypeVar("S", bound=Callable[..., MultiTurnScheduler])
-
-_schedulers: dict[str, Callable[..., MultiTurnScheduler]] = {}
-
-
-def register_scheduler(name: str) -> Callable[[S], S]:
-    """A decorator that makes a scheduler known as ``--multi-turn-scheduler name``."""
-
-    def register(scheduler: S) -> S:
-        if name in _schedulers:
-            raise ConfigError(f"a scheduler named {name!r} is registered already; choose another name")
-        _schedulers[name] = scheduler
-        return scheduler
-
-    return register
+_schedulers: Registry[MultiTurnScheduler] = Registry("scheduler")
+register_scheduler = _schedulers.register
+"""A decorator that makes a scheduler known as ``--multi-turn-scheduler name``."""
 
 
 def make_scheduler(name: str, *, max_turns: int | None = None) -> MultiTurnScheduler:
     """The scheduler that was registered under ``name``. Raises ``ConfigError`` when there is none."""
-    if name not in _schedulers:
-        known = ", ".join(sorted(_schedulers)) or "none"
-        raise ConfigError(
-            f"--multi-turn-scheduler {name} is not among those registered ({known}); "
-            "name its file with --external-plugins"
-        )
     return _schedulers[name](max_turns=max_turns)
 
 

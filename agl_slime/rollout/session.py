@@ -25,7 +25,8 @@ from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace.attributes import GENERATE_SPAN
-from agl_slime.trace.turn import Turn, TurnEncoder
+from agl_slime.trace.span_codec import TurnEncoder
+from agl_slime.trace.turn import Turn
 
 _ENDS = {"length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 

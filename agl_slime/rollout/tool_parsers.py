@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
-from agl_slime.errors import ConfigError
+from agl_slime.support.registry import Registry
 
 _THINK, _END_OF_THINKING = "<think>", "</think>"
 
@@ -140,31 +140,13 @@ def _read_object(written: Any) -> dict[str, Any]:
 
 # -- the registry ----------------------------------------------------------------------------------------------------
 
-P = TypeVar("P", bound=Callable[[], ToolParser])
-
-_parsers: dict[str, Callable[[], ToolParser]] = {}
-
-
-def register_tool_parser(*names: str) -> Callable[[P], P]:
-    """Make a parser class known under ``names``."""
-
-    def register(parser: P) -> P:
-        for name in names:
-            if name in _parsers:
-                raise ConfigError(f"a tool parser named {name!r} is registered already; choose another name")
-            _parsers[name] = parser
-        return parser
-
-    return register
+_parsers: Registry[ToolParser] = Registry("tool parser")
+register_tool_parser = _parsers.register
 
 
 def get_tool_parser(name: str | ToolParser) -> ToolParser:
     """The parser of that name; a parser is given back as it is."""
-    if isinstance(name, ToolParser):
-        return name
-    if name not in _parsers:
-        raise ConfigError(f"there is no tool parser {name!r}; there are {', '.join(sorted(_parsers))}")
-    return _parsers[name]()
+    return name if isinstance(name, ToolParser) else _parsers[name]()
 
 
 def tool_parser_names() -> list[str]:

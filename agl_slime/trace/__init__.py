@@ -11,9 +11,10 @@ from agl_slime.trace.converter import (
 )
 from agl_slime.trace.reward import Reward, read_reward
 from agl_slime.trace.segments import Segment, merge_turns
+from agl_slime.trace.span_codec import TurnEncoder, decode_turns
 from agl_slime.trace.spans import read_turns, spans_of_attempt
 from agl_slime.trace.trajectory import Trajectory
-from agl_slime.trace.turn import Turn, TurnEncoder, decode_turns
+from agl_slime.trace.turn import Turn
 
 __all__ = [
     "Conversion",

@@ -23,7 +23,8 @@ from agl_slime.trace.chat_messages import (
     tool_definitions,
 )
 from agl_slime.trace.retokenize import Retokenizer
-from agl_slime.trace.turn import Turn, finish_reason, parse_json
+from agl_slime.trace.span_codec import finish_reason, parse_json
+from agl_slime.trace.turn import Turn
 
 if TYPE_CHECKING:
     from agl_slime.support.agl import Span

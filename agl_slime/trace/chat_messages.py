@@ -11,7 +11,7 @@ from typing import Any
 
 from agl_slime.errors import TraceError
 from agl_slime.trace import attributes as names
-from agl_slime.trace.turn import parse_json
+from agl_slime.trace.span_codec import parse_json
 
 ChatMessage = dict[str, Any]
 

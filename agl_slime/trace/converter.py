@@ -23,9 +23,10 @@ from agl_slime.tokens.codec import LogProbArray
 from agl_slime.trace import attributes as names
 from agl_slime.trace.reward import read_reward
 from agl_slime.trace.segments import Segment, merge_turns
+from agl_slime.trace.span_codec import parse_json
 from agl_slime.trace.spans import Convention, read_turns, spans_of_attempt
 from agl_slime.trace.trajectory import Trajectory, is_truncated
-from agl_slime.trace.turn import Turn, parse_json
+from agl_slime.trace.turn import Turn
 from agl_slime.types import Sample, sample_from_fields
 
 if TYPE_CHECKING:

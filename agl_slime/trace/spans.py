@@ -24,7 +24,8 @@ from agl_slime.trace import attributes as names
 from agl_slime.trace.calls import ModelCall, may_be_call
 from agl_slime.trace.retokenize import Retokenizer
 from agl_slime.trace.reward import REWARD_PREFIX
-from agl_slime.trace.turn import Turn, decode_turns, is_packed
+from agl_slime.trace.span_codec import decode_turns, is_packed
+from agl_slime.trace.turn import Turn
 
 if TYPE_CHECKING:
     from agl_slime.support.agl import Span

@@ -205,7 +205,8 @@ def test_the_format_is_told_from_the_chat_template() -> None:
 
 
 def test_a_custom_parser_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parsers, "_parsers", dict(parsers._parsers))
+    monkeypatch.setitem(parsers._parsers, "mine", list)  # taken out again at the end
+    del parsers._parsers["mine"]
 
     @register_tool_parser("mine")
     class Mine(ToolParser):

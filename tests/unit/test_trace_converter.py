@@ -13,7 +13,8 @@ from agl_slime.sglang.generation import WeightSpan
 from agl_slime.support.agl import Rollout, Span, emit_reward
 from agl_slime.trace import attributes as names
 from agl_slime.trace.converter import _check, convert_rollout, rollout_to_sample, rollout_to_samples
-from agl_slime.trace.turn import Turn, TurnEncoder
+from agl_slime.trace.span_codec import TurnEncoder
+from agl_slime.trace.turn import Turn
 from agl_slime.types import Sample, get_rollout_id
 
 

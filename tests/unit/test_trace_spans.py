@@ -10,8 +10,9 @@ import pytest
 from agl_slime.errors import TraceError
 from agl_slime.support.agl import Span
 from agl_slime.trace import attributes as names
+from agl_slime.trace.span_codec import TurnEncoder
 from agl_slime.trace.spans import read_turns, spans_of_attempt
-from agl_slime.trace.turn import Turn, TurnEncoder
+from agl_slime.trace.turn import Turn
 from tests.trace_tokenizers import PLAIN, chat_tokenizer
 
 

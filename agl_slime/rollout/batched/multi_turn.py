@@ -1,8 +1,7 @@
 """Batched rollouts of many turns: all live trajectories are sampled in one call per turn.
 
-    rollout = MultiTurnRollout(
-        sampler=SGLangSampler(base_url=url), template=tokenizer, tool_manager=ToolManager([search]), max_turns=6
-    )
+    sampler = SGLangSampler(base_url=url, tokenizer=tokenizer)
+    rollout = MultiTurnRollout(sampler=sampler, template=tokenizer, tool_manager=ToolManager([search]), max_turns=6)
     results = rollout([{"messages": [{"role": "user", "content": "…"}]}, …])
 
 Each trajectory is a session of its own in the loop of turns that agents run in; their calls wait for each other.
