@@ -113,7 +113,8 @@ def _run(config: TrainConfig, slime_flags: list[str], console: Console) -> None:
     config.check_files()
     with console.status("loading ...") if console.is_terminal else nullcontext():
         from agl_slime.run.local import run_training  # Agent Lightning takes seconds to import; --help should not
-
+        from agl_slime.runner.process import own_this_process
+    own_this_process()
     _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
 
 
