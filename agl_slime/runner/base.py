@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from agl_slime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agl_slime.runner.concurrent import RunnerSettings
 
 RunnerKind = Literal["inproc", "process", "ray"]
 FinishedListener = Callable[[str], None]
@@ -16,10 +19,13 @@ FinishedListener = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class RunnerPlan:
     """``count`` runners, each with its own event loop: one thread of this process, processes of this machine, or Ray
-    actors."""
+    actors. ``settings`` are those of each; ``store_host`` is the address on which the store is served to those that are
+    outside of this process."""
 
     kind: RunnerKind = "inproc"
     count: int = 1
+    settings: RunnerSettings | None = None
+    store_host: str = "127.0.0.1"
 
     @classmethod
     def parse(cls, text: str) -> RunnerPlan:

@@ -4,7 +4,6 @@ from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace.converter import (
     Conversion,
     ConversionOptions,
-    ConversionReport,
     convert_rollout,
     rollout_to_sample,
     rollout_to_samples,
@@ -19,7 +18,6 @@ from agl_slime.trace.turn import Turn
 __all__ = [
     "Conversion",
     "ConversionOptions",
-    "ConversionReport",
     "ForkReason",
     "Reward",
     "Segment",

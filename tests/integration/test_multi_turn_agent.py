@@ -121,7 +121,7 @@ async def test_why_a_rollout_stopped_is_typed(
     (sample,) = conversion.samples
     assert sample.metadata["stop_reason"] == stop_reason
     assert sample.status == status
-    assert turns is None or conversion.report.turns == turns
+    assert turns is None or len(conversion.trajectory.turns) == turns
     assert trained([sample]) == sampled(client)
     limit = declared.get("max_trajectory_tokens")
     assert limit is None or len(sample.tokens) <= limit
@@ -181,7 +181,7 @@ async def test_a_new_round_is_one_sample() -> None:
     finished, client = await rollout(Agent, ["Two.", "Four.", "Three."], scheduler=Retry(max_turns=5))
     conversion = finished.convert(chat_tokenizer("anthropic", "groups_tools"))
     (sample,) = conversion.samples
-    assert conversion.report.turns == 3
+    assert len(conversion.trajectory.turns) == 3
     assert trained([sample]) == sampled(client)
     assert sample.metadata["stop_reason"] == "stop"
 
@@ -308,7 +308,7 @@ def _boxes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_prompts_tools_and_their_constructors_run_off_the_loop_of_all_rollouts() -> None:
-    """Fault 27."""
+    """For fault 27."""
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
     agent = SlowAgent(tokenizer=tokenizer, client=ScriptedClient(tokenizer, ["Three.", "Three."]))
     agent.together = threading.Barrier(2)
@@ -330,7 +330,7 @@ async def test_prompts_tools_and_their_constructors_run_off_the_loop_of_all_roll
     ids=["fine", "engine", "reward", "prompt", "limit", "names"],
 )
 async def test_tools_are_closed_at_the_end_of_a_rollout(answers: list[Any], declared: dict[str, Any]) -> None:
-    """Fault 27: whatever happens."""
+    """For fault 27: whatever happens."""
 
     class Declared(SlowAgent):
         pass
@@ -344,7 +344,7 @@ async def test_tools_are_closed_at_the_end_of_a_rollout(answers: list[Any], decl
 
 
 async def test_tools_are_closed_when_a_rollout_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault 27."""
+    """For fault 27."""
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
     monkeypatch.setattr(Box, "hangs", True)
     monkeypatch.setattr(session_module, "get_active_tracer", lambda: Mock())
@@ -362,7 +362,7 @@ async def test_tools_are_closed_when_a_rollout_is_cancelled(monkeypatch: pytest.
 
 
 async def test_a_tool_that_all_rollouts_share_stays_open() -> None:
-    """Fault 27."""
+    """For fault 27."""
 
     class Shared(Box):
         def __init__(self) -> None:
@@ -428,7 +428,7 @@ async def test_a_scheduler_from_a_file_that_was_named(tmp_path: Path, monkeypatc
     configure_agent(agent, scheduler="plugged_in", max_turns=2, plugins=[file])
     assert load_plugins([file]) == load_plugins([str(file)])  # run once
     finished = await run_rollout(agent, TASK)
-    assert finished.convert(tokenizer).report.turns == 2
+    assert len(finished.convert(tokenizer).trajectory.turns) == 2
     assert "Again." in tokenizer.decode(client.prompts[1])
 
 

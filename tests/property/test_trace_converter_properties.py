@@ -64,7 +64,7 @@ def check(conversion: Conversion, turns: list[Turn]) -> None:
         if len(turn.response_ids)
     )
     assert trained == sampled
-    assert sum(sum(sample.loss_mask or []) for sample in conversion.samples) == conversion.report.sampled_tokens
+    assert sum(sum(sample.loss_mask or []) for sample in conversion.samples) == conversion.trajectory.sampled_tokens
 
 
 def log_probs_of(turn: Turn) -> list[float]:
