@@ -133,7 +133,7 @@ class ContextTracer(Tracer):
         now = timestamp if timestamp is not None else time.time()
         core = SpanCoreFields(
             name=name,
-            attributes=dict(attributes or {}),
+            attributes={key: _writable(value) for key, value in (attributes or {}).items()},
             start_time=now,
             end_time=now,
             status=status or TraceStatus(status_code="UNSET"),
@@ -224,6 +224,17 @@ def _key_of(span: ReadableSpan) -> tuple[int, int]:
 
 def _from_otel(span: ReadableSpan, rollout_id: str, attempt_id: str, sequence_id: int) -> Span:
     return Span.from_opentelemetry(span, rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=sequence_id)
+
+
+def _writable(value: Any) -> Any:
+    """``value`` with lone surrogates spelled out as backslash and number: no JSON and no database takes them."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+    return (
+        [_writable(item) for item in value]
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], str)
+        else value
+    )
 
 
 def _record(builder: SpanBuilder, name: str) -> None:

@@ -17,10 +17,11 @@ InputFeature = Mapping[str, Any]
 """``input_ids``: the prompt's token ids."""
 
 
+Answers = Sequence[Generation | ContextOverflowError]
+
+
 class Sampler(Protocol):
-    def sample(
-        self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]
-    ) -> Sequence[Generation | ContextOverflowError]:
+    def sample(self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]) -> Answers:
         """One answer per input, in their order, all sampled at the same time; ``sampling_params`` has one entry per
         input. A prompt that does not fit into the model's context has the error in the place of its answer; where it is
         raised, the prompts are asked for in smaller and smaller batches."""
@@ -44,15 +45,11 @@ class SGLangSampler:
         self._options: dict[str, Any] = {"base_url": base_url, "settings": settings, "eos_token_ids": ends}
         self._options["decode"] = getattr(tokenizer, "decode", None)
 
-    def sample(
-        self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]
-    ) -> list[Generation | ContextOverflowError]:
+    def sample(self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]) -> Answers:
         """Raises the client's other errors when one of the requests fails for good."""
         return run_blocking(self._sample(inputs, sampling_params))
 
-    async def _sample(
-        self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]
-    ) -> list[Generation | ContextOverflowError]:
+    async def _sample(self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]) -> Answers:
         async with SGLangClient(**self._options) as client:
 
             async def one(input_ids: Sequence[int], params: SamplingParams) -> Generation | ContextOverflowError:
