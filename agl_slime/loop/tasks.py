@@ -137,7 +137,7 @@ def enqueue_requests(
 ) -> list[EnqueueRolloutRequest]:
     """``size`` rollouts per group. ``timeout_s`` and ``max_attempts`` go into each one's configuration; ``metadata``
     goes beside the group's id, size and instance."""
-    from agl_slime.support.agl import EnqueueRolloutRequest, RolloutConfig  # seconds to import
+    from agl_slime.support.agl import EnqueueRolloutRequest, RolloutConfig  # seconds to import; --help should not
 
     config = RolloutConfig(
         timeout_seconds=timeout_s,
