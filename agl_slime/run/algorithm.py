@@ -1,6 +1,7 @@
 """``SlimeAlgorithm``: online RL for users of ``agentlightning.Trainer``.
 
-    trainer = agl.Trainer(algorithm=SlimeAlgorithm(model_path=…, sglang_url=…), store=agl_slime.BridgeStore(), n_runners=8)
+    algorithm = SlimeAlgorithm(model_path=…, sglang_url=…)
+    trainer = agl.Trainer(algorithm=algorithm, store=agl_slime.BridgeStore(), n_runners=8)
     trainer.fit(agent, train_dataset, val_dataset=val_dataset)
 
 The agent is any LitAgent, unchanged; it finds the model under training as the resource ``main_llm``.
