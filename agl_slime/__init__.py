@@ -17,8 +17,8 @@ _HOME = {
     "BridgeStore": "agl_slime.store.bridge",
     "ConcurrentRunner": "agl_slime.runner.concurrent",
     "DiskWeightSync": "agl_slime.sglang.weights",
-    "Generation": "agl_slime.sglang.payloads",
-    "LoopSettings": "agl_slime.loop.online",
+    "Generation": "agl_slime.sglang.generation",
+    "LoopSettings": "agl_slime.loop.settings",
     "MultiTurnRollout": "agl_slime.rollout.batched.multi_turn",
     "MultiTurnScheduler": "agl_slime.rollout.scheduler",
     "OnlineRLLoop": "agl_slime.loop.online",
@@ -27,7 +27,7 @@ _HOME = {
     "SGLangClient": "agl_slime.sglang.client",
     "SGLangLitAgent": "agl_slime.rollout.agent",
     "Sample": "agl_slime.types",
-    "SamplingParams": "agl_slime.sglang.payloads",
+    "SamplingParams": "agl_slime.sglang.generation",
     "SlimeAlgorithm": "agl_slime.run.algorithm",
     "ToolManager": "agl_slime.rollout.tools",
     "Trajectory": "agl_slime.trace.trajectory",
@@ -38,7 +38,8 @@ _HOME = {
 
 if TYPE_CHECKING:
     from agl_slime.datasource.source import AGLDataSource
-    from agl_slime.loop.online import LoopSettings, OnlineRLLoop
+    from agl_slime.loop.online import OnlineRLLoop
+    from agl_slime.loop.settings import LoopSettings
     from agl_slime.rollout.agent import SGLangLitAgent
     from agl_slime.rollout.batched.api_multi_turn import APIMultiTurnRollout
     from agl_slime.rollout.batched.multi_turn import MultiTurnRollout
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from agl_slime.runner.concurrent import ConcurrentRunner
     from agl_slime.runner.thread import RunnerThread
     from agl_slime.sglang.client import SGLangClient
-    from agl_slime.sglang.payloads import Generation, SamplingParams
+    from agl_slime.sglang.generation import Generation, SamplingParams
     from agl_slime.sglang.weights import DiskWeightSync
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.trace.converter import rollout_to_sample, rollout_to_samples

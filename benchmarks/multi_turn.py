@@ -26,7 +26,7 @@ from rich.table import Table
 
 from agl_slime.demo.formats import LookupDemonstrations
 from agl_slime.demo.tokenizer import train_tokenizer
-from agl_slime.sglang.payloads import Generation
+from agl_slime.sglang.generation import Generation
 from agl_slime.support.agl import Rollout, Span
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.trace.attributes import GENERATE_SPAN

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agl_slime.sglang.payloads import FinishReason, Generation, SamplingParams
+from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
 from agl_slime.tokens.codec import common_prefix
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason

@@ -4,16 +4,17 @@ played."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from agl_slime import SGLangLitAgent
 from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
 from agl_slime.groups.policy import MinimumViableGroup
-from agl_slime.groups.results import GroupResult
-from agl_slime.loop.online import LoopSettings, OnlineRLLoop
+from agl_slime.loop.online import OnlineRLLoop
+from agl_slime.loop.settings import LoopSettings
 from agl_slime.report.events import Event, IterationFinished, RolloutFinished, RunFinished
+from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.sglang.transport import ClientSettings
 from agl_slime.store.bridge import BridgeStore
@@ -50,13 +51,16 @@ class HelloAgent(SGLangLitAgent):
 
 
 class Recorder:
-    """A reporter that keeps what it is told."""
+    """An observer that keeps what it is told, and passes it on to ``on_event``."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
         self.events: list[Event] = []
+        self._on_event = on_event
 
     def handle(self, event: Event) -> None:
         self.events.append(event)
+        if self._on_event is not None:
+            self._on_event(event)
 
     def close(self) -> None:
         return
@@ -106,14 +110,14 @@ class LoopCase:
         source_settings: DataSourceSettings | None = None,
         max_new_tokens: int = 8,
         max_concurrent: int = 64,
-        on_groups: Callable[[int, Sequence[GroupResult]], None] | None = None,
+        on_event: Callable[[Event], None] | None = None,
         **settings: Any,
     ) -> None:
         self.store = store if store is not None else BridgeStore()
         self.settings = LoopSettings(**{**SMALL, **settings})
         self.source = AGLDataSource(store=self.store, tokenizer=small_tokenizer(), settings=source_settings or PATIENT)
         self.trainer = Trainer(self.source, n=self.settings.rollout_batch_size)
-        self.recorder = Recorder()
+        self.recorder = Recorder(on_event)
         try:
             self.loop = OnlineRLLoop(
                 store=self.store,
@@ -128,11 +132,10 @@ class LoopCase:
                 slime_train_fn=train or self.trainer,
                 weight_sync_fn=sync,
                 settings=self.settings,
-                runner_settings=RunnerSettings(
-                    max_concurrent=max_concurrent, poll_interval_s=0.01, heartbeat_interval_s=0
+                runners=RunnerPlan(
+                    settings=RunnerSettings(max_concurrent=max_concurrent, poll_interval_s=0.01, heartbeat_interval_s=0)
                 ),
-                reporter=self.recorder,
-                on_groups=on_groups,
+                observer=self.recorder,
             )
         except Exception:
             self.source.stop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agl_slime.sglang.payloads import WeightSpan
+from agl_slime.sglang.generation import WeightSpan
 from agl_slime.support.agl import EnqueueRolloutRequest, LightningStore, Rollout, RolloutConfig, Span, emit_reward
 from agl_slime.trace import attributes as names
 from agl_slime.trace.turn import Turn, TurnEncoder

@@ -21,7 +21,7 @@ from agl_slime.datasource.source import AGLDataSource
 from agl_slime.datasource.state import DataSourceState
 from agl_slime.errors import ConfigError, TrainerError, spell_exception
 from agl_slime.groups.ledger_disk import PersistentLedger
-from agl_slime.loop.online import LoopState
+from agl_slime.loop.settings import LoopState
 from agl_slime.support.files import whole_directory
 from agl_slime.trainers.base import Trainer
 

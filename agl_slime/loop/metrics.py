@@ -1,4 +1,4 @@
-"""An iteration's metrics from its settled groups. Means are over rollouts that have a reward; a missing one is never
+"""An iteration's metrics from its groups. Means are over rollouts that have a reward; a missing one is never
 counted as 0."""
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from agl_slime.groups.filters import all_equal
-from agl_slime.groups.results import GroupResult
+from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.report import metrics as names
 from agl_slime.types import Sample
+
+# Of an exception's message in the sentence that says why a run stopped; a judge may put a whole page into one.
+_LONGEST_MESSAGE = 300
 
 
 def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[str, Any]:
@@ -68,3 +71,19 @@ def eval_metrics(groups: Sequence[GroupResult]) -> dict[str, Any]:
 
 def _trained_tokens(sample: Sample) -> int:
     return sample.response_length if sample.loss_mask is None else sum(sample.loss_mask)
+
+
+def spell_failures(members: Sequence[MemberResult]) -> str:
+    """The reasons of failed rollouts, most frequent first, each with one example of its message."""
+    counts = Counter(member.failure for member in members if not member.ok)
+    examples = {member.failure: member.failure_message for member in members if not member.ok}
+    spelled = [
+        f"{count} x {reason}" + (f" ({_one_line(examples[reason])})" if examples[reason] else "")
+        for reason, count in counts.most_common(5)
+    ]
+    return "; ".join(spelled) + (f"; and {len(counts) - 5} other reasons" if len(counts) > 5 else "")
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST_MESSAGE else line[:_LONGEST_MESSAGE] + "..."

@@ -68,14 +68,20 @@ class NumberedTasks:
     def __init__(self, *, source: TaskSource, finished: Iterable[str] = ()) -> None:
         self._source = source
         self._finished = set(finished)
-        self._drawn = 0
+        self.drawn = 0
+
+    def skip_to(self, drawn: int) -> None:
+        """Go on as if ``drawn`` tasks had been drawn; does nothing when there were more."""
+        if drawn > self.drawn:
+            self._source.next_batch(drawn - self.drawn)
+            self.drawn = drawn
 
     def next_batch(self, n: int) -> list[tuple[str, Task]]:
         """The next ``n`` instances that have not been dealt with."""
         batch: list[tuple[str, Task]] = []
         while len(batch) < n:
             for task in self._source.next_batch(n - len(batch)):
-                instance_id, self._drawn = str(self._drawn), self._drawn + 1
+                instance_id, self.drawn = str(self.drawn), self.drawn + 1
                 if instance_id in self._finished:
                     self._finished.discard(instance_id)
                 else:

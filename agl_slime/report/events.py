@@ -25,7 +25,7 @@ class RunStarted:
     """The run begins. ``num_iterations`` and ``rollouts_per_iteration`` are what progress counts up to, when they are
     known."""
 
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
     output_dir: Path | None = None
     num_iterations: int | None = None
     rollouts_per_iteration: int | None = None
@@ -59,6 +59,14 @@ class RolloutFinished:
     turns: int = 0
     mode: Mode = "train"
     at: float = field(default_factory=time.monotonic, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupsCollected:
+    """The groups of an iteration (``agl_slime.groups.results.GroupResult``) before they are trained on."""
+
+    iteration: int
+    groups: Sequence[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,15 +107,28 @@ class RunFinished:
     at: float = field(default_factory=time.monotonic, compare=False)
 
 
-Event = RunStarted | PhaseStarted | RolloutFinished | TranscriptsSampled | IterationFinished | Warning | RunFinished
+Event = (
+    RunStarted
+    | PhaseStarted
+    | RolloutFinished
+    | GroupsCollected
+    | TranscriptsSampled
+    | IterationFinished
+    | Warning
+    | RunFinished
+)
 
 
-class Reporter(Protocol):
+class Observer(Protocol):
     """Takes the events of a run, one at a time, always from the same thread."""
 
     def handle(self, event: Event, /) -> None:
-        """Take note of the event; an exception drops this reporter from the run, and nothing else."""
+        """Take note of the event."""
         ...
+
+
+class Reporter(Observer, Protocol):
+    """An observer behind ``Reporters``: an exception of ``handle`` drops it from the run, and nothing else."""
 
     def close(self) -> object:
         """Release files and threads; called once, also without a ``RunFinished`` before it. What it returns is not

@@ -12,7 +12,6 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from agl_slime.errors import ConfigError
@@ -25,7 +24,8 @@ from agl_slime.rollout.tool_parsers import ToolParser, get_tool_parser, parser_f
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.rollout.turns import run_turns
 from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.payloads import SamplingParams
+from agl_slime.sglang.describe import end_token_ids, vocab_size_of
+from agl_slime.sglang.generation import SamplingParams
 from agl_slime.sglang.transport import ClientSettings
 from agl_slime.support.agl import LLM, LitAgent, NamedResources, Rollout, emit_reward
 from agl_slime.support.threads import run_in_thread, run_user_code
@@ -234,8 +234,9 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             client = self._clients[llm.endpoint] = SGLangClient(
                 base_url=llm.endpoint,
                 settings=self._client_settings,
-                eos_token_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
-                vocab_size=_vocab_size_of(llm.model),
+                eos_token_ids=end_token_ids(llm.model, tokenizer),
+                decode=tokenizer.decode,
+                vocab_size=vocab_size_of(llm.model),
             )
         return client
 
@@ -253,17 +254,6 @@ def sampling_of(llm: LLM) -> SamplingParams:
             values[name] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
     extra = {name: value for name, value in given.items() if name not in _SAMPLING_FIELDS and name != "max_tokens"}
     return SamplingParams(**values, extra=extra)
-
-
-def _vocab_size_of(model: str) -> int | None:
-    """The vocabulary of the checkpoint at ``model``, where that is a directory of this machine. SGLang does not tell
-    its own, and answers an id beyond it with an error that names no cause."""
-    try:
-        config = json.loads((Path(model) / "config.json").read_bytes())
-        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    except (OSError, ValueError, AttributeError):  # no such file, or one of another kind
-        return None
-    return size if isinstance(size, int) and size > 0 else None
 
 
 def _llm_of(resources: NamedResources) -> LLM:

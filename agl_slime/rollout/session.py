@@ -16,7 +16,7 @@ from agl_slime.errors import ContextOverflowError, RolloutError
 from agl_slime.rollout.facts import RolloutFacts
 from agl_slime.rollout.stop import RolloutStopped, StopReason, of_finish_reason
 from agl_slime.rollout.tools import ToolManager
-from agl_slime.sglang.payloads import FinishReason, Generation, SamplingParams
+from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
 from agl_slime.support.agl import TraceStatus, get_active_tracer
 from agl_slime.tokens.codec import common_prefix
 from agl_slime.tokens.conversation import ChatContext, Message

@@ -1,8 +1,8 @@
 """Tools that a model may call: Python functions, and objects that bring a JSON schema.
 
-A function's schema is told from its signature and docstring::
+A function's schema is told from its signature and docstring by pydantic, which also checks what the model gives::
 
-    def lookup(key: str, limit: int = 3) -> str:
+    def lookup(key: str, limit: int | None = 3, mode: Mode = Mode.FAST) -> str:
         '''Look a key up in the table.
 
         Args:
@@ -12,46 +12,54 @@ A function's schema is told from its signature and docstring::
 
 An object has ``schema`` (``{"name", "description", "parameters"}``, or OpenAI's form around it) and is called with the
 arguments. A class is instantiated for each rollout, with the task when its constructor takes one parameter: that is how
-a tool has a state. Functions and methods may be async; others run in threads.
+a tool has a state, and a sandbox that its ``aclose`` closes when the rollout has ended. Functions and methods may be
+async; others run in threads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import json
+import logging
 import re
-import time
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_type_hints
+from weakref import WeakKeyDictionary
 
-from agl_slime.errors import ConfigError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema
+from typing_extensions import NotRequired, TypedDict
+
+from agl_slime.errors import ConfigError, RolloutError
 from agl_slime.rollout.tool_parsers import ToolCall
-from agl_slime.support.threads import run_user_code
+from agl_slime.support.threads import call_user_code, run_blocking
+
+logger = logging.getLogger(__name__)
 
 ToolError = Literal["exception", "timeout", "unknown_tool", "bad_arguments"]
 
-_JSON_TYPES: dict[Any, str] = {
-    str: "string",
-    int: "integer",
-    float: "number",
-    bool: "boolean",
-    list: "array",
-    dict: "object",
+_PYTHON_TYPES: dict[str, Any] = {
+    "string": str,
+    "integer": int,
+    "number": Union[int, float],  # noqa: UP007  made at run time
+    "boolean": bool,
+    "array": list[Any],
+    "object": dict[str, Any],
+    "null": None,
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What a call came to. ``content`` is what the model sees; ``error`` says that it is a failure and of which kind.
-    ``duration_s`` in seconds."""
+    """What a call came to. ``content`` is what the model sees; ``error`` says that it failed, and how."""
 
     call: ToolCall
     content: str
     error: ToolError | None = None
-    duration_s: float = 0.0
 
     def to_message(self) -> dict[str, Any]:
         """As a chat message of the role ``tool``."""
@@ -60,9 +68,9 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class _Tool:
-    name: str
     schema: dict[str, Any]
     function: Callable[..., Any]
+    arguments: TypeAdapter[dict[str, Any]]
 
 
 class ToolManager:
@@ -91,6 +99,8 @@ class ToolManager:
         self._max_result_chars = max_result_chars
         self._task = task
         self._tools: dict[str, _Tool] = {}
+        self._open: list[Any] = []
+        self._closed = False
         for tool in tools:
             self.register(tool)
 
@@ -98,10 +108,15 @@ class ToolManager:
         """Add a tool. ``ConfigError`` when it has no usable schema or the name is taken."""
         if isinstance(tool, type):
             tool = _instance(tool, self._task)
+        if hasattr(tool, "aclose"):
+            self._open.append(tool)
+        if self._closed:  # its rollout ended while it was being made
+            run_blocking(self.aclose())
+            raise RolloutError(f"tool {tool!r:.100} came after its rollout had ended")
         made = _tool_of(tool, name)
-        if made.name in self._tools:
-            raise ConfigError(f"there are two tools named {made.name!r}; names must differ")
-        self._tools[made.name] = made
+        if made.schema["name"] in self._tools:
+            raise ConfigError(f"there are two tools named {made.schema['name']!r}; names must differ")
+        self._tools[made.schema["name"]] = made
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -117,50 +132,51 @@ class ToolManager:
         return list(await asyncio.gather(*(self.call(call) for call in calls)))
 
     async def call(self, call: ToolCall) -> ToolResult:
-        started = time.monotonic()
+        """Run one call. Raises ``RolloutError`` only when so many calls hang that none is made any more."""
+        content, error = await self._call(call)
+        return ToolResult(call=call, content=content, error=error)
 
-        def result(content: str, error: ToolError | None = None) -> ToolResult:
-            return ToolResult(call=call, content=content, error=error, duration_s=time.monotonic() - started)
-
+    async def _call(self, call: ToolCall) -> tuple[str, ToolError | None]:
         tool = self._tools.get(call.name)
         if tool is None:
-            return result(
-                f"Error: there is no tool named {call.name!r}; there are {', '.join(self._tools) or 'none'}.",
-                "unknown_tool",
-            )
+            there = ", ".join(self._tools) or "none"
+            return f"Error: there is no tool named {call.name!r}; there are {there}.", "unknown_tool"
         try:
-            arguments = _fit_arguments(call.arguments, tool.schema)
+            arguments = _fit(call.arguments, tool)
         except ValueError as error:
-            return result(f"Error: {error}.", "bad_arguments")
+            return f"Error: {error}.", "bad_arguments"
         try:
-            value = await asyncio.wait_for(_invoke(tool.function, arguments), self._timeout_s)
+            value = await asyncio.wait_for(call_user_code(tool.function, **arguments), self._timeout_s)
             content = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         except asyncio.TimeoutError:
-            return result(f"Error: {call.name} did not answer within {self._timeout_s:g} seconds.", "timeout")
+            return f"Error: {call.name} did not answer within {self._timeout_s:g} seconds.", "timeout"
         except Exception as error:  # whatever a tool raises is something the model can react to
-            return result(f"Error: {type(error).__name__}: {error}", "exception")
-        return result(self._cut(content))
-
-    def _cut(self, content: str) -> str:
+            if isinstance(error, RolloutError) and error.reason == "threads_hung":
+                raise
+            return f"Error: {type(error).__name__}: {error}", "exception"
         limit = self._max_result_chars
-        if limit is None or len(content) <= limit:
-            return content
-        return f"{content[:limit]}\n[cut: {len(content) - limit} more characters]"
+        if limit is not None and len(content) > limit:
+            content = f"{content[:limit]}\n[cut: {len(content) - limit} more characters]"
+        return content, None
 
+    async def aclose(self, *, keep: Iterable[Any] = ()) -> None:
+        """Call ``aclose`` of each tool that has one, but of those to ``keep``; a failure is logged. A tool that a
+        hanging constructor makes later is closed at once."""
+        self._closed = True
+        kept = {id(tool) for tool in keep}
+        tools, self._open = [tool for tool in self._open if id(tool) not in kept], []
+        await asyncio.gather(*map(self._close, tools))
 
-async def _invoke(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004  an object with an async __call__
-        return await function(**arguments)
-    value = await run_user_code(function, **arguments)
-    return await value if inspect.isawaitable(value) else value
+    async def _close(self, tool: Any) -> None:
+        try:
+            await asyncio.wait_for(call_user_code(tool.aclose), self._timeout_s)
+        except Exception as error:
+            logger.warning("Tool %.100r could not be closed: %s: %s", tool, type(error).__name__, error)
 
 
 def _instance(tool_class: type, task: Mapping[str, Any] | None) -> Any:
-    wanted = [
-        p
-        for p in inspect.signature(tool_class).parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    wanted = [p for p in inspect.signature(tool_class).parameters.values() if p.kind in positional]
     return tool_class(task) if wanted else tool_class()
 
 
@@ -171,141 +187,121 @@ def _tool_of(tool: Any, name: str | None) -> _Tool:
     given = getattr(tool, "schema", None)
     if given is not None:
         given = given() if callable(given) else given
-        schema = given.get("function", given) if isinstance(given, Mapping) else None
-        if (
-            not isinstance(schema, Mapping)
-            or not isinstance(schema.get("name"), str)
-            or not isinstance(schema.get("parameters", {}), Mapping)
-        ):
-            raise ConfigError(
-                f"the schema of tool {tool!r} must be an object with name, description and parameters, got {given!r:.200}"
-            )
+        schema = given.get("function", given) if isinstance(given, Mapping) else {}
+        if not isinstance(schema.get("name"), str) or not isinstance(schema.get("parameters", {}), Mapping):
+            raise ConfigError(f"the schema of a tool must have name, description and parameters, got {given!r:.200}")
         if not callable(tool):
-            raise ConfigError(
-                f"tool {schema['name']!r} has a schema but cannot be called; give its class a __call__ with the schema's parameters"
-            )
+            raise ConfigError(f"tool {schema['name']!r} cannot be called; give its class a __call__")
         schema = {"parameters": {"type": "object", "properties": {}}, **schema}
-        return _Tool(name or schema["name"], {**schema, "name": name or schema["name"]}, tool)
-    if not callable(tool) or not hasattr(tool, "__name__"):
+        arguments = _arguments_of_schema(schema["parameters"])
+    elif callable(tool) and hasattr(tool, "__name__"):
+        schema, arguments = _inspected(tool)
+    else:
         raise ConfigError(f"a tool must be a function, a class or a callable object with a schema, got {tool!r:.200}")
-    schema = schema_of(tool)
-    return _Tool(name or schema["name"], {**schema, "name": name or schema["name"]}, tool)
+    return _Tool({**schema, "name": name or schema["name"]}, tool, arguments)
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """``{"name", "description", "parameters"}`` of a function, from its annotations and its docstring (Google style).
 
-    Types may be ``str``, ``int``, ``float``, ``bool``, lists and dicts of those, ``Literal`` and ``Optional``. Raises
-    ``ConfigError`` for a parameter without a type, or of another.
+    A type may be any that pydantic has a JSON schema for: numbers, strings, lists, ``Literal``, ``Optional``, enums,
+    dataclasses, pydantic models. Raises ``ConfigError`` for a parameter without a type, or of another.
     """
+    return _inspected(function)[0]
+
+
+class _JsonSchema(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False  # it would be the parameter's name once more
+
+
+_inspections: WeakKeyDictionary[Any, tuple[dict[str, Any], TypeAdapter[dict[str, Any]]]] = WeakKeyDictionary()
+
+
+def _inspected(function: Callable[..., Any]) -> tuple[dict[str, Any], TypeAdapter[dict[str, Any]]]:
+    known = _inspections.get(function)
+    if known is not None:
+        return known
     name = function.__name__
     description, described = _read_docstring(inspect.getdoc(function) or "")
-    hints = get_type_hints(function)
-    properties: dict[str, Any] = {}
-    required: list[str] = []
-    for parameter in inspect.signature(function).parameters.values():
-        where = f"parameter {parameter.name!r} of tool {name!r}"
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ConfigError(f"{where} cannot be given by name; a model calls tools with named arguments")
-        if parameter.name not in hints:
-            raise ConfigError(f"{where} has no type; annotate it, so that the model is told what to give")
-        properties[parameter.name] = _schema_of_type(hints[parameter.name], where)
-        if parameter.name in described:
-            properties[parameter.name]["description"] = described[parameter.name]
-        if parameter.default is parameter.empty:
-            required.append(parameter.name)
-    parameters: dict[str, Any] = {"type": "object", "properties": properties}
-    if required:
-        parameters["required"] = required
-    return {"name": name, "description": description, "parameters": parameters}
+    fields: dict[str, Any] = {}
+    try:
+        hints = get_type_hints(function, include_extras=True)
+        for parameter in inspect.signature(function).parameters.values():
+            where = f"parameter {parameter.name!r} of tool {name!r}"
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+                raise ConfigError(f"{where} cannot be given by name; a model calls tools with named arguments")
+            if parameter.name not in hints:
+                raise ConfigError(f"{where} has no type; annotate it, so that the model is told what to give")
+            hint = Annotated[hints[parameter.name], Field(description=described.get(parameter.name))]
+            fields[parameter.name] = hint if parameter.default is parameter.empty else NotRequired[hint]
+        arguments = _adapter(fields)
+        parameters = arguments.json_schema(schema_generator=_JsonSchema)
+    except (PydanticUserError, NameError) as error:  # a type without JSON form, or one that cannot be looked up
+        raise ConfigError(f"tool {name!r} has a parameter whose type cannot be used: {error}") from error
+    for made_up in ("title", "additionalProperties"):
+        parameters.pop(made_up, None)
+    schema = {"name": name, "description": description, "parameters": parameters}
+    _inspections[function] = schema, arguments
+    return schema, arguments
 
 
-def _schema_of_type(hint: Any, where: str) -> dict[str, Any]:
-    if hint is Any:
-        return {}
-    if hint in _JSON_TYPES:
-        return {"type": _JSON_TYPES[hint]}
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        kinds = {type(value) for value in arguments}
-        return {
-            "enum": list(arguments),
-            **({"type": _JSON_TYPES[kinds.pop()]} if len(kinds) == 1 and kinds <= set(_JSON_TYPES) else {}),
-        }
-    if origin in (Union, types.UnionType):
-        options = [option for option in arguments if option is not type(None)]
-        schemas = [_schema_of_type(option, where) for option in options]
-        return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    if origin is list:
-        return {"type": "array", "items": _schema_of_type(arguments[0], where)}
-    if origin is dict:
-        return {"type": "object", "additionalProperties": _schema_of_type(arguments[1], where)}
-    raise ConfigError(
-        f"{where} has the type {hint!r}, which has no JSON form; use str, int, float, bool, list, dict or Literal, or an object with a schema"
-    )
+def _adapter(fields: dict[str, Any], *, extra: Literal["allow", "forbid"] = "forbid") -> TypeAdapter[dict[str, Any]]:
+    made: Any = TypedDict("Arguments", fields)  # type: ignore[operator]  # not a model: a parameter may have any name
+    made.__pydantic_config__ = ConfigDict(extra=extra)
+    return TypeAdapter(made)
+
+
+def _arguments_of_schema(parameters: Mapping[str, Any]) -> TypeAdapter[dict[str, Any]]:
+    """Checks which arguments there are, and the types of the outermost level; the tool itself checks the rest."""
+
+    def type_of(schema: Mapping[str, Any]) -> Any:
+        values, kinds = schema.get("enum") or (), schema.get("type") or ()
+        if values and all(value is None or isinstance(value, (str, int)) for value in values):
+            return Literal[tuple(values)]
+        kinds = [*([kinds] if isinstance(kinds, str) else kinds), *(["null"] if schema.get("nullable") else [])]
+        return Union[tuple(_PYTHON_TYPES.get(kind, Any) for kind in kinds)] if kinds else Any  # noqa: UP007
+
+    required = {*parameters.get("required", ())}
+    hints = {name: type_of(schema) for name, schema in parameters.get("properties", {}).items()}
+    fields = {name: hint if name in required else NotRequired[hint] for name, hint in hints.items()}
+    return _adapter(fields, extra="allow" if parameters.get("additionalProperties") else "forbid")
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     """The text before the first section, and what the section ``Args`` says of each parameter."""
-    head, _, rest = re.sub(r"^(Args|Arguments|Parameters):\s*$", "\0", text, count=1, flags=re.MULTILINE).partition(
-        "\0"
-    )
-    description = re.split(r"^(?:Returns?|Raises|Yields|Examples?|Notes?):\s*$", head, flags=re.MULTILINE)[0].strip()
-    described: dict[str, str] = {}
-    current, first_indent = "", 0
-    for line in rest.splitlines():
-        if line and not line[0].isspace():  # the next section
-            break
-        entry = re.match(r"\s+(\w+)\s*(?:\([^)]*\))?:\s*(.*)", line)
-        indent = len(line) - len(line.lstrip())
-        if entry and (not described or indent <= first_indent):
-            first_indent = indent
-            current, described[current] = entry[1], entry[2].strip()
-        elif current and line.strip():
-            described[current] += " " + line.strip()
-    return description, described
+    titles = r"^(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):[ \t]*$\n?"
+    head, *sections = re.split(titles, text, flags=re.MULTILINE)
+    said = "".join(body for title, body in zip(sections[::2], sections[1::2], strict=True) if title[0] in "AP")
+    indent = said[: len(said) - len(said.lstrip(" \t"))]
+    entry = rf"^{indent}(\w+)[ \t]*(?:\([^)\n]*\))?:(.*(?:\n{indent}[ \t]+.*)*)"
+    return head.strip(), {name: " ".join(body.split()) for name, body in re.findall(entry, said, re.MULTILINE)}
 
 
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _fit_arguments(given: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as the schema wants them: strings become numbers and the like where they read as such.
-    ``ValueError`` says what does not fit."""
-    parameters = schema.get("parameters", {})
-    properties: Mapping[str, Any] = parameters.get("properties", {})
-    name = schema["name"]
-    missing = [key for key in parameters.get("required", ()) if key not in given]
-    if missing:
-        raise ValueError(f"{name} needs the argument {', '.join(map(repr, missing))}")
-    if parameters.get("additionalProperties", False) is False:
-        unknown = [key for key in given if key not in properties]
-        if unknown:
-            raise ValueError(
-                f"{name} has no argument {', '.join(map(repr, unknown))}, only {', '.join(map(repr, properties)) or 'none'}"
-            )
-    return {key: _fit(value, properties.get(key, {}), f"argument {key!r} of {name}") for key, value in given.items()}
+def _fit(given: Mapping[str, Any], tool: _Tool) -> dict[str, Any]:
+    """The arguments as the tool wants them: strings become lists, objects and null where they read as such, for formats
+    without types write them so. ``ValueError`` says what does not fit."""
+    try:
+        return tool.arguments.validate_python(dict(given))
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+    read = dict(given)
+    for key in {str(problem["loc"][0]) for problem in problems}:
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            read[key] = json.loads(read[key])
+    try:
+        return tool.arguments.validate_python(read)
+    except ValidationError:
+        raise ValueError("; ".join(_told(problem, tool.schema["name"]) for problem in problems)) from None
 
 
-def _fit(value: Any, schema: Mapping[str, Any], where: str) -> Any:
-    wanted = schema.get("type")
-    if isinstance(value, str) and wanted in ("integer", "number", "boolean", "array", "object"):
-        try:
-            value = json.loads(value.lower() if wanted == "boolean" else value)
-        except ValueError as error:
-            raise ValueError(f"{where} must be of type {wanted}, got {value!r:.80}") from error
-    fits = {
-        "string": isinstance(value, str),
-        "integer": isinstance(value, int) and not isinstance(value, bool),
-        "number": isinstance(value, (int, float)) and not isinstance(value, bool),
-        "boolean": isinstance(value, bool),
-        "array": isinstance(value, list),
-        "object": isinstance(value, dict),
-    }
-    if wanted == "integer" and isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(wanted, str) and not fits.get(wanted, True):
-        raise ValueError(f"{where} must be of type {wanted}, got {value!r:.80}")
-    if "enum" in schema and value not in schema["enum"]:
-        raise ValueError(f"{where} must be one of {schema['enum']!r}, got {value!r:.80}")
-    return value
+def _told(problem: Any, tool: str) -> str:
+    path = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "missing":
+        return f"{tool} needs the argument {path!r}"
+    if problem["type"] == "extra_forbidden":
+        return f"{tool} has no argument {path!r}"
+    return f"argument {path!r} of {tool}: {problem['msg']}, got {problem['input']!r:.80}"

@@ -11,19 +11,64 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
+from typing_extensions import TypedDict, Unpack
 
 from agl_slime.errors import ConfigError
-from agl_slime.loop.online import RunResult
-from agl_slime.run.local import GivenParts, run_training
+from agl_slime.loop.settings import RunResult
+from agl_slime.run.local import run_training
+from agl_slime.run.parts import GivenParts
 from agl_slime.run.settings import TrainConfig
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import Algorithm, LightningStore
+from agl_slime.trainers.local.settings import LocalTrainerSettings
 
-# Fields of TrainConfig that the data sets and the Trainer decide.
-_NOT_OURS = frozenset({"agent", "tasks", "eval_tasks", "max_concurrent", "model_path", "sglang_url", "trainer"})
+
+class AlgorithmSettings(TypedDict, total=False):
+    """The fields of ``agl_slime.run.settings.TrainConfig`` that are this algorithm's; their meanings and defaults are
+    there."""
+
+    num_iterations: int
+    rollout_batch_size: int
+    n_samples_per_prompt: int
+    max_new_tokens: int
+    temperature: float
+    rollout_timeout: float
+    max_attempts: int
+    group_min_ratio: float
+    group_max_retries: int
+    group_timeout: float | None
+    drop_zero_variance: bool
+    max_replaced_groups: int | None
+    max_staleness: int | None
+    eval_interval: int
+    eval_rollouts: int
+    output_dir: Path | None
+    overwrite: bool
+    resume: bool
+    save_interval: int
+    seed: int
+    view: Literal["auto", "live", "lines"]
+    store_host: str
+    actor_num_nodes: int
+    actor_num_gpus_per_node: int
+    rollout_num_gpus: int
+    local: LocalTrainerSettings
+
+
+# The settings of a run that are somebody else's here, and whose.
+_OTHERS = {
+    "agent": "give it to Trainer.fit",
+    "tasks": "give Trainer.fit a train_dataset",
+    "eval_tasks": "give Trainer.fit a val_dataset",
+    "runners": "give the Trainer n_runners and a strategy",
+    "max_concurrent": "give the Trainer a runner, such as ConcurrentRunner",
+    "max_turns": "set max_turns of the agent",
+    "multi_turn_scheduler": "set scheduler of the agent",
+    "external_plugins": "import them where the agent is defined",
+}
 
 
 class SlimeAlgorithm(Algorithm):
@@ -34,13 +79,14 @@ class SlimeAlgorithm(Algorithm):
         model_path: Hugging Face checkpoint that the policy starts from.
         sglang_url: SGLang server or router; without it the local trainer starts an embedded engine, and slime launches
             engines of its own.
-        trainer: ``"slime"`` or ``"local"``.
         slime_flags: slime's own command-line flags, for ``trainer="slime"``.
-        settings: any other field of ``agl_slime.run.settings.TrainConfig``: ``num_iterations``, ``rollout_batch_size``,
-            ``n_samples_per_prompt``, ``temperature``, ``eval_interval``, ``output_dir`` …
+        settings: see ``AlgorithmSettings``; ``store_host`` is where slime's manager reaches the store.
 
     With ``trainer="slime"`` the Trainer needs ``store=agl_slime.BridgeStore()``, which slime's manager reaches over
     HTTP; with any store it is what tells of finished rollouts at once, where others are asked about those in flight.
+
+    Raises:
+        ConfigError: a setting that cannot be used, is not there, or is the Trainer's or the agent's.
     """
 
     def __init__(
@@ -48,20 +94,26 @@ class SlimeAlgorithm(Algorithm):
         *,
         model_path: str | Path,
         sglang_url: str | None = None,
-        trainer: str = "slime",
+        trainer: Literal["slime", "local"] = "slime",
         slime_flags: Sequence[str] = (),
         console: Console | None = None,
-        **settings: Any,
+        **settings: Unpack[AlgorithmSettings],
     ) -> None:
         super().__init__()
-        known = set(TrainConfig.__dataclass_fields__) - _NOT_OURS
-        if unknown := sorted(set(settings) - known):
-            raise ConfigError(
-                f"SlimeAlgorithm has no setting {unknown[0]!r}; the settings are {', '.join(sorted(known))}"
-            )
+        for name in settings:
+            if name in _OTHERS:
+                raise ConfigError(f"{name} is not SlimeAlgorithm's, whose rollouts the Trainer runs: {_OTHERS[name]}")
+            if name not in AlgorithmSettings.__annotations__:
+                known = ", ".join(AlgorithmSettings.__annotations__)
+                raise ConfigError(f"SlimeAlgorithm has no setting {name!r}; the settings are {known}")
         if trainer not in ("slime", "local"):
             raise ConfigError(f"trainer must be 'slime' or 'local', got {trainer!r}")
-        self.config = TrainConfig(model_path=Path(model_path), sglang_url=sglang_url, trainer=trainer, **settings)  # type: ignore[arg-type]
+        if trainer == "local" and "store_host" in settings:
+            raise ConfigError(
+                f"store_host {settings['store_host']!r} with trainer='local': nobody reaches the store there"
+            )
+        settings.setdefault("local", LocalTrainerSettings())  # torch's threads are the program's, not ours
+        self.config = TrainConfig(model_path=Path(model_path), sglang_url=sglang_url, trainer=trainer, **settings)
         self.slime_flags = tuple(slime_flags)
         self.result: RunResult | None = None
         """What the run came to, once it has ended."""
@@ -93,6 +145,3 @@ def _tasks(dataset: Any, *, name: str) -> list[Any]:
     if dataset is None or len(dataset) == 0:
         raise ConfigError(f"{name} is empty; fit() needs at least one task")
     return [dataset[i] for i in range(len(dataset))]
-
-
-__all__ = ["SlimeAlgorithm"]

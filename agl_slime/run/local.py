@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +20,20 @@ from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
 from agl_slime.groups.filters import zero_variance
 from agl_slime.groups.ledger_disk import PersistentLedger
 from agl_slime.groups.policy import MinimumViableGroup
-from agl_slime.groups.results import GroupResult
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
-from agl_slime.loop.online import LoopSettings, LoopState, OnlineRLLoop, RunResult, Tasks
-from agl_slime.loop.tasks import read_tasks
-from agl_slime.report import (
-    StandardReporters,
-    TranscriptItem,
-    TranscriptsSampled,
-    choose_rollouts,
-    open_run_dir,
-    transcript_sample,
-)
+from agl_slime.loop.settings import LoopState, RunResult
+from agl_slime.report import open_run_dir
 from agl_slime.report.jsonl import IterationFile
 from agl_slime.report.metrics import TOKENS_TRAINED
 from agl_slime.report.rundir import RunDir
-from agl_slime.rollout.configure import configure_agent
-from agl_slime.rollout.loading import check_files, load_agent
+from agl_slime.rollout.loading import check_files
+from agl_slime.run.parts import GivenParts, RunReports, agent_parts, make_loop, step
 from agl_slime.run.settings import TrainConfig
-from agl_slime.runner.concurrent import RunnerSettings
-from agl_slime.sglang.client import EngineDescription, SGLangClient
+from agl_slime.sglang.client import SGLangClient
+from agl_slime.sglang.describe import EngineDescription
+from agl_slime.sglang.transport import checked_url
 from agl_slime.sglang.weights import DiskWeightSync
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.tokenizer import load_tokenizer
 from agl_slime.trainers.base import Trainer
@@ -52,17 +43,6 @@ logger = logging.getLogger(__name__)
 
 # Settings that a run is expected to go on with other values of.
 _MAY_CHANGE = frozenset({"num_iterations", "save_interval", "view", "sglang_url"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class GivenParts:
-    """What a run is given by a program that has its own store and runners, instead of making it from its settings."""
-
-    store: LightningStore
-    tasks: Tasks
-    val_tasks: Tasks | None = None
-    resources: NamedResources = field(default_factory=dict)
-    """Resources beside the model, for agents that ask for them."""
 
 
 async def run_training(
@@ -86,32 +66,28 @@ async def run_training(
         return await run_slime_training(config, slime_flags, given=given, console=console)
     if slime_flags:
         raise ConfigError(
-            f"flags after -- are slime's, and the trainer is {config.trainer}: add --trainer slime, or leave out {slime_flags[0]!r}"
+            f"{slime_flags[0]!r}: flags after -- are slime's, and the trainer is {config.trainer}; add --trainer slime"
         )
-    agent, tasks, val_tasks = await _agent_and_tasks(config, given)
+    parts = await agent_parts(config, given)
     described = await _probe(config.sglang_url) if config.sglang_url is not None else None
     run = open_run_dir(
         config.output_dir, agent=config.agent, settings=asdict(config), resume=config.resume, overwrite=config.overwrite
     )
     checkpoints = _checkpoints(config, run) if config.resume else []
-    reporters = StandardReporters(run, console=console, view=config.view, title=config.agent)
+    reports = RunReports(run, config, console=console, began=began)
     try:
-        model_path = await _model_path(config, agent, described, run.path, console, made=bool(checkpoints))
-        tokenizer = await run_in_thread(load_tokenizer, model_path)
-        loading = asyncio.ensure_future(
-            run_in_thread(_make_trainer, config, model_path)
-        )  # while the engine starts, in a process of its own
-        loading.add_done_callback(
-            lambda task: task.cancelled() or task.exception()
-        )  # if the engine fails first, nobody asks
+        model_path = await _model_path(config, parts.agent, described, run.path, console, made=bool(checkpoints))
+        reports.tokenizer = tokenizer = await run_in_thread(load_tokenizer, model_path)
+        # while the engine starts, in a process of its own; if the engine fails first, nobody asks
+        loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path))
+        loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         async with _engine(config, model_path, console) as (url, check_engine):
             trainer = await loading
             checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
             start = checkpoint.loop if checkpoint is not None else LoopState()
             weights = WeightPublisher(trainer=trainer, base_url=url, directory=run.path / "weights")
-            await weights.push(
-                int(start.version)
-            )  # engine and trainer start from the same weights, whatever the server had loaded
+            # engine and trainer start from the same weights, whatever the server had loaded
+            await weights.push(int(start.version))
             store = given.store if given is not None else BridgeStore()
             with (
                 _ledger(run) as ledger,
@@ -123,36 +99,26 @@ async def run_training(
                 if checkpoint is not None:
                     checkpoint.rewind(ledger)
                     source.restore(checkpoint.data_source)
-                loop = OnlineRLLoop(
+                saver = CheckpointWriter(directory=run.checkpoints, trainer=trainer, source=source, ledger=ledger)
+                loop = make_loop(
+                    config,
+                    parts,
                     store=store,
-                    agent=agent,
-                    tasks=tasks,
-                    val_tasks=val_tasks,
-                    llm=LLM(endpoint=url, model=str(model_path), sampling_parameters=_sampling(config)),
-                    data_source=source,
-                    slime_train_fn=TrainStep(
+                    source=source,
+                    url=url,
+                    model_path=model_path,
+                    train=TrainStep(
                         trainer=trainer, source=source, batch_size=config.rollout_batch_size, trained=trained
                     ),
-                    weight_sync_fn=weights.push,
-                    save_fn=CheckpointWriter(
-                        directory=run.checkpoints, trainer=trainer, source=source, ledger=ledger
-                    ).save,
+                    sync=weights.push,
+                    reports=reports,
+                    save=saver.save,
                     start=start,
-                    settings=_loop_settings(config),
-                    runner_settings=RunnerSettings(max_concurrent=config.max_concurrent),
-                    runners=config.runners,
-                    store_host=config.store_host,
-                    reporter=reporters,
-                    run_settings=asdict(config),
-                    output_dir=run.path,
-                    on_groups=_Transcripts(reporters, tokenizer, seed=config.seed).take,
-                    resources=given.resources if given is not None else None,
                     check_alive=check_engine,
-                    began=began,
                 )
                 return await loop.run_async()
     finally:
-        reporters.close()
+        reports.close()
 
 
 class TrainStep:
@@ -188,7 +154,7 @@ class WeightPublisher:
         self._trainer = trainer
         self._sync = DiskWeightSync(base_url=base_url)
         self._directory = directory.resolve()  # the engine has a working directory of its own
-        # those of a former life of the run are in the way like any others
+        # those of before a restart are removed like any others
         self._written: list[Path] = sorted(path for path in self._directory.glob("v*") if path.is_dir())
         self._keep = keep
 
@@ -202,66 +168,6 @@ class WeightPublisher:
         while len(self._written) > self._keep:
             await run_in_thread(shutil.rmtree, self._written.pop(0), ignore_errors=True)
         return version
-
-
-class _Transcripts:
-    """Picks a few rollouts of an iteration and has them written out."""
-
-    def __init__(self, reporters: StandardReporters, tokenizer: Any, *, seed: int) -> None:
-        self._reporters = reporters
-        self._tokenizer = tokenizer
-        self._seed = seed
-
-    def take(self, iteration: int, groups: Sequence[GroupResult]) -> None:
-        if not self._reporters.transcripts.wanted(iteration):
-            return
-        members = {member.rollout_id: member for group in groups for member in group.members}
-        chosen = choose_rollouts(
-            {name: member.reward for name, member in members.items()}, iteration=iteration, seed=self._seed
-        )
-        items = []
-        for rollout_id, label in chosen.items():
-            member = members[rollout_id]
-            items.append(
-                TranscriptItem(
-                    rollout_id=rollout_id,
-                    label=label,
-                    task=member.task,
-                    messages=member.trajectory.messages if member.trajectory is not None else (),
-                    samples=[transcript_sample(sample, self._tokenizer.decode) for sample in member.samples],
-                    reward=member.reward,
-                    rewards=member.rewards,
-                    outcome="succeeded" if member.ok else member.outcome_if_failed.value,
-                    reason=member.failure_message or member.failure or "",
-                )
-            )
-        self._reporters.handle(TranscriptsSampled(iteration=iteration, items=items))
-
-
-# -- the parts of a run ----------------------------------------------------------------------------------------------
-
-
-async def _agent_and_tasks(
-    config: TrainConfig, given: GivenParts | None
-) -> tuple[LitAgent[Any] | None, Tasks, Tasks | None]:
-    """The agent to run here (``None`` when others run it), its tasks and those of validations."""
-    if given is not None:
-        return None, given.tasks, given.val_tasks
-    agent = await run_in_thread(load_agent, config.agent)
-    configure_agent(
-        agent, scheduler=config.multi_turn_scheduler, max_turns=config.max_turns, plugins=config.external_plugins
-    )
-    val_path = config.eval_tasks or (config.tasks if config.eval_interval else None)
-    return agent, _tasks_of(config, agent), read_tasks(val_path) if val_path is not None else None
-
-
-def _tasks_of(config: TrainConfig, agent: LitAgent[Any]) -> Tasks:
-    if config.tasks is not None:
-        return read_tasks(config.tasks)
-    make_task = getattr(agent, "make_task", None)
-    if make_task is None:
-        raise ConfigError(f"there are no tasks: give --tasks FILE.jsonl, or define make_task(rng) on {config.agent}")
-    return make_task
 
 
 async def _probe(url: str) -> EngineDescription:
@@ -310,8 +216,8 @@ async def _model_path(
     *,
     made: bool = False,
 ) -> Path:
-    """The checkpoint that trainer and engine start from; ``made``: where it is a tiny policy, a former life of the run
-    has made it."""
+    """The checkpoint that trainer and engine start from; ``made``: where it is a tiny policy, it was made before the
+    restart."""
     if config.model_path is not None:
         return config.model_path.resolve()
     if described is not None:
@@ -330,7 +236,7 @@ async def _model_path(
         )
     from agl_slime.demo.policy import make_policy
 
-    with _step(console, "making a tiny policy"):
+    with step(console, "making a tiny policy"):
         return await run_in_thread(make_policy, run_dir / "policy", seed=config.seed, demonstrations=demonstrations)
 
 
@@ -341,13 +247,13 @@ async def _engine(
     """The URL of the engine, and a function that raises when it has died: of the given one, or an embedded one that
     lives as long as the scope."""
     if config.sglang_url is not None:
-        yield config.sglang_url, None
+        yield checked_url(config.sglang_url), None
         return
     from agl_slime.engine.process import EmbeddedEngine, EmbeddedEngineSettings
 
     engine = EmbeddedEngine(model_path, settings=EmbeddedEngineSettings(random_seed=config.seed))
     try:
-        with _step(console, "starting the embedded engine"):
+        with step(console, "starting the embedded engine"):
             await run_in_thread(engine.start)
 
         def check() -> None:
@@ -360,17 +266,6 @@ async def _engine(
         await asyncio.shield(run_in_thread(engine.stop))
 
 
-@contextmanager
-def _step(console: Console, text: str) -> Iterator[None]:
-    """Says what takes a while: on a terminal as long as it takes, elsewhere in a line."""
-    if console.is_terminal:
-        with console.status(f"{text} ..."):
-            yield
-    else:
-        print(f"{text} ...", file=console.file, flush=True)
-        yield
-
-
 def _make_trainer(config: TrainConfig, model_path: Path) -> Trainer:
     try:
         from agl_slime.trainers.local.trainer import LocalTrainer
@@ -378,23 +273,4 @@ def _make_trainer(config: TrainConfig, model_path: Path) -> Trainer:
         raise MissingDependencyError('--trainer local needs torch: pip install "agl-slime[local]"') from error
     return LocalTrainer(
         model_path=model_path, settings=replace(config.local, temperature=config.temperature, seed=config.seed)
-    )
-
-
-def _sampling(config: TrainConfig) -> dict[str, Any]:
-    return {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
-
-
-def _loop_settings(config: TrainConfig) -> LoopSettings:
-    return LoopSettings(
-        num_iterations=config.num_iterations,
-        rollout_batch_size=config.rollout_batch_size,
-        n_samples_per_prompt=config.n_samples_per_prompt,
-        rollout_timeout_s=config.rollout_timeout,
-        max_attempts=config.max_attempts,
-        eval_interval=config.eval_interval,
-        eval_tasks=config.eval_rollouts,
-        max_replaced_groups=config.max_replaced_groups,
-        save_interval=config.save_interval,
-        seed=config.seed,
     )

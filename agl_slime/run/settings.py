@@ -4,7 +4,7 @@ help text."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -162,9 +162,18 @@ class TrainConfig:
             raise ConfigError(
                 "--resume with --trainer slime: slime keeps its own checkpoints; give -- --load DIR --save DIR instead"
             )
-        for flag in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance", "max_staleness"):
+        complete = "both processes must agree on groups, which slime wants complete; leave it out"
+        elsewhere = {
+            **dict.fromkeys(("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance"), complete),
+            "max_staleness": complete,
+            "save_interval": "slime keeps its own checkpoints; give -- --save DIR --save-interval N instead",
+        }
+        for flag, reason in elsewhere.items():
             if getattr(self, flag) != getattr(TrainConfig, flag):
-                name = f"--{flag.replace('_', '-')}"
+                raise ConfigError(f"--{flag.replace('_', '-')} with --trainer slime: {reason}")
+        for setting in fields(self.local):
+            value = getattr(self.local, setting.name)
+            if value not in (setting.default, 1 if setting.name == "torch_threads" else setting.default):
                 raise ConfigError(
-                    f"{name} with --trainer slime: both processes must agree on groups, which slime wants complete; leave it out"
+                    f"--local.{setting.name.replace('_', '-')} {value} with --trainer slime: leave it out"
                 )

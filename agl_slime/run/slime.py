@@ -1,14 +1,17 @@
-"""``--trainer slime``: the loop, the store service and the runner in this process, slime's manager and actors in Ray's."""
+"""``--trainer slime``: the loop, the store service and the runner are in this process, slime's manager and actors in
+Ray's."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -16,27 +19,47 @@ from rich.console import Console
 from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
 from agl_slime.errors import ConfigError
 from agl_slime.groups.policy import CompleteGroup
-from agl_slime.loop.online import OnlineRLLoop, RunResult
-from agl_slime.report import StandardReporters, open_run_dir
+from agl_slime.loop.settings import LoopState, RunResult
+from agl_slime.report import open_run_dir
 from agl_slime.report.metrics import TOKENS_TRAINED
+from agl_slime.run.parts import GivenParts, RunReports, agent_parts, make_loop
 from agl_slime.run.settings import TrainConfig
-from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.discovery import find_workers
-from agl_slime.slime.trainer import SlimeRunSettings, SlimeTrainer, parse_slime_args, require_slime
+from agl_slime.slime.args import PluginSettings
+from agl_slime.slime.trainer import SlimeTrainer, parse_slime_args, require_slime
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import StoreService
-from agl_slime.support.agl import LLM
+from agl_slime.support.files import write_file
+from agl_slime.support.net import is_loopback
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.tokenizer import load_tokenizer
 
-if TYPE_CHECKING:
-    from agl_slime.run.local import GivenParts
-
 logger = logging.getLogger(__name__)
 
-# Longest wait of the manager for groups that the loop has already seen settle.
+# Longest wait of the manager for groups that the loop has already seen complete.
 _MANAGER_TIMEOUT_S = 300.0
+_HOOKS = "agl_slime.slime_hooks"
+# What makes slime take its rollouts from here; flags of the person who starts the run come after these and win.
+HOOK_FLAGS = (
+    *("--data-source-path", "agl_slime.AGLDataSource"),
+    *("--rollout-function-path", f"{_HOOKS}.generate_rollout"),
+    *("--custom-reward-post-process-path", f"{_HOOKS}.normalize_rewards"),
+    *("--custom-rollout-log-function-path", f"{_HOOKS}.log_rollout"),
+    *("--custom-eval-rollout-log-function-path", f"{_HOOKS}.log_eval_rollout"),
+)
+# What the loop decides, by slime's name and by ours; after -- they may say the same only.
+_THE_LOOPS = {
+    "num_rollout": "num_iterations",
+    "rollout_batch_size": "rollout_batch_size",
+    "n_samples_per_prompt": "n_samples_per_prompt",
+}
+# What only slime's own loop, or its own evaluation, would look at.
+_SLIMES_OWN = (
+    "release_train",
+    "dynamic_sampling_filter_path",
+    *("eval_interval", "eval_config", "eval_prompt_data", "eval_temperature", "eval_top_p", "eval_top_k"),
+    *("eval_max_response_len", "eval_min_new_tokens"),
+)
 
 
 async def run_slime_training(
@@ -46,60 +69,38 @@ async def run_slime_training(
     ``given`` as in ``run_training``; its store must be a ``BridgeStore`` of this process, which is then served to
     slime's manager.
 
-    The store is served on ``AGL_SLIME_STORE_HOST`` (127.0.0.1 by default); Ray on several hosts needs an address that
-    the manager's host reaches, and then a token is made for the run, or taken from ``AGL_SLIME_STORE_TOKEN``.
+    The store is served on ``--store-host``, else ``AGL_SLIME_STORE_HOST``, else 127.0.0.1; Ray on several hosts needs
+    an address that the manager's host reaches, and then a token is made for the run, or taken from
+    ``AGL_SLIME_STORE_TOKEN``. With slime's ``--load`` the run goes on where that checkpoint was written.
     """
     require_slime()
-    from agl_slime.run.local import _agent_and_tasks, _loop_settings, _sampling, _Transcripts
-
     if config.model_path is None:
-        raise ConfigError(
-            "--trainer slime needs --model-path: the Hugging Face checkpoint that actors and engines start from"
-        )
-    if given is not None and not isinstance(given.store, BridgeStore):
-        raise ConfigError(
-            f"slime's manager needs a store that can be served to it, got {type(given.store).__name__}: use agl_slime.BridgeStore()"
-        )
-    agent, tasks, val_tasks = await _agent_and_tasks(config, given)
+        raise ConfigError("--trainer slime needs --model-path: the checkpoint that actors and engines start from")
+    store = given.store if given is not None else BridgeStore()
+    if not isinstance(store, BridgeStore):
+        raise ConfigError(f"the store is a {type(store).__name__}, which cannot be served to slime: use BridgeStore()")
+    parts = await agent_parts(config, given)
     model_path = config.model_path.resolve()
     engines, router, agents_url = await _engines(config)
-    settings = SlimeRunSettings(
-        model=str(model_path),
-        num_rollout=config.num_iterations,
-        rollout_batch_size=config.rollout_batch_size,
-        n_samples_per_prompt=config.n_samples_per_prompt,
-        temperature=config.temperature,
-        max_new_tokens=config.max_new_tokens,
-        actor_num_nodes=config.actor_num_nodes,
-        actor_num_gpus_per_node=config.actor_num_gpus_per_node,
-        rollout_num_gpus=config.rollout_num_gpus,
-        engine_urls=engines,
-        router=router,
-    )
-    args = await run_in_thread(parse_slime_args, [*settings.flags(), *slime_flags])
-    if getattr(args, "release_train", False):
-        raise ConfigError(
-            "--release-train works in slime's own loop only: start slime's train.py as examples/slime does"
-        )
+    flags = [*loop_flags(config, engines=engines, router=router), *slime_flags]
+    args = await run_in_thread(parse_slime_args, flags)
+    check_slime_args(args, config)
     run = open_run_dir(config.output_dir, agent=config.agent, settings=asdict(config), overwrite=config.overwrite)
-    reporters = StandardReporters(run, console=console, view=config.view, title=config.agent)
-    host = os.environ.get("AGL_SLIME_STORE_HOST", "127.0.0.1")
-    token = os.environ.get("AGL_SLIME_STORE_TOKEN") or (
-        None if host in ("127.0.0.1", "localhost", "::1") else secrets.token_hex(16)
-    )
+    reports = RunReports(run, config, console=console)
+    host = config.store_host
+    if host == TrainConfig.store_host:
+        host = os.environ.get("AGL_SLIME_STORE_HOST", host)
+    token = os.environ.get("AGL_SLIME_STORE_TOKEN") or (None if is_loopback(host) else secrets.token_hex(16))
     with ExitStack() as stack:
-        stack.callback(reporters.close)
-        store = given.store if given is not None and isinstance(given.store, BridgeStore) else BridgeStore()
+        stack.callback(reports.close)
         service = StoreService(store=store, host=host, token=token)
         await run_in_thread(service.start)
         stack.callback(service.stop)
-        tokenizer = await run_in_thread(load_tokenizer, model_path)
+        reports.tokenizer = tokenizer = await run_in_thread(load_tokenizer, model_path)
         # as in the manager's process: slime wants exactly n_samples_per_prompt rollouts in every group
-        source = stack.enter_context(
-            AGLDataSource(
-                store=store, tokenizer=tokenizer, settings=DataSourceSettings(policy=CompleteGroup(), release=False)
-            )
-        )
+        settings = DataSourceSettings(policy=CompleteGroup(), release=False)
+        source = stack.enter_context(AGLDataSource(store=store, tokenizer=tokenizer, settings=settings))
+        sampling = dict(PluginSettings.from_args(args, {}).sampling or {})
         # the loop enqueues, so the manager's data source must not
         args.agl_store_url, args.agl_store_token, args.agl_tasks, args.prompt_data = service.url, token, None, None
         args.agl_get_timeout_s = _MANAGER_TIMEOUT_S
@@ -108,31 +109,81 @@ async def run_slime_training(
         with console.status("Starting slime …"):
             await run_in_thread(trainer.start)
         steps = SlimeSteps(trainer=trainer, source=source, batch_size=config.rollout_batch_size)
-        loop = OnlineRLLoop(
+        start, drawn = steps.start(config.num_iterations)
+        loop = make_loop(
+            replace(config, store_host=host),
+            parts,
             store=store,
-            agent=agent,
-            tasks=tasks,
-            val_tasks=val_tasks,
-            llm=LLM(endpoint=agents_url, model=str(model_path), sampling_parameters=_sampling(config)),
-            data_source=source,
-            slime_train_fn=steps.train,
-            weight_sync_fn=steps.sync,
-            settings=_loop_settings(config),
-            resources=given.resources if given is not None else None,
-            runner_settings=RunnerSettings(max_concurrent=config.max_concurrent),
-            reporter=reporters,
-            run_settings=asdict(config),
-            output_dir=run.path,
-            on_groups=_Transcripts(reporters, tokenizer, seed=config.seed).take,
+            source=source,
+            url=agents_url,
+            model_path=model_path,
+            sampling=sampling,
+            train=steps.train,
+            sync=steps.sync,
+            save=steps.save,
+            save_interval=1,  # slime decides when
+            start=start,
+            reports=reports,
         )
+        loop.tasks.skip_to(drawn)
+        steps.tasks_drawn = lambda: loop.tasks.drawn
         return await loop.run_async()
 
 
+def loop_flags(
+    config: TrainConfig, *, engines: Sequence[str] = (), router: tuple[str | None, int] | None = None
+) -> list[str]:
+    """slime's flags for what the loop decides.
+
+    Args:
+        engines: URLs of engines that run already; without them slime launches its own.
+        router: host and port of the router that agents use; slime registers its engines there. Without a host slime
+            launches it at that port.
+    """
+    values = {
+        "--hf-checkpoint": config.model_path.resolve() if config.model_path is not None else "",
+        "--num-rollout": config.num_iterations,
+        "--rollout-batch-size": config.rollout_batch_size,
+        "--n-samples-per-prompt": config.n_samples_per_prompt,
+        "--global-batch-size": config.rollout_batch_size * config.n_samples_per_prompt,
+        "--rollout-temperature": config.temperature,
+        "--rollout-max-response-len": config.max_new_tokens,
+        "--actor-num-nodes": config.actor_num_nodes,
+        "--actor-num-gpus-per-node": config.actor_num_gpus_per_node,
+        "--advantage-estimator": "grpo",
+    }
+    flags = [part for flag, value in values.items() for part in (flag, str(value))]
+    if engines:
+        flags += ["--rollout-external-engine-addrs", *(url.removeprefix("http://") for url in engines)]
+    else:
+        flags += ["--rollout-num-gpus", str(config.rollout_num_gpus)]
+    if router is not None:
+        host, port = router
+        flags += [*(("--sglang-router-ip", host) if host else ()), "--sglang-router-port", str(port)]
+    return [*flags, *HOOK_FLAGS]
+
+
+def check_slime_args(args: Any, config: TrainConfig) -> None:
+    """Raise ``ConfigError`` for what slime was told after ``--`` and the loop would not follow."""
+    for theirs, ours in _THE_LOOPS.items():
+        if (value := getattr(args, theirs, None)) != (own := getattr(config, ours)):
+            raise ConfigError(f"{_flag(theirs)} {value} after -- is not {_flag(ours)} {own}: give the latter only")
+    for name in _SLIMES_OWN:
+        value = getattr(args, name, None)
+        if value is not None and value is not False:
+            raise ConfigError(f"{_flag(name)} after -- is for slime's own loop, not for --trainer slime: leave it out")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 class SlimeSteps:
-    """The loop's two functions over a ``SlimeTrainer``.
+    """The loop's functions over a ``SlimeTrainer``.
 
     slime trains on full batches only; groups that were dropped leave a batch short, and then the step waits for the
-    next iteration's groups.
+    next iteration's groups. Beside each checkpoint of slime's lies where the loop stood, so that ``--load`` goes on
+    there.
     """
 
     def __init__(self, *, trainer: SlimeTrainer, source: AGLDataSource, batch_size: int) -> None:
@@ -141,17 +192,36 @@ class SlimeSteps:
         self._batch_size = batch_size
         self._next = trainer.first_rollout_id
         self._trained = False
+        self._written: int | None = None
+        self.tasks_drawn: Callable[[], int] = lambda: 0
+        """Tells how many tasks the loop has drawn."""
+
+    def start(self, num_iterations: int) -> tuple[LoopState, int]:
+        """Where the loop goes on after slime has loaded its checkpoint, and how many tasks were drawn before. Without
+        a file of ours the checkpoint is another program's, and each of its steps counts as an iteration.
+
+        Raises:
+            ConfigError: all iterations are done, or the file cannot be read.
+        """
+        state, drawn = LoopState(iteration=self._next), self._next * self._batch_size
+        path = _state_path(getattr(self._trainer.args, "load", None) or "", self._next - 1)
+        if self._next and path.exists():
+            try:
+                saved = json.loads(path.read_bytes())
+                state, drawn = LoopState(**saved["loop"]), int(saved["tasks_drawn"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(f"{path} is not a state of this loop ({error}): remove it to count steps") from error
+        if state.iteration >= num_iterations:
+            done = state.iteration
+            raise ConfigError(f"--load: {done} iterations are done; give --num-iterations above {done} to go on")
+        return replace(state, version=str(self._trainer.updates)), drawn
 
     def train(self, iteration: int) -> dict[str, float]:
-        self._trained = len(self._source) >= self._batch_size
+        ready = len(self._source)
+        self._trained = ready >= self._batch_size
         if not self._trained:
-            ready = len(self._source)
-            logger.warning(
-                "Iteration %d: %d of %d groups are ready; they wait for the next iteration.",
-                iteration,
-                ready,
-                self._batch_size,
-            )
+            found = f"{ready} of {self._batch_size} groups are ready"
+            logger.warning("Iteration %d: %s; they wait for the next iteration.", iteration, found)
             return {"train/waiting_groups": float(ready)}
         # the manager's process has the same groups; taken here, they are counted as trained
         self._source.get_samples(self._batch_size)
@@ -162,23 +232,31 @@ class SlimeSteps:
     def sync(self, iteration: int) -> str:
         return self._trainer.update_weights() if self._trained else str(self._trainer.updates)
 
+    def save(self, state: LoopState) -> None:
+        """Called after every iteration; writes where slime has written a checkpoint."""
+        if self._trainer.saved not in (None, self._written):
+            self._written = self._trainer.saved
+            content = {"loop": asdict(state), "tasks_drawn": self.tasks_drawn()}
+            write_file(_state_path(self._trainer.args.save, self._written), json.dumps(content))
+
+
+def _state_path(directory: str, rollout_id: int | None) -> Path:
+    return Path(directory) / "rollout" / f"agl_loop_{rollout_id}.json"
+
 
 async def _engines(config: TrainConfig) -> tuple[tuple[str, ...], tuple[str | None, int] | None, str]:
     """Engines that run already, the router that slime should use, and the URL that agents use."""
     if config.sglang_url is None:
         if config.rollout_num_gpus == 0:
-            raise ConfigError(
-                "--trainer slime needs engines: give --sglang-url, or --rollout-num-gpus for engines that slime launches"
-            )
+            raise ConfigError("--trainer slime needs engines: give --sglang-url, or --rollout-num-gpus for slime's own")
         from slime.utils.http_utils import find_available_port, get_host_info  # pyright: ignore[reportMissingImports]
 
         # slime tells nobody where the router is that it launches, so its port is chosen here; its host is found as
         # slime does
         port = find_available_port(3000)
         return (), (None, port), f"http://{get_host_info()[1]}:{port}"
-    url = config.sglang_url.rstrip("/")
-    async with SGLangClient(base_url=url) as client:
-        workers = await find_workers(client)
+    async with SGLangClient(base_url=config.sglang_url) as client:
+        workers, url = await client.workers(), client.base_url
     parts = urlsplit(url)
     is_router = workers != (url,)
     router = (parts.hostname, parts.port) if is_router and parts.hostname and parts.port else None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from agl_slime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agl_slime.runner.concurrent import RunnerSettings
 
 RunnerKind = Literal["inproc", "process", "ray"]
 
@@ -13,10 +16,13 @@ RunnerKind = Literal["inproc", "process", "ray"]
 @dataclass(frozen=True, slots=True)
 class RunnerPlan:
     """``count`` runners, each with its own event loop: one thread of this process, processes of this machine, or Ray
-    actors."""
+    actors. ``settings`` are those of each; ``store_host`` is the address on which the store is served to those that are
+    outside of this process."""
 
     kind: RunnerKind = "inproc"
     count: int = 1
+    settings: RunnerSettings | None = None
+    store_host: str = "127.0.0.1"
 
     @classmethod
     def parse(cls, text: str) -> RunnerPlan:

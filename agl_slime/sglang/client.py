@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import random
 import time
 import uuid
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -23,34 +21,25 @@ import aiohttp
 
 from agl_slime.errors import (
     ContextOverflowError,
-    EngineError,
-    EngineProtocolError,
     EngineRequestError,
     EngineServerError,
     OutOfVocabularyError,
 )
-from agl_slime.sglang.describe import (
-    PROBE_TIMEOUT_S,
-    EngineDescription,
-    describe,
-    model_info,
-    server_info,
-    weight_version,
+from agl_slime.sglang.describe import EngineDescription, describe, find_workers, model_info, version_of
+from agl_slime.sglang.generation import (
+    Decode,
+    Generation,
+    PartRequest,
+    ResumableGeneration,
+    SamplingParams,
+    parse_generation,
 )
-from agl_slime.sglang.payloads import Generation, SamplingParams, parse_generation, parse_workers
-from agl_slime.sglang.resume import PartRequest, ResumableGeneration
-from agl_slime.sglang.retry import backoff_s, classify_exception, context_limit
+from agl_slime.sglang.retry import classify_exception, context_limit
 from agl_slime.sglang.transport import ClientSettings, HttpTransport, Response
+from agl_slime.support.backoff import Backoff
+from agl_slime.support.threads import run_in_thread
 
-__all__ = [
-    "PROBE_TIMEOUT_S",
-    "ROUTING_KEY_HEADER",
-    "ClientSettings",
-    "EngineDescription",
-    "EngineLoad",
-    "PauseMode",
-    "SGLangClient",
-]
+__all__ = ["ROUTING_KEY_HEADER", "ClientSettings", "PauseMode", "SGLangClient"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +53,10 @@ ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 _ABORTERS = 32
 _ABORT_TIMEOUT_S = 2.0
 
+# A resumed answer of more ids is joined in a thread: decoding takes about a millisecond per 2,000.
+_LONG_ANSWER = 4_000
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLoad:
-    """Requests that are being sampled, and requests that wait for a place in the batch."""
-
-    running: int
-    waiting: int
+_PROBE_TIMEOUT_S = 10.0  # an engine that serves answers within milliseconds, and a person waits
 
 
 class SGLangClient:
@@ -81,8 +67,9 @@ class SGLangClient:
 
     ``vocab_size`` and ``context_length``, when known, refuse what the server cannot take before it is sent;
     ``context_length`` also shortens ``max_new_tokens`` to the room that is left, since SGLang refuses prompt +
-    max_new_tokens beyond it. ``eos_token_ids`` are the model's own end tokens, needed only to end a generation that was
-    aborted in the very step that sampled one.
+    max_new_tokens beyond it. What a resumed generation needs: ``eos_token_ids``, all of the model's own end tokens
+    (``end_token_ids``; ids that the server is seen to stop at are added), and ``decode``, the tokenizer's, without
+    which a character that an abort has split is U+FFFD in the text.
 
     Errors are those of ``agl_slime.errors``; ``agl_slime.sglang.retry`` says which failures are tried again.
     """
@@ -95,13 +82,14 @@ class SGLangClient:
         vocab_size: int | None = None,
         context_length: int | None = None,
         eos_token_ids: Collection[int] = (),
+        decode: Decode | None = None,
     ) -> None:
         self.settings = settings or ClientSettings()
         self.vocab_size = vocab_size
         self.context_length = context_length
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._decode = decode
         self._http = HttpTransport(base_url=base_url, settings=self.settings)
-        self._rng = random.Random()
         # requests that nobody waits for any more, and the tasks that tell the engine so (held here: a task that only
         # its loop knows may be collected while it runs)
         self._unwanted: deque[str] = deque()
@@ -121,8 +109,7 @@ class SGLangClient:
 
     async def aclose(self) -> None:
         """Close all connections; aborts still under way get a moment to be sent."""
-        aborters = self._aborters_here()
-        if aborters:
+        if aborters := self._aborters_here():
             _, late = await asyncio.wait(aborters, timeout=_ABORT_TIMEOUT_S)
             for task in late:
                 task.cancel()
@@ -167,17 +154,17 @@ class SGLangClient:
             sampling=sampling,
             eos_token_ids=self._eos_token_ids,
             context_length=self.context_length,
+            decode=self._decode,
         )
+        # aborted in the queue, time and again: do not spin against an engine that keeps emptying it
+        emptied = Backoff(base_s=self.settings.backoff_base_s, cap_s=self.settings.backoff_cap_s)
         while not wanted.done:
             request = wanted.next_request()
             try:
                 part = await self._send_part(request, rids, routing_key=routing_key, deadline=deadline)
             except ContextOverflowError as error:
-                limit = context_limit(error)
-                if (
-                    limit is not None
-                    and len(request.input_ids) < limit < len(request.input_ids) + request.sampling.max_new_tokens
-                ):
+                limit, length = context_limit(error), len(request.input_ids)
+                if limit is not None and length < limit < length + request.sampling.max_new_tokens:
                     # the prompt fits and prompt + max_new_tokens does not; the server has told the limit, so ask for
                     # what fits
                     self.context_length = limit
@@ -187,12 +174,23 @@ class SGLangClient:
                 else:
                     raise
                 continue
-            wanted.add(part)
-            if part.finish_reason == "abort" and not wanted.done:
-                if resume_aborted:
-                    await self._before_resume(wanted)
-                else:
-                    wanted.give_up("abort")
+            if isinstance(part.matched_stop, int) and part.matched_stop not in sampling.stop_token_ids:
+                self._eos_token_ids |= {part.matched_stop}
+            long = bool(wanted.sampled) and wanted.sampled + len(part.output_ids) > _LONG_ANSWER
+            await run_in_thread(wanted.add, part) if long else wanted.add(part)
+            if part.finish_reason != "abort" or wanted.done:
+                continue
+            if not resume_aborted:
+                wanted.give_up("abort")
+            elif wanted.resumed >= self.settings.resume_limit:
+                raise EngineServerError(
+                    f"{self.base_url}/generate aborted one generation {wanted.resumed + 1} times: find out who aborts "
+                    f"there, or raise ClientSettings.resume_limit ({wanted.resumed})"
+                )
+            elif part.output_ids:
+                emptied.reset()
+            else:
+                await emptied.pause(EngineServerError("aborted in the queue"))
         return wanted.result(latency_s=time.monotonic() - started)
 
     async def _send_part(
@@ -206,7 +204,7 @@ class SGLangClient:
             "return_logprob": True,
         }
 
-        async def attempt(_n: int) -> Generation:
+        async def attempt() -> Generation:
             rid = next(rids)
             sent = time.monotonic()
             try:
@@ -223,92 +221,57 @@ class SGLangClient:
 
         return await self._http.retrying(attempt, path="/generate", deadline=deadline)
 
-    async def _before_resume(self, wanted: ResumableGeneration) -> None:
-        if wanted.resumed >= self.settings.resume_limit:
-            raise EngineServerError(
-                f"{self.base_url}/generate aborted one generation {wanted.resumed + 1} times, after {wanted.sampled} tokens; "
-                f"find out who aborts there, or raise ClientSettings.resume_limit ({self.settings.resume_limit})"
-            )
-        if wanted.empty_parts:
-            # aborted in the queue: do not spin against an engine that keeps emptying it
-            pause = backoff_s(
-                wanted.empty_parts - 1,
-                base_s=self.settings.backoff_base_s,
-                cap_s=self.settings.backoff_cap_s,
-                rng=self._rng,
-            )
-            await asyncio.sleep(pause)
-
     def _check_prompt(self, input_ids: Sequence[int]) -> None:
         if len(input_ids) == 0:
             raise EngineRequestError("the prompt has no token ids; give at least one")
         if self.vocab_size is not None:
             low, high = min(input_ids), max(input_ids)
             if low < 0 or high >= self.vocab_size:
+                wrong = low if low < 0 else high
                 raise OutOfVocabularyError(
-                    f"the prompt holds token id {low if low < 0 else high}, outside the model's vocabulary of {self.vocab_size} ids"
+                    f"the prompt holds token id {wrong}, outside the model's vocabulary of {self.vocab_size} ids"
                 )
         if self.context_length is not None and len(input_ids) >= self.context_length:
             raise ContextOverflowError(
-                f"the prompt has {len(input_ids)} tokens and leaves no room for one more in the model's context length of {self.context_length}"
+                f"the prompt has {len(input_ids)} tokens and leaves no room in the context of {self.context_length}"
             )
 
     # -- control ------------------------------------------------------------------------------------------------------
 
     async def model_info(self) -> dict[str, Any]:
-        """``/model_info``: model_path, weight_version, ...; a router passes the older ``/get_model_info`` on to one of
-        its workers."""
+        """What the server says of its model: model_path, weight_version, ..."""
         return await model_info(self._http)
-
-    async def server_info(self) -> dict[str, Any]:
-        """``/server_info``: the server's start arguments and limits (its weight_version is the one of the start)."""
-        return await server_info(self._http)
 
     async def weight_version(self) -> str:
         """The version that the weights have now."""
-        return weight_version(await self.model_info(), self.base_url)
-
-    async def health(self, *, timeout_s: float = 30.0) -> bool:
-        """Whether the server can generate; False when it says no, does not answer in time or is not there. SGLang's
-        ``/health`` takes 1 s, or 20 s while it is paused (then False)."""
-        try:
-            await self._http.call("GET", "/health", timeout_s=timeout_s, max_attempts=1, read=_ignore)
-        except EngineError:
-            return False
-        return True
-
-    async def loads(self) -> EngineLoad:
-        """Running and waiting requests of this server (all its data-parallel ranks together). A router has no such
-        endpoint."""
-        return await self._http.call("GET", "/v1/loads?include=core", read=_read_loads)
+        return version_of(await self.model_info(), self.base_url)
 
     async def workers(self) -> tuple[str, ...]:
-        """URLs of a router's workers. Raises ``EngineRequestError`` (404) on a server that is no router; see
-        ``agl_slime.sglang.discovery``."""
-        return await self._http.call(
-            "GET", "/workers", read=lambda answer: parse_workers(answer.json(), where=answer.where)
-        )
+        """URLs of all workers behind a router, unhealthy ones included; the URL itself when it is none. Weights and
+        pauses go to workers, since a router answers 404 to those.
+
+        Raises ``EngineProtocolError`` when a router has no worker at all.
+        """
+        return await find_workers(self._http)
 
     async def flush_cache(self) -> None:
         """Empty the prefix cache. Raises ``EngineRequestError`` (400) while requests run or wait: pause first, and ask
         again."""
-        await self._http.call("POST", "/flush_cache", read=_ignore)
+        await self._post("/flush_cache")
 
     async def pause_generation(self, mode: PauseMode = "abort") -> None:
         """Stop sampling; requests that come later wait for ``continue_generation``. "abort": running requests answer
         with what they have, and ``generate`` resumes them."""
-        await self._http.call("POST", "/pause_generation", payload={"mode": mode}, read=_ignore)
+        await self._post("/pause_generation", {"mode": mode})
 
     async def continue_generation(self, *, timeout_s: float | None = None) -> None:
         """Undo ``pause_generation``; harmless when nothing is paused. ``timeout_s``: None for the settings'
         ``control_timeout_s``."""
-        await self._http.call("POST", "/continue_generation", payload={}, timeout_s=timeout_s, read=_ignore)
+        await self._post("/continue_generation", {}, timeout_s=timeout_s)
 
     async def abort(self, rid: str | None = None) -> None:
         """Abort the requests whose id begins with ``rid``; None: all. They answer with what they have."""
-        await self._http.call(
-            "POST", "/abort_request", payload={"abort_all": True} if rid is None else {"rid": rid}, read=_ignore
-        )
+        await self._post("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
     async def update_weights_from_disk(
         self, path: str, version: str, *, flush_cache: bool = False, timeout_s: float = 600.0
@@ -323,24 +286,40 @@ class SGLangClient:
             EngineRequestError: The server could not load it; the text has its reason.
         """
         payload = {"model_path": path, "weight_version": version, "flush_cache": flush_cache}
-        await self._http.call(
-            "POST", "/update_weights_from_disk", payload=payload, timeout_s=timeout_s, read=_read_update
-        )
 
-    async def probe(self, *, timeout_s: float = PROBE_TIMEOUT_S) -> EngineDescription:
+        def read(answer: Response) -> None:
+            found = answer.json_object()
+            if found.get("success") is not True:
+                raise EngineRequestError(f"{answer.where} answered {str(found)[:500]}")
+
+        await self._post("/update_weights_from_disk", payload, timeout_s=timeout_s, read=read)
+
+    async def probe(self, *, timeout_s: float = _PROBE_TIMEOUT_S) -> EngineDescription:
         """Look at the server once, at start-up, and say what it is; a failure is one sentence for the person who gave
-        the URL.
+        the URL. Sizes that the server tells and this client was not given are kept for checking prompts.
 
-        Sizes that the server tells and this client was not given are kept for checking prompts.
-
-        Raises: see ``agl_slime.sglang.describe.describe``.
+        Raises:
+            EngineUnreachableError: Nothing listens there, or it does not answer within ``timeout_s``.
+            EngineProtocolError: Something answers that is not SGLang.
+            EngineServerError: It answers 5xx, as one that is starting may do.
+            EngineRequestError: It wants another API key.
         """
-        description = await describe(self._http, timeout_s=timeout_s)
-        self.vocab_size = self.vocab_size or description.vocab_size
-        self.context_length = self.context_length or description.context_length
-        return description
+        found = await describe(self._http, timeout_s=timeout_s)
+        self.vocab_size = self.vocab_size or found.vocab_size
+        self.context_length = self.context_length or found.context_length
+        return found
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    async def _post(
+        self,
+        path: str,
+        payload: Any = None,
+        *,
+        timeout_s: float | None = None,
+        read: Callable[[Response], None] = lambda _: None,
+    ) -> None:
+        await self._http.call("POST", path, payload=payload, timeout_s=timeout_s, read=read)
 
     def _abort_soon(self, rid: str) -> None:
         """Ask the engine to abort ``rid`` without waiting for it. Best effort: SGLang also notices by itself, some
@@ -374,24 +353,3 @@ def _request_ids(first: str) -> Iterator[str]:
     yield first
     for n in itertools.count(1):
         yield f"{n}.{first}"
-
-
-def _ignore(_answer: Response) -> None:
-    return None
-
-
-def _read_update(answer: Response) -> None:
-    found = answer.json_object()
-    if found.get("success") is not True:
-        raise EngineRequestError(f"{answer.where} answered {str(found)[:500]}")
-
-
-def _read_loads(answer: Response) -> EngineLoad:
-    ranks: Any = answer.json_object().get("loads")
-    try:
-        return EngineLoad(
-            running=sum(int(rank["num_running_reqs"]) for rank in ranks),
-            waiting=sum(int(rank["num_waiting_reqs"]) for rank in ranks),
-        )
-    except (TypeError, KeyError, ValueError) as error:
-        raise EngineProtocolError(f"{answer.where} answered loads of another form: {str(ranks)[:200]}") from error

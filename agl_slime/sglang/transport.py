@@ -87,19 +87,17 @@ class ClientSettings:
     """Sent as ``Authorization: Bearer``; what SGLang was started with as ``--api-key``."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "total_timeout_s",
-            "idle_timeout_s",
-            "connect_timeout_s",
-            "control_timeout_s",
-            "backoff_base_s",
-            "backoff_cap_s",
-        ):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be more than 0 seconds, got {getattr(self, name)!r}")
+        check_positive(self, *(name for name in self.__dataclass_fields__ if name.endswith("_s")))
         for name, least in (("max_connections", 1), ("max_attempts", 1), ("resume_limit", 0), ("retry_budget", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)!r}")
+
+
+def check_positive(settings: object, *names: str) -> None:
+    """Raise ``ConfigError`` for a time that is not more than 0 seconds (NaN is not)."""
+    for name in names:
+        if not getattr(settings, name) > 0:
+            raise ConfigError(f"{name} must be more than 0 seconds, got {getattr(settings, name)!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,18 +146,11 @@ class HttpTransport:
         self._lock = threading.Lock()
 
     async def retrying(
-        self,
-        attempt: Callable[[int], Awaitable[T]],
-        *,
-        path: str,
-        deadline: float,
-        max_attempts: int | None = None,
+        self, attempt: Callable[[], Awaitable[T]], *, path: str, deadline: float, max_attempts: int | None = None
     ) -> T:
-        """``attempt`` again until it succeeds or cannot (see ``Retrier``); ``deadline`` is on ``time.monotonic``'s
-        clock."""
-        return await self._retrier.run(
-            attempt, where=self.base_url + path, deadline=deadline, max_attempts=max_attempts
-        )
+        """``attempt`` again until it succeeds or cannot (see ``Retrier``)."""
+        where = self.base_url + path
+        return await self._retrier.run(attempt, where=where, deadline=deadline, max_attempts=max_attempts)
 
     async def call(
         self,
@@ -175,7 +166,7 @@ class HttpTransport:
         ``EngineProtocolError``, which is retried as well."""
         deadline = time.monotonic() + (timeout_s or self.settings.control_timeout_s)
 
-        async def attempt(_n: int) -> T:
+        async def attempt() -> T:
             return read(await self.send(method, path, payload=payload, deadline=deadline))
 
         return await self.retrying(attempt, path=path, deadline=deadline, max_attempts=max_attempts)
@@ -269,7 +260,8 @@ def _decoded(body: bytes) -> Any:
 
 
 def checked_url(url: str) -> str:
-    """``url`` without a trailing slash. Raises ``ConfigError`` unless it is http(s)://host[:port][/path]."""
+    """``url`` as the address that SGLang's own paths follow: without a trailing slash and OpenAI's ``/v1``. Raises
+    ``ConfigError`` unless it is http(s)://host[:port][/path]."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
@@ -277,7 +269,7 @@ def checked_url(url: str) -> str:
         usable = False
     if not usable or any(char.isspace() for char in url):
         raise ConfigError(f"the SGLang URL must look like http://127.0.0.1:30000, got {url!r}")
-    return url.rstrip("/")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def _drop(session: aiohttp.ClientSession) -> None:

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 
 from agl_slime.errors import ConfigError, EngineError, EngineRequestError, WeightSyncError
 from agl_slime.sglang.client import ClientSettings, PauseMode, SGLangClient
-from agl_slime.sglang.discovery import find_workers
-from agl_slime.sglang.transport import checked_url
+from agl_slime.sglang.transport import check_positive, checked_url
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +59,7 @@ class WeightSyncSettings:
     def __post_init__(self) -> None:
         if self.pause_mode not in ("abort", "retract", "in_place"):
             raise ConfigError(f"pause_mode must be abort, retract or in_place, got {self.pause_mode!r}")
-        for name in ("flush_timeout_s", "flush_poll_s", "update_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be more than 0 seconds, got {getattr(self, name)!r}")
+        check_positive(self, "flush_timeout_s", "flush_poll_s", "update_timeout_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +123,7 @@ class DiskWeightSync:
     async def _push(self, model_path: str, version: str) -> WeightSyncReport:
         started = time.monotonic()
         async with SGLangClient(base_url=self.base_url, settings=self.client_settings) as client:
-            urls = await find_workers(client)
+            urls = await client.workers()
         workers = await asyncio.gather(*(self._push_to(url, model_path, version) for url in urls))
         failed = [worker for worker in workers if worker.error is not None]
         if failed:
@@ -141,70 +138,60 @@ class DiskWeightSync:
         return report
 
     async def _push_to(self, url: str, model_path: str, version: str) -> WorkerSync:
-        worker = _WorkerPush()
+        steps = _Steps()
         async with SGLangClient(base_url=url, settings=self.client_settings) as client:
             # once something has failed, or this task was cancelled, there is little hope and someone who waits
             patience_s = _CONTINUE_AFTER_FAILURE_S
             try:
-                await self._update(worker, client, model_path, version)
+                await self._update(steps, client, model_path, version)
                 patience_s = self.client_settings.control_timeout_s
             except EngineError as error:
-                worker.fail(error)
+                steps.fail(error)
             finally:
                 # also when the pause itself failed: it may have worked, and only its answer was lost
                 try:
-                    with worker.phase("continue"):
+                    with steps.phase("continue"):
                         await client.continue_generation(timeout_s=patience_s)
                 except EngineError as error:
-                    worker.fail(error)
-        return WorkerSync(url=url, seconds=worker.seconds, error="; ".join(worker.errors) or None)
+                    steps.fail(error)
+        return WorkerSync(url=url, seconds=steps.seconds, error="; ".join(steps.errors) or None)
 
-    async def _update(self, worker: _WorkerPush, client: SGLangClient, model_path: str, version: str) -> None:
-        with worker.phase("pause"):
+    async def _update(self, steps: _Steps, client: SGLangClient, model_path: str, version: str) -> None:
+        with steps.phase("pause"):
             await client.pause_generation(self.settings.pause_mode)
-        with worker.phase("flush"):
-            await self._flush(client)
-        with worker.phase("update"):
-            refusal = await self._load(client, model_path, version)
-        with worker.phase("verify"):
-            found = await client.weight_version()
-            if found != version:
-                raise WeightSyncError(
-                    f"reports weight version {found} instead of {version}" + (f", after {refusal}" if refusal else "")
-                )
-
-    async def _load(self, client: SGLangClient, model_path: str, version: str) -> EngineRequestError | None:
-        """Load the weights. Returns the refusal of a server that has loaded them and could not flush (it was not asked
-        to): then the version tells."""
-        try:
-            await client.update_weights_from_disk(model_path, version, timeout_s=self.settings.update_timeout_s)
-        except EngineRequestError as error:
-            if "not flushed" not in str(error):
-                raise
-            return error
-        return None
+        with steps.phase("flush"):
+            # with requests kept inside the worker is never idle, so there is nothing to wait for
+            if self.settings.pause_mode == "abort":
+                await self._flush(client)
+        refusal = ""
+        with steps.phase("update"):
+            try:
+                await client.update_weights_from_disk(model_path, version, timeout_s=self.settings.update_timeout_s)
+            except EngineRequestError as error:
+                # a server that has loaded them, and could not flush although it was not asked to: the version tells
+                if "not flushed" not in str(error):
+                    raise
+                refusal = f", after {error}"
+        with steps.phase("verify"):
+            if (found := await client.weight_version()) != version:
+                raise WeightSyncError(f"reports weight version {found} instead of {version}{refusal}")
 
     async def _flush(self, client: SGLangClient) -> None:
-        """Until the worker is idle and its prefix cache empty. With requests kept inside (see ``pause_mode``) it never
-        is, so there is nothing to wait for."""
-        if self.settings.pause_mode != "abort":
-            return
+        """Until the worker is idle and its prefix cache empty."""
         deadline = time.monotonic() + self.settings.flush_timeout_s
         while True:
             try:
-                await client.flush_cache()
-                break
+                return await client.flush_cache()
             except EngineRequestError as error:
                 if time.monotonic() + self.settings.flush_poll_s >= deadline:
-                    raise WeightSyncError(
-                        f"still busy {self.settings.flush_timeout_s:g} s after the pause: {error}"
-                    ) from error
+                    waited = f"{self.settings.flush_timeout_s:g} s"
+                    raise WeightSyncError(f"still busy {waited} after the pause: {error}") from error
             await asyncio.sleep(self.settings.flush_poll_s)
 
 
 @dataclass
-class _WorkerPush:
-    """The running account of one worker."""
+class _Steps:
+    """What one worker went through."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)

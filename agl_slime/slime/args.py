@@ -1,27 +1,7 @@
 """What slime's ``args`` and the environment say about the store, the agent and its tasks.
 
-slime has no flags for these; any attribute of ``args`` can be set by ``--custom-config-path FILE.yaml``, and each has
-an environment variable, which counts where ``args`` says nothing:
-
-====================  ==============================
-================================================================================== in the YAML file      environment
-meaning ====================  ==============================
-================================================================================== ``agl_store_url``
-``AGL_SLIME_STORE_URL``         store that runners write to, served by ``StoreService`` ``agl_store_token``
-``AGL_SLIME_STORE_TOKEN``       its token, where it has one ``agl_agent``         ``AGL_SLIME_AGENT``
-``module:Class`` of an agent to run in the manager's own process ``agl_tasks``         ``AGL_SLIME_TASKS``
-tasks as JSON lines; else slime's ``--prompt-data``, else the agent's ``make_task`` ``agl_eval_tasks``
-``AGL_SLIME_EVAL_TASKS``        tasks of evaluations as JSON lines ``agl_llm_url``       ``AGL_SLIME_LLM_URL``
-where agents find the model; else slime's router ``agl_get_timeout_s`` ``AGL_SLIME_GET_TIMEOUT_S``     longest wait for
-a group, in seconds ``agl_max_attempts``  ``AGL_SLIME_MAX_ATTEMPTS``      how often a rollout is tried, the first time
-included ``agl_eval_rollouts`` ``AGL_SLIME_EVAL_ROLLOUTS``     rollouts of an evaluation ====================
-==============================  ==================================================================================
-
-and, named alike in the environment, ``agl_rollout_timeout_s`` (time limit of a rollout, in seconds),
-``agl_group_max_retries`` (failed rollouts of a group that are run again, beside the tries of each),
-``agl_group_timeout_s`` (a group is replaced when so long after its last rollout ended others are still out),
-``agl_max_staleness`` (most weight versions that tokens may be behind the newest that was seen) and
-``agl_drop_zero_variance`` (1: groups whose rewards are all the same are replaced).
+slime has no flags for these: a setting ``x`` is the attribute ``agl_x`` of ``args``, which ``--custom-config-path
+FILE.yaml`` sets, or the environment variable ``AGL_SLIME_X``, which counts where ``args`` says nothing.
 """
 
 from __future__ import annotations
@@ -34,56 +14,81 @@ from typing import Any
 
 from agl_slime.errors import ConfigError
 
-_DEFAULT_GET_TIMEOUT_S = 1800.0
+# How each setting is read.
+_READ: dict[str, type] = {
+    **dict.fromkeys(("store_url", "store_token", "agent", "llm_url"), str),
+    **dict.fromkeys(("tasks", "eval_tasks"), Path),
+    **dict.fromkeys(("get_timeout_s", "rollout_timeout_s", "group_timeout_s"), float),
+    **dict.fromkeys(("max_attempts", "eval_rollouts", "group_max_retries", "max_staleness"), int),
+    "drop_zero_variance": bool,
+}
+# slime's sampling flags, without rollout_ or eval_ before them, by SGLang's names.
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "max_new_tokens": "max_response_len",
+    "min_new_tokens": "min_new_tokens",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginSettings:
-    """Where rollouts come from when slime builds the data source.
-
-    ``blocking``: whether ``get_samples`` waits for groups. It must not under slime's fully-async rollout function,
-    which calls it on its event loop and takes an empty list for "ask again in a second"; it must everywhere else.
-    """
+    """Where rollouts come from when slime builds the data source. Raises ``ConfigError`` naming what cannot be used."""
 
     store_url: str | None = None
+    """Store that runners elsewhere write to, served by ``StoreService``; instead of ``agent``."""
     store_token: str | None = None
     agent: str | None = None
+    """``module:Class`` of an agent to run in the manager's own process."""
     tasks: Path | None = None
+    """Tasks as JSON lines; else slime's ``--prompt-data``, else the agent's ``make_task``."""
     eval_tasks: Path | None = None
-    llm_url: str | None = None
-    model: str | None = None
-    sampling: Mapping[str, Any] | None = None
-    get_timeout_s: float = _DEFAULT_GET_TIMEOUT_S
-    max_attempts: int = 2
-    rollout_timeout_s: float = 1800.0
+    """Tasks of evaluations as JSON lines; else the agent's ``make_task`` with another seed."""
     eval_rollouts: int = 32
-    seed: int = 0
-    blocking: bool = True
+    """Rollouts of an evaluation."""
+    llm_url: str | None = None
+    """Where agents find the model; else slime's router."""
+    get_timeout_s: float = 1800.0
+    """Longest wait for a group, or for an evaluation."""
+    max_attempts: int = 2
+    """How often a rollout is tried, the first time included."""
+    rollout_timeout_s: float = 1800.0
+    """Time limit of a rollout."""
     group_max_retries: int = 0
+    """Failed rollouts of a group that are run again, beside the attempts of each."""
     group_timeout_s: float | None = None
+    """A group is replaced when so long after its last rollout ended others are still out."""
     max_staleness: int | None = None
+    """Most weight versions that tokens may be behind the newest that was seen."""
     drop_zero_variance: bool = False
+    """Groups whose rewards are all the same are replaced."""
+    model: str | None = None
+    """slime's ``--hf-checkpoint``."""
+    sampling: Mapping[str, Any] | None = None
+    """SGLang's sampling parameters, by slime's ``--rollout-…``."""
+    eval_sampling: Mapping[str, Any] | None = None
+    """Those of evaluations: the same but for slime's ``--eval-…``."""
+    seed: int = 0
+    """slime's ``--rollout-seed``: the order of the tasks."""
+    blocking: bool = True
+    """Whether ``get_samples`` waits for groups. It must not under slime's fully-async rollout function, which calls it
+    on its event loop and takes an empty list for "ask again in a second"; it must everywhere else."""
 
     def __post_init__(self) -> None:
         if self.store_url is not None and self.agent is not None:
-            raise ConfigError(
-                f"agl_store_url {self.store_url!r} and agl_agent {self.agent!r} are both set: either runners elsewhere write to a store, "
-                "or the agent runs here; leave one out"
-            )
+            both = f"agl_store_url {self.store_url!r} and agl_agent {self.agent!r}"
+            raise ConfigError(f"{both} are both set: the agent runs here, or elsewhere on a store; leave one out")
         if self.store_url is not None and not self.store_url.startswith(("http://", "https://")):
             raise ConfigError(f"agl_store_url must begin with http:// or https://, got {self.store_url!r}")
-        for name in ("get_timeout_s", "rollout_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"agl_{name} must be above 0 seconds, got {getattr(self, name)}")
-        if self.group_timeout_s is not None and not self.group_timeout_s > 0:
-            raise ConfigError(f"agl_group_timeout_s must be above 0 seconds, got {self.group_timeout_s}")
-        for name in ("group_max_retries", "max_staleness"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigError(f"agl_{name} must be 0 or more, got {value}")
-        for name in ("max_attempts", "eval_rollouts"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"agl_{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("get_timeout_s", "rollout_timeout_s", "group_timeout_s"):
+            if (seconds := getattr(self, name)) is not None and not seconds > 0:
+                raise ConfigError(f"agl_{name} must be above 0 seconds, got {seconds}")
+        for name, least in {"group_max_retries": 0, "max_staleness": 0, "max_attempts": 1, "eval_rollouts": 1}.items():
+            if (number := getattr(self, name)) is not None and number < least:
+                raise ConfigError(f"agl_{name} must be at least {least}, got {number}")
 
     @property
     def connected(self) -> bool:
@@ -93,59 +98,37 @@ class PluginSettings:
     @classmethod
     def from_args(cls, args: Any, environ: Mapping[str, str] = os.environ) -> PluginSettings:
         """Read the settings. Raises ``ConfigError`` naming a setting that cannot be used."""
-
-        def read(name: str, default: Any = None) -> Any:
-            value = getattr(args, f"agl_{name}", None)
-            return value if value is not None else environ.get(f"AGL_SLIME_{name.upper()}") or default
-
-        def number(name: str, default: float | None, kind: type = float) -> Any:
-            value = read(name, default)
-            try:
-                return None if value is None else kind(value)
-            except (TypeError, ValueError) as error:
-                raise ConfigError(f"agl_{name} must be a number, got {value!r}") from error
-
-        def path(value: Any) -> Path | None:
-            return None if value is None else Path(str(value))
-
-        tasks = read("tasks")
-        if tasks is None and getattr(args, "rollout_global_dataset", False):
-            tasks = getattr(args, "prompt_data", None)
+        values = {
+            name: value for name, kind in _READ.items() if (value := _read(args, environ, name, kind)) is not None
+        }
+        if getattr(args, "rollout_global_dataset", False) and getattr(args, "prompt_data", None) is not None:
+            values.setdefault("tasks", Path(args.prompt_data))
+        host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
+        if host is not None and port is not None:
+            values.setdefault("llm_url", f"http://{host}:{port}")
+        sampling = _sampling(args, "rollout")
         return cls(
-            store_url=read("store_url"),
-            store_token=read("store_token"),
-            agent=read("agent"),
-            tasks=path(tasks),
-            eval_tasks=path(read("eval_tasks")),
-            llm_url=read("llm_url") or _router_url(args),
+            **values,
             model=getattr(args, "hf_checkpoint", None),
-            sampling=_sampling(args),
-            get_timeout_s=number("get_timeout_s", _DEFAULT_GET_TIMEOUT_S),
-            max_attempts=number("max_attempts", 2, int),
-            rollout_timeout_s=number("rollout_timeout_s", 1800.0),
-            eval_rollouts=number("eval_rollouts", 32, int),
+            sampling=sampling,
+            eval_sampling=sampling | _sampling(args, "eval"),
             seed=int(getattr(args, "rollout_seed", None) or 0),
-            group_max_retries=number("group_max_retries", 0, int),
-            group_timeout_s=number("group_timeout_s", None),
-            max_staleness=number("max_staleness", None, int),
-            drop_zero_variance=str(read("drop_zero_variance", "")).lower() in ("1", "true", "yes"),
             blocking="fully_async" not in (getattr(args, "rollout_function_path", None) or ""),
         )
 
 
-def _router_url(args: Any) -> str | None:
-    host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
-    return None if host is None or port is None else f"http://{host}:{port}"
+def _read(args: Any, environ: Mapping[str, str], name: str, kind: type) -> Any:
+    value = getattr(args, f"agl_{name}", None)
+    if value is None and not (value := environ.get(f"AGL_SLIME_{name.upper()}")):
+        return None
+    if kind is bool:
+        return str(value).lower() in ("1", "true", "yes")
+    try:
+        return kind(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"agl_{name} must be a number, got {value!r}") from error
 
 
-def _sampling(args: Any) -> dict[str, Any]:
-    """slime's rollout flags as SGLang's sampling parameters."""
-    names = {
-        "rollout_temperature": "temperature",
-        "rollout_top_p": "top_p",
-        "rollout_top_k": "top_k",
-        "rollout_max_response_len": "max_new_tokens",
-        "rollout_stop": "stop",
-        "rollout_stop_token_ids": "stop_token_ids",
-    }
-    return {name: value for flag, name in names.items() if (value := getattr(args, flag, None)) is not None}
+def _sampling(args: Any, prefix: str) -> dict[str, Any]:
+    given = {name: getattr(args, f"{prefix}_{flag}", None) for name, flag in _SAMPLING.items()}
+    return {name: value for name, value in given.items() if value is not None}

@@ -58,7 +58,7 @@ class Connection:
             raise ConfigError(
                 f"{settings.agent} has no tasks: set agl_tasks or --prompt-data to a JSON-lines file, or give it make_task(rng)"
             )
-        self._resources_id: str | None = None
+        self._resources: dict[str, str] = {}  # by mode: evaluations may be sampled in another way
 
     def data_source_settings(self) -> DataSourceSettings:
         """slime wants exactly ``n_samples_per_prompt`` rollouts per group: failed ones are run again, an incomplete
@@ -93,14 +93,15 @@ class Connection:
 
     async def forget(self) -> None:
         """The store has begun another life: publish the resources again before the next rollout."""
-        self._resources_id = None
+        self._resources.clear()
 
     async def enqueue(self, groups: Sequence[tuple[str, Task]], *, size: int, mode: str) -> list[Rollout]:
         """Enqueue ``size`` rollouts per (group id, task)."""
-        if self._resources_id is None:
-            self._resources_id = await self.publish(self.settings.sampling or {})
+        if mode not in self._resources:
+            sampling = self.settings.sampling if mode == "train" else self.settings.eval_sampling
+            self._resources[mode] = await self.publish(sampling or {})
         requests = [
-            self.request(task, group_id=group_id, size=size, mode=mode)
+            self.request(task, group_id=group_id, size=size, mode=mode, resources_id=self._resources[mode])
             for group_id, task in groups
             for _ in range(size)
         ]
@@ -115,9 +116,7 @@ class Connection:
         )
         return (await self.store.add_resources({LLM_RESOURCE: llm})).resources_id
 
-    def request(
-        self, task: Task, *, group_id: str, size: int, mode: str, resources_id: str | None = None
-    ) -> EnqueueRolloutRequest:
+    def request(self, task: Task, *, group_id: str, size: int, mode: str, resources_id: str) -> EnqueueRolloutRequest:
         attempts = self.settings.max_attempts
         config = RolloutConfig(
             timeout_seconds=self.settings.rollout_timeout_s,
@@ -127,7 +126,7 @@ class Connection:
         return EnqueueRolloutRequest(
             input=task,
             mode="train" if mode == "train" else "val",
-            resources_id=resources_id or self._resources_id,
+            resources_id=resources_id,
             config=config,
             metadata={"group_id": group_id, "group_size": size},
         )

@@ -13,30 +13,21 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import tyro
 
 from agl_slime.errors import AglSlimeError
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServeConfig:
-    """Serve a store and run an agent on the rollouts that slime's manager puts into it."""
+def serve(*, agent: str, host: str = "127.0.0.1", port: int = 4748, max_concurrent: int = 1024) -> int:
+    """Serve a store and run an agent on the rollouts that slime's manager puts into it, until SIGINT or SIGTERM.
 
-    agent: str
-    """The agent to run, as module:Class."""
-    host: str = "127.0.0.1"
-    """Address to serve the store on."""
-    port: int = 4748
-    """Port of the store; 0 takes a free one."""
-    max_concurrent: int = 1024
-    """Rollouts in flight in this process."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM; returns the exit code."""
-    config = tyro.cli(ServeConfig, prog="python -m agl_slime.slime.serve", args=argv)
+    Args:
+        agent: The agent to run, as module:Class.
+        host: Address to serve the store on.
+        port: Port of the store; 0 takes a free one.
+        max_concurrent: Rollouts in flight in this process.
+    """
     from agl_slime.rollout.loading import load_agent
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.thread import RunnerThread
@@ -46,26 +37,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
+    store, settings = BridgeStore(), RunnerSettings(max_concurrent=max_concurrent)
+    service = StoreService(store=store, host=host, port=port, token=os.environ.get("AGL_SLIME_STORE_TOKEN"))
+    with service, RunnerThread(agent=load_agent(agent), store=store, settings=settings) as runner:
+        print(f"agl_store_url: {service.url}", flush=True)
+        while not ended.wait(1.0):
+            if runner.failure is not None:
+                print(f"error: the runner ended: {runner.failure}", file=sys.stderr)
+                return 1
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``serve`` from the command line; returns the exit code."""
     try:
-        store = BridgeStore()
-        runner = RunnerThread(
-            agent=load_agent(config.agent), store=store, settings=RunnerSettings(max_concurrent=config.max_concurrent)
-        )
-        with (
-            StoreService(
-                store=store, host=config.host, port=config.port, token=os.environ.get("AGL_SLIME_STORE_TOKEN")
-            ) as service,
-            runner,
-        ):
-            print(f"agl_store_url: {service.url}", flush=True)
-            while not ended.wait(1.0):
-                if runner.failure is not None:
-                    print(f"error: the runner ended: {runner.failure}", file=sys.stderr)
-                    return 1
+        return tyro.cli(serve, prog="python -m agl_slime.slime.serve", args=argv)
     except AglSlimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

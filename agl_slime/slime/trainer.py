@@ -13,7 +13,6 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError, TrainerError
@@ -21,73 +20,17 @@ from agl_slime.slime.versions import INSTALL_SLIME, load_by_path, logging_functi
 
 logger = logging.getLogger(__name__)
 
-_HOOKS = "agl_slime.slime_hooks"
-# What makes slime take its rollouts from here; flags of the person who starts the run come after these and win.
-HOOK_FLAGS = (
-    *("--data-source-path", "agl_slime.AGLDataSource"),
-    *("--rollout-function-path", f"{_HOOKS}.generate_rollout"),
-    *("--custom-reward-post-process-path", f"{_HOOKS}.normalize_rewards"),
-    *("--custom-rollout-log-function-path", f"{_HOOKS}.log_rollout"),
-    *("--custom-eval-rollout-log-function-path", f"{_HOOKS}.log_eval_rollout"),
-)
-
 
 def require_slime() -> None:
     """Raise ``MissingDependencyError`` with one sentence when slime or what it runs on is not installed."""
-    if (
-        importlib.util.find_spec("slime") is None or importlib.util.find_spec("slime.ray") is None
-    ):  # on PyPI, "slime" is an empty package
+    # on PyPI, "slime" is an empty package
+    if importlib.util.find_spec("slime") is None or importlib.util.find_spec("slime.ray") is None:
         raise MissingDependencyError(INSTALL_SLIME)
     for module in ("ray", "torch"):
         if importlib.util.find_spec(module) is None:
             raise MissingDependencyError(
-                f"--trainer slime needs {module}: install slime's requirements, as its installation guide says"
+                f"--trainer slime needs {module}: install what slime's installation guide says"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlimeRunSettings:
-    """What the loop decides for slime. ``engine_urls``: engines that run already; empty when slime launches its own.
-
-    ``router``: host and port of the router that agents use; slime registers its engines there. Without a host slime
-    launches it at that port.
-    """
-
-    model: str
-    num_rollout: int
-    rollout_batch_size: int
-    n_samples_per_prompt: int
-    temperature: float
-    max_new_tokens: int
-    actor_num_nodes: int = 1
-    actor_num_gpus_per_node: int = 1
-    rollout_num_gpus: int = 0
-    engine_urls: tuple[str, ...] = ()
-    router: tuple[str | None, int] | None = None
-
-    def flags(self) -> list[str]:
-        """slime's flags for these settings."""
-        flags = [
-            *("--hf-checkpoint", self.model),
-            *("--num-rollout", str(self.num_rollout)),
-            *("--rollout-batch-size", str(self.rollout_batch_size)),
-            *("--n-samples-per-prompt", str(self.n_samples_per_prompt)),
-            *("--global-batch-size", str(self.rollout_batch_size * self.n_samples_per_prompt)),
-            *("--rollout-temperature", str(self.temperature)),
-            *("--rollout-max-response-len", str(self.max_new_tokens)),
-            *("--actor-num-nodes", str(self.actor_num_nodes)),
-            *("--actor-num-gpus-per-node", str(self.actor_num_gpus_per_node)),
-            *("--advantage-estimator", "grpo"),
-            *HOOK_FLAGS,
-        ]
-        if self.engine_urls:
-            flags += ["--rollout-external-engine-addrs", *(url.removeprefix("http://") for url in self.engine_urls)]
-        else:
-            flags += ["--rollout-num-gpus", str(self.rollout_num_gpus)]
-        if self.router is not None:
-            host, port = self.router
-            flags += [*(("--sglang-router-ip", host) if host else ()), "--sglang-router-port", str(port)]
-        return flags
 
 
 def parse_slime_args(flags: Sequence[str]) -> Any:
@@ -95,21 +38,15 @@ def parse_slime_args(flags: Sequence[str]) -> Any:
     require_slime()
     try:
         from slime.utils.arguments import parse_args  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"slime is installed, but not what it needs here ({error}); follow its installation guide"
-        ) from error
-    with _command_line(["train.py", *flags]):
-        try:
+
+        with _command_line(["train.py", *flags]):
             return parse_args()
-        except ImportError as error:
-            raise MissingDependencyError(
-                f"slime is installed, but not what it needs here ({error}); follow its installation guide"
-            ) from error
-        except SystemExit as error:
-            raise ConfigError("slime does not take its flags (after --); its own message is above") from error
-        except (AssertionError, ValueError) as error:
-            raise ConfigError(f"slime does not take its flags (after --): {error}") from error
+    except ImportError as error:
+        raise MissingDependencyError(f"slime needs what is not installed ({error}): follow its guide") from error
+    except SystemExit as error:
+        raise ConfigError("slime does not take its flags (after --); its own message is above") from error
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"slime does not take its flags (after --): {error}") from error
 
 
 class SlimeTrainer:
@@ -131,16 +68,18 @@ class SlimeTrainer:
         self._per_epoch: int | None = None
         self._started_ray = False
         self._tracking = False
+        self.saved: int | None = None
+        """The last rollout id of which a checkpoint was written."""
         self.updates = int(getattr(args, "update_weight_start_version", 0) or 0)
         """Weight updates so far, which is the version that slime gives the weights."""
 
     @property
     def first_rollout_id(self) -> int:
-        """Where training goes on, above 0 after a checkpoint was loaded."""
+        """Where training goes on, above 0 after a checkpoint was loaded; known after ``start``."""
         return int(self.args.start_rollout_id or 0)
 
     def start(self) -> None:
-        """Start Ray where it does not run, slime's manager and its actors, and bring the start weights to the engines."""
+        """Start Ray where it does not run, slime's manager and its actors, and bring the weights to the engines."""
         import ray
         from slime.ray.placement_group import (  # pyright: ignore[reportMissingImports]
             create_placement_groups,
@@ -158,18 +97,11 @@ class SlimeTrainer:
         self._manager, self._per_epoch = create_rollout_manager(self.args, groups["rollout"])
         options = {} if self._actor_cls is None else {"actor_cls": self._actor_cls}
         self._actor, self._critic = create_training_models(self.args, groups, self._manager, **options)
-        if self.args.offload_rollout:
-            ray.get(self._manager.onload_weights.remote())
-        self._push()
-        if self.args.offload_rollout:
-            ray.get(self._manager.onload_kv.remote())
+        self.update_weights()
 
     def train(self, rollout_id: int) -> int:
         """Take the next batch of groups in the manager's process and train on it; save when slime's ``--save-interval``
-        says so.
-
-        Returns the tokens under the loss mask in what reached the actors.
-        """
+        says so. Returns the tokens under the loss mask in what reached the actors."""
         import ray
 
         args = self.args
@@ -180,40 +112,32 @@ class SlimeTrainer:
         if args.offload_rollout:
             ray.get(self._manager.offload.remote())
         actor_trains = not args.use_critic or rollout_id >= args.num_critic_only_steps
-        if args.use_critic:
-            values = self._critic.async_train(rollout_id, data)
-            ray.get(self._actor.async_train(rollout_id, data, external_data=values) if actor_trains else values)
+        values: Any = self._critic.async_train(rollout_id, data) if args.use_critic else None
+        if actor_trains:
+            external = {"external_data": values} if args.use_critic else {}
+            ray.get(self._actor.async_train(rollout_id, data, **external))
         else:
-            ray.get(self._actor.async_train(rollout_id, data))
+            ray.get(values)
         if periodic_action(rollout_id, args.save_interval, self._per_epoch, args.num_rollout):
-            self.save(rollout_id, actor_trained=actor_trains)
+            self._save(rollout_id, actor_trained=actor_trains)
         if not args.offload_train:
             (self._actor if actor_trains else self._critic).clear_memory()
         return sum(ray.get(tokens))
 
     def update_weights(self) -> str:
-        """Bring the new weights to every engine, the way ``--update-weight-mode`` and ``-transport`` say; returns their
+        """Bring the weights to every engine, the way ``--update-weight-mode`` and ``-transport`` say; returns their
         version."""
         import ray
 
+        if self._actor is None:
+            raise TrainerError("slime's actors have not been started: call start() first.")
         if self.args.offload_rollout:
             ray.get(self._manager.onload_weights.remote())
-        self._push()
+        self._actor.update_weights()
+        self.updates += 1
         if self.args.offload_rollout:
             ray.get(self._manager.onload_kv.remote())
         return str(self.updates)
-
-    def save(self, rollout_id: int, *, actor_trained: bool = True) -> None:
-        """Write slime's checkpoint of this step and the data source's state beside it."""
-        import ray
-
-        last = rollout_id == self.args.num_rollout - 1
-        if actor_trained:
-            self._actor.save_model(rollout_id, force_sync=last)
-        if self._critic is not None:
-            self._critic.save_model(rollout_id, force_sync=last)
-        if self.args.rollout_global_dataset:
-            ray.get(self._manager.save.remote(rollout_id))
 
     def stop(self) -> None:
         """End the manager, and Ray if ``start`` started it. Safe to call in any state."""
@@ -236,11 +160,16 @@ class SlimeTrainer:
             ray.shutdown()
             self._started_ray = False
 
-    def _push(self) -> None:
-        if self._actor is None:
-            raise TrainerError("slime's actors have not been started: call start() first.")
-        self._actor.update_weights()
-        self.updates += 1
+    def _save(self, rollout_id: int, *, actor_trained: bool) -> None:
+        """Write slime's checkpoint of this step and the data source's state beside it."""
+        import ray
+
+        trained = [model for model, done in ((self._actor, actor_trained), (self._critic, True)) if model and done]
+        for model in trained:
+            model.save_model(rollout_id, force_sync=rollout_id == self.args.num_rollout - 1)
+        if self.args.rollout_global_dataset:
+            ray.get(self._manager.save.remote(rollout_id))
+        self.saved = rollout_id
 
 
 def _tokens_under_mask(rank_data: dict[str, Any]) -> int:

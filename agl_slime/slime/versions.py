@@ -1,10 +1,10 @@
 """The one place that adapts to slime versions (the fields of ``Sample`` are adapted in ``agl_slime.types``).
 
-| what                                   | v0.2.4            | v0.3.0            | v0.3.1            | HEAD (624b824)    |
-|----------------------------------------|-------------------|-------------------|-------------------|-------------------|
-| id that siblings of a rollout share    | none              | ``group_id``      | ``rollout_id``    | ``rollout_id``    |
-| ``DynamicFilterOutput``                | keep, reason      | keep, reason      | and a fallback    | and a fallback    |
-| tracking and logging helpers           | ``slime.utils``   | ``slime.utils``   | ``slime.utils``   | ``slime.observability`` |
+| what                                | v0.2.4          | v0.3.0          | v0.3.1         | 624b824                 |
+|-------------------------------------|-----------------|-----------------|----------------|-------------------------|
+| id that siblings of a rollout share | none            | ``group_id``    | ``rollout_id`` | ``rollout_id``          |
+| ``DynamicFilterOutput``             | keep, reason    | keep, reason    | and a fallback | and a fallback          |
+| tracking and logging helpers        | ``slime.utils`` | ``slime.utils`` | the same       | ``slime.observability`` |
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 from agl_slime.errors import MissingDependencyError
 
 INSTALL_SLIME = (
-    "slime is not installed: get it from its repository (git clone https://github.com/THUDM/slime && pip install -e slime), "
-    "or use --trainer local; the package named slime on PyPI is an empty placeholder"
+    "slime is not installed, or the empty package of that name on PyPI is: get it from its repository "
+    "(git clone https://github.com/THUDM/slime && pip install -e slime), or use --trainer local"
 )
 
 
@@ -44,9 +44,7 @@ def logging_function(name: str) -> Callable[..., Any]:
             return getattr(importlib.import_module(home), name)
         except (ImportError, AttributeError):
             continue
-    raise MissingDependencyError(
-        f"the installed slime has no {name}; versions v0.2.4 to v0.3.1 and HEAD of August 2026 are known to work"
-    )
+    raise MissingDependencyError(f"the installed slime has no {name}; v0.2.4 to v0.3.1 and 624b824 are known to work")
 
 
 def periodic_action(rollout_id: int, interval: int | None, per_epoch: int | None, num_rollout: int | None) -> bool:

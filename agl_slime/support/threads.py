@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import logging
 import queue
 import threading
@@ -185,6 +186,14 @@ async def run_in_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
 async def run_user_code(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Users' sync code: rewards, tools, schedulers, prompts. See ``ThreadPool`` for what it may raise."""
     return await _users.run(fn, *args, **kwargs)
+
+
+async def call_user_code(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The result of a user's function or callable object: awaited here when it is async, else by ``run_user_code``."""
+    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
+        return await fn(*args, **kwargs)
+    result = await run_user_code(fn, *args, **kwargs)
+    return await result if inspect.isawaitable(result) else result
 
 
 def abandoned_threads() -> int:

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agl_slime.errors import ConfigError
-from agl_slime.sglang.payloads import Generation
+from agl_slime.sglang.generation import Generation
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.codec import TokenArray, common_prefix, token_array
 from agl_slime.tokens.forks import ForkReason

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from agl_slime.errors import TraceError
-from agl_slime.sglang.payloads import WeightSpan
+from agl_slime.sglang.generation import WeightSpan
 from agl_slime.tokens.codec import (
     LogProbArray,
     TokenArray,
@@ -35,7 +35,7 @@ from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace import attributes as names
 
 if TYPE_CHECKING:
-    from agl_slime.sglang.payloads import Generation
+    from agl_slime.sglang.generation import Generation
 
 TokenSource = Literal["engine", "retokenized"]
 Messages = tuple[Mapping[str, Any], ...]

@@ -27,10 +27,12 @@ from typing import Any
 
 from agl_slime import SGLangLitAgent
 from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
-from agl_slime.groups.results import GroupResult, Outcome
-from agl_slime.loop.online import LoopSettings, OnlineRLLoop
-from agl_slime.report.events import RolloutFinished
+from agl_slime.groups.results import Outcome
+from agl_slime.loop.online import OnlineRLLoop
+from agl_slime.loop.settings import LoopSettings
+from agl_slime.report.events import GroupsCollected, RolloutFinished
 from agl_slime.rollout.scheduler import MultiTurnScheduler
+from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.processes import ProcessPool
 from agl_slime.sglang.transport import ClientSettings
@@ -197,7 +199,7 @@ def run(
     store = WatchedStore()
     tokenizer: Any = small_tokenizer()
     source = AGLDataSource(store=store, tokenizer=tokenizer, settings=DataSourceSettings(get_timeout_s=120))
-    recorder, trainer, settled = Recorder(), Trainer(source, n=groups), list[GroupResult]()
+    recorder, trainer = Recorder(), Trainer(source, n=groups)
     numbers = iter(range(1_000_000))
     killer = Killer(rng=rng, store=store, plan=plan, size=groups * group_size)
     began = time.monotonic()
@@ -227,18 +229,20 @@ def run(
                 max_attempts=max_attempts,
                 max_empty_iterations=100,
             ),
-            runners=f"process:{PROCESSES}",
-            # spans are written while their rollout runs, so that killed attempts leave some behind
-            runner_settings=RunnerSettings(
-                max_concurrent=groups * group_size // 2,
-                claim_batch=4,
-                poll_interval_s=0.02,
-                heartbeat_interval_s=1.0,
-                flush_spans=1,
-                max_restarts=10 * kills,
+            runners=RunnerPlan(
+                "process",
+                PROCESSES,
+                # spans are written while their rollout runs, so that killed attempts leave some behind
+                settings=RunnerSettings(
+                    max_concurrent=groups * group_size // 2,
+                    claim_batch=4,
+                    poll_interval_s=0.02,
+                    heartbeat_interval_s=1.0,
+                    flush_spans=1,
+                    max_restarts=10 * kills,
+                ),
             ),
-            reporter=recorder,
-            on_groups=lambda _, groups: settled.extend(groups),
+            observer=recorder,
         )
         try:
             loop.run()
@@ -251,7 +255,6 @@ def run(
             source=source,
             recorder=recorder,
             trained=[group for batch in trainer.batches for group in batch],
-            settled=settled,
         )
     return result
 
@@ -263,12 +266,12 @@ def _check(
     source: AGLDataSource,
     recorder: Recorder,
     trained: Sequence[Sequence[Sample]],
-    settled: Sequence[GroupResult],
 ) -> None:
     faults = result.faults
     tokenizer: Any = small_tokenizer()
     ledger = source.ledger.counts()
     told = Counter(event.rollout_id for event in recorder.of(RolloutFinished))
+    settled = [group for event in recorder.of(GroupsCollected) for group in event.groups]
     settlements = Counter(group.group_id for group in settled)
     wanted = {group.group_id: [member.rollout_id for member in group.succeeded] for group in settled if group.ready}
     enqueued_groups = set(store.groups.values())

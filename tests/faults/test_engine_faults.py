@@ -19,7 +19,7 @@ from agl_slime.errors import (
     EngineUnreachableError,
 )
 from agl_slime.sglang.client import ClientSettings, SGLangClient
-from agl_slime.sglang.payloads import Generation, SamplingParams
+from agl_slime.sglang.generation import Generation, SamplingParams
 from tests.faults.scripted_engine import (
     GARBAGE_JSON,
     HTML_PAGE,

@@ -18,7 +18,9 @@ from agl_slime.errors import ConfigError, LoopError, TrainerError
 from agl_slime.groups.ledger_disk import PersistentLedger
 from agl_slime.groups.results import Outcome
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
-from agl_slime.loop.online import LoopSettings, LoopState, OnlineRLLoop
+from agl_slime.loop.online import OnlineRLLoop
+from agl_slime.loop.settings import LoopSettings, LoopState
+from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
@@ -76,6 +78,7 @@ class Life:
             directory=directory / "checkpoints", trainer=self.trainer, source=self.source, ledger=self.ledger
         )
         self.recorder = Recorder()
+        self.n_trained: int | None = None
         self.after_training: Callable[[int], None] = lambda iteration: None
         assert self.source._store is not None
         self.loop = OnlineRLLoop(
@@ -91,14 +94,13 @@ class Life:
             settings=LoopSettings(
                 **{"rollout_batch_size": n_groups, "n_samples_per_prompt": 2, "rollout_timeout_s": 20.0, **settings}
             ),
-            runner_settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0),
-            reporter=self.recorder,
+            runners=RunnerPlan(settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0)),
+            observer=self.recorder,
         )
 
     def _train(self, iteration: int) -> dict[str, float]:
-        metrics = self.trainer.train(
-            self.source.get_samples(self.loop.settings.rollout_batch_size), iteration=iteration
-        )
+        n_groups = self.n_trained or self.loop.settings.rollout_batch_size
+        metrics = self.trainer.train(self.source.get_samples(n_groups), iteration=iteration)
         self.after_training(iteration)
         return metrics
 
@@ -175,9 +177,7 @@ async def test_groups_that_are_dropped_are_not_drawn_again_by_a_later_life(tmp_p
 async def test_groups_that_wait_are_in_the_checkpoint_and_are_handed_out_by_the_next_life(tmp_path: Path) -> None:
     with hello_engine() as engine:
         first = Life(tmp_path, engine.url, num_iterations=1, n_groups=3)
-        first.loop._train_fn = lambda: first.trainer.train(
-            first.source.get_samples(1), iteration=1
-        )  # two of three stay
+        first.n_trained = 1  # two of three stay
         await first.loop.run_async()
         [learned] = first.trainer.learned
         first.end()

@@ -19,7 +19,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.rollout.batched.api_multi_turn import APIMultiTurnRollout, OpenAI
 from agl_slime.rollout.batched.samples import messages_to_sample
 from agl_slime.rollout.tools import ToolManager
-from agl_slime.sglang.payloads import SamplingParams
+from agl_slime.sglang.generation import SamplingParams
 from tests.vocabularies import chat_tokenizer
 
 pytest.importorskip("openai")

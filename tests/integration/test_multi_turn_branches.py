@@ -10,7 +10,7 @@ import pytest
 
 from agl_slime import SGLangLitAgent
 from agl_slime.rollout.session import RolloutSession
-from agl_slime.sglang.payloads import Generation
+from agl_slime.sglang.generation import Generation
 from agl_slime.trace import segments
 from agl_slime.types import Sample
 from tests.conversations import ScriptedClient

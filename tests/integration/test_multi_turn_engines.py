@@ -16,7 +16,7 @@ from agl_slime import SGLangLitAgent
 from agl_slime.demo.formats import LookupDemonstrations
 from agl_slime.rollout.scheduler import MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
 from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.payloads import Generation, SamplingParams
+from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.tokens.tokenizer import load_tokenizer
 from tests.integration.engine_servers import Server
 from tests.integration.rollouts import run_rollouts

@@ -65,10 +65,32 @@ def test_the_reward_rises_under_agent_lightnings_own_trainer(policy_dir: Path, t
 
 
 def test_settings_that_the_algorithm_does_not_have_are_named():
-    with pytest.raises(ConfigError, match="has no setting 'learning_rate'"):
-        SlimeAlgorithm(model_path="/model", learning_rate=1)
-    with pytest.raises(ConfigError, match="trainer must be"):
-        SlimeAlgorithm(model_path="/model", trainer="verl")
+    settings: Any = {"learning_rate": 1}
+    with pytest.raises(ConfigError, match="'learning_rate'"):
+        SlimeAlgorithm(model_path="/model", **settings)
+    unknown: Any = "verl"
+    with pytest.raises(ConfigError, match="'verl'"):
+        SlimeAlgorithm(model_path="/model", trainer=unknown)
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer"),
+    [
+        ({"runners": "process:4"}, "slime"),
+        ({"max_turns": 3}, "slime"),
+        ({"multi_turn_scheduler": "math_tip_trick"}, "local"),
+        ({"external_plugins": (Path("plugin.py"),)}, "local"),
+        ({"store_host": "10.0.0.1"}, "local"),
+    ],
+)
+def test_settings_of_the_trainer_or_the_agent_are_refused(settings: dict[str, Any], trainer: Any):  # fault 6
+    (name,) = settings
+    with pytest.raises(ConfigError, match=name):
+        SlimeAlgorithm(model_path="/model", trainer=trainer, **settings)
+
+
+def test_torchs_threads_stay_those_of_the_program():
+    assert SlimeAlgorithm(model_path="/model", trainer="local").config.local.torch_threads is None
 
 
 async def test_an_empty_data_set_is_refused(policy_dir: Path):

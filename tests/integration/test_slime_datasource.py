@@ -181,6 +181,35 @@ def test_evaluation_runs_validation_rollouts_through_the_same_hook(tmp_path: Pat
         assert len(source) == 0
 
 
+async def _sampling_by_mode(store: BridgeStore) -> dict[str, list[dict[str, Any]]]:
+    """The sampling parameters of the store's rollouts, each once."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for rollout in await store.query_rollouts():
+        resources = await store.get_resources_by_id(rollout.resources_id or "")
+        assert resources is not None
+        sampling = resources.resources["main_llm"].sampling_parameters  # type: ignore[union-attr]
+        if sampling not in found.setdefault(str(rollout.mode), []):
+            found[str(rollout.mode)].append(sampling)
+    return found
+
+
+def test_evaluations_are_sampled_as_slimes_eval_flags_say(tmp_path: Path):  # fault 6
+    tasks = write_tasks(tmp_path / "t.jsonl", 4)
+    args = args_for(agl_tasks=tasks, agl_eval_tasks=tasks, agl_eval_rollouts=2)
+    args.rollout_temperature, args.rollout_top_p, args.rollout_max_response_len = 1.0, 0.95, 64
+    args.eval_temperature, args.eval_top_p, args.eval_max_response_len = 0.0, None, 512
+    with service_with_runner() as (store, service):
+        args.agl_store_url = service.url
+        with AGLDataSource(args) as source:
+            for _ in range(2):
+                source.get_samples(1)
+                source.evaluate(0)
+        assert asyncio.run(_sampling_by_mode(store)) == {
+            "train": [{"temperature": 1.0, "top_p": 0.95, "max_new_tokens": 64}],
+            "val": [{"temperature": 0.0, "top_p": 0.95, "max_new_tokens": 512}],
+        }
+
+
 # -- an outside producer, checkpoints, restarts
 # --------------------------------------------------------------------------------------------------------
 

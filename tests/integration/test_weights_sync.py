@@ -11,7 +11,7 @@ from aiohttp import web
 
 from agl_slime.errors import ConfigError, EngineUnreachableError, WeightSyncError
 from agl_slime.sglang.client import ClientSettings, SGLangClient
-from agl_slime.sglang.payloads import SamplingParams, WeightSpan
+from agl_slime.sglang.generation import SamplingParams, WeightSpan
 from agl_slime.sglang.weights import PHASES, DiskWeightSync, WeightSyncSettings
 from tests.faults.scripted_engine import Answer, Body, Fault, Reset, ScriptedEngine, Stall, Status, in_thread
 

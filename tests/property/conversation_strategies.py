@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hypothesis import strategies as st
 
-from agl_slime.sglang.payloads import FinishReason, Generation
+from agl_slime.sglang.generation import FinishReason, Generation
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.trace.turn import Turn
 from tests.chat_templates import TEMPLATES

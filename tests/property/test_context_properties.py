@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agl_slime.sglang.payloads import Generation
+from agl_slime.sglang.generation import Generation
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.trace.segments import merge_turns

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from agl_slime.sglang.payloads import WeightSpan
+from agl_slime.sglang.generation import WeightSpan
 from agl_slime.tokens.codec import common_prefix
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace.turn import Turn

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from agl_slime.sglang.payloads import FinishReason, Generation, SamplingParams
-from agl_slime.sglang.resume import ResumableGeneration
+from agl_slime.sglang.generation import FinishReason, Generation, ResumableGeneration, SamplingParams
 
 
 def part(

@@ -21,7 +21,7 @@ from agl_slime.rollout.batched.multi_turn import MultiTurnRollout
 from agl_slime.rollout.batched.sampler import SGLangSampler
 from agl_slime.rollout.batched.samples import trajectory_to_samples
 from agl_slime.rollout.tools import ToolManager
-from agl_slime.sglang.payloads import Generation, SamplingParams
+from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.types import Sample
 from tests.conversations import generation_of
 from tests.vocabularies import chat_tokenizer

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from agl_slime.errors import ConfigError
-from agl_slime.sglang.payloads import Generation
+from agl_slime.sglang.generation import Generation
 from agl_slime.tokens import conversation as context_module
 from agl_slime.tokens.conversation import ChatContext, TokenBuffer
 from agl_slime.tokens.forks import ForkReason

@@ -195,7 +195,7 @@ def test_args_come_before_the_environment_and_slimes_flags_fill_the_rest():
     assert settings.llm_url == "http://127.0.0.1:3000"
     assert settings.get_timeout_s == 5.0
     assert str(settings.tasks) == "tasks.jsonl"
-    assert settings.sampling == {"temperature": 0.8, "max_new_tokens": 64}
+    assert settings.sampling == settings.eval_sampling == {"temperature": 0.8, "max_new_tokens": 64}
     assert settings.blocking
 
 
@@ -207,10 +207,11 @@ def test_under_slimes_fully_async_rollout_function_nothing_blocks():
 @pytest.mark.parametrize(
     ("environment", "text"),
     [
-        ({"AGL_SLIME_STORE_URL": "http://x:1", "AGL_SLIME_AGENT": "a:B"}, "leave one out"),
-        ({"AGL_SLIME_STORE_URL": "x:1"}, "must begin with http"),
-        ({"AGL_SLIME_GET_TIMEOUT_S": "soon"}, "must be a number"),
-        ({"AGL_SLIME_MAX_ATTEMPTS": "0"}, "at least 1"),
+        ({"AGL_SLIME_STORE_URL": "http://x:1", "AGL_SLIME_AGENT": "a:B"}, "agl_store_url .* agl_agent"),
+        ({"AGL_SLIME_STORE_URL": "x:1"}, "agl_store_url .*'x:1'"),
+        ({"AGL_SLIME_GET_TIMEOUT_S": "soon"}, "agl_get_timeout_s .*'soon'"),
+        ({"AGL_SLIME_GROUP_TIMEOUT_S": "0"}, "agl_group_timeout_s .* got 0"),
+        ({"AGL_SLIME_MAX_ATTEMPTS": "0"}, "agl_max_attempts .* 1, got 0"),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named(environment: dict[str, str], text: str):

@@ -23,6 +23,7 @@ class Source:
 class Trainer:
     first_rollout_id = 5
     updates = 3
+    saved = None
 
     def __init__(self) -> None:
         self.trained: list[int] = []

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agl_slime.cli import main
-from agl_slime.errors import MissingDependencyError
-from agl_slime.slime.trainer import SlimeRunSettings, require_slime
+from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.run.settings import TrainConfig
+from agl_slime.run.slime import check_slime_args, loop_flags
+from agl_slime.slime.trainer import require_slime
 from agl_slime.slime.versions import periodic_action
+from agl_slime.trainers import LocalTrainerSettings
 
 
 @pytest.fixture
@@ -39,16 +44,8 @@ def test_slimes_flags_without_slime_as_the_trainer_are_refused(capsys: pytest.Ca
     assert "--trainer slime" in capsys.readouterr().err
 
 
-def _flags(**settings: Any) -> list[str]:
-    defaults = {
-        "model": "/model",
-        "num_rollout": 3,
-        "rollout_batch_size": 4,
-        "n_samples_per_prompt": 2,
-        "temperature": 0.7,
-        "max_new_tokens": 9,
-    }
-    return SlimeRunSettings(**{**defaults, **settings}).flags()
+def _config(**settings: Any) -> TrainConfig:
+    return TrainConfig(model_path=Path("/model"), trainer="slime", **settings)
 
 
 def _value(flags: list[str], name: str) -> str:
@@ -56,8 +53,10 @@ def _value(flags: list[str], name: str) -> str:
 
 
 def test_the_loops_settings_become_slimes_flags():
-    flags = _flags(engine_urls=("http://10.0.0.1:30000", "http://10.0.0.2:30000"), router=("10.0.0.9", 3000))
-    assert _value(flags, "--global-batch-size") == "8"
+    config = _config(rollout_batch_size=4, n_samples_per_prompt=2, temperature=0.7)
+    engines = ("http://10.0.0.1:30000", "http://10.0.0.2:30000")
+    flags = loop_flags(config, engines=engines, router=("10.0.0.9", 3000))
+    assert (_value(flags, "--global-batch-size"), _value(flags, "--rollout-temperature")) == ("8", "0.7")
     assert flags[flags.index("--rollout-external-engine-addrs") + 1 :][:2] == ["10.0.0.1:30000", "10.0.0.2:30000"]
     assert (_value(flags, "--sglang-router-ip"), _value(flags, "--sglang-router-port")) == ("10.0.0.9", "3000")
     assert "--rollout-num-gpus" not in flags
@@ -65,11 +64,46 @@ def test_the_loops_settings_become_slimes_flags():
 
 
 def test_engines_that_slime_launches_get_a_router_at_a_known_port():
-    flags = _flags(rollout_num_gpus=8, router=(None, 3100))
+    flags = loop_flags(_config(rollout_num_gpus=8), router=(None, 3100))
     assert _value(flags, "--rollout-num-gpus") == "8"
     assert _value(flags, "--sglang-router-port") == "3100"
     assert "--sglang-router-ip" not in flags
     assert "--rollout-external-engine-addrs" not in flags
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"eval_temperature": 0.0}, "--eval-temperature"),
+        ({"eval_top_p": 0.9}, "--eval-top-p"),
+        ({"eval_max_response_len": 9}, "--eval-max-response-len"),
+        ({"eval_interval": 5}, "--eval-interval"),
+        ({"dynamic_sampling_filter_path": "a.b"}, "--dynamic-sampling-filter-path"),
+        ({"release_train": True}, "--release-train"),
+        ({"num_rollout": 9}, "--num-rollout 9 .*--num-iterations 40"),
+        ({"rollout_batch_size": 9}, "--rollout-batch-size 9 .*--rollout-batch-size 16"),
+    ],
+)
+def test_what_the_loop_would_not_follow_is_refused_after_the_dashes(given: dict[str, Any], named: str):  # fault 6
+    args = Namespace(num_rollout=40, rollout_batch_size=16, n_samples_per_prompt=4, eval_temperature=None)
+    check_slime_args(args, _config())
+    with pytest.raises(ConfigError, match=named):
+        check_slime_args(Namespace(**{**vars(args), **given}), _config())
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"save_interval": 5}, "--save-interval"),
+        ({"drop_zero_variance": True}, "--drop-zero-variance"),
+        ({"local": LocalTrainerSettings(lr=1e-3)}, "--local.lr 0.001"),
+        ({"local": LocalTrainerSettings(torch_threads=2)}, "--local.torch-threads 2"),
+    ],
+)
+def test_settings_that_slime_would_not_follow_are_refused(given: dict[str, Any], named: str):  # fault 6
+    _config(local=LocalTrainerSettings())
+    with pytest.raises(ConfigError, match=named):
+        _config(**given)
 
 
 @pytest.mark.parametrize(

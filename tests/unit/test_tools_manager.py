@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Literal, Optional
 
 import pytest
+from pydantic import BaseModel
 
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, RolloutError
 from agl_slime.rollout.tool_parsers import ToolCall
 from agl_slime.rollout.tools import ToolManager, schema_of
 
@@ -44,7 +47,7 @@ def test_a_schema_is_told_from_signature_and_docstring() -> None:
                 "key": {"type": "string", "description": "The key, three letters."},
                 "limit": {"type": "integer", "description": "Most results."},
                 "mode": {"enum": ["fast", "slow"], "type": "string"},
-                "tags": {"type": "array", "items": {"type": "string"}},
+                "tags": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
             },
             "required": ["key"],
         },
@@ -61,12 +64,12 @@ def test_a_function_without_usable_types_is_refused_by_name() -> None:
     def many(*keys: str) -> str:
         return ""
 
-    for function, word in ((untyped, "no type"), (odd, "no JSON form"), (many, "by name")):
-        with pytest.raises(ConfigError, match=word):
+    for function, names in ((untyped, "'key'.*'untyped'"), (odd, "'odd'.*lock"), (many, "'keys'.*'many'")):
+        with pytest.raises(ConfigError, match=names):
             ToolManager([function])
-    with pytest.raises(ConfigError, match="two tools named 'look'"):
+    with pytest.raises(ConfigError, match="'look'"):
         ToolManager([look, look])
-    with pytest.raises(ConfigError, match="must be a function"):
+    with pytest.raises(ConfigError, match="got 3"):
         ToolManager([3])
 
 
@@ -90,6 +93,176 @@ async def test_functions_sync_and_async_are_called_with_fitting_arguments() -> N
     }
 
 
+class Mode(Enum):
+    FAST = "fast"
+    SLOW = "slow"
+
+
+@dataclass
+class Span:
+    start: int
+    end: Optional[int] = None  # noqa: UP045
+
+
+class Filter(BaseModel):
+    """What is let through."""
+
+    field: str
+    values: list[int] = []
+
+
+def search(
+    query: str,
+    limit: Optional[int] = 3,  # noqa: UP045  both forms are read
+    mode: Mode = Mode.FAST,
+    span: Span | None = None,
+    filters: list[Filter] | None = None,
+    schema: Literal[1, 2] = 1,
+    model_config: bool = False,
+) -> str:
+    """Search.
+
+    Args:
+        limit: Most results; null: all.
+    """
+    return repr((query, limit, mode, span, filters, schema, model_config))
+
+
+FITTING: list[tuple[dict[str, Any], Any]] = [
+    ({"limit": None}, ("q", None, Mode.FAST, None, None, 1, False)),  # fault 23: null was refused
+    ({"limit": "null"}, ("q", None, Mode.FAST, None, None, 1, False)),
+    ({"limit": "7", "mode": "slow"}, ("q", 7, Mode.SLOW, None, None, 1, False)),
+    ({"span": {"start": 1}}, ("q", 3, Mode.FAST, Span(1), None, 1, False)),
+    ({"span": '{"start": "1", "end": null}'}, ("q", 3, Mode.FAST, Span(1), None, 1, False)),
+    (
+        {"filters": [{"field": "a", "values": [1]}]},
+        ("q", 3, Mode.FAST, None, [Filter(field="a", values=[1])], 1, False),
+    ),
+    ({"schema": "2", "model_config": "true"}, ("q", 3, Mode.FAST, None, None, 2, True)),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), FITTING)
+async def test_null_enums_dataclasses_and_models_are_arguments(arguments: dict[str, Any], expected: Any) -> None:
+    """Fault 23."""
+    result = await ToolManager([search]).call(call("search", query="q", **arguments))
+    assert (result.content, result.error) == (repr(expected), None)
+
+
+def test_the_schema_of_enums_dataclasses_and_models_says_what_they_hold() -> None:
+    """Fault 23."""
+    parameters = schema_of(search)["parameters"]
+    properties, definitions = parameters["properties"], parameters["$defs"]
+    assert parameters["required"] == ["query"]
+    assert properties["limit"] == {
+        "anyOf": [{"type": "integer"}, {"type": "null"}],
+        "description": "Most results; null: all.",
+    }
+    assert properties["mode"] == {"$ref": "#/$defs/Mode"}
+    assert definitions["Mode"]["enum"] == ["fast", "slow"]
+    assert definitions["Span"]["required"] == ["start"]
+    assert definitions["Filter"]["properties"]["values"]["items"] == {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        ({"mode": "slowly"}, "'mode'", "'slowly'"),
+        ({"span": {"end": 1}}, "'span.start'", ""),
+        ({"filters": [{"field": "a", "values": ["x"]}]}, "'filters.0.values.0'", "'x'"),
+        ({"limit": "many"}, "'limit'", "'many'"),
+    ],
+)
+async def test_a_bad_part_of_an_argument_is_named(arguments: dict[str, Any], field: str, value: str) -> None:
+    result = await ToolManager([search]).call(call("search", query="q", **arguments))
+    assert result.error == "bad_arguments"
+    assert field in result.content
+    assert value in result.content
+
+
+async def test_arguments_are_checked_by_the_schema_that_an_object_brings() -> None:
+    class Any_:
+        schema = {
+            "name": "any",
+            "parameters": {
+                "properties": {
+                    "n": {"type": ["integer", "null"]},
+                    "x": {"type": "number", "nullable": True},
+                    "kind": {"enum": ["a", "b"]},
+                    "rest": {},
+                },
+                "required": ["n"],
+            },
+        }
+
+        def __call__(self, **arguments: Any) -> str:
+            return repr(arguments)
+
+    tools = ToolManager([Any_])
+    given = await tools.call(call("any", n="3", x=None, kind="a", rest={"deep": 1}))
+    assert given.content == repr({"n": 3, "x": None, "kind": "a", "rest": {"deep": 1}})
+    assert (await tools.call(call("any", n="null", x=2))).content == repr({"n": None, "x": 2})
+    for bad, field in (({}, "'n'"), ({"n": "x"}, "'n'"), ({"n": 1, "kind": "c"}, "'kind'"), ({"n": 1, "m": 1}, "'m'")):
+        result = await tools.call(call("any", **bad))
+        assert (result.error, field in result.content) == ("bad_arguments", True)
+
+
+class Sandbox:
+    """Open until it is closed; ``closes`` is what its ``aclose`` does."""
+
+    schema = {"name": "sandbox"}
+
+    def __init__(self, closes: Any = None) -> None:
+        self.closed, self.closes = 0, closes
+
+    def __call__(self) -> str:
+        return "ran"
+
+    async def aclose(self) -> None:
+        self.closed += 1
+        if self.closes is not None:
+            await self.closes()
+
+
+async def test_tools_are_closed_but_for_those_to_keep(caplog: pytest.LogCaptureFixture) -> None:
+    """Fault 27."""
+
+    async def fails() -> None:
+        raise RuntimeError("still busy")
+
+    class Second(Sandbox):
+        schema = {"name": "second"}
+
+    class Third(Sandbox):
+        schema = {"name": "third"}
+
+    made, failing, shared = Sandbox(), Second(fails), Third()
+    tools = ToolManager([made, failing, shared, look])
+    await tools.aclose(keep=[shared])
+    await tools.aclose(keep=[shared])
+    assert (made.closed, failing.closed, shared.closed) == (1, 1, 0)
+    assert "still busy" in caplog.text
+
+
+async def test_a_tool_whose_constructor_outlives_its_rollout_is_closed() -> None:
+    """Fault 27."""
+    release, made = threading.Event(), []
+
+    class Slow(Sandbox):
+        def __init__(self) -> None:
+            super().__init__()
+            release.wait(30)
+            made.append(self)
+
+    tools = ToolManager()
+    constructing = asyncio.create_task(asyncio.to_thread(tools.register, Slow))
+    await tools.aclose()
+    release.set()
+    with pytest.raises(RolloutError):
+        await constructing
+    assert made[0].closed == 1
+
+
 async def test_calls_of_one_answer_run_at_the_same_time() -> None:
     arrived: list[int] = []
     both = asyncio.Event()
@@ -106,10 +279,11 @@ async def test_calls_of_one_answer_run_at_the_same_time() -> None:
 
 
 BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({}, "needs the argument 'key'"),
+    ({}, "'key'"),
     ({"key": "a", "page": 1}, "no argument 'page'"),
-    ({"key": 3}, "type string"),
-    ({"key": "a", "limit": "x"}, "type integer"),
+    ({"key": 3}, "'key' of look: Input should be a valid string, got 3"),
+    ({"key": "a", "limit": "x"}, "'limit' of look: Input should be a valid integer"),
+    ({"key": "a", "mode": "none"}, "'mode' of look: Input should be 'fast' or 'slow', got 'none'"),
 ]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agl_slime.errors import RewardError, TraceError
-from agl_slime.sglang.payloads import WeightSpan
+from agl_slime.sglang.generation import WeightSpan
 from agl_slime.support.agl import Rollout, Span, emit_reward
 from agl_slime.trace import attributes as names
 from agl_slime.trace.converter import _check, convert_rollout, rollout_to_sample, rollout_to_samples

@@ -11,7 +11,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from agl_slime.errors import TraceError
-from agl_slime.sglang.payloads import Generation, WeightSpan
+from agl_slime.sglang.generation import Generation, WeightSpan
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace import attributes as names
 from agl_slime.trace.segments import merge_turns

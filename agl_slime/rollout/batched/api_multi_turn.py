@@ -24,7 +24,7 @@ from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.rollout.batched.base import Rollout, Trajectory, managers_for
 from agl_slime.rollout.batched.traces import Predicate, TraceWriter
 from agl_slime.rollout.tool_parsers import ToolCall, ToolParser, get_tool_parser
-from agl_slime.sglang.payloads import SamplingParams
+from agl_slime.sglang.generation import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from agl_slime.rollout.batched.traces import Predicate, TraceWriter
 from agl_slime.rollout.stop import StopReason
 from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolParser, get_tool_parser, parser_for_template
 from agl_slime.rollout.tools import ToolResult
-from agl_slime.sglang.payloads import Generation, SamplingParams
+from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.support.threads import run_blocking
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.template import ChatTemplate

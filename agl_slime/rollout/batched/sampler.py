@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.payloads import Generation, SamplingParams
+from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.sglang.transport import ClientSettings
 from agl_slime.support.threads import run_blocking
 

@@ -1,0 +1,58 @@
+"""Arguments of ``OnlineRLLoop`` that ``observer`` and ``runners`` have replaced; they still work in this version."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from agl_slime.report.events import Event, GroupsCollected, Observer, RunStarted
+from agl_slime.runner.base import RunnerPlan
+
+_NEW = {
+    "runner_settings": "runners=RunnerPlan(settings=...)",
+    "store_host": "runners=RunnerPlan(store_host=...)",
+    "reporter": "observer",
+    "on_groups": "observer, which is told GroupsCollected",
+    "run_settings": "observer",
+    "output_dir": "observer",
+    "began": "observer",
+}
+
+
+def observer_and_runners(
+    observer: Observer | None, runners: RunnerPlan | str, given: Mapping[str, Any]
+) -> tuple[Observer | None, RunnerPlan]:
+    """The two arguments, with what was ``given`` under old names worked in. Raises ``TypeError`` on any other name."""
+    for name in given:
+        if name not in _NEW:
+            raise TypeError(f"OnlineRLLoop() got an unexpected keyword argument {name!r}")
+        warnings.warn(f"OnlineRLLoop({name}=...) is now {_NEW[name]}", FutureWarning, stacklevel=3)
+    old = {name: value for name, value in given.items() if value is not None}
+    plan = RunnerPlan.parse(runners) if isinstance(runners, str) else runners
+    if "runner_settings" in old:
+        plan = replace(plan, settings=old.pop("runner_settings"))
+    if "store_host" in old:
+        plan = replace(plan, store_host=old.pop("store_host"))
+    return (_OldObserver(observer, old) if old else observer), plan
+
+
+class _OldObserver:
+    def __init__(self, observer: Observer | None, old: Mapping[str, Any]) -> None:
+        self._observer = old.get("reporter", observer)
+        self._old = old
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, GroupsCollected) and "on_groups" in self._old:
+            self._old["on_groups"](event.iteration, event.groups)
+        if isinstance(event, RunStarted):
+            event = replace(
+                event,
+                settings=self._old.get("run_settings", {}),
+                output_dir=self._old.get("output_dir"),
+                at=self._old.get("began", time.monotonic()),
+            )
+        if self._observer is not None:
+            self._observer.handle(event)

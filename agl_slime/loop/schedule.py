@@ -1,0 +1,161 @@
+"""When rollouts are admitted. The serial schedule: an iteration's groups are enqueued together, and nothing is trained
+on before each of them has been finalized."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from agl_slime.datasource.source import AGLDataSource
+from agl_slime.groups.results import GroupResult
+from agl_slime.loop.settings import LoopSettings
+from agl_slime.loop.tasks import NumberedTasks, Task
+from agl_slime.support.agl import EnqueueRolloutRequest, LightningStore, RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+# Between looks at whether runner, data source and engine live.
+_LOOK_INTERVAL_S = 1.0
+# When a run ends, a store that does not answer is left alone after this long: Ctrl-C must not wait for it.
+_CANCEL_TIMEOUT_S = 1.0
+
+
+class SerialSchedule:
+    """Enqueues groups and waits for them. Lives on one event loop.
+
+    Args:
+        raise_if_dead: Called about once a second while something is waited for; raises when something that the run
+            needs has died.
+        wake: Called after rollouts were enqueued.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: LightningStore,
+        data_source: AGLDataSource,
+        settings: LoopSettings,
+        raise_if_dead: Callable[[], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._data_source = data_source
+        self._settings = settings
+        self._raise_if_dead = raise_if_dead
+        self._wake = wake
+        self._finalized: asyncio.Queue[GroupResult] = asyncio.Queue()
+        self._waiting: set[str] = set()  # groups that have not been finalized
+        self._last_look = float("-inf")
+        self.resources_id: str | None = None
+        """The resources that rollouts are enqueued with."""
+        self.metadata: dict[str, Any] = {}
+        """What each rollout's metadata begin with."""
+
+    def finalized(self, group: GroupResult) -> None:
+        """The data source has finalized a group."""
+        self._finalized.put_nowait(group)
+
+    async def collect(self, tasks: NumberedTasks) -> list[GroupResult]:
+        """Enqueue an iteration's groups and wait until each is finalized; those that are dropped are replaced, as often
+        as the settings say."""
+        settings = self._settings
+        budget = settings.rollout_batch_size if settings.max_replaced_groups is None else settings.max_replaced_groups
+
+        async def enqueue(n: int) -> int:
+            return await self._enqueue(tasks.next_batch(n), size=settings.n_samples_per_prompt, mode="train")
+
+        waiting = await enqueue(settings.rollout_batch_size)
+        groups: list[GroupResult] = []
+        dropped = replaced = 0
+        something_works = False
+        while waiting:
+            group = await self._next()
+            waiting -= 1
+            groups.append(group)
+            dropped += not group.ready
+            something_works = something_works or bool(group.succeeded)
+            missing = min(dropped, budget) - replaced
+            if missing and something_works:  # an agent that always fails is told of at once, and not run as often again
+                waiting += await enqueue(missing)
+                replaced += missing
+        return groups
+
+    async def validate(self, tasks: Sequence[Task]) -> list[GroupResult]:
+        """One validation rollout per task, scored and never trained on."""
+        waiting = await self._enqueue([(None, task) for task in tasks], size=1, mode="val")
+        return [await self._next() for _ in range(waiting)]
+
+    async def while_alive(self, work: asyncio.Future[Any]) -> Any:
+        """The result of ``work``; it is given up when something that the run needs dies meanwhile."""
+        work.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # when it is given up, nobody asks
+        try:
+            while True:
+                # by the clock and not only when nothing happens: failures of a dead engine keep coming for a while
+                if (now := time.monotonic()) - self._last_look >= _LOOK_INTERVAL_S:
+                    self._last_look = now
+                    self._raise_if_dead()
+                done, _ = await asyncio.wait({work}, timeout=_LOOK_INTERVAL_S)
+                if done:
+                    return work.result()
+        finally:
+            work.cancel()
+
+    async def cancel_outstanding(self) -> None:
+        """What was enqueued and has not ended when the run does: taken from the store's queue, and counted as
+        cancelled."""
+        outstanding = self._data_source.ledger.open_ids()
+        if not outstanding:
+            return
+        cancelling = asyncio.gather(
+            *(self._store.update_rollout(name, status="cancelled") for name in outstanding), return_exceptions=True
+        )
+        done, _ = await asyncio.wait({cancelling}, timeout=_CANCEL_TIMEOUT_S)
+        if not done:
+            cancelling.cancel()
+            logger.warning("The store did not cancel %d rollouts within %g s.", len(outstanding), _CANCEL_TIMEOUT_S)
+        self._data_source.abandon(outstanding, group_ids=self._waiting, reason="run_ended")
+
+    async def _enqueue(self, tasks: Sequence[tuple[str | None, Task]], *, size: int, mode: str) -> int:
+        """Enqueue a group per instance and task; returns how many."""
+        requests: list[EnqueueRolloutRequest] = []
+        config = RolloutConfig(
+            timeout_seconds=self._settings.rollout_timeout_s,
+            max_attempts=self._settings.max_attempts,
+            retry_condition=["failed", "timeout", "unresponsive"] if self._settings.max_attempts > 1 else [],
+        )
+        for instance_id, task in tasks:
+            group_id = uuid.uuid4().hex
+            self._waiting.add(group_id)
+            # announced before it is enqueued: a rollout may end before the call below returns
+            self._data_source.expect(group_id, size=size, mode=mode)
+            metadata = {"group_id": group_id, "group_size": size, **self.metadata}
+            if instance_id is not None:
+                metadata["instance_id"] = instance_id
+            requests += [
+                EnqueueRolloutRequest(
+                    input=task,
+                    mode=mode,  # type: ignore[arg-type]
+                    resources_id=self.resources_id,
+                    config=config,
+                    metadata=metadata,
+                )
+                for _ in range(size)
+            ]
+        rollouts = await self._store.enqueue_many_rollouts(requests)
+        # at once and not in a thread, although a ledger on disk writes (0.04 ms per rollout): what a cancellation finds
+        # enqueued, the ledger knows
+        self._data_source.opened(rollouts)
+        self._wake()
+        return len(tasks)
+
+    async def _next(self) -> GroupResult:
+        """The next group of this phase that is finalized."""
+        while True:
+            group = await self.while_alive(asyncio.ensure_future(self._finalized.get()))
+            if group.group_id in self._waiting:
+                self._waiting.remove(group.group_id)
+                return group

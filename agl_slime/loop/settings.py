@@ -1,0 +1,77 @@
+"""What a loop is told, where it stands, and what it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agl_slime.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """``rollout_batch_size`` prompts of ``n_samples_per_prompt`` rollouts make an iteration. ``rollout_timeout_s`` and
+    ``max_attempts`` go into each rollout's configuration.
+
+    ``eval_interval``: a validation of ``eval_tasks`` rollouts before the first iteration, after every so many, and at
+    the end; 0 is never. ``max_empty_iterations``: iterations in a row that give nothing to train on before the run
+    stops. ``max_replaced_groups``: dropped groups that are replaced in an iteration; by default ``rollout_batch_size``,
+    and 0 replaces none. While every rollout fails, nothing is replaced. ``save_interval``: ``save_fn`` is called after
+    every so many iterations and at the end.
+    """
+
+    num_iterations: int = 40
+    rollout_batch_size: int = 16
+    n_samples_per_prompt: int = 4
+    rollout_timeout_s: float = 600.0
+    max_attempts: int = 1
+    eval_interval: int = 0
+    eval_tasks: int = 32
+    max_empty_iterations: int = 3
+    max_replaced_groups: int | None = None
+    save_interval: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("num_iterations", self.num_iterations),
+            ("rollout_batch_size", self.rollout_batch_size),
+            ("n_samples_per_prompt", self.n_samples_per_prompt),
+            ("max_attempts", self.max_attempts),
+            ("eval_tasks", self.eval_tasks),
+            ("max_empty_iterations", self.max_empty_iterations),
+            ("save_interval", self.save_interval),
+        ):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        for name, value, meaning in (
+            ("max_replaced_groups", self.max_replaced_groups or 0, "none"),
+            ("eval_interval", self.eval_interval, "never"),
+        ):
+            if value < 0:
+                raise ConfigError(f"{name} must be 0 ({meaning}) or more, got {value}")
+        if not self.rollout_timeout_s > 0:
+            raise ConfigError(f"rollout_timeout_s must be above 0 seconds, got {self.rollout_timeout_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopState:
+    """Where a loop stands after ``iteration``: what a run needs to go on, beside the states of its trainer and its data
+    source. ``version`` is that of the weights, ``validations`` how often was validated; ``best_reward`` and
+    ``reward_means`` are what the reports go on from."""
+
+    iteration: int = 0
+    version: str = "0"
+    validations: int = 0
+    best_reward: float | None = None
+    reward_means: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a finished run returns. ``reward_means`` has one entry per iteration."""
+
+    iterations: int
+    reward_means: tuple[float, ...]
+    metrics: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,357 @@
+"""What goes to SGLang and what comes back, and the joining of a generation that was aborted in between; no I/O here.
+
+Log-probs are natural logs of softmax(logits / temperature), not renormalised for top_p or top_k: the same convention in
+the engine and the trainer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any, Literal
+
+from agl_slime.errors import ConfigError, EngineError, EngineProtocolError
+
+FinishReason = Literal["stop", "length", "abort"]
+Decode = Callable[..., str]
+"""A tokenizer's ``decode(ids, skip_special_tokens=...)``."""
+
+# SGLang's Req._check_vocab_boundary_finish: a sampled id outside the vocabulary becomes an end token, with this as the
+# "stop string" that matched
+_NAN_MARK = "NaN happened"
+
+# what makes an answer depend on a state that a resumed request does not have
+_GRAMMAR_KEYS = ("regex", "json_schema", "ebnf", "structural_tag")
+
+_first, _second = itemgetter(0), itemgetter(1)
+
+_DECODED_AFTER = 5  # SGLang's INIT_INCREMENTAL_DETOKENIZATION_OFFSET
+
+_CUT = "\ufffd"
+"""What decoding writes for bytes that are no whole character."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample one generation; the names are SGLang's.
+
+    ``max_new_tokens`` counts the tokens of one call, resumed parts included. ``extra`` is sent as it stands (``regex``
+    and the like).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError(f"temperature must be a finite number of at least 0, got {self.temperature!r}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p!r}")
+        if self.top_k == 0 or self.top_k < -1:
+            raise ConfigError(f"top_k must be -1 (all tokens) or at least 1, got {self.top_k!r}")
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens!r}")
+
+    def to_payload(self) -> dict[str, Any]:
+        payload: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "max_new_tokens": self.max_new_tokens,
+            "skip_special_tokens": self.skip_special_tokens,
+            # a trained token must be kept in the text as well as in the ids, or the two do not line up
+            "spaces_between_special_tokens": False,
+        }
+        if self.stop:
+            payload["stop"] = list(self.stop)
+        if self.stop_token_ids:
+            payload["stop_token_ids"] = list(self.stop_token_ids)
+        return payload | dict(self.extra)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpan:
+    """Output tokens ``start`` (inclusive) to ``end`` (exclusive) were sampled by weight version ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One generation: ``output_ids`` and ``log_probs`` are the engine's, one log-prob per id; the stop token is among
+    the ids.
+
+    ``text`` is for reading, not for training. ``resumed`` counts how often an aborted generation was taken up again.
+    """
+
+    output_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason
+    matched_stop: int | str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    weight_versions: tuple[WeightSpan, ...] = ()
+    request_id: str = ""
+    latency_s: float = 0.0
+    resumed: int = 0
+
+    @property
+    def weight_version(self) -> str | None:
+        """The version that sampled the last token."""
+        return self.weight_versions[-1].version if self.weight_versions else None
+
+
+def parse_generation(body: Any, *, latency_s: float = 0.0, where: str = "/generate") -> Generation:
+    """A ``/generate`` answer (asked with ``return_logprob``) as a ``Generation``; ``where`` names the URL in errors.
+
+    Raises ``EngineProtocolError`` when the answer does not have SGLang's shape, or a log-prob is not finite;
+    ``EngineError`` when the engine says that its logits were NaN.
+    """
+    if not isinstance(body, Mapping) or not isinstance(body.get("meta_info"), Mapping):
+        raise EngineProtocolError(f"{where} answered {_short(body)}, which is not SGLang's form (no meta_info)")
+    meta: Mapping[str, Any] = body["meta_info"]
+    finish = meta.get("finish_reason")
+    kind = finish.get("type") if isinstance(finish, Mapping) else None
+    if not isinstance(finish, Mapping) or kind not in ("stop", "length", "abort"):
+        raise EngineProtocolError(f"{where} answered finish_reason {_short(finish)}; expected stop, length or abort")
+    if kind == "stop" and finish.get("matched") == _NAN_MARK:
+        raise EngineError(f"{where} computed NaN logits and replaced the sampled token: its weights are broken")
+    pairs = meta.get("output_token_logprobs")
+    if pairs is None:
+        if kind != "abort" and body.get("output_ids"):
+            raise EngineProtocolError(f"{where} answered without output_token_logprobs although return_logprob was set")
+        pairs = []
+    try:
+        ids = tuple(map(int, map(_second, pairs)))
+        log_probs = tuple(map(float, map(_first, pairs)))
+    except (TypeError, ValueError, IndexError) as error:
+        raise EngineProtocolError(f"{where} answered output_token_logprobs of another form: {_short(pairs)}") from error
+    if not all(map(math.isfinite, log_probs)):
+        raise EngineProtocolError(f"{where} answered a log-prob that is NaN or infinite")
+    return Generation(
+        output_ids=ids,
+        log_probs=log_probs,
+        text=str(body.get("text") or ""),
+        finish_reason=kind,
+        matched_stop=finish.get("matched"),
+        prompt_tokens=int(meta.get("prompt_tokens") or 0),
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+        weight_versions=_weight_spans(meta, len(ids), where),
+        request_id=str(meta.get("id") or ""),
+        latency_s=latency_s,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PartRequest:
+    """One request to send: ``input_ids`` = prompt + the ids sampled so far."""
+
+    input_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+class ResumableGeneration:
+    """One generation in the making: ``while not done: add(send(next_request()))``.
+
+    A weight sync pauses the engine with mode ``abort``: running requests answer at once with what they have. To the
+    agent one model call stays one model call, so the next part's prompt is the prompt plus all ids sampled so far, and
+    its budget is what is left of ``max_new_tokens``.
+
+    The invariant: ``output_ids`` are exactly what the engine sampled, in order, each with the log-prob and weight
+    version of its own sampling, and it ends where one that was never aborted would have ended:
+
+    - **Budget**: at ``max_new_tokens`` ids the reason is ``length``, which the engine checks before anything else.
+    - **Stop tokens**: SGLang looks at the abort mark before it looks at the sampled token, so the last id of an aborted
+      part may be a stop token that nobody acted on; ``eos_token_ids`` are the model's own.
+    - **Stop strings**: the engine searches only what one request sampled. When the text so far ends in the beginning of
+      a stop string, the next part is asked for one token at a time, until the string is complete or can no longer
+      become one: rare, and a hit of the prefix cache.
+    - **Text**: the engine decodes each part alone, so a character whose bytes are split is U+FFFD in both. With
+      ``decode``, the text of joined parts is decoded from their ids.
+    - **Constrained output**: a grammar would start anew in the middle, so such a generation starts again from nothing.
+    - ``min_new_tokens`` shrinks with each part.
+
+    What it cannot give back: penalties (``repetition_penalty`` and its kin) and ``stop_regex`` see one part only.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        eos_token_ids: Collection[int] = (),
+        context_length: int | None = None,
+        decode: Decode | None = None,
+    ) -> None:
+        self._prompt = tuple(prompt_ids)
+        self._sampling = sampling
+        self._stop_ids = frozenset(sampling.stop_token_ids) | frozenset(eos_token_ids)
+        if sampling.extra.get("ignore_eos"):
+            self._stop_ids = frozenset()
+        self._stops = tuple(stop for stop in sampling.stop if stop)
+        self._trim = not sampling.extra.get("no_stop_trim")
+        self._decode = decode
+        self._constrained = any(sampling.extra.get(key) for key in _GRAMMAR_KEYS)
+        self._budget = sampling.max_new_tokens
+        if context_length is not None:
+            self.limit_context(context_length)
+        self._ids: list[int] = []
+        self._log_probs: list[float] = []
+        self._text = ""
+        self._spans: list[WeightSpan] = []
+        self._counts = (0, 0)
+        self._request_id = ""
+        self._finish: FinishReason | None = None
+        self._matched: int | str | None = None
+        self._aborted = False
+        self.resumed = 0
+        """How often an aborted generation was taken up again."""
+        self.empty_parts = 0
+        """Parts in a row, up to now, that brought no token."""
+
+    @property
+    def done(self) -> bool:
+        return self._finish is not None
+
+    @property
+    def sampled(self) -> int:
+        """Ids kept so far."""
+        return len(self._ids)
+
+    @property
+    def _open_stop(self) -> bool:
+        """The text ends in the beginning of a stop string; a character cut at its end may be the string's next one."""
+        whole = self._text.rstrip(_CUT)
+        cut = whole != self._text
+        return bool(self._ids) and any(
+            whole.endswith(stop[:n]) and (not stop[n].isascii() if cut else n > 0)
+            for stop in self._stops
+            for n in range(len(stop))
+        )
+
+    def limit_context(self, context_length: int) -> None:
+        """Shorten the budget so that prompt + new tokens fit: SGLang refuses a request for more."""
+        self._budget = min(self._budget, context_length - len(self._prompt))
+
+    def next_request(self) -> PartRequest:
+        if self._aborted:
+            self._aborted = False
+            self.resumed += 1
+            if self._constrained:
+                self._ids, self._log_probs, self._text, self._spans = [], [], "", []
+        extra = self._sampling.extra
+        if self._ids and extra.get("min_new_tokens"):
+            least = max(0, int(extra["min_new_tokens"]) - len(self._ids))
+            extra = {**extra, "min_new_tokens": min(least, 1) if self._open_stop else least}
+        left = 1 if self._open_stop else self._budget - len(self._ids)
+        return PartRequest((*self._prompt, *self._ids), replace(self._sampling, max_new_tokens=left, extra=extra))
+
+    def add(self, part: Generation) -> None:
+        """Take in the answer to ``next_request``."""
+        one_token = self._open_stop
+        searched = max(0, len(self._text) - max(map(len, self._stops), default=1) + 1)
+        offset = len(self._ids)
+        if self._counts[0] == 0:  # a part that was aborted in the queue has no counts
+            self._counts = (part.prompt_tokens, part.cached_tokens)
+        self._request_id = part.request_id
+        self.empty_parts = 0 if part.output_ids else self.empty_parts + 1
+        self._ids += part.output_ids
+        self._log_probs += part.log_probs
+        self._text += part.text
+        for span in part.weight_versions:
+            self._add_span(WeightSpan(span.version, span.start + offset, span.end + offset))
+        if part.finish_reason == "stop":
+            self._finish, self._matched = "stop", part.matched_stop
+        elif part.finish_reason == "abort" or one_token:
+            self._aborted = part.finish_reason == "abort"
+        else:
+            self._finish = "length"
+        if offset and part.output_ids and self._decode is not None:
+            self._text = self._decoded(self._ids, self._decode)
+            self._trim_stop(searched)
+        if self._finish is None:
+            self._end_if_over(searched)
+
+    def give_up(self, reason: FinishReason) -> None:
+        """End with what is there (no room in the context for another token, or the caller does not want a resume)."""
+        self._finish = reason
+
+    def result(self, *, latency_s: float) -> Generation:
+        assert self._finish is not None
+        return Generation(
+            output_ids=tuple(self._ids),
+            log_probs=tuple(self._log_probs),
+            text=self._text,
+            finish_reason=self._finish,
+            matched_stop=self._matched,
+            prompt_tokens=self._counts[0],
+            cached_tokens=self._counts[1],
+            weight_versions=tuple(self._spans),
+            request_id=self._request_id,
+            latency_s=latency_s,
+            resumed=self.resumed,
+        )
+
+    def _end_if_over(self, searched: int) -> None:
+        """The engine ended this part before it looked whether the generation is over: look now, in the engine's own
+        order (length, stop strings, stop tokens)."""
+        if len(self._ids) >= self._budget:
+            self._finish = "length"
+            return
+        matched: int | str | None = next((stop for stop in self._stops if self._text.find(stop, searched) >= 0), None)
+        if matched is None and self._ids and self._ids[-1] in self._stop_ids:
+            matched = self._ids[-1]
+        if matched is not None:
+            self._finish, self._matched = "stop", matched
+            self._trim_stop(searched)
+
+    def _trim_stop(self, searched: int) -> None:
+        """Cut what ended the generation off the text, as the engine does."""
+        if not self._trim:
+            return
+        if isinstance(self._matched, int) and self._decode is not None:
+            self._text = self._decoded(self._ids[:-1], self._decode)
+        elif isinstance(self._matched, str) and (at := self._text.find(self._matched, searched)) >= 0:
+            self._text = self._text[:at]
+
+    def _decoded(self, ids: Sequence[int], decode: Decode) -> str:
+        # after the prompt's last tokens, as SGLang does: some tokenizers drop a blank at the very beginning
+        head, skip = list(self._prompt[-_DECODED_AFTER:]), self._sampling.skip_special_tokens
+        return decode([*head, *ids], skip_special_tokens=skip)[len(decode(head, skip_special_tokens=skip)) :]
+
+    def _add_span(self, span: WeightSpan) -> None:
+        if self._spans and self._spans[-1].version == span.version and self._spans[-1].end == span.start:
+            self._spans[-1] = WeightSpan(span.version, self._spans[-1].start, span.end)
+        elif span.end > span.start:
+            self._spans.append(span)
+
+
+def _weight_spans(meta: Mapping[str, Any], n_tokens: int, where: str) -> tuple[WeightSpan, ...]:
+    # newer servers list which tokens each version sampled; older ones name only the version at the end
+    listed = meta.get("weight_versions")
+    if listed:
+        try:
+            spans = [
+                WeightSpan(str(item["version"]), int(item["start"]), min(int(item["end"]), n_tokens)) for item in listed
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineProtocolError(f"{where} answered weight_versions of another form: {_short(listed)}") from error
+        return tuple(span for span in spans if span.start < span.end)
+    version = meta.get("weight_version")
+    return () if version is None or n_tokens == 0 else (WeightSpan(str(version), 0, n_tokens),)
+
+
+def _short(value: Any, limit: int = 200) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "…"

@@ -1,0 +1,191 @@
+"""``--trainer slime`` with all of a run but slime: its trainer is a stand-in that keeps what it was asked for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from agl_slime.errors import ConfigError
+from agl_slime.loop.tasks import ShuffledTasks
+from agl_slime.run import slime
+from agl_slime.run.settings import TrainConfig
+from agl_slime.support.agl import NamedResources, Rollout
+from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.slime.contract_agent import ByteTokenizer, ContractAgent
+
+BATCH, SIZE = 3, 2
+HERE = "tests.integration.test_slime_run"
+
+
+class NumbersAgent(ContractAgent):
+    """Keeps its tasks and how they were to be sampled; writes its process into the file that a task names."""
+
+    seen: list[str] = []
+    sampling: list[dict[str, Any]] = []
+    lock = threading.Lock()
+
+    async def rollout_async(self, task: dict[str, Any], resources: NamedResources, rollout: Rollout) -> None:
+        if "process" in task:
+            Path(task["process"]).write_text(str(os.getpid()))
+        with self.lock:
+            self.seen.append(task["prompt"])
+            self.sampling.append(dict(resources["main_llm"].sampling_parameters))  # type: ignore[union-attr]
+        await super().rollout_async(task, resources, rollout)
+
+
+class StandIn:
+    """A ``SlimeTrainer`` that counts. A checkpoint is a file with the number of its step."""
+
+    trained: list[int] = []
+    args: Any = None
+
+    def __init__(self, *, args: Any) -> None:
+        StandIn.args = self.args = args
+        self.updates = 0
+        self.saved: int | None = None
+
+    @property
+    def first_rollout_id(self) -> int:
+        return self.args.start_rollout_id
+
+    def start(self) -> None:
+        loaded = self.args.load is not None
+        self.args.start_rollout_id = int((Path(self.args.load) / "latest").read_text()) + 1 if loaded else 0
+        self.updates = 1
+
+    def train(self, rollout_id: int) -> int:
+        StandIn.trained.append(rollout_id)
+        if self.args.save is not None:
+            Path(self.args.save).mkdir(exist_ok=True)
+            (Path(self.args.save) / "latest").write_text(str(rollout_id))
+            self.saved = rollout_id
+        return 1
+
+    def update_weights(self) -> str:
+        self.updates += 1
+        return str(self.updates)
+
+    def stop(self) -> None: ...
+
+
+def parse(flags: Sequence[str]) -> Any:
+    """slime's flags, as far as these tests give any."""
+    parser = argparse.ArgumentParser()
+    for name in ("num-rollout", "rollout-batch-size", "n-samples-per-prompt", "rollout-max-response-len"):
+        parser.add_argument(f"--{name}", type=int)
+    for name in ("rollout-temperature", "rollout-top-p", "eval-temperature"):
+        parser.add_argument(f"--{name}", type=float)
+    parser.add_argument("--load")
+    parser.add_argument("--save")
+    return parser.parse_known_args(list(flags))[0]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(slime, "require_slime", lambda: None)
+    monkeypatch.setattr(slime, "parse_slime_args", parse)
+    monkeypatch.setattr(slime, "SlimeTrainer", StandIn)
+    monkeypatch.setattr(slime, "load_tokenizer", lambda path: ByteTokenizer())
+    for kept in (StandIn.trained, NumbersAgent.seen, NumbersAgent.sampling):
+        kept.clear()
+    with in_thread(ScriptedEngine()) as engine:
+        yield engine.url
+
+
+def config_for(engine: str, directory: Path, n: int, tasks: list[dict[str, Any]], **settings: Any) -> TrainConfig:
+    file = directory / "tasks.jsonl"
+    file.write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    return TrainConfig(
+        agent=f"{HERE}:NumbersAgent",
+        trainer="slime",
+        sglang_url=engine,
+        model_path=directory,
+        tasks=file,
+        num_iterations=n,
+        rollout_batch_size=BATCH,
+        n_samples_per_prompt=SIZE,
+        eval_interval=0,
+        output_dir=directory / f"run-{n}",
+        overwrite=True,
+        **settings,
+    )
+
+
+async def run(config: TrainConfig, *flags: str) -> Any:
+    return await slime.run_slime_training(config, flags, console=Console(quiet=True))
+
+
+def numbered(n: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"task {number}", "label": ""} for number in range(n)]
+
+
+def iterations() -> list[set[str]]:
+    """The tasks that were run, by iteration."""
+    per = BATCH * SIZE
+    return [set(NumbersAgent.seen[i : i + per]) for i in range(0, len(NumbersAgent.seen), per)]
+
+
+@pytest.mark.parametrize("own_checkpoint", [True, False], ids=["ours", "of slime's own loop"])
+async def test_a_loaded_run_goes_on_with_the_next_task_and_ends_in_time(
+    engine: str, tmp_path: Path, own_checkpoint: bool
+):
+    """fault 11: tasks began again at the first one, and slime ran past --num-rollout."""
+    tasks = numbered(4 * BATCH)
+    checkpoint = tmp_path / "checkpoint"
+    await run(config_for(engine, tmp_path, 2, tasks), "--save", str(checkpoint))
+    [state] = (checkpoint / "rollout").glob("agl_loop_1.json")
+    if not own_checkpoint:
+        state.unlink()
+    result = await run(config_for(engine, tmp_path, 4, tasks), "--load", str(checkpoint))
+    assert StandIn.trained == [0, 1, 2, 3]
+    assert result.iterations == 4
+    assert len(result.reward_means) == (4 if own_checkpoint else 2)
+    in_order = ShuffledTasks(tasks=tasks, seed=0)
+    assert iterations() == [{task["prompt"] for task in in_order.next_batch(BATCH)} for _ in range(4)]
+
+
+async def test_a_loaded_run_that_is_done_says_so(engine: str, tmp_path: Path):
+    flags = ("--save", str(tmp_path / "checkpoint"))
+    await run(config_for(engine, tmp_path, 1, numbered(3)), *flags)
+    with pytest.raises(ConfigError, match="--num-iterations above 1"):
+        await run(config_for(engine, tmp_path, 1, numbered(3)), "--load", str(tmp_path / "checkpoint"))
+
+
+async def test_slimes_sampling_flags_reach_the_agents(engine: str, tmp_path: Path):  # fault 6
+    config = config_for(engine, tmp_path, 1, numbered(3), temperature=0.8, max_new_tokens=7)
+    await run(config, "--rollout-top-p", "0.9")
+    assert NumbersAgent.sampling == [{"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 7}] * BATCH * SIZE
+
+
+async def test_slimes_evaluation_flags_are_refused(engine: str, tmp_path: Path):  # fault 6
+    with pytest.raises(ConfigError, match="--eval-temperature"):
+        await run(config_for(engine, tmp_path, 1, numbered(3)), "--eval-temperature", "0")
+
+
+async def test_the_store_host_is_where_slimes_manager_reaches_the_store(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):  # fault 6
+    monkeypatch.delenv("AGL_SLIME_STORE_TOKEN", raising=False)
+    await run(config_for(engine, tmp_path, 1, numbered(3), store_host="0.0.0.0"))
+    assert StandIn.args.agl_store_token  # an address that others reach needs one
+    await run(config_for(engine, tmp_path, 1, numbered(3)))
+    assert StandIn.args.agl_store_url.startswith("http://127.0.0.1:")
+    assert StandIn.args.agl_store_token is None
+
+
+@pytest.mark.slow  # a process that imports Agent Lightning
+async def test_runners_in_processes_run_the_agent(engine: str, tmp_path: Path):  # fault 6
+    file = tmp_path / "process"
+    await run(
+        config_for(engine, tmp_path, 1, [{"prompt": "x", "label": "", "process": str(file)}], runners="process:1")
+    )
+    assert int(file.read_text()) != os.getpid()
+    assert NumbersAgent.seen == []
