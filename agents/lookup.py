@@ -1,7 +1,9 @@
 """A two-turn agent with a tool: call ``lookup`` with the key of the question, read what it returns, answer with it.
 
-The value is random, so the only way to a reward is to call the tool with the right key and to copy what it says. Start
-it with ``python train.py``.
+The value is random, so the only way to a reward is to call the tool with the right key and to copy what it says.
+``python train.py`` runs the same agent from inside the package; a copy of this file runs as
+
+    python train.py --agent path/to/lookup.py:LookupAgent
 """
 
 from __future__ import annotations

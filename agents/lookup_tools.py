@@ -1,6 +1,6 @@
 """The lookup agent by declaration: a tool, a scheduler and a limit of turns in place of a ``run`` of its own.
 
-python train.py --agent agents.lookup_tools:LookupToolsAgent
+python train.py --agent agents/lookup_tools.py:LookupToolsAgent
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ answer is that.
 
 Both names are random, so the only way to a reward is to call both tools, the second with what the first returned.
 
-    python train.py --agent agents.research:ResearchAgent
+    python train.py --agent agents/research.py:ResearchAgent
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A one-turn agent: write three letters backwards. ``python train.py --agent agents.reverse:ReverseAgent``"""
+"""A one-turn agent: write three letters backwards. ``python train.py --agent agents/reverse.py:ReverseAgent``"""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError, spell_exception
-from agl_slime.rollout.loading import check_files
 from agl_slime.run.settings import TrainConfig
 
 # With this variable set, tracebacks and the package's debug messages are shown.
@@ -87,7 +86,7 @@ def _train(arguments: list[str]) -> int:
     try:
         own, slime_flags = _split_at_dashes(arguments)
         config = tyro.cli(TrainConfig, prog="train.py", args=own)
-        check_files(config)
+        config.check_files()
         console = Console()
         _configure_logging(errors, debug=debug)
         with console.status("loading ...") if console.is_terminal else nullcontext():

@@ -12,7 +12,9 @@ import time
 from statistics import median
 
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.store.feed import FeedPosition, RemoteStore, StoreService
+from agl_slime.store.client import RemoteStore
+from agl_slime.store.feed import FeedPosition
+from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest
 
 SIZES = (100, 1_000, 5_000, 10_000)
@@ -41,7 +43,7 @@ async def measure(store: BridgeStore, url: str) -> None:
             assert len(found) == ended
         # a follower has read all but the last one
         for _ in range(LOOKS):
-            position = FeedPosition(position.epoch or await epoch_of(remote), ended - 1)
+            position = FeedPosition(position.instance_id or await instance_of(remote), ended - 1)
             began = time.perf_counter()
             async for page in remote.follow_finished(position):
                 reads.append(time.perf_counter() - began)
@@ -51,9 +53,9 @@ async def measure(store: BridgeStore, url: str) -> None:
     await remote.close()
 
 
-async def epoch_of(remote: RemoteStore) -> str:
+async def instance_of(remote: RemoteStore) -> str:
     async for page in remote.follow_finished(FeedPosition()):
-        return page["epoch"]
+        return page["instance_id"]
     raise AssertionError("the feed ended")
 
 

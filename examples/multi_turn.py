@@ -12,20 +12,38 @@ import argparse
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from agents.lookup_tools import DEMONSTRATIONS, LookupTable
+from agl_slime.demo.formats import LookupDemonstrations
 from agl_slime.rollout.batched.multi_turn import IGNORED_LABEL, MultiTurnRollout
 from agl_slime.rollout.batched.sampler import SGLangSampler
 from agl_slime.rollout.batched.samples import trajectory_to_samples
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.sglang.generation import SamplingParams
 from agl_slime.tokens.tokenizer import load_tokenizer
+
+DEMONSTRATIONS = LookupDemonstrations()
+
+
+class LookupTable:
+    """The table of one task; a class, since each rollout needs its own."""
+
+    schema = {
+        "name": DEMONSTRATIONS.tool_name,
+        "description": "Look up what is stored under a key.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+    }
+
+    def __init__(self, task: Mapping[str, Any]) -> None:
+        self._task = task
+
+    def __call__(self, key: str) -> str:
+        return DEMONSTRATIONS.observation(self._task, key)
 
 
 @contextmanager

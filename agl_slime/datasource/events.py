@@ -182,7 +182,7 @@ class CompletionFeed:
         await self._begun.wait()
         progress = self._owner.progress
         async for page in follow(progress.position):
-            if progress.position.epoch and page["epoch"] != progress.position.epoch:
+            if progress.position.instance_id and page["instance_id"] != progress.position.instance_id:
                 await self._owner.store_restarted()
             with self._owner.changed:
                 fresh = progress.take(page)

@@ -32,7 +32,7 @@ class FollowProgress:
     def take(self, page: FeedPage) -> list[str]:
         """Move the position to the end of ``page``; returns the rollouts to look at."""
         first = page["last"] - len(page["rollout_ids"]) + 1
-        self.position.epoch, self.position.after = page["epoch"], page["last"]
+        self.position.instance_id, self.position.after = page["instance_id"], page["last"]
         fresh: list[str] = []
         for number, rollout_id in enumerate(page["rollout_ids"], first):
             if rollout_id in self._known:
@@ -61,7 +61,7 @@ class FollowProgress:
     def state(self) -> dict[str, Any]:
         after = self._ends[0].number - 1 if self._ends else self.position.after
         return {
-            "epoch": self.position.epoch,
+            "epoch": self.position.instance_id,
             "after": after,
             "settled": [end.rollout_id for end in self._ends if end.settled] + sorted(self._known),
         }

@@ -1,60 +1,55 @@
-"""The tiny policy: a Qwen3 model of about 128,000 parameters and its tokenizer, made locally in seconds and saved as an
-ordinary Hugging Face checkpoint.
+"""The tiny policy: a Qwen3 model of about 128,000 parameters and its tokenizer, an ordinary Hugging Face checkpoint.
 
 It needs no download and no GPU, learns the shipped tasks in under a minute on a laptop, and a real SGLang serves the
-same directory. The same seed, demonstrations and settings give the same policy on one machine and library version.
+same directory. The one of the first command (the lookup task, seed 0) is shipped beside this file, as
+``scripts/make_demo_policy.py`` made it; any other is made in some 10 seconds. The same seed, demonstrations and
+settings give the same policy on one machine and library version.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import hashlib
 import json
 import os
 import random
 import shutil
-import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from agl_slime.demo.formats import DEFAULT_SOURCES, DemonstrationSource
 from agl_slime.errors import ConfigError, MissingDependencyError
-
-try:
-    import torch
-    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    from agl_slime.demo.tokenizer import train_tokenizer
-    from agl_slime.demo.warmup import WarmupSettings, warm_up
-except ImportError as error:
-    raise MissingDependencyError(
-        'making the tiny policy needs torch and transformers: pip install "agl-slime[local]"'
-    ) from error
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from agl_slime.support.files import whole_directory
 
 SPEC_FILE = "agl_slime_policy.json"
-"""Beside the checkpoint: the hash of what it was made from, and what the warm-up reported."""
+"""Beside the checkpoint: the hash of what it was made from, where, and what the warm-up reported."""
 
-_FORMAT = 1  # raise when the code changes what the same spec gives
+SHIPPED = Path(__file__).parent / "lookup_policy"
 
-# General words fill the vocabulary, so that merges are not spent on the random letters of keys: those stay single
-# tokens, which is what makes them quick to copy.
-_GENERAL_TEXT = (
-    "The model reads the question and writes an answer. When it needs to know something, it can use a tool: it sends a name and a list of "
-    "arguments, waits for the result, and then goes on from there. A good\n"
-    "answer is short and correct. If the first try fails, look at the error message, think about what went wrong, and try again with other "
-    "values. Please explain each step before you give the final number.\n"
-    "You are a helpful assistant. Here is some text for you to read, check and change. Write the sum of these numbers, count the words in "
-    "that line, return the last item, or say which of the two is larger.\n"
-    "Every user has a file with data, code, time and place; every file has a first and a second part. We can add, find, open, close, start, "
-    "stop, sort, reverse or search them by key, value, type or order."
-)
+_FORMAT = 2  # raise when the code changes what the same spec gives
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupSettings:
+    """How the warm-up trains (see ``agl_slime.demo.warmup``). Steps are optimiser steps of ``batch_size``
+    conversations."""
+
+    batch_size: int = 16
+    learning_rate: float = 4e-3
+    lr_warmup_steps: int = 10
+    betas: tuple[float, float] = (0.9, 0.99)
+    grad_clip: float = 0.3
+    probe_size: int = 64
+    """Conversations in the probe, drawn once and never trained on."""
+    probe_every: int = 5
+    target: float = 0.9
+    """Share of the probe's assistant turns in which every token is the model's first choice; reached, phase 1 ends."""
+    max_steps: int = 600
+    """Phase 1 gives up here with an error; it is a bound, not a schedule."""
+    decay_steps: int = 30
+    """Steps over which the learning rate then falls to 0, still on clean ones: the share of sampled turns that are
+    right rises from 0.6 to 0.9."""
+    imperfect_steps: int = 60
+    imperfect_learning_rate: float = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +81,14 @@ def make_policy(
     seed: int = 0,
     demonstrations: DemonstrationSource | None = None,
     settings: PolicySettings | None = None,
+    anew: bool = False,
 ) -> Path:
     """Make the tiny policy in ``directory`` (created when missing) and return its path; a directory that already holds
     the same policy is returned as it is.
 
-    ``demonstrations`` is what the warm-up trains on, by default the lookup task. The directory appears complete or not
-    at all. Raises ``ConfigError`` when it exists and holds something else, ``TrainerError`` when the warm-up does not
-    pass its probe.
+    ``demonstrations`` is what the warm-up trains on, by default the lookup task. The shipped policy is copied where it
+    is the one asked for, unless ``anew``. The directory appears complete or not at all. Raises ``ConfigError`` when it
+    exists and holds something else, ``TrainerError`` when the warm-up does not pass its probe.
     """
     target = Path(directory).expanduser().resolve()
     source = demonstrations if demonstrations is not None else DEFAULT_SOURCES[0]
@@ -103,79 +99,36 @@ def make_policy(
         if found == spec:
             return target
         if found is None:
-            raise ConfigError(
-                f"the policy's directory {target} is not empty and holds no tiny policy: name another directory"
-            )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+            raise ConfigError(f"the policy's directory {target} holds no tiny policy: name another directory")
     try:
-        _make(part, spec, seed, source, settings)
-        os.chmod(part, 0o755)  # mkdtemp makes it private; a server may run as another user
-        if target.exists():
-            shutil.rmtree(target)
-        try:
-            os.replace(part, target)
-        except OSError:
-            if _read_spec(target) != spec:  # another process made the same policy meanwhile
-                raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+        with whole_directory(target, durable=False) as fresh:
+            if not anew and _read_spec(SHIPPED) == spec:
+                for file in SHIPPED.iterdir():
+                    shutil.copyfile(file, fresh / file.name)
+            else:
+                _make(fresh, spec, seed, source, settings)
+    except OSError:
+        if _read_spec(target) != spec:  # another process made the same policy meanwhile
+            raise
     return target
 
 
-def make_tokenizer(
-    source: DemonstrationSource, *, vocab_size: int = 460, max_length: int = 4096
-) -> PreTrainedTokenizerBase:
-    """The tokenizer for ``source``; the two default tasks are always among its texts."""
-    texts = [_GENERAL_TEXT] * 8
-    for each in (*DEFAULT_SOURCES, source):
-        # few conversations: the fixed wording repeats in all of them, the random keys do not
-        for quality in ("clean", "imperfect"):
-            for conversation in each.demonstrations(random.Random(0), 16, quality=quality):
-                for message in conversation:
-                    texts += [str(message["role"]), str(message["content"])]
-    return train_tokenizer(texts, vocab_size=vocab_size, max_length=max_length)
-
-
 def _make(directory: Path, spec: str, seed: int, source: DemonstrationSource, settings: PolicySettings) -> None:
-    tokenizer = make_tokenizer(source, vocab_size=settings.vocab_size, max_length=settings.max_position_embeddings)
-    shape: dict[str, Any] = {
-        "vocab_size": settings.vocab_size,
-        "hidden_size": settings.hidden_size,
-        "intermediate_size": settings.intermediate_size,
-        "num_hidden_layers": settings.num_hidden_layers,
-        "num_attention_heads": settings.num_attention_heads,
-        "num_key_value_heads": settings.num_key_value_heads,
-        "head_dim": settings.head_dim,
-        "initializer_range": settings.initializer_range,
-        "rope_theta": settings.rope_theta,
-        "max_position_embeddings": settings.max_position_embeddings,
-        "tie_word_embeddings": True,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": None,
-    }
-    config = Qwen3Config(**shape)  # rope_theta is a field in transformers 4 and a converted keyword in 5
-    with torch.random.fork_rng(devices=[]), _one_thread():
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).float()
-        report = warm_up(model, tokenizer, source, seed=seed, settings=settings.warmup)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, temperature=1.0
-    )
-    with _no_progress_bar():
-        model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    (directory / SPEC_FILE).write_text(
-        json.dumps({"spec": spec, "seed": seed, "warmup": dataclasses.asdict(report)}, indent=2) + "\n",
-        encoding="utf-8",
-    )
+    try:
+        from agl_slime.demo.warmup import train_policy
+    except ImportError as error:
+        raise MissingDependencyError(
+            'making the tiny policy needs torch and transformers: pip install "agl-slime[local]"'
+        ) from error
+    report = train_policy(directory, seed=seed, source=source, settings=settings)
+    text = json.dumps({"spec": spec, "seed": seed, **report}, indent=2) + "\n"
+    (directory / SPEC_FILE).write_text(text, encoding="utf-8")
 
 
 def _spec(seed: int, source: DemonstrationSource, settings: PolicySettings) -> str:
     # the conversations themselves stand for the source: an edited task makes another policy
     sample = [source.demonstrations(random.Random(1), 16, quality=quality) for quality in ("clean", "imperfect")]
-    text = json.dumps([_FORMAT, seed, dataclasses.asdict(settings), sample], sort_keys=True)
+    text = json.dumps([_FORMAT, seed, asdict(settings), sample], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -184,25 +137,3 @@ def _read_spec(directory: Path) -> str | None:
         return str(json.loads((directory / SPEC_FILE).read_text(encoding="utf-8"))["spec"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    # tensors this small are slower on several threads, and sums in another order would give another policy
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()

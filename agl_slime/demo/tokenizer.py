@@ -6,16 +6,31 @@ a rollout can be continued in token space.
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Sequence
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from agl_slime.demo.formats import DEFAULT_SOURCES, DemonstrationSource
 from agl_slime.errors import ConfigError
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _TOOL_MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>")
+
+# General words fill the vocabulary, so that merges are not spent on the random letters of keys: those stay single
+# tokens, which is what makes them quick to copy.
+_GENERAL_TEXT = (
+    "The model reads the question and writes an answer. When it needs to know something, it can use a tool: it sends "
+    "a name and a list of arguments, waits for the result, and then goes on from there. A good\n"
+    "answer is short and correct. If the first try fails, look at the error message, think about what went wrong, and "
+    "try again with other values. Please explain each step before you give the final number.\n"
+    "You are a helpful assistant. Here is some text for you to read, check and change. Write the sum of these "
+    "numbers, count the words in that line, return the last item, or say which of the two is larger.\n"
+    "Every user has a file with data, code, time and place; every file has a first and a second part. We can add, "
+    "find, open, close, start, stop, sort, reverse or search them by key, value, type or order."
+)
 
 # Digits are split one by one, as Qwen's pre-tokenizer does; a run of blanks keeps its last blank for the word that
 # follows.
@@ -50,6 +65,20 @@ CHAT_TEMPLATE = """\
 """
 
 
+def make_tokenizer(
+    source: DemonstrationSource, *, vocab_size: int = 460, max_length: int = 4096
+) -> PreTrainedTokenizerFast:
+    """The tokenizer for ``source``; the two default tasks are always among its texts."""
+    texts = [_GENERAL_TEXT] * 8
+    for each in (*DEFAULT_SOURCES, source):
+        # few conversations: the fixed wording repeats in all of them, the random keys do not
+        for quality in ("clean", "imperfect"):
+            for conversation in each.demonstrations(random.Random(0), 16, quality=quality):
+                for message in conversation:
+                    texts += [str(message["role"]), str(message["content"])]
+    return train_tokenizer(texts, vocab_size=vocab_size, max_length=max_length)
+
+
 def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 460, max_length: int = 4096) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of exactly ``vocab_size`` tokens, the added tokens included.
 
@@ -80,7 +109,7 @@ def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 460, max_length: 
     size = tokenizer.get_vocab_size()
     if size != vocab_size:
         raise ConfigError(
-            f"vocab_size is {vocab_size}, but these texts give a vocabulary of {size} tokens: pass more texts or vocab_size={size}"
+            f"vocab_size is {vocab_size}, these texts give {size} tokens: pass more texts or vocab_size={size}"
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

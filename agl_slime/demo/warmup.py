@@ -1,70 +1,58 @@
-"""Supervised warm-up of the tiny policy on demonstrations, in two phases.
+"""Making the tiny policy: supervised warm-up on demonstrations, in two phases.
 
 1. Clean demonstrations until a teacher-forced probe on unseen ones is passed. The number of steps differs from seed to
-  seed, so the criterion
-decides, never a count.
+   seed, so the criterion decides, never a count.
 2. Imperfect demonstrations for a fixed number of steps. They blur what was learned, so that reinforcement starts from a
-  low reward that is not zero.
+   low reward that is not zero.
 """
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch.nn import functional
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from agl_slime.demo.formats import Demonstration, DemonstrationSource
+from agl_slime.demo.policy import PolicySettings, WarmupSettings
+from agl_slime.demo.tokenizer import make_tokenizer
 from agl_slime.errors import TrainerError
 
 _IGNORED = -100
 
 
-@dataclass(frozen=True, kw_only=True)
-class WarmupSettings:
-    """How the warm-up trains. Steps are optimiser steps of ``batch_size`` conversations."""
-
-    batch_size: int = 16
-    learning_rate: float = 4e-3
-    lr_warmup_steps: int = 10
-    betas: tuple[float, float] = (0.9, 0.99)
-    grad_clip: float = 0.3
-    probe_size: int = 64
-    """Conversations in the probe, drawn once and never trained on."""
-    probe_every: int = 5
-    target: float = 0.9
-    """Share of the probe's assistant turns in which every token is the model's first choice; reached, phase 1 ends."""
-    max_steps: int = 600
-    """Phase 1 gives up here with an error; it is a bound, not a schedule."""
-    settle_steps: int = 30
-    """Steps over which the learning rate then falls to 0, still on clean ones: the share of sampled turns that are
-    right rises from 0.6 to 0.9."""
-    imperfect_steps: int = 60
-    imperfect_learning_rate: float = 1e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmupReport:
-    """What the warm-up did: steps of each phase and the probe's value when each ended."""
-
-    clean_steps: int
-    clean_probe: float
-    imperfect_steps: int
-    final_probe: float
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Right-padded conversations, all [conversations, tokens]: a label is the id at the same place where an assistant
-    wrote it, else -100; ``turns`` is the turn's number, else -1."""
-
-    ids: torch.Tensor
-    labels: torch.Tensor
-    turns: torch.Tensor
+def train_policy(
+    directory: Path, *, seed: int, source: DemonstrationSource, settings: PolicySettings
+) -> dict[str, Any]:
+    """Make the policy and write its checkpoint into ``directory``; returns what the warm-up reports, and the libraries
+    that the weights depend on to the last bit."""
+    tokenizer = make_tokenizer(source, vocab_size=settings.vocab_size, max_length=settings.max_position_embeddings)
+    shape: dict[str, Any] = {name: value for name, value in asdict(settings).items() if name != "warmup"}
+    ends: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    # rope_theta is a field in transformers 4 and a converted keyword in 5
+    config = Qwen3Config(**shape, **ends, bos_token_id=None, tie_word_embeddings=True)
+    with torch.random.fork_rng(devices=[]), _quietly_on_one_thread():
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config).float()
+        report = warm_up(model, tokenizer, source, seed=seed, settings=settings.warmup)
+        model.generation_config = GenerationConfig(**ends, do_sample=True, temperature=1.0)
+        model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    # transformers 5 writes what transformers 4, in a server for example, does not read
+    _edit(directory / "config.json", rope_theta=settings.rope_theta)
+    _edit(directory / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    made_with = (
+        f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}, transformers {transformers.__version__}"
+    )
+    return {"warmup": report, "made_with": made_with}
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> tuple[list[int], list[int]]:
@@ -92,21 +80,24 @@ def encode(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> 
 
 
 def warm_up(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    source: DemonstrationSource,
-    *,
-    seed: int,
-    settings: WarmupSettings | None = None,
-) -> WarmupReport:
-    """Train ``model`` in place; deterministic for a seed on one machine. Raises ``TrainerError`` when the probe is not
-    passed within ``max_steps``."""
-    settings = settings or WarmupSettings()
+    model: Any, tokenizer: PreTrainedTokenizerBase, source: DemonstrationSource, *, seed: int, settings: WarmupSettings
+) -> dict[str, float]:
+    """Train ``model`` in place; deterministic for a seed on one machine. Returns the steps of each phase and the
+    probe's value when each ended. Raises ``TrainerError`` when the probe is not passed within ``max_steps``."""
     rng = random.Random(seed)
     probe = _batch(tokenizer, source.demonstrations(rng, settings.probe_size, quality="clean"))
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0, fused=True
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), betas=settings.betas, weight_decay=0.0, fused=True)
+
+    def step(quality: Any, learning_rate: float) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        batch = _batch(tokenizer, source.demonstrations(rng, settings.batch_size, quality=quality))
+        loss = functional.cross_entropy(*_answer_logits(model, batch))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
+        optimizer.step()
+
     model.train()
     score, steps = 0.0, 0
     while score < settings.target:
@@ -115,50 +106,39 @@ def warm_up(
                 f"the warm-up's probe is at {score:.2f} after {steps} steps and the target is {settings.target}: "
                 "try another seed or simpler demonstrations"
             )
-        _set_learning_rate(optimizer, settings.learning_rate * min(1.0, (steps + 1) / settings.lr_warmup_steps))
-        _train_step(
-            model,
-            optimizer,
-            _batch(tokenizer, source.demonstrations(rng, settings.batch_size, quality="clean")),
-            settings.grad_clip,
-        )
+        step("clean", settings.learning_rate * min(1.0, (steps + 1) / settings.lr_warmup_steps))
         steps += 1
         if steps % settings.probe_every == 0:
             score = _probe(model, probe)
-    for step in range(settings.settle_steps):
-        _set_learning_rate(optimizer, settings.learning_rate * (1 - (step + 1) / (settings.settle_steps + 1)))
-        _train_step(
-            model,
-            optimizer,
-            _batch(tokenizer, source.demonstrations(rng, settings.batch_size, quality="clean")),
-            settings.grad_clip,
-        )
+    for n in range(settings.decay_steps):
+        step("clean", settings.learning_rate * (1 - (n + 1) / (settings.decay_steps + 1)))
     clean_probe = _probe(model, probe)
-    _set_learning_rate(optimizer, settings.imperfect_learning_rate)
     for _ in range(settings.imperfect_steps):
-        _train_step(
-            model,
-            optimizer,
-            _batch(tokenizer, source.demonstrations(rng, settings.batch_size, quality="imperfect")),
-            settings.grad_clip,
-        )
+        step("imperfect", settings.imperfect_learning_rate)
     model.eval()
-    return WarmupReport(
-        clean_steps=steps,
-        clean_probe=clean_probe,
-        imperfect_steps=settings.imperfect_steps,
-        final_probe=_probe(model, probe),
-    )
+    return {
+        "clean_steps": steps,
+        "clean_probe": clean_probe,
+        "imperfect_steps": settings.imperfect_steps,
+        "final_probe": _probe(model, probe),
+    }
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Right-padded conversations, all [conversations, tokens]: a label is the id at the same place where an assistant
+    wrote it, else -100; ``turns`` is the turn's number, else -1."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    turns: torch.Tensor
 
 
 def _batch(tokenizer: PreTrainedTokenizerBase, demonstrations: Sequence[Demonstration]) -> _Batch:
     encoded = [encode(tokenizer, demonstration) for demonstration in demonstrations]
     width = max(len(ids) for ids, _ in encoded)
-    ids = torch.zeros(len(encoded), width, dtype=torch.long)
-    turns = torch.full((len(encoded), width), -1, dtype=torch.long)
-    for row, (row_ids, row_turns) in enumerate(encoded):
-        ids[row, : len(row_ids)] = torch.tensor(row_ids)
-        turns[row, : len(row_turns)] = torch.tensor(row_turns)
+    ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in encoded])
+    turns = torch.tensor([row + [-1] * (width - len(row)) for _, row in encoded])
     return _Batch(ids, torch.where(turns >= 0, ids, _IGNORED), turns)
 
 
@@ -170,22 +150,9 @@ def _answer_logits(model: Any, batch: _Batch) -> tuple[torch.Tensor, torch.Tenso
     return model.lm_head(hidden[:, :-1][written]), batch.labels[:, 1:][written]
 
 
-def _set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = value
-
-
-def _train_step(model: Any, optimizer: torch.optim.Optimizer, batch: _Batch, grad_clip: float) -> None:
-    logits, labels = _answer_logits(model, batch)
-    loss = functional.cross_entropy(logits, labels)
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
-    optimizer.step()
-
-
 @torch.no_grad()
 def _probe(model: Any, batch: _Batch) -> float:
+    """Share of the assistant turns in which every token is the model's first choice."""
     logits, labels = _answer_logits(model, batch)
     turns = batch.turns[:, 1:]
     written = turns >= 0
@@ -194,3 +161,22 @@ def _probe(model: Any, batch: _Batch) -> float:
     _, where = torch.unique(turn_of_token, return_inverse=True)
     missed = torch.zeros(int(where.max()) + 1).index_add_(0, where, (logits.argmax(-1) != labels).float())
     return float((missed == 0).float().mean())
+
+
+@contextmanager
+def _quietly_on_one_thread() -> Iterator[None]:
+    """Tensors this small are slower on several threads, and sums in another order would give another policy."""
+    threads, bar = torch.get_num_threads(), transformers.utils.logging
+    shown = bar.is_progress_bar_enabled()
+    torch.set_num_threads(1)
+    bar.disable_progress_bar()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if shown:
+            bar.enable_progress_bar()
+
+
+def _edit(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **fields}, indent=2) + "\n")

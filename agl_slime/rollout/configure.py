@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, spell_exception
 from agl_slime.rollout.agent import SGLangLitAgent
+from agl_slime.rollout.by_file import import_file
 from agl_slime.rollout.scheduler import make_scheduler
 
 
@@ -22,22 +20,13 @@ def load_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
     fails.
     """
     modules = []
-    for given in paths:
-        path = Path(given).expanduser().resolve()
-        if not path.is_file() or path.suffix != ".py":
-            raise ConfigError(f"--external-plugins {given}: there is no such Python file")
-        name = f"agl_slime_plugin_{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
-        if name not in sys.modules:
-            spec = importlib.util.spec_from_file_location(name, path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = sys.modules[name] = importlib.util.module_from_spec(spec)
-            try:
-                spec.loader.exec_module(module)
-            except Exception as error:  # anything may go wrong in a file of somebody else's
-                del sys.modules[name]
-                raise ConfigError(f"--external-plugins {given} failed: {type(error).__name__}: {error}") from error
-        modules.append(sys.modules[name])
+    for path in paths:
+        if Path(path).suffix != ".py" or not Path(path).expanduser().is_file():
+            raise ConfigError(f"--external-plugins {path}: there is no such Python file")
+        try:
+            modules.append(import_file(path))
+        except Exception as error:  # anything may go wrong in a file of somebody else's
+            raise ConfigError(f"--external-plugins {path} failed with {spell_exception(error)}") from error
     return modules
 
 

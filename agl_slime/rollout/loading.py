@@ -4,40 +4,44 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from agl_slime.errors import ConfigError, spell_exception
-from agl_slime.loop.tasks import read_tasks
-from agl_slime.run.settings import TrainConfig
+from agl_slime.rollout.by_file import import_file
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_AGENT = "agl_slime.demo.agent:LookupAgent"
+# Where the first command's agent was while ``agents`` was a package of ours; it is OpenAI's Agents SDK now.
+_OLD_DEFAULT_AGENT = "agents.lookup:LookupAgent"
 
 
-def check_files(config: TrainConfig) -> None:
-    """Raise ``ConfigError`` when a file that the settings name cannot be used: within milliseconds, before anything is
-    loaded or started."""
-    for flag, path in (("--tasks", config.tasks), ("--eval-tasks", config.eval_tasks)):
-        if path is not None:
-            read_tasks(path, flag=flag)
-    if config.model_path is not None and not (config.model_path / "config.json").is_file():
+def split_agent(path: str) -> tuple[str, str]:
+    """Module or file, and class, of ``module:Class`` or ``path/to/file.py:Class``. Raises ``ConfigError``."""
+    source, _, name = path.rpartition(":")
+    is_module = all(part.isidentifier() for part in source.split("."))
+    if not name.isidentifier() or not (is_module or source.endswith(".py")):
         raise ConfigError(
-            f"--model-path {config.model_path}: there is no Hugging Face checkpoint (no config.json); leave the flag out to make a tiny policy"
+            f"--agent {path}: expected module:Class or path/to/file.py:Class, for example {DEFAULT_AGENT}"
         )
+    return source, name
 
 
 def load_agent(path: str) -> Any:
-    """An instance of the agent class named ``module:Class``; the working directory is searched too, as with ``python
-    -m``.
+    """An instance of the agent class named ``module:Class`` or ``path/to/file.py:Class``; modules are looked for in the
+    working directory too, as with ``python -m``.
 
     Raises ``ConfigError`` with one sentence, whatever the person's module or class does.
     """
-    module_name, _, class_name = path.partition(":")
-    if not class_name or not all(part.isidentifier() for part in module_name.split(".")):
-        raise ConfigError(
-            f"--agent {path}: expected module:Class, with the module as in an import statement, for example agents.lookup:LookupAgent"
-        )
-    module = _import(module_name, path)
+    source, class_name = split_agent(path)
+    if path == _OLD_DEFAULT_AGENT:
+        logger.warning("--agent %s is now %s.", path, DEFAULT_AGENT)
+        source, class_name = split_agent(DEFAULT_AGENT)
+    module = _import(source, path)
     try:
         agent_class = getattr(module, class_name)
     except AttributeError as error:
@@ -47,7 +51,7 @@ def load_agent(path: str) -> Any:
             if isinstance(value, type) and value.__module__ == module.__name__
         )
         raise ConfigError(
-            f"--agent {path}: {module_name} has no class {class_name!r}; it has {', '.join(classes) or 'none'}"
+            f"--agent {path}: {source} has no class {class_name!r}; it has {', '.join(classes) or 'none'}"
         ) from error
     from agl_slime.support.agl import LitAgent
 
@@ -67,23 +71,26 @@ def load_agent(path: str) -> Any:
         raise ConfigError(f"--agent {path}: {class_name}() failed with {spell_exception(error)}") from error
 
 
-def _import(module_name: str, path: str) -> ModuleType:
+def _import(source: str, path: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        return importlib.import_module(module_name)
+        return import_file(source) if source.endswith(".py") else importlib.import_module(source)
+    except FileNotFoundError as error:
+        if error.filename is None:
+            raise ConfigError(f"--agent {path}: {error}") from error
+        raise ConfigError(f"--agent {path}: importing {source} failed with {spell_exception(error)}") from error
     except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise ConfigError(
-                f"--agent {path}: there is no module {error.name!r} here; run from the directory that holds it"
-            ) from error
-        if error.name and error.name.partition(".")[0] == module_name.partition(".")[0]:
-            raise ConfigError(f"--agent {path}: {module_name} imports {error.name!r}, which is not there") from error
+        if error.name and f"{source}.".startswith(f"{error.name}."):
+            fix = "run from the directory that holds it, or give path/to/file.py:Class"
+            raise ConfigError(f"--agent {path}: there is no module {error.name!r} here; {fix}") from error
+        if error.name and error.name.partition(".")[0] == source.partition(".")[0]:
+            raise ConfigError(f"--agent {path}: {source} imports {error.name!r}, which is not there") from error
         raise ConfigError(
-            f"--agent {path}: {module_name} needs the module {error.name!r}, which is not installed"
+            f"--agent {path}: {source} needs the module {error.name!r}, which is not installed"
         ) from error
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"--agent {path}: importing {module_name} failed with {spell_exception(error)}") from error
+        raise ConfigError(f"--agent {path}: importing {source} failed with {spell_exception(error)}") from error

@@ -26,7 +26,6 @@ from agl_slime.report import open_run_dir
 from agl_slime.report.jsonl import IterationFile
 from agl_slime.report.metrics import TOKENS_TRAINED
 from agl_slime.report.rundir import RunDir
-from agl_slime.rollout.loading import check_files
 from agl_slime.run.parts import GivenParts, RunReports, agent_parts, make_loop, step
 from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.client import SGLangClient
@@ -59,7 +58,7 @@ async def run_training(
     """
     console = console or Console()
     began = time.monotonic()
-    check_files(config)
+    config.check_files()
     if config.trainer == "slime":
         from agl_slime.run.slime import run_slime_training
 

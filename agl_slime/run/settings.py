@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from agl_slime.errors import ConfigError
+from agl_slime.loop.tasks import read_tasks
+from agl_slime.rollout.loading import DEFAULT_AGENT, split_agent
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.trainers.local.settings import LocalTrainerSettings
-
-DEFAULT_AGENT = "agents.lookup:LookupAgent"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class TrainConfig:
     iteration."""
 
     agent: str = DEFAULT_AGENT
-    """The agent to train, as module:Class."""
+    """The agent to train, as module:Class or path/to/file.py:Class."""
     tasks: Path | None = None
     """Tasks as JSON lines, one object each. Without it the agent's own make_task(rng) is used."""
     model_path: Path | None = None
@@ -104,9 +104,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         RunnerPlan.parse(self.runners)
-        module, _, name = self.agent.partition(":")
-        if not module or not name:
-            raise ConfigError(f"--agent {self.agent!r}: expected module:Class, for example {DEFAULT_AGENT}")
+        split_agent(self.agent)
         for flag in (
             "num_iterations",
             "rollout_batch_size",
@@ -177,3 +175,15 @@ class TrainConfig:
                 raise ConfigError(
                     f"--local.{setting.name.replace('_', '-')} {value} with --trainer slime: leave it out"
                 )
+
+    def check_files(self) -> None:
+        """Raise ``ConfigError`` when a file that the settings name cannot be used: within milliseconds, before anything
+        is loaded or started."""
+        for flag, path in (("--tasks", self.tasks), ("--eval-tasks", self.eval_tasks)):
+            if path is not None:
+                read_tasks(path, flag=flag)
+        if self.model_path is not None and not (self.model_path / "config.json").is_file():
+            raise ConfigError(
+                f"--model-path {self.model_path}: there is no Hugging Face checkpoint (no config.json); "
+                "leave the flag out to make a tiny policy"
+            )

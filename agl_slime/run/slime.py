@@ -28,7 +28,7 @@ from agl_slime.sglang.client import SGLangClient
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.trainer import SlimeTrainer, parse_slime_args, require_slime
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.store.feed import StoreService
+from agl_slime.store.server import StoreService
 from agl_slime.support.files import write_file
 from agl_slime.support.net import is_loopback
 from agl_slime.support.threads import run_in_thread

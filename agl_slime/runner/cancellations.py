@@ -47,7 +47,7 @@ async def _follow(store: Any, cancel: Callable[[str], None], claimed: Callable[[
             for rollout_id in page["rollout_ids"]:
                 cancel(rollout_id)
             # another life of the server: what was cancelled between the two is in neither's feed
-            if page["missed"] or position.epoch not in ("", page["epoch"]):
+            if page["missed"] or position.instance_id not in ("", page["instance_id"]):
                 try:
                     await _look(store, cancel, claimed())
                 except (aiohttp.ClientError, asyncio.TimeoutError) as error:
@@ -56,7 +56,7 @@ async def _follow(store: Any, cancel: Callable[[str], None], claimed: Callable[[
                         error,
                     )
                     continue  # the position stays, so the same page comes again
-            position.epoch, position.after = page["epoch"], page["last"]
+            position.instance_id, position.after = page["instance_id"], page["last"]
     except DataSourceError as error:
         logger.info("Rollouts that are cancelled in the store run to their ends here: %s", error)
     except Exception as error:

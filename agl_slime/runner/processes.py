@@ -27,7 +27,7 @@ from agl_slime.runner.concurrent import FinishedListener, RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.runner.worker import READY, Command, WorkerSpec, process_main
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.store.feed import StoreService
+from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LightningStore, LightningStoreClient, LitAgent
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
 from agl_slime.runner.garbage import tune_garbage_collector
-from agl_slime.store.batch import WorkerStore
+from agl_slime.store.client import WorkerStore
 from agl_slime.support.agl import LitAgent
 
 logger = logging.getLogger(__name__)

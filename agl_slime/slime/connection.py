@@ -16,7 +16,7 @@ from agl_slime.rollout.loading import load_agent
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.slime.args import PluginSettings
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.store.feed import RemoteStore
+from agl_slime.store.client import RemoteStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LightningStore, Rollout, RolloutConfig
 from agl_slime.tokens.tokenizer import load_tokenizer
 

@@ -21,7 +21,8 @@ from agl_slime.errors import ConfigError, DataSourceError, RolloutError
 from agl_slime.groups.results import MemberResult
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.connection import Connection
-from agl_slime.store.feed import FeedPosition, RemoteStore
+from agl_slime.store.client import RemoteStore
+from agl_slime.store.feed import FeedPosition
 from agl_slime.types import Sample, set_rollout_id
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,7 @@ class SingleRollouts:
             return
         position = FeedPosition()
         async for page in store.follow_finished(position):
-            position.epoch, position.after = page["epoch"], page["last"]
+            position.instance_id, position.after = page["instance_id"], page["last"]
             for rollout_id in page["rollout_ids"] if not page["missed"] else list(self._waiting):
                 await self._look(rollout_id)
 

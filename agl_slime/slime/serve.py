@@ -32,7 +32,7 @@ def serve(*, agent: str, host: str = "127.0.0.1", port: int = 4748, max_concurre
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore
-    from agl_slime.store.feed import StoreService
+    from agl_slime.store.server import StoreService
 
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import agentlightning as agl
 from agentlightning.execution.shared_memory import SharedMemoryExecutionStrategy
 
-from agents.lookup import LookupAgent
 from agl_slime import BridgeStore, ConcurrentRunner, SlimeAlgorithm
+from agl_slime.demo.agent import LookupAgent
 from agl_slime.demo.policy import make_policy
 
 

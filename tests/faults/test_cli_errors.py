@@ -108,6 +108,7 @@ def server_that_answers(status: int, body: bytes, content_type: str) -> Iterator
         ("--local.lr", "-1", "lr is -1.0; it must be above 0"),
         ("--trainer", "tpu", "'tpu'"),
         ("--agent", "lookup", "expected module:Class"),
+        ("--agent", "lookup:X:", "path/to/file.py:Class"),
         ("--unknown-flag", "1", "--unknown-flag"),
     ],
 )
@@ -129,7 +130,7 @@ def test_a_flag_out_of_range_is_named_with_its_value(
             "cli_agents:NeedsArguments",
             "NeedsArguments() cannot be made without arguments (missing a required argument: 'url')",
         ),
-        ("cli_agents:X:", "cli_agents:X:: "),  # no emoji in what was typed
+        ("of:x:.py:Agent", "there is no file of:x:.py"),  # no emoji in what was typed
     ],
 )
 def test_an_agent_that_cannot_be_used_is_named(path: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -160,7 +160,7 @@ def test_ctrl_c_in_this_process(
 ) -> None:
     """Between two rewards of the third iteration, with the engine in a process of its own as ever."""
     pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
-    from agents.lookup import LookupAgent
+    from agl_slime.demo.agent import LookupAgent
 
     rewards = itertools.count()
     interrupted: list[float] = []

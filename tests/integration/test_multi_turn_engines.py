@@ -9,11 +9,12 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from agents.lookup_tools import LookupTable
 from agl_slime import SGLangLitAgent
 from agl_slime.demo.formats import LookupDemonstrations
+from agl_slime.rollout.by_file import import_file
 from agl_slime.rollout.scheduler import MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.generation import Generation, SamplingParams
@@ -22,6 +23,7 @@ from tests.integration.engine_servers import Server
 from tests.integration.rollouts import run_rollouts
 
 TURNS = 4
+LookupTable = import_file(Path(__file__).parents[2] / "agents" / "lookup_tools.py").LookupTable
 
 
 class Recorder:

@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,7 @@ torch = pytest.importorskip("torch", reason='the tiny policy needs torch: pip in
 transformers = pytest.importorskip("transformers")
 
 from agl_slime.demo import LookupDemonstrations, PolicySettings, ReverseDemonstrations, make_policy  # noqa: E402
-from agl_slime.demo.policy import SPEC_FILE  # noqa: E402
-from agl_slime.demo.warmup import WarmupSettings  # noqa: E402
+from agl_slime.demo.policy import SHIPPED, SPEC_FILE, WarmupSettings  # noqa: E402
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 
 QUICK = PolicySettings(warmup=WarmupSettings(target=0.0, probe_every=1, imperfect_steps=1, batch_size=2, probe_size=2))
@@ -65,6 +66,36 @@ def test_a_warm_up_that_does_not_learn_is_an_error_and_leaves_nothing(tmp_path: 
     with pytest.raises(TrainerError, match="the warm-up's probe is at"):
         make_policy(tmp_path / "p", settings=settings)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_commands_policy_is_shipped_and_needs_no_torch(tmp_path: Path) -> None:
+    """Fails when the demonstrations or settings have changed: run scripts/make_demo_policy.py."""
+    program = (
+        "import sys; from agl_slime.demo import make_policy; make_policy(sys.argv[1]); print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "p")], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "False\n"
+    files = {path.name: path.read_bytes() for path in SHIPPED.iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "p").iterdir()} == files
+    assert sum(map(len, files.values())) < 600_000
+    # transformers 4 reads another field than transformers 5
+    config = json.loads(files["config.json"])
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == PolicySettings().rope_theta
+
+
+@pytest.mark.slow
+def test_the_script_gives_the_shipped_policy(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "scripts" / "make_demo_policy.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path)], timeout=300, check=True)
+    made, shipped = (json.loads((directory / SPEC_FILE).read_text()) for directory in (tmp_path, SHIPPED))
+    assert made["spec"] == shipped["spec"]
+    assert made["warmup"]["clean_probe"] >= 0.9
+    if made["made_with"] == shipped["made_with"]:  # sums round differently elsewhere
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+            path.name: path.read_bytes() for path in SHIPPED.iterdir()
+        }
 
 
 def test_it_is_an_ordinary_checkpoint(policy_dir: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import ConfigError, LoopError
+from agl_slime.rollout.loading import load_agent
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.processes import ProcessPool, StoreAccess, make_runners
@@ -44,6 +45,33 @@ class EchoAgent(LitAgent[Any]):
         for _ in range(task.get("spans", 0)):
             emit_reward(-1.0)
         emit_reward(float(task["n"]))
+
+
+BY_FILE = """
+from agl_slime.support.agl import LitAgent, emit_reward
+
+class Echo(LitAgent):
+    async def rollout_async(self, task, resources, rollout):
+        emit_reward(float(task["n"]))
+"""
+
+
+@pytest.mark.parametrize("plan", ["process:1", pytest.param("ray:1", marks=pytest.mark.ray)])
+async def test_workers_find_an_agent_that_was_loaded_by_its_file(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # fault 28
+    (tmp_path / "echo agent.py").write_text(BY_FILE)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    agent = load_agent(f"{tmp_path}/echo agent.py:Echo")
+    store, ids = await prepared([{"n": n} for n in range(3)])
+    pool = make_runners(plan, agent=agent, store=store, settings=SETTINGS)
+    await asyncio.to_thread(pool.start)
+    try:
+        rollouts = await ends(store, ids)
+    finally:
+        assert await asyncio.to_thread(pool.stop)
+    assert [rollout.status for rollout in rollouts] == ["succeeded"] * 3
 
 
 class HangingAgent(LitAgent[Any]):

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
-from agl_slime.store.batch import WorkerStore
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.store.feed import FeedPosition, RemoteStore, StoreService
+from agl_slime.store.client import RemoteStore, WorkerStore
+from agl_slime.store.feed import FeedPosition
+from agl_slime.store.server import StoreService
 from agl_slime.support.agl import (
     EnqueueRolloutRequest,
     LightningStore,

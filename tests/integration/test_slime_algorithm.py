@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("torch", reason='the local trainer needs torch: pip install "agl-slime[local]"')
 
-from agents.lookup import LookupAgent
 from agl_slime import BridgeStore, ConcurrentRunner, SlimeAlgorithm
+from agl_slime.demo.agent import LookupAgent
 from agl_slime.errors import ConfigError
 from agl_slime.support.agl import LLM, NamedResources, Rollout
 

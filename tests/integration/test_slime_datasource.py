@@ -20,7 +20,8 @@ from agl_slime.errors import DataSourceError, RolloutError
 from agl_slime.groups.results import Outcome
 from agl_slime.slime.generate import stop_rollouts
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.store.feed import RemoteStore, StoreService
+from agl_slime.store.client import RemoteStore
+from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest
 from agl_slime.types import RolloutFnEvalOutput, Sample
 from tests.slime.contract_agent import ContractAgent

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from agl_slime.store import batch as store_batch
-from agl_slime.store.batch import WorkerStore
+from agl_slime.store import client
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.store.feed import RemoteStore, StoreService
+from agl_slime.store.client import Batcher, RemoteStore, WorkerStore
+from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM
 from tests.unit.test_store_hooks import make_span
 from tests.unit.test_store_retention import claim, enqueue, execute
@@ -97,8 +97,7 @@ async def test_spans_that_are_sent_twice_are_stored_once(served: tuple[BridgeSto
     await remote.close()
 
 
-async def test_a_store_that_restarts_meanwhile_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_batch, "_RETRY_DELAYS_S", (0.1,) * 100)
+async def test_a_store_that_restarts_meanwhile_is_waited_for() -> None:
     store = BridgeStore()
     await enqueue(store, 1)
     claimed = await claim(store)
@@ -148,7 +147,6 @@ async def test_rollouts_that_begin_together_fetch_their_resources_together(
     first.cancel()  # whoever asked for the others may go
     assert await asyncio.gather(*others) == [update] * 20
     assert fetched == [update.resources_id]
-    assert not remote._fetching
     await remote.close()
 
 
@@ -159,7 +157,7 @@ async def test_requests_keep_their_distance_and_take_all_that_has_come(
     await enqueue(store, 6)
     remote = WorkerStore(url, token="t")
     batches = counted_batches(remote)
-    monkeypatch.setattr(store_batch, "_BETWEEN_REQUESTS_S", 1.0)
+    monkeypatch.setattr(client, "_BETWEEN_REQUESTS_S", 1.0)
     claimed = await remote.dequeue_many_rollouts(limit=6, worker_id="w")
     ends = [remote.update_attempt(one.rollout_id, one.attempt.attempt_id, status="succeeded") for one in claimed]
     await asyncio.wait_for(
@@ -168,6 +166,49 @@ async def test_requests_keep_their_distance_and_take_all_that_has_come(
     assert [attempt.status for attempt in await asyncio.wait_for(asyncio.gather(*ends[1:]), 20)] == ["succeeded"] * 5
     assert batches == [1, 5]
     await remote.close()
+
+
+async def test_a_call_that_comes_as_all_requests_end_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fault 3: both requests were answered in one turn of the loop; whoever called next found two senders that had
+    ended, started none, and waited for some other caller to come."""
+    monkeypatch.setattr(client, "_BETWEEN_REQUESTS_S", 0.0)
+    answered, sent = asyncio.Event(), []
+
+    async def post(calls: list[dict[str, object]]) -> list[dict[str, object]]:
+        sent.append(calls)
+        await answered.wait()
+        return [{"result": call["n"]} for call in calls]
+
+    batcher = Batcher(post)
+
+    async def twice(n: int) -> list[object]:
+        return [await batcher.call({"n": n}), await batcher.call({"n": n + 10})]
+
+    callers: list[asyncio.Task[object]] = [asyncio.create_task(twice(0))]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    callers.append(asyncio.create_task(batcher.call({"n": 1})))
+    while len(sent) < 2:  # noqa: ASYNC110  both requests are under way
+        await asyncio.sleep(0)
+    answered.set()
+    assert await asyncio.wait_for(asyncio.gather(*callers), 10) == [[0, 10], 1]
+
+
+async def test_a_sender_that_is_cancelled_tells_whoever_waits() -> None:
+    under_way = asyncio.Event()
+
+    async def post(calls: list[dict[str, object]]) -> list[dict[str, object]]:
+        under_way.set()
+        await asyncio.Event().wait()
+        return []
+
+    batcher = Batcher(post)
+    call = asyncio.create_task(batcher.call({"n": 0}))
+    await asyncio.wait_for(under_way.wait(), 10)
+    for sender in batcher._senders:
+        sender.cancel()
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(call, 10)
 
 
 async def test_releasing_over_http(served: tuple[BridgeStore, str]) -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.store.feed import FeedPosition, FinishedFeed, RemoteStore, StoreService
+from agl_slime.store.client import RemoteStore
+from agl_slime.store.feed import FeedPosition, FinishedFeed
+from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LightningStore
 
 
@@ -27,7 +29,7 @@ async def _finish(store: LightningStore, n: int) -> list[str]:
 async def _take(store: RemoteStore, position: FeedPosition, n: int) -> list[str]:
     taken: list[str] = []
     async for page in store.follow_finished(position, wait_s=5):
-        position.epoch, position.after = page["epoch"], page["last"]
+        position.instance_id, position.after = page["instance_id"], page["last"]
         taken += page["rollout_ids"]
         if len(taken) >= n:
             break
@@ -49,7 +51,7 @@ async def test_a_follower_that_comes_with_a_saved_position_goes_on_from_there():
     with StoreService(store=(store := BridgeStore())) as service:
         ended = await _finish(store, 5)
         remote = RemoteStore(service.url)
-        assert await _take(remote, FeedPosition(service.feed.epoch, 3), 2) == ended[3:]
+        assert await _take(remote, FeedPosition(service.feed.instance_id, 3), 2) == ended[3:]
         await remote.close()
 
 
@@ -58,7 +60,7 @@ async def test_another_life_of_the_store_is_told_by_its_epoch():
         await _finish(store, 1)
         remote = RemoteStore(service.url)
         async for page in remote.follow_finished(FeedPosition("an earlier life", 40), wait_s=5):
-            assert page["epoch"] == service.feed.epoch
+            assert page["instance_id"] == service.feed.instance_id
             assert len(page["rollout_ids"]) == page["last"] == 1
             break
         await remote.close()
@@ -69,10 +71,10 @@ async def test_a_follower_too_far_behind_is_told_what_is_kept_and_that_it_missed
     feed = FinishedFeed(window=4)
     store.subscribe_finished(feed.append)
     ended = await _finish(store, 10)
-    page = feed.read(FeedPosition(feed.epoch, 2))
+    page = feed.read(FeedPosition(feed.instance_id, 2))
     assert page["missed"]
     assert page["rollout_ids"] == ended[6:]
-    assert not feed.read(FeedPosition(feed.epoch, 6))["missed"]
+    assert not feed.read(FeedPosition(feed.instance_id, 6))["missed"]
 
 
 async def test_memory_and_cost_of_following_do_not_grow_with_the_store():
@@ -83,7 +85,7 @@ async def test_memory_and_cost_of_following_do_not_grow_with_the_store():
         feed.append(rollout)
     began = time.perf_counter()
     for _ in range(1_000):
-        feed.read(FeedPosition(feed.epoch, 19_999))
+        feed.read(FeedPosition(feed.instance_id, 19_999))
     assert len(feed._ids) == 100
     assert (time.perf_counter() - began) / 1_000 < 1e-3  # microseconds in fact: it reads the tail, not the history
 
@@ -102,7 +104,7 @@ async def test_a_token_keeps_everyone_else_out():
 
 
 def test_an_address_that_others_reach_needs_a_token():
-    with pytest.raises(ConfigError, match="needs a token"):
+    with pytest.raises(ConfigError, match="AGL_SLIME_STORE_TOKEN"):
         StoreService(store=BridgeStore(), host="0.0.0.0")
 
 

@@ -15,7 +15,7 @@ EPOCH = "life"
 
 def page(after: int, n: int) -> FeedPage:
     return FeedPage(
-        epoch=EPOCH, last=after + n, rollout_ids=[str(i) for i in range(after + 1, after + n + 1)], missed=False
+        instance_id=EPOCH, last=after + n, rollout_ids=[str(i) for i in range(after + 1, after + n + 1)], missed=False
     )
 
 

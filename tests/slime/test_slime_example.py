@@ -45,6 +45,6 @@ def test_slimes_parser_takes_the_flags_of_the_launch_script(policy_dir: Path, tm
     assert lines, finished.stdout[-2000:] + finished.stderr[-2000:]
     parsed = json.loads(lines[-1].removeprefix("RESULT "))
     assert parsed["data_source_path"] == "agl_slime.AGLDataSource"
-    assert parsed["agl_agent"] == "agents.lookup:LookupAgent"
+    assert parsed["agl_agent"] == "agl_slime.demo.agent:LookupAgent"
     assert parsed["num_rollout"] == 3  # what is given to the script wins
     assert parsed["lr"] == 1e-6

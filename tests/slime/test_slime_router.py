@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from agents.lookup import LookupAgent
 from agl_slime import AGLDataSource, BridgeStore, DiskWeightSync, RunnerThread, SamplingParams, SGLangClient
+from agl_slime.demo.agent import LookupAgent
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.groups.results import Outcome
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, RolloutConfig

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import random
+import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.rollout.loading import load_agent
+from agl_slime.rollout.loading import DEFAULT_AGENT, load_agent
+
+REPOSITORY = Path(__file__).parents[2]
 
 MODULE = """
 from agl_slime import SGLangLitAgent
@@ -45,6 +52,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "agent_needs.py").write_text("import a_package_that_nobody_has\n")
     (tmp_path / "agent_broken.py").write_text("def oops(:\n")
     (tmp_path / "agent_raises.py").write_text("raise RuntimeError('set MY_KEY first')\n")
+    (tmp_path / "agent_opens.py").write_text("open('/no/such/data')")
     package = tmp_path / "agent_package"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -54,6 +62,79 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     for name in [name for name in sys.modules if name.partition(".")[0] in ("agent_under_test", "agent_package")]:
         del sys.modules[name]
+
+
+BY_FILE = """
+from agl_slime import SGLangLitAgent
+from beside_it import REWARD
+
+class Good(SGLangLitAgent):
+    def compute_reward(self, task, response):
+        return REWARD
+"""
+
+_UNPICKLE = "import pickle, sys; print(pickle.loads(bytes.fromhex(sys.argv[1])).compute_reward({}, ''))"
+
+
+def test_an_agent_is_found_by_its_file_from_any_directory_and_in_any_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # fault 28
+    home = tmp_path / "my agents"
+    home.mkdir()
+    (home / "math-agent.py").write_text(BY_FILE)
+    (home / "beside_it.py").write_text("REWARD = 0.25")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    agent = load_agent("my agents/math-agent.py:Good")
+    assert type(agent) is type(load_agent(f"{home}/math-agent.py:Good"))
+    assert agent.compute_reward({}, "") == 0.25
+    monkeypatch.chdir("/")
+    command = [sys.executable, "-c", _UNPICKLE, pickle.dumps(agent).hex()]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "0.25"
+    monkeypatch.delitem(sys.modules, "beside_it")
+
+
+def test_every_agent_of_the_repository_is_loaded_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    for name in (
+        "lookup:LookupAgent",
+        "lookup_tools:LookupToolsAgent",
+        "research:ResearchAgent",
+        "reverse:ReverseAgent",
+    ):
+        agent = load_agent(f"{REPOSITORY}/agents/{name.replace(':', '.py:')}")
+        assert agent.make_task(random.Random(0))
+
+
+def test_the_agent_of_the_first_command_has_moved(caplog: pytest.LogCaptureFixture) -> None:
+    assert type(load_agent("agents.lookup:LookupAgent")) is type(load_agent(DEFAULT_AGENT))
+    assert DEFAULT_AGENT in caplog.text
+
+
+@pytest.mark.parametrize("directory", [REPOSITORY, Path("/")])
+def test_agents_is_the_import_name_of_somebody_else(directory: Path, tmp_path: Path) -> None:
+    # fault 28
+    (tmp_path / "agents").mkdir()
+    (tmp_path / "agents" / "__init__.py").write_text("OWNER = 'OpenAI'")
+    # where site-packages are: after the working directory and PYTHONPATH
+    program = f"import sys; sys.path.insert(2, {str(tmp_path)!r}); import agl_slime, agents; print(agents.OWNER)"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=directory, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "OpenAI", done.stderr
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_this_package_and_nothing_else(tmp_path: Path) -> None:
+    # fault 28
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(tmp_path), str(REPOSITORY)]
+    subprocess.run(build, check=True)
+    [wheel] = tmp_path.glob("*.whl")
+    tops = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"agl_slime"}
 
 
 def test_an_agent_in_the_working_directory_is_found(here: Path) -> None:
@@ -80,6 +161,13 @@ def test_an_agent_in_the_working_directory_is_found(here: Path) -> None:
         (":Good", "module:Class"),
         ("agent_under_test", "module:Class"),
         (".relative:Good", "module:Class"),
+        ("no_such_file.py:Good", "there is no file no_such_file.py"),
+        ("agent_under_test.py:Goood", "has no class 'Goood'; it has Good"),
+        ("agent_opens.py:Good", "'/no/such/data'"),
+        ("agent_needs.py:Agent", "module 'a_package_that_nobody_has', which is not installed"),
+        ("agent_broken.py:Agent", "line 1"),
+        ("./agent_raises.py:Agent", "RuntimeError: set MY_KEY first (agent_raises.py, line 1)"),
+        ("agent_package/inner:Agent", "path/to/file.py:Class"),
     ],
 )
 def test_what_cannot_be_loaded_is_one_sentence_that_names_it(path: str, says: str, here: Path) -> None:

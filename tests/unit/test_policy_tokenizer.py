@@ -11,8 +11,7 @@ import pytest
 pytest.importorskip("torch", reason='the tiny policy needs torch: pip install "agl-slime[local]"')
 
 from agl_slime.demo.formats import DEFAULT_SOURCES, LookupDemonstrations, ReverseDemonstrations
-from agl_slime.demo.policy import make_tokenizer
-from agl_slime.demo.tokenizer import train_tokenizer
+from agl_slime.demo.tokenizer import make_tokenizer, train_tokenizer
 from agl_slime.demo.warmup import encode
 from agl_slime.errors import ConfigError
 

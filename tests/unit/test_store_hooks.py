@@ -17,7 +17,6 @@ from agentlightning.store.collection.memory import (
 from agentlightning.store.collection_based import CollectionBasedLightningStore
 
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.store.collections import BridgeCollections
 from agl_slime.support.agl import (
     LLM,
     EnqueueRolloutRequest,
@@ -51,27 +50,13 @@ from agl_slime.support.agl import (
                 "metadata",
             ],
         ),
-        (CollectionBasedLightningStore, "_post_dequeue_rollouts", ["self", "collections", "rollout_ids", "worker_id"]),
-        (CollectionBasedLightningStore, "_issue_many_span_sequence_ids", ["self", "rollout_ids"]),
-        (CollectionBasedLightningStore, "_sync_span_sequence_id", ["self", "rollout_id", "sequence_id"]),
-        (CollectionBasedLightningStore, "_add_many_spans_helper", ["self", "rollout_id", "attempt_id", "spans"]),
         (CollectionBasedLightningStore, "_on_attempt_heartbeat", ["self", "collections", "rollout_id", "attempt_id"]),
-        (CollectionBasedLightningStore, "_unlocked_get_latest_attempt", ["self", "collections", "rollout_id"]),
-        (CollectionBasedLightningStore, "_unlocked_rollout_to_attempted_rollout", ["self", "collections", "rollout"]),
-        (
-            CollectionBasedLightningStore,
-            "_unlocked_sync_worker_with_attempt",
-            ["self", "collections", "attempt", "dequeue"],
-        ),
-        (InMemoryLightningStore, "query_spans", ["self", "rollout_id", "attempt_id", "kwargs"]),
         (
             InMemoryLightningCollections,
             "execute",
             ["self", "callback", "mode", "snapshot", "commit", "labels", "kwargs"],
         ),
-        (ListBasedCollection, "get", ["self", "filter", "sort"]),
         (InMemoryLightningCollections, "atomic", ["self", "mode", "snapshot", "labels", "kwargs"]),
-        (ListBasedCollection, "tracking_context", ["self", "operation", "collection"]),
         (LitAgentRunner, "_step_impl", ["self", "next_rollout", "raise_on_exception"]),
         (LitAgentRunner, "_start_heartbeat_loop", ["self", "store"]),
     ],
@@ -93,30 +78,20 @@ def test_the_store_keeps_its_account_where_retention_expects_it() -> None:
         assert isinstance(getattr(store, name), kind), name
 
 
-def test_every_part_of_the_collections_is_replaced() -> None:
-    stock = vars(InMemoryLightningCollections(lock_type="thread"))
-    ours = vars(BridgeCollections())
-    parts = {
-        name
-        for name, value in stock.items()
-        if isinstance(value, (ListBasedCollection, DequeBasedQueue, DictBasedKeyValue))
-    }
-    assert parts == {
-        "_rollouts",
-        "_attempts",
-        "_spans",
-        "_resources",
-        "_workers",
-        "_rollout_queue",
-        "_span_sequence_ids",
-    }
-    for name in parts:
-        assert type(ours[name]).__module__ == "agl_slime.store.collections", name
-        if isinstance(stock[name], ListBasedCollection):
-            assert (ours[name]._primary_keys, ours[name]._item_type) == (
-                stock[name]._primary_keys,
-                stock[name]._item_type,
-            ), name
+def test_the_collections_keep_their_records_where_they_are_looked_up() -> None:
+    stock = InMemoryLightningCollections(lock_type="thread")
+    for name, keys in {
+        "_rollouts": ("rollout_id",),
+        "_attempts": ("rollout_id", "attempt_id"),
+        "_spans": ("rollout_id", "attempt_id", "span_id"),
+        "_resources": ("resources_id",),
+        "_workers": ("worker_id",),
+    }.items():
+        collection = getattr(stock, name)
+        assert isinstance(collection, ListBasedCollection), name
+        assert (collection._primary_keys, collection._items, collection._size) == (keys, {}, 0), name
+    assert isinstance(stock._rollout_queue, DequeBasedQueue)
+    assert isinstance(stock._span_sequence_ids, DictBasedKeyValue)
 
 
 def test_reward_adapters_are_built_once() -> None:

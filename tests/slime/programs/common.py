@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agents.lookup import LookupAgent
+from agl_slime.demo.agent import LookupAgent
 from tests.slime.support import model_flags
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import ray
 
-from agents.lookup import LookupAgent
+from agl_slime.demo.agent import LookupAgent
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.groups.normalize import normalize_rewards
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.store.feed import StoreService
+from agl_slime.store.server import StoreService
 from agl_slime.tokens.tokenizer import load_tokenizer
 from agl_slime.trace.converter import convert_rollout
 from tests.slime.programs.common import make_policy, slime_args, start_ray, write_tasks

@@ -1,1 +1,0 @@
-"""Agents that are ready to train, each one short file."""

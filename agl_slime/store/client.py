@@ -1,0 +1,233 @@
+"""Clients of a store that a ``StoreService`` serves: one for whoever follows it, one for runners in other processes.
+
+Agent Lightning's client needs a request per span, one more for the number of each, and one per change of an attempt,
+about a millisecond of the server's time each. Of a runner the calls that end a rollout, of all rollouts that end at the
+same time, travel together: what comes while a request is under way, or within ten milliseconds of the last one's start,
+makes up the next one. A caller waits for its own result as before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import aiohttp
+import orjson
+
+from agl_slime.errors import DataSourceError
+from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition
+from agl_slime.store.server import BATCH_PATH, TOKEN_VARIABLE, UNNUMBERED
+from agl_slime.support.agl import Attempt, LightningStoreClient, ResourcesUpdate, Span
+from agl_slime.support.backoff import Backoff
+
+# A server that restarts is back within moments; one that is gone for this long will not come back.
+_UNREACHABLE_S = 120.0
+_LARGEST_BATCH = 256
+_REQUESTS_AT_ONCE = 2
+# A request costs the server several times what a call in it costs. The first one after a pause goes at once.
+_BETWEEN_REQUESTS_S = 0.01
+_RESOURCES_TTL_S = 1.0
+_RESOURCES_CACHED = 64
+
+
+class RemoteStore(LightningStoreClient):
+    """Agent Lightning's HTTP client for a store that a ``StoreService`` serves."""
+
+    def __init__(self, url: str, *, token: str | None = None, **kwargs: Any) -> None:
+        super().__init__(url, **kwargs)
+        self._token = token
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_token": self._token}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._token = state["_token"]
+
+    async def _get_session(self) -> aiohttp.ClientSession:
+        session = await super()._get_session()
+        if self._token:
+            session.headers["Authorization"] = f"Bearer {self._token}"
+        return session
+
+    async def release(self, rollout_ids: Sequence[str]) -> int:
+        """As ``BridgeStore.release``, over HTTP."""
+        [result] = await self._post_calls([{"op": "release", "rollout_ids": list(rollout_ids)}])
+        return _result_of(result)
+
+    def follow_finished(self, position: FeedPosition, *, wait_s: float = 20.0) -> AsyncIterator[FeedPage]:
+        """Pages of ended rollouts from ``position`` on, for ever.
+
+        Goes on after interruptions; raises ``DataSourceError`` when the store has been unreachable for two minutes, or
+        serves no feed. The caller moves the position.
+        """
+        return self._follow(FEED_PATH, position, wait_s=wait_s, patience_s=_UNREACHABLE_S)
+
+    def follow_cancelled(self, position: FeedPosition, *, wait_s: float = 20.0) -> AsyncIterator[FeedPage]:
+        """Pages of cancelled rollouts from ``position`` on, for ever, however long the store is away meanwhile.
+
+        Raises ``DataSourceError`` when the store tells of no cancellations. The caller moves the position.
+        """
+        return self._follow(CANCELLED_PATH, position, wait_s=wait_s, patience_s=None)
+
+    async def _follow(
+        self, path: str, position: FeedPosition, *, wait_s: float, patience_s: float | None
+    ) -> AsyncIterator[FeedPage]:
+        backoff = self._backoff(patience_s)
+        while True:
+            body = orjson.dumps({"instance_id": position.instance_id, "after": position.after, "wait_s": wait_s})
+            try:
+                page: FeedPage = await self._post(path, body, timeout_s=wait_s + 10.0)
+            except aiohttp.ClientResponseError as error:
+                if error.status in (401, 404, 405):
+                    fix = f"set {TOKEN_VARIABLE}" if error.status == 401 else "serve it with agl_slime's StoreService"
+                    url = self.server_address_root
+                    raise DataSourceError(f"the store at {url} answers {error.status} to {path}: {fix}") from error
+                await backoff.pause(error)
+                continue
+            except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+                await backoff.pause(error)
+                continue
+            backoff.reset()
+            if page["rollout_ids"] or page["missed"] or page["instance_id"] != position.instance_id:
+                yield page
+
+    async def _post_calls(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        # Sent twice is as good as once: a span that is there already is not added again, an end that is there stays.
+        body = orjson.dumps({"calls": calls}, option=orjson.OPT_SERIALIZE_NUMPY)
+        answer = await self._backoff(_UNREACHABLE_S).run(lambda: self._post(BATCH_PATH, body), _may_pass)
+        return answer["results"]
+
+    async def _post(self, path: str, body: bytes, *, timeout_s: float = 300.0) -> Any:
+        session = await self._get_session()
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        headers = {"Content-Type": "application/json"}
+        url = self.server_address_root + path
+        async with session.post(url, data=body, headers=headers, timeout=timeout) as response:
+            response.raise_for_status()
+            return orjson.loads(await response.read())
+
+    def _backoff(self, patience_s: float | None) -> Backoff:
+        what = f"the store at {self.server_address_root} does not answer"
+        return Backoff(what, DataSourceError, base_s=0.1, patience_s=patience_s)
+
+
+def _may_pass(error: Exception) -> bool:
+    if isinstance(error, aiohttp.ClientResponseError):
+        return error.status >= 500
+    return isinstance(error, (aiohttp.ClientError, asyncio.TimeoutError))
+
+
+def _result_of(answer: dict[str, Any]) -> Any:
+    if "error" in answer:
+        raise ValueError(answer["error"]) if answer["refused"] else RuntimeError(answer["error"])
+    return answer["result"]
+
+
+Post = Callable[[list[dict[str, Any]]], Awaitable[list[dict[str, Any]]]]
+
+
+class Batcher:
+    """Gathers the calls of one event loop and sends them with ``post``, which gives an answer for each."""
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+        self._waiting: list[tuple[dict[str, Any], asyncio.Future[Any]]] = []
+        self._senders: set[asyncio.Task[None]] = set()
+        self._next_start = 0.0
+
+    async def call(self, call: dict[str, Any]) -> Any:
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((call, future))
+        if len(self._senders) < _REQUESTS_AT_ONCE:
+            self._senders.add(asyncio.create_task(self._send()))
+        return _result_of(await future)
+
+    async def _send(self) -> None:
+        loop = asyncio.get_running_loop()
+        batch: list[tuple[dict[str, Any], asyncio.Future[Any]]] = []
+        try:
+            while self._waiting:
+                if (pause := self._next_start - loop.time()) > 0:
+                    await asyncio.sleep(pause)
+                    continue
+                self._next_start = loop.time() + _BETWEEN_REQUESTS_S
+                batch, self._waiting = self._waiting[:_LARGEST_BATCH], self._waiting[_LARGEST_BATCH:]
+                try:
+                    answers = await self._post([call for call, _ in batch])
+                except Exception as error:
+                    _resolve(batch, [error] * len(batch))
+                else:
+                    _resolve(batch, answers)
+        finally:
+            # here and not in a callback of the task: whoever is resolved above may call again before that one runs
+            current = asyncio.current_task()
+            self._senders = {sender for sender in self._senders if sender is not current}
+            _resolve(batch, [ConnectionError("the store's client was closed")] * len(batch))
+
+
+def _resolve(batch: list[tuple[dict[str, Any], asyncio.Future[Any]]], answers: Sequence[Any]) -> None:
+    for (_, future), answer in zip(batch, answers, strict=True):
+        if future.done():
+            continue  # its rollout was cancelled meanwhile
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+
+
+class WorkerStore(RemoteStore):
+    """The store of a runner in another process: ends of rollouts travel in batches, resources are fetched once a second
+    at most."""
+
+    def __init__(self, url: str, *, token: str | None = None, **kwargs: Any) -> None:
+        super().__init__(url, token=token, **kwargs)
+        self._reset()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._batchers: dict[asyncio.AbstractEventLoop, Batcher] = {}
+        self._resources: dict[tuple[Any, str], tuple[float, asyncio.Future[ResourcesUpdate | None]]] = {}
+
+    def _batcher(self) -> Batcher:
+        return self._batchers.setdefault(asyncio.get_running_loop(), Batcher(self._post_calls))
+
+    async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
+        """Always 0: the store numbers the span when it arrives."""
+        return UNNUMBERED
+
+    async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
+        """Zeros: the store numbers spans when they arrive, in the order in which they are written."""
+        return [UNNUMBERED] * len(rollout_attempt_ids)
+
+    async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
+        numbers = await self._batcher().call({"op": "spans", "spans": [span.model_dump(mode="json") for span in spans]})
+        return [span.model_copy(update={"sequence_id": number}) for span, number in zip(spans, numbers, strict=True)]
+
+    async def add_span(self, span: Span) -> Span | None:
+        [written] = await self.add_many_spans([span])
+        return written
+
+    async def update_attempt(self, rollout_id: str, attempt_id: str, **fields: Any) -> Attempt:  # type: ignore[override]  # by keyword, as all do
+        call = {"op": "attempt", "rollout_id": rollout_id, "attempt_id": attempt_id, "fields": fields}
+        return Attempt.model_validate(await self._batcher().call(call))
+
+    async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
+        # hundreds of rollouts that begin together ask together: one request for all
+        loop = asyncio.get_running_loop()
+        fetched_at, fetch = self._resources.get((loop, resources_id), (0.0, None))
+        failed = fetch is not None and fetch.done() and (fetch.cancelled() or fetch.exception() is not None)
+        if fetch is None or failed or (fetch.done() and loop.time() - fetched_at > _RESOURCES_TTL_S):
+            fetch = asyncio.ensure_future(super().get_resources_by_id(resources_id))
+            self._resources.pop((loop, resources_id), None)
+            self._resources[loop, resources_id] = loop.time(), fetch
+            if len(self._resources) > _RESOURCES_CACHED:
+                del self._resources[next(iter(self._resources))]
+        return await asyncio.shield(fetch)
+
+
+__all__ = ["Batcher", "RemoteStore", "WorkerStore"]

@@ -1,0 +1,163 @@
+"""A ``BridgeStore`` served over HTTP: Agent Lightning's own server, and three routes more.
+
+``POST /agl_slime/v1/finished`` with ``{"instance_id", "after", "wait_s"}`` answers with the ids of the rollouts that
+ended after position ``after``, as soon as there are any, so following a store costs the same however long it has lived.
+``POST /agl_slime/v1/cancelled`` is the same for those that ended as cancelled: what runners elsewhere follow.
+``POST /agl_slime/v1/batch`` takes many calls at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import orjson
+
+from agl_slime.errors import ConfigError
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition, FinishedFeed
+from agl_slime.support.agl import LightningStoreServer, Rollout, Span
+from agl_slime.support.net import free_port, has_token, is_loopback, require_token
+from agl_slime.support.threads import run_blocking
+
+BATCH_PATH = "/agl_slime/v1/batch"
+TOKEN_VARIABLE = "AGL_SLIME_STORE_TOKEN"
+
+UNNUMBERED = 0
+"""Sequence id of a span that gets the next one of its rollout when it is written."""
+
+_CANCELLED_WINDOW = 10_000
+
+
+class StoreService:
+    """Serves a ``BridgeStore`` and its feed over HTTP, from ``start`` (or the ``with`` block) to ``stop``.
+
+    Args:
+        store: the store of this process; its other users go on using it directly.
+        host: the address to bind. Anything but a loopback address needs ``token``, which every request must then carry
+            as a bearer token.
+        port: 0 takes a free one.
+    """
+
+    def __init__(self, *, store: BridgeStore, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
+        require_token(host, token, setting=TOKEN_VARIABLE)
+        from agentlightning.utils.server_launcher import PythonServerLauncherArgs
+
+        self.feed = FinishedFeed()
+        self.cancellations = FinishedFeed(window=_CANCELLED_WINDOW)
+        self._store = store
+        # Agent Lightning finds the address that others see when none is given
+        access_host = None if host == "0.0.0.0" else "127.0.0.1" if is_loopback(host) else host
+        arguments = PythonServerLauncherArgs(
+            host=host,
+            port=port or free_port(host),
+            access_host=access_host,
+            launch_mode="thread",
+            healthcheck_url=None,  # the launcher's own check carries no token
+            log_level=logging.WARNING,
+        )
+        self._server = LightningStoreServer(store=store, launcher_args=arguments)
+        self._add_routes(token)
+        self._unsubscribe: Callable[[], None] | None = None
+
+    @property
+    def url(self) -> str:
+        """What a ``RemoteStore`` (or Agent Lightning's client) connects to."""
+        return self._server.endpoint
+
+    def start(self) -> StoreService:
+        if self._unsubscribe is not None:
+            raise ConfigError("the store service was started already")
+        self._unsubscribe = self._store.subscribe_finished(self._take)
+        run_blocking(self._server.start())
+        return self
+
+    def stop(self) -> None:
+        """End the server; followers get what there is and are let go. Safe to call twice."""
+        if self._unsubscribe is None:
+            return
+        self._unsubscribe()
+        self._unsubscribe = None
+        self.feed.close()
+        self.cancellations.close()
+        run_blocking(self._server.stop())
+
+    def __enter__(self) -> StoreService:
+        return self.start()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _take(self, rollout: Rollout) -> None:
+        self.feed.append(rollout)
+        if rollout.status == "cancelled":
+            self.cancellations.append(rollout)
+
+    def _add_routes(self, token: str | None) -> None:
+        from fastapi import Request
+        from fastapi.responses import JSONResponse, Response
+
+        app = self._server.app
+        assert app is not None
+
+        async def finished(request: dict[str, Any]) -> FeedPage:
+            return await _answer(self.feed, request)
+
+        async def cancelled(request: dict[str, Any]) -> FeedPage:
+            return await _answer(self.cancellations, request)
+
+        async def batch(request: Any) -> Response:
+            return Response(await execute_batch(self._store, await request.body()), media_type="application/json")
+
+        batch.__annotations__["request"] = Request  # postponed annotations hide it from FastAPI
+        # POST: the dashboard of Agent Lightning's server answers every GET
+        app.post(FEED_PATH)(finished)
+        app.post(CANCELLED_PATH)(cancelled)
+        app.post(BATCH_PATH)(batch)
+
+        async def authorize(request: Any, call_next: Any) -> Any:
+            if has_token(request.headers.get("authorization"), token):
+                return await call_next(request)
+            detail = f"the store needs its token as a bearer token ({TOKEN_VARIABLE})"
+            return JSONResponse({"detail": detail}, status_code=401)
+
+        if token:
+            app.middleware("http")(authorize)
+
+
+async def _answer(feed: FinishedFeed, request: dict[str, Any]) -> FeedPage:
+    position = FeedPosition(str(request.get("instance_id", "")), int(request.get("after", 0)))
+    return await feed.wait(position, float(request.get("wait_s", 0.0)))
+
+
+async def execute_batch(store: BridgeStore, body: bytes) -> bytes:
+    """Execute the calls of one request, in order; a call that fails says so and does not stop the others."""
+    results: list[dict[str, Any]] = []
+    for call in orjson.loads(body)["calls"]:
+        try:
+            results.append({"result": await _execute(store, call)})
+        except Exception as error:  # told to the one who called
+            refused = isinstance(error, (ValueError, TypeError, KeyError))
+            results.append({"error": f"{type(error).__name__}: {error}", "refused": refused})
+    return orjson.dumps({"results": results}, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+async def _execute(store: BridgeStore, call: dict[str, Any]) -> Any:
+    if call["op"] == "spans":
+        spans = [Span.model_validate(span) for span in call["spans"]]
+        unnumbered = [span for span in spans if span.sequence_id == UNNUMBERED]
+        keys = [(span.rollout_id, span.attempt_id) for span in unnumbered]
+        for span, number in zip(unnumbered, await store.get_many_span_sequence_ids(keys), strict=True):
+            span.sequence_id = number
+        await store.add_many_spans(spans)
+        return [span.sequence_id for span in spans]
+    if call["op"] == "attempt":
+        attempt = await store.update_attempt(call["rollout_id"], call["attempt_id"], **call["fields"])
+        return attempt.model_dump(mode="json")
+    if call["op"] == "release":
+        return await store.release(call["rollout_ids"])
+    raise ValueError(f"there is no call {call['op']!r}")
