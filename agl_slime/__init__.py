@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "AGLDataSource": "agl_slime.datasource.source",
+    "AGLDataSource": "agl_slime.slime.source",
     "APIMultiTurnRollout": "agl_slime.rollout.batched.api_multi_turn",
     "Answer": "agl_slime.rollout.session",
     "BridgeStore": "agl_slime.store.bridge",
@@ -37,7 +37,6 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
-    from agl_slime.datasource.source import AGLDataSource
     from agl_slime.loop.online import OnlineRLLoop
     from agl_slime.loop.settings import LoopSettings
     from agl_slime.rollout.agent import SGLangLitAgent
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from agl_slime.sglang.client import SGLangClient
     from agl_slime.sglang.generation import Generation, SamplingParams
     from agl_slime.sglang.weights import DiskWeightSync
+    from agl_slime.slime.source import AGLDataSource
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.trace.converter import rollout_to_sample, rollout_to_samples
     from agl_slime.trace.trajectory import Trajectory

@@ -66,7 +66,8 @@ def main() -> int:
 
 
 async def measure(sizes: tuple[int, ...], groups: int) -> list[tuple[int, bool, list[float], float]]:
-    from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
+    from agl_slime import AGLDataSource
+    from agl_slime.datasource.source import DataSourceSettings
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore, Retention

@@ -125,7 +125,8 @@ def short(file: str) -> str:
 
 
 async def measure(engine: str, count: int) -> tuple[float, pstats.Stats]:
-    from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
+    from agl_slime import AGLDataSource
+    from agl_slime.datasource.source import DataSourceSettings
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore

@@ -56,7 +56,8 @@ def main() -> int:
 
 
 async def measure(count: int) -> list[tuple[int, float, float, int, int, str]]:
-    from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
+    from agl_slime import AGLDataSource
+    from agl_slime.datasource.source import DataSourceSettings
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
+from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.groups.policy import MinimumViableGroup
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings
@@ -85,7 +85,7 @@ class Recorder:
 class Trainer:
     """Takes the samples of each iteration and keeps them."""
 
-    def __init__(self, source: AGLDataSource, *, n: int) -> None:
+    def __init__(self, source: GroupSource, *, n: int) -> None:
         self._source = source
         self._n = n
         self.batches: list[list[list[Sample]]] = []
@@ -115,7 +115,7 @@ class LoopCase:
     ) -> None:
         self.store = store if store is not None else BridgeStore()
         self.settings = LoopSettings(**{**SMALL, **settings})
-        self.source = AGLDataSource(store=self.store, tokenizer=small_tokenizer(), settings=source_settings or PATIENT)
+        self.source = GroupSource(store=self.store, tokenizer=small_tokenizer(), settings=source_settings or PATIENT)
         self.trainer = Trainer(self.source, n=self.settings.rollout_batch_size)
         self.recorder = Recorder(on_event)
         try:

@@ -25,7 +25,7 @@ from agl_slime.buffer.errors import BufferFullError, BufferRequestError
 from agl_slime.buffer.items import WrittenItem
 from agl_slime.buffer.pipeline import FinishedGroup, GroupPipeline, GroupSnapshot
 from agl_slime.errors import AglSlimeError
-from agl_slime.groups.ledger_disk import PersistentLedger
+from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
 
@@ -183,7 +183,7 @@ class ItemStore:
         self._clock = clock
         self._max_items = max_items
         self._keep = keep_delivered
-        self.ledger = PersistentLedger(database=self._database)
+        self.ledger = Ledger(database=self._database)
         self._tasks: dict[str, TaskIndex] = {}
         with self._database.transaction() as connection:
             for statement in _SCHEMA.split(";"):

@@ -1,43 +1,13 @@
-"""What a data source writes beside a checkpoint, and reads back."""
+"""What a data source writes beside a checkpoint, and reads back: one JSON file per step."""
 
 from __future__ import annotations
 
 import json
-import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from agl_slime.errors import DataSourceError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSourceState:
-    """Groups that wait to be trained on (``Sample.to_dict`` forms) and the next free numbers."""
-
-    groups: list[list[dict[str, Any]]]
-    index: int
-    group_index: int
-    rollout_number: int
-    members: list[list[str]] | None = None
-    """Ids of the rollouts in each group of ``groups``."""
-    instances: list[str | None] | None = None
-    """The task that each group of ``groups`` is one try at."""
-    waiting: list[str] | None = None
-    """Ids of finished rollouts that are not in ``groups`` yet: their groups wait for others, or they are being read."""
-    ended: list[str] | None = None
-    """Ids of the rollouts that were dealt with, where the store is looked through for new ones and would give them
-    again."""
-    follow: dict[str, Any] | None = None
-    """Position in a remote store's feed."""
-    demand: dict[str, Any] | None = None
-    """Tasks that were drawn, and those that are under way."""
-    closed: list[list[Any]] | None = None
-    """Outcome, reason and number of the rollouts that have ended, where the ledger is not on disk."""
-    early: list[str] | None = None
-    """Groups that settled with rollouts still out, whose reports may be still to come."""
-    version: int | None = None
-    """Newest weight version that was known."""
+from agl_slime.errors import DataSourceError, spell_exception
+from agl_slime.support.files import write_file
 
 
 def state_path(directory: Path, rollout_id: Any) -> Path:
@@ -45,34 +15,30 @@ def state_path(directory: Path, rollout_id: Any) -> Path:
     return directory / "rollout" / f"agl_datasource_{rollout_id}.json"
 
 
-def save_state(directory: Path, rollout_id: Any, state: DataSourceState) -> Path:
+def save_state(directory: Path, rollout_id: Any, state: dict[str, Any]) -> None:
     """Write atomically: a crash leaves the old file or the new one."""
-    path = state_path(directory, rollout_id)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        temporary.write_text(json.dumps(asdict(state), allow_nan=False))
+        text = json.dumps(state, allow_nan=False)
     except (TypeError, ValueError) as error:
-        temporary.unlink(missing_ok=True)
-        raise DataSourceError(
-            f"a sample's metadata cannot be saved as JSON: {error}; keep plain values in it"
-        ) from error
-    temporary.replace(path)
-    return path
+        raise DataSourceError(f"a sample's metadata is not JSON ({error}); keep plain values in it") from error
+    write_file(state_path(directory, rollout_id), text)
 
 
-def load_state(directory: Path, rollout_id: Any) -> DataSourceState | None:
+def load_state(directory: Path, rollout_id: Any) -> dict[str, Any] | None:
+    """The state of that step; ``None`` when there is none, as on a fresh start."""
     path = state_path(directory, rollout_id)
     if not path.exists():
         return None
     try:
-        return DataSourceState(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+        state = json.loads(path.read_text())
+    except ValueError as error:
         raise not_a_state(directory, rollout_id, error) from error
+    if not isinstance(state, dict):
+        raise not_a_state(directory, rollout_id, TypeError(f"a {type(state).__name__} and no object"))
+    return state
 
 
 def not_a_state(directory: Path, rollout_id: Any, error: Exception) -> DataSourceError:
     """The error of a file that does not hold what ``save_state`` writes."""
-    return DataSourceError(
-        f"{state_path(directory, rollout_id)} is not a saved state of this data source: {type(error).__name__}: {error}"
-    )
+    path = state_path(directory, rollout_id)
+    return DataSourceError(f"{path} is not a saved state of this data source: {spell_exception(error)}")

@@ -1,24 +1,34 @@
-"""From finished rollouts to settled groups.
+"""From finished rollouts to finalized groups, and from those to delivery.
 
-Pure bookkeeping: no threads, no store. A group is known from the moment it is announced (or from its first member). Its
-policy is asked whenever a member has ended, and when time has passed; the group settles once, with the members that are
-there. What is still out then is told, so that it can be cancelled, and reports of it are recognised as late.
+Bookkeeping only: no threads, no store. A group is known from the moment it is announced, or from its first member. Its
+policy is asked whenever a member has ended, and when time has passed; the group is finalized once, with the members
+that are there. A data source calls this under its lock, and does in the store what it asks for: ``take_unwanted`` (to
+be cancelled) and ``take_retries`` (to be enqueued again).
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from agl_slime.groups.policy import GroupAction, GroupPolicy, GroupProgress, GroupVerdict, LateGroupPolicy
-from agl_slime.groups.results import CUT_OFF, GroupResult, MemberResult, Outcome
+from agl_slime.groups.ledger import Ledger
+from agl_slime.groups.policy import (
+    GroupAction,
+    GroupFilter,
+    GroupPolicy,
+    GroupProgress,
+    GroupVerdict,
+    LateGroupPolicy,
+)
+from agl_slime.groups.ready import PolicyVersion, ReadyGroup, ReadyGroups, versions_of
+from agl_slime.groups.results import STRAGGLER_REASONS, GroupResult, MemberResult, Outcome, instance_of
+from agl_slime.support.agl import Rollout
+from agl_slime.types import Sample, set_rollout_id
 
-GroupFilter = Callable[[Sequence[MemberResult]], str | None]
-"""Why the members that a policy would train on are not worth it, as a word to count by; ``None`` when they are."""
-
-# Groups that settled with members still out; reports of those come within moments of their cancellation.
+# Groups that were finalized with members in flight; reports of those come within moments of their cancellation.
 _REMEMBERED_EARLY = 10_000
 
 _MEANINGS = {
@@ -28,6 +38,7 @@ _MEANINGS = {
     "zero_variance": "all rewards are the same",
     "not_repeatable": "what failed cannot be run again",
 }
+_NUMBERS = ("index", "group_index", "rollout_number")
 
 
 @dataclass(slots=True)
@@ -36,16 +47,18 @@ class _OpenGroup:
     mode: str
     members: dict[str, MemberResult] = field(default_factory=dict)
     enlisted: dict[str, None] = field(default_factory=dict)  # a set in the order of arrival
-    former: list[MemberResult] = field(default_factory=list)  # failed tries that were repeated
+    repeated: list[MemberResult] = field(default_factory=list)  # failed tries that were run again
     last_end: float | None = None
 
 
 class GroupAssembler:
-    """Holds the groups that have not settled.
+    """Groups from their announcement to their delivery. Not thread-safe.
 
     Args:
         policy: says when a group is fit to train on; one with ``judge`` is asked before all members have ended, too.
         group_filter: looks at a group that the policy would train on.
+        max_staleness: most versions that tokens may be behind the policy; ``None`` is any number.
+        ledger: the account of every rollout.
         clock: seconds that never go backwards.
     """
 
@@ -54,99 +67,216 @@ class GroupAssembler:
         *,
         policy: GroupPolicy,
         group_filter: GroupFilter | None = None,
+        max_staleness: int | None = None,
+        ledger: Ledger | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.ledger = ledger if ledger is not None else Ledger()
+        self.version = PolicyVersion(max_staleness=max_staleness)
+        self.ready = ReadyGroups()
+        self.outdated = 0
+        """Groups that were ready and became too old."""
         self._policy = policy
         self._judging = policy if isinstance(policy, LateGroupPolicy) else None
         self._filter = group_filter
         self._clock = clock
         self._open: dict[str, _OpenGroup] = {}
-        self._early: OrderedDict[str, None] = OrderedDict()
-        self._retries: list[MemberResult] = []
         self._held: set[str] = set()  # rollouts that have ended and wait for their groups
+        self._early: OrderedDict[str, None] = OrderedDict()  # groups that were finalized with members in flight
+        self._unwanted: list[str] = []
+        self._retries: list[MemberResult] = []
+        self._next = dict.fromkeys(_NUMBERS, 0)
 
     def __len__(self) -> int:
+        """Groups that are not finalized."""
         return len(self._open)
+
+    # -- on the way ---------------------------------------------------------------------------------------------------
 
     def announce(self, group_id: str, *, size: int, mode: str = "train") -> None:
         """Expect ``size`` members under ``group_id``. A second announcement changes nothing."""
         self._open.setdefault(group_id, _OpenGroup(size, mode))
 
-    def enlist(self, group_id: str, rollout_id: str) -> bool:
-        """This rollout is a member of the group. ``False`` when the group has settled without it: it is to be
-        cancelled."""
-        group = self._open.get(group_id)
-        if group is not None:
-            group.enlisted[rollout_id] = None
-        return group_id not in self._early
+    def opened(self, rollouts: Sequence[Rollout | str]) -> None:
+        """These rollouts are in flight. Those that come as rollouts, and not as ids alone, are members that their group
+        can be finalized without."""
+        named = [rollout for rollout in rollouts if not isinstance(rollout, str)]
+        self.ledger.open_many(
+            [(rollout, None) for rollout in rollouts if isinstance(rollout, str)]
+            + [(rollout.rollout_id, instance_of(rollout.metadata or {})) for rollout in named]
+        )
+        late = []
+        for rollout in named:
+            group_id = str((rollout.metadata or {}).get("group_id"))
+            if group_id in self._open:
+                self._open[group_id].enlisted[rollout.rollout_id] = None
+            elif group_id in self._early:
+                late.append(rollout.rollout_id)
+        self._let_go(late, "group_settled")
 
-    def settled_early(self, group_id: str) -> bool:
-        """Whether the group has settled with members still out."""
-        return group_id in self._early
+    def has_ended(self, rollout_id: str) -> bool:
+        """Whether this rollout has been added, or is remembered as one that ended before."""
+        return rollout_id in self._held or self.ledger.has_ended(rollout_id)
 
-    @property
-    def early(self) -> list[str]:
-        """The groups that settled with members still out, the last of them."""
-        return list(self._early)
-
-    def remember_early(self, group_ids: Iterable[str]) -> None:
-        """These settled with members still out in a former life of the run."""
-        self._early.update(dict.fromkeys(group_ids))
-
-    def holds(self, rollout_id: str) -> bool:
-        """Whether this rollout has ended and waits for its group."""
-        return rollout_id in self._held
-
-    def add(self, member: MemberResult, *, default_size: int = 1) -> GroupResult | None:
-        """Take a finished rollout in; the group, when that settles it. ``default_size`` is the size of a group that
-        nobody announced. A rollout that is there already, or whose group has settled without it, is ignored."""
-        if member.group_id in self._early:
-            return None
-        group = self._open.setdefault(member.group_id, _OpenGroup(default_size, member.mode))
-        if member.rollout_id in group.members:
-            return None
-        group.members[member.rollout_id] = member
-        self._held.add(member.rollout_id)
-        group.last_end = self._clock()
-        return self._judge(member.group_id, group)
+    def add(self, member: MemberResult, *, default_size: int = 1) -> tuple[MemberResult, GroupResult | None] | None:
+        """Take a rollout that has ended in. Returns it as it counts (it may be too old), with its group when that is
+        finalized now; ``None`` for a rollout that has ended before, or whose group was finalized without it.
+        ``default_size`` is the size of a group that nobody announced."""
+        with self.ledger.batch():
+            if not self.ledger.is_open(member.rollout_id):  # one that nobody announced is opened by its end
+                if not self.ledger.open_many([(member.rollout_id, member.instance_id)]):
+                    return None
+            elif member.rollout_id in self._held:
+                return None
+            if member.group_id in self._early:
+                self.ledger.close_many([member.rollout_id], Outcome.CANCELLED, "group_settled")
+                return None
+            group = self._open.setdefault(member.group_id, _OpenGroup(default_size, member.mode))
+            member = self._check_age(member) if group.mode == "train" else member
+            if not member.ok:
+                self.ledger.close_many([member.rollout_id], member.outcome_if_failed, member.failure or "")
+            elif group.mode != "train":
+                self.ledger.close_many([member.rollout_id], Outcome.VALIDATED)
+            group.members[member.rollout_id] = member
+            self._held.add(member.rollout_id)
+            group.last_end = self._clock()
+            return member, self._judge(member.group_id, group)
 
     def late(self) -> list[GroupResult]:
-        """The groups that settle because time has passed."""
+        """The groups that are finalized because time has passed."""
         if self._judging is None or self._judging.timeout_s is None:
             return []
         waiting = [(group_id, group) for group_id, group in self._open.items() if group.last_end is not None]
-        return [settled for group_id, group in waiting if (settled := self._judge(group_id, group)) is not None]
+        with self.ledger.batch():
+            return [done for group_id, group in waiting if (done := self._judge(group_id, group)) is not None]
 
-    def take_retries(self) -> list[MemberResult]:
-        """Failed members that are to be run again, once each; whoever takes them enqueues their ``request`` and enlists
-        the new rollouts."""
-        retries, self._retries = self._retries, []
-        return retries
+    def advance(self, versions: Iterable[str | int]) -> None:
+        """The policy has one of these versions, at least. Groups that are too old for it are not delivered any more."""
+        news = [self.version.advance(version) for version in versions]
+        stale = self.ready.remove(self.version.too_old) if any(news) and self.version.max_staleness is not None else []
+        with self.ledger.batch():
+            for group in stale:
+                self.ledger.close_many(group.rollout_ids, Outcome.STALE, "waited_too_long")
+                self._finish(group.instance_id)
+        self.outdated += len(stale)
 
-    def forget(self, group_ids: Iterable[str]) -> None:
-        """These groups will not settle any more."""
+    def deliver(self, n: int) -> list[list[Sample]]:
+        """Up to ``n`` groups to train on, oldest first."""
+        groups = self.ready.take(n)
+        with self.ledger.batch():
+            for group in groups:
+                if self.ledger.close_many(group.rollout_ids, Outcome.TRAINED):  # not when it was given back
+                    self._finish(group.instance_id)
+        return [group.samples for group in groups]
+
+    def reject(self, groups: Sequence[Sequence[Sample]], reason: str) -> None:
+        """These groups were delivered and are not trained on: filtered for ``reason``."""
+        with self.ledger.batch():
+            for samples in groups:
+                self.ledger.filter_trained(self.ready.origin(samples).rollout_ids, reason)
+
+    def abandon(self, rollout_ids: Iterable[str], *, group_ids: Iterable[str] = (), reason: str) -> None:
+        """These rollouts are cancelled for ``reason``, if they are in flight, and these groups are given up."""
         for group_id in group_ids:
-            group = self._open.pop(group_id, None)
-            if group is not None:
+            if (group := self._open.pop(group_id, None)) is not None:
                 self._held.difference_update(group.members)
+        with self.ledger.batch():
+            in_flight = [rollout_id for rollout_id in rollout_ids if self.ledger.is_open(rollout_id)]
+            self.ledger.close_many(in_flight, Outcome.CANCELLED, reason)
 
-    def clear(self) -> None:
-        """Forget every group that has not settled."""
-        self._open.clear()
-        self._held.clear()
+    def lose(self, reason: str) -> None:
+        """All that is in flight, and all that waits for it, is lost."""
+        self.abandon(self.ledger.open_ids(), group_ids=list(self._open), reason=reason)
 
-    def members_waiting(self) -> list[MemberResult]:
+    def waiting(self) -> list[MemberResult]:
         """The finished rollouts whose groups wait for others."""
         return [member for group in self._open.values() for member in group.members.values()]
 
+    def take_unwanted(self) -> list[str]:
+        """Rollouts that are cancelled in the ledger, and still to be cancelled in the store; each once."""
+        unwanted, self._unwanted = self._unwanted, []
+        return unwanted
+
+    def take_retries(self) -> list[MemberResult]:
+        """Failed members that are to be run again, once each; whoever takes them enqueues their ``request`` and tells
+        ``opened`` of the new rollouts."""
+        retries, self._retries = self._retries, []
+        return retries
+
+    def placeholders(self, n: int, size: int) -> list[list[Sample]]:
+        """Groups of unsampled (PENDING) samples: what slime's own data source gives without a data set."""
+        first = self._next["group_index"]
+        self._next["group_index"] += n
+        return [
+            [Sample(group_index=group, index=group * size + member) for member in range(size)]
+            for group in range(first, first + n)
+        ]
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Where the groups stand, for JSON. ``closed`` counts ends by outcome and reason, where the ledger is not on
+        disk; ``waiting`` names the finished rollouts whose groups wait, ``early`` the groups that were finalized with
+        members in flight."""
+        groups = self.ready.groups
+        return {
+            "groups": [[sample.to_dict() for sample in group.samples] for group in groups],
+            "members": [group.rollout_ids for group in groups],
+            "instances": [group.instance_id for group in groups],
+            "waiting": [member.rollout_id for member in self.waiting()],
+            **self._next,
+            "closed": None if self.ledger.on_disk else self._closed(),
+            "early": list(self._early),
+            "version": self.version.newest,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``; raises ``KeyError``, ``TypeError`` or ``ValueError`` when it is none, and then nothing
+        has changed."""
+        n = len(state["groups"])
+        groups = [
+            ReadyGroup([Sample.from_dict(sample) for sample in samples], members, instance_id)
+            for samples, members, instance_id in zip(
+                state["groups"], state.get("members") or [[]] * n, state.get("instances") or [None] * n, strict=True
+            )
+        ]
+        closed = [(Outcome(outcome), reason, n) for outcome, reason, n in state.get("closed") or []]
+        numbers = {name: max(self._next[name], state[name]) for name in _NUMBERS}
+        with self.ledger.batch():
+            if not self.ledger.on_disk:
+                self.ledger.carry_over(closed)
+            for group in groups:
+                self.ready.groups.append(group)
+                self.ledger.open_many([(rollout_id, group.instance_id) for rollout_id in group.rollout_ids])
+                self.ledger.ready_many(group.rollout_ids)
+        self.version.advance(state.get("version"))
+        self._early.update(dict.fromkeys(state.get("early") or []))
+        self._next = numbers
+
+    def _closed(self) -> list[list[Any]]:
+        closed = Counter(self.ledger.counts().reasons)
+        for member in self.waiting():  # which are read, and counted, once more when the state is loaded
+            if (end := self.ledger.outcome_of(member.rollout_id)) is not None:
+                closed[end] -= 1
+        return [[outcome.value, reason, n] for (outcome, reason), n in closed.items() if n]
+
     # -- judging ------------------------------------------------------------------------------------------------------
+
+    def _check_age(self, member: MemberResult) -> MemberResult:
+        """The member, as a failure when it was sampled by weights that are too old."""
+        if not member.ok:
+            return member
+        self.advance(versions_of(member.samples))
+        if not self.version.too_old(member.samples):
+            return member
+        lag, most = self.version.lag(member.samples), self.version.max_staleness
+        message = f"{lag} versions behind the policy, {most} are allowed"
+        return replace(member, failure="stale", failure_message=message, outcome_if_failed=Outcome.STALE, samples=())
 
     def _judge(self, group_id: str, group: _OpenGroup) -> GroupResult | None:
         complete = len(group.members) >= group.size
         if group.mode != "train":
-            return (
-                self._settle(group_id, group, ready=False, reason="validation", code="validation") if complete else None
-            )
+            return self._finalize(group_id, group, reason="validation", code="validation") if complete else None
         verdict = self._verdict(group, complete=complete)
         if verdict.action is GroupAction.RETRY:
             if self._retry(group, verdict.retries):
@@ -157,32 +287,29 @@ class GroupAssembler:
         members = list(group.members.values())
         if verdict.action is GroupAction.TRAIN:
             code = self._filter([member for member in members if member.ok]) if self._filter is not None else None
-            return self._settle(
+            return self._finalize(
                 group_id, group, ready=code is None, reason=_MEANINGS.get(code or "", code or ""), code=code or ""
             )
         code = verdict.reason or "group_incomplete"
-        sentence = (
-            self._policy.refuse(size=group.size, members=members)
-            or f"{len(members)} of {group.size} rollouts have ended"
-        )
-        meaning = _MEANINGS.get(code)
-        return self._settle(
-            group_id, group, ready=False, reason=f"{sentence} ({meaning})" if meaning else sentence, code=code
-        )
+        refusal = self._policy.refuse(size=group.size, members=members)
+        sentence = refusal or f"{len(members)} of {group.size} rollouts have ended"
+        meaning = f" ({_MEANINGS[code]})" if code in _MEANINGS else ""
+        return self._finalize(group_id, group, reason=sentence + meaning, code=code)
 
     def _verdict(self, group: _OpenGroup, *, complete: bool) -> GroupVerdict:
+        members = list(group.members.values())
         if self._judging is None:
             if not complete:
                 return GroupVerdict(action=GroupAction.WAIT)
-            fit = self._policy.refuse(size=group.size, members=list(group.members.values())) is None
+            fit = self._policy.refuse(size=group.size, members=members) is None
             return GroupVerdict(action=GroupAction.TRAIN if fit else GroupAction.DROP)
-        succeeded = sum(member.ok for member in group.members.values())
+        succeeded = sum(member.ok for member in members)
         return self._judging.judge(
             GroupProgress(
                 size=group.size,
                 succeeded=succeeded,
-                failed=len(group.members) - succeeded,
-                retries_used=len(group.former),
+                failed=len(members) - succeeded,
+                retries_used=len(group.repeated),
                 waited_s=0.0 if group.last_end is None else self._clock() - group.last_end,
             )
         )
@@ -196,11 +323,13 @@ class GroupAssembler:
             del group.members[member.rollout_id]
             self._held.discard(member.rollout_id)
             group.enlisted.pop(member.rollout_id, None)
-        group.former.extend(again)
+        group.repeated.extend(again)
         self._retries.extend(again)
         return True
 
-    def _settle(self, group_id: str, group: _OpenGroup, *, ready: bool, reason: str, code: str) -> GroupResult:
+    def _finalize(
+        self, group_id: str, group: _OpenGroup, *, ready: bool = False, reason: str, code: str
+    ) -> GroupResult:
         del self._open[group_id]
         self._held.difference_update(group.members)
         if len(group.members) < group.size:
@@ -208,25 +337,64 @@ class GroupAssembler:
             if len(self._early) > _REMEMBERED_EARLY:
                 self._early.popitem(last=False)
         known = next(iter(group.members.values()))
-        reason_out = CUT_OFF[0] if code in ("", "timeout") else CUT_OFF[1]
-        out = [
-            _cut_off(rollout_id, known, reason_out) for rollout_id in group.enlisted if rollout_id not in group.members
-        ]
-        members = (*group.members.values(), *group.former, *out)
-        return GroupResult(
-            group_id=group_id, mode=group.mode, size=group.size, members=members, ready=ready, reason=reason, code=code
+        why = STRAGGLER_REASONS[code not in ("", "timeout")]
+        late = [_straggler(name, known, why) for name in group.enlisted if name not in group.members]
+        result = GroupResult(
+            group_id=group_id,
+            mode=group.mode,
+            size=group.size,
+            members=(*group.members.values(), *group.repeated, *late),
+            ready=ready,
+            reason=reason,
+            code=code,
         )
+        if group.mode == "train":
+            self._let_go([member.rollout_id for member in late], why)
+            succeeded = [member.rollout_id for member in result.succeeded]
+            if ready:
+                self.ledger.ready_many(succeeded)
+                self.ready.groups.append(ReadyGroup(self._numbered(result), succeeded, result.instance_id))
+            else:
+                self.ledger.close_many(succeeded, Outcome.FILTERED, code)
+                self._finish(result.instance_id)
+        return result
+
+    def _numbered(self, group: GroupResult) -> list[Sample]:
+        """The group's samples with slime's numbers: one ``group_index``, a ``rollout_id`` per member, an ``index``
+        each."""
+        numbers, samples = self._next, []
+        for member in group.succeeded:
+            for sample in member.samples:
+                sample.group_index, sample.index = numbers["group_index"], numbers["index"]
+                if group.instance_id is not None:
+                    sample.metadata["instance_id"] = group.instance_id
+                set_rollout_id(sample, numbers["rollout_number"])
+                numbers["index"] += 1
+                samples.append(sample)
+            numbers["rollout_number"] += 1
+        numbers["group_index"] += 1
+        return samples
+
+    def _let_go(self, rollout_ids: list[str], reason: str) -> None:
+        """Rollouts that nobody waits for any more."""
+        if rollout_ids:
+            self.ledger.close_many(rollout_ids, Outcome.CANCELLED, reason)
+            self._unwanted.extend(rollout_ids)
+
+    def _finish(self, instance_id: str | None) -> None:
+        if instance_id is not None:
+            self.ledger.finish_instance(instance_id)
 
 
-def _cut_off(rollout_id: str, member: MemberResult, reason: str) -> MemberResult:
-    """A rollout of ``member``'s group that had not ended when the group settled."""
+def _straggler(rollout_id: str, member: MemberResult, reason: str) -> MemberResult:
+    """A rollout of ``member``'s group that had not ended when the group was finalized."""
     return MemberResult(
         rollout_id=rollout_id,
         group_id=member.group_id,
         mode=member.mode,
         group_size=member.group_size,
         failure=reason,
-        failure_message="its group settled without it",
+        failure_message="its group was finalized without it",
         outcome_if_failed=Outcome.CANCELLED,
         task=member.task,
         instance_id=member.instance_id,

@@ -1,27 +1,49 @@
-"""The ledger: where each rollout stands, and counts that add up at any moment.
+"""The ledger: where each rollout stands, and counts that add up at any moment, after any crash.
 
-A rollout is *open* (in flight), *ready* (its group waits to be trained on) or *closed* with one outcome. Closed
-rollouts are kept as counts, not as entries, so memory does not grow with the run; the ids of the most recent ones are
-remembered to recognise a second report of the same rollout.
+A rollout is *open* (in flight), *ready* (its group waits to be trained on) or *closed* with one outcome. It lives in
+SQLite, in a file or in memory; every call is one transaction and costs the same however long the run. Closed rollouts
+are counts in the end: the ids of the newest ones are remembered, to recognise late and repeated reports.
 
-``Ledger`` lives in memory; ``agl_slime.groups.ledger_disk.PersistentLedger`` keeps the same account on disk.
+``checkpoint`` ties the account to a checkpoint of the trainer, and ``rewind`` takes back what was trained after it: a
+resumed trainer has forgotten those steps, so their rollouts are in flight again.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TypeVar
 
+from agl_slime.errors import ConfigError
 from agl_slime.groups.results import Outcome
+from agl_slime.support.database import Database
 
-# Late or repeated reports arrive within moments of the first; at least this many closed ids are remembered to recognise
-# them, and at most twice as many: they are kept in two generations, and the older one is forgotten as a whole. Ids that
-# are freed one by one leave holes all over the memory.
-_REMEMBERED_CLOSED = 50_000
+T = TypeVar("T")
+
+# Closed rollouts that are remembered by id; those since the oldest kept checkpoint are always remembered.
+_REMEMBERED_CLOSED = 100_000
+_FORGET_EVERY = 1_000
+_KEPT_CHECKPOINTS = 16
+
+_OPEN, _READY = 0, 1
+_STATES = ("open", "ready")
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS ledger_rollouts (
+    rollout_id TEXT PRIMARY KEY, instance_id TEXT, state INTEGER NOT NULL, outcome TEXT, reason TEXT, closed_no INTEGER
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS ledger_unfinished ON ledger_rollouts (state) WHERE state < 2;
+CREATE INDEX IF NOT EXISTS ledger_closed ON ledger_rollouts (closed_no) WHERE state = 2;
+CREATE TABLE IF NOT EXISTS ledger_counts (
+    kind TEXT, reason TEXT, n INTEGER NOT NULL, PRIMARY KEY (kind, reason)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS ledger_finished (
+    no INTEGER PRIMARY KEY, instance_id TEXT NOT NULL, closed_no INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS ledger_checkpoints (step INTEGER PRIMARY KEY, closed_no INTEGER NOT NULL);
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,162 +58,257 @@ class LedgerCounts:
     reasons: dict[tuple[Outcome, str], int]
 
 
-class RolloutLedger(Protocol):
-    """What a data source asks of a ledger; ``Ledger`` and ``PersistentLedger`` say what each call does."""
-
-    def batch(self) -> AbstractContextManager[None]: ...
-
-    def open(self, rollout_id: str, *, instance_id: str | None = None) -> bool: ...
-
-    def ready(self, rollout_id: str) -> bool: ...
-
-    def close(self, rollout_id: str, outcome: Outcome, reason: str = "") -> bool: ...
-
-    def open_many(self, rollouts: Sequence[tuple[str, str | None]]) -> int: ...
-
-    def ready_many(self, rollout_ids: Sequence[str]) -> int: ...
-
-    def close_many(self, rollout_ids: Sequence[str], outcome: Outcome, reason: str = "") -> int: ...
-
-    def finish_instance(self, instance_id: str) -> None: ...
-
-    def finished_instances(self) -> list[str]: ...
-
-    def is_open(self, rollout_id: str) -> bool: ...
-
-    def open_ids(self) -> list[str]: ...
-
-    def recent_ids(self) -> list[str]: ...
-
-    def remember(self, rollout_ids: Iterable[str]) -> None: ...
-
-    def counts(self) -> LedgerCounts: ...
-
-
 class Ledger:
-    """Thread-safe; every call costs the same however long the run.
+    """Thread-safe. In memory, in a file of its own (``path``), or in a ``Database`` whose transactions it joins.
 
-    A rollout may name the *instance* (task) that it belongs to. An instance is finished when its owner says so, as
-    often as it says so (epochs).
+    A rollout may name the *instance* (task) that it belongs to. An instance is finished as often as its owner says so
+    (epochs). Opening an existing file continues its account: rollouts that were open or ready when the process died
+    still are; the owner asks ``instances_in_flight`` what to enqueue again.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._opened = 0
-        self._open: dict[str, str | None] = {}
-        self._finished: list[str] = []
-        self._ready: dict[str, str | None] = {}
-        self._closed: Counter[Outcome] = Counter()
-        self._reasons: Counter[tuple[Outcome, str]] = Counter()
-        self._recent: dict[str, None] = {}  # a set that keeps its order
-        self._older: dict[str, None] = {}
+    def __init__(self, *, path: Path | str | None = None, database: Database | None = None) -> None:
+        self._database = database or Database(path=path)
+        self._owns_database = database is None
+        with self._database.transaction() as connection:
+            for statement in _SCHEMA.split(";"):
+                connection.execute(statement)
+            row = connection.execute("SELECT n FROM ledger_counts WHERE kind = 'closed_no'").fetchone()
+            self._closed_no: int = row[0] if row else 0
 
-    def batch(self) -> AbstractContextManager[None]:
-        """Calls inside belong together; in memory that makes no difference."""
-        return nullcontext()
+    @property
+    def on_disk(self) -> bool:
+        return self._database.path is not None
 
-    def open(self, rollout_id: str, *, instance_id: str | None = None) -> bool:
-        """A rollout is in flight. ``False`` when it is known already."""
-        with self._lock:
-            if (
-                rollout_id in self._open
-                or rollout_id in self._ready
-                or rollout_id in self._recent
-                or rollout_id in self._older
-            ):
-                return False
-            self._open[rollout_id] = instance_id
-            self._opened += 1
-            return True
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Calls inside share one transaction: cheaper, and kept or lost together."""
+        closed_no = self._closed_no
+        try:
+            with self._database.transaction():
+                yield
+        except BaseException:
+            self._closed_no = closed_no
+            raise
 
-    def ready(self, rollout_id: str) -> bool:
-        """An open rollout waits to be trained on. ``False`` when it was not open."""
-        with self._lock:
-            if rollout_id not in self._open:
-                return False
-            self._ready[rollout_id] = self._open.pop(rollout_id)
-            return True
-
-    def close(self, rollout_id: str, outcome: Outcome, reason: str = "") -> bool:
-        """An open or ready rollout has reached its one end. ``False`` when it had ended before or was never opened."""
-        with self._lock:
-            if rollout_id in self._open:
-                del self._open[rollout_id]
-            elif rollout_id in self._ready:
-                del self._ready[rollout_id]
-            else:
-                return False
-            self._closed[outcome] += 1
-            self._reasons[outcome, reason] += 1
-            self._remember(rollout_id)
-            return True
+    # -- a rollout's way ----------------------------------------------------------------------------------------------
 
     def open_many(self, rollouts: Sequence[tuple[str, str | None]]) -> int:
-        """``open`` for pairs of rollout and instance; returns how many were new."""
-        return sum(self.open(rollout_id, instance_id=instance_id) for rollout_id, instance_id in rollouts)
+        """These pairs of rollout and instance are in flight; returns how many were not known already."""
+        opened = 0
+        with self._database.transaction() as connection:
+            for chunk in _chunks(rollouts):
+                values = ", ".join(["(?, ?, 0)"] * len(chunk))
+                opened += connection.execute(
+                    f"INSERT OR IGNORE INTO ledger_rollouts (rollout_id, instance_id, state) VALUES {values}",
+                    [value for pair in chunk for value in pair],
+                ).rowcount
+            self._add(("opened", "", opened), ("open", "", opened))
+        return opened
 
     def ready_many(self, rollout_ids: Sequence[str]) -> int:
-        """``ready`` for many; returns how many were open."""
-        return sum(self.ready(rollout_id) for rollout_id in rollout_ids)
+        """Open rollouts wait to be trained on; returns how many were open."""
+        return self._move(rollout_ids, _OPEN, _READY)
+
+    def reopen_many(self, rollout_ids: Sequence[str]) -> int:
+        """Ready rollouts are in flight again (their delivery was lost); returns how many were ready."""
+        return self._move(rollout_ids, _READY, _OPEN)
 
     def close_many(self, rollout_ids: Sequence[str], outcome: Outcome, reason: str = "") -> int:
-        """``close`` for many, with one outcome; returns how many had not ended before."""
-        return sum(self.close(rollout_id, outcome, reason) for rollout_id in rollout_ids)
+        """Open or ready rollouts have reached their one end; returns how many had not ended before."""
+        closed = 0
+        with self.batch(), self._database.transaction() as connection:
+            before = self._closed_no
+            self._closed_no += len(rollout_ids)  # they end together: one place in the order
+            for state, name in enumerate(_STATES):
+                moved = 0
+                for chunk in _chunks(rollout_ids):
+                    moved += connection.execute(
+                        "UPDATE ledger_rollouts SET state = 2, outcome = ?, reason = ?, closed_no = ?"
+                        f" WHERE state = ? AND rollout_id IN ({_marks(chunk)})",
+                        (outcome.value, reason, self._closed_no, state, *chunk),
+                    ).rowcount
+                self._add((name, "", -moved))
+                closed += moved
+            self._add((f"closed:{outcome.value}", reason, closed), ("closed_no", "", len(rollout_ids)))
+            if before // _FORGET_EVERY != self._closed_no // _FORGET_EVERY:
+                self._forget()
+        return closed
+
+    def filter_trained(self, rollout_ids: Sequence[str], reason: str) -> int:
+        """These were delivered to be trained on and were not: filtered for ``reason``. Returns how many."""
+        moved = 0
+        with self._database.transaction() as connection:
+            for chunk in _chunks(rollout_ids):
+                moved += connection.execute(
+                    "UPDATE ledger_rollouts SET outcome = 'filtered', reason = ?"
+                    f" WHERE state = 2 AND outcome = 'trained' AND reason = '' AND rollout_id IN ({_marks(chunk)})",
+                    (reason, *chunk),
+                ).rowcount
+            self._add(("closed:trained", "", -moved), ("closed:filtered", reason, moved))
+        return moved
+
+    def remember(self, rollout_ids: Iterable[str]) -> None:
+        """These closed in another account of the run: they are not counted here, and reports of them are recognised as
+        late."""
+        query = "INSERT OR IGNORE INTO ledger_rollouts (rollout_id, state, closed_no) VALUES (?, 2, ?)"
+        with self._database.transaction() as connection:
+            connection.executemany(query, [(rollout_id, self._closed_no) for rollout_id in rollout_ids])
+
+    def carry_over(self, closed: Iterable[tuple[Outcome, str, int]]) -> None:
+        """So many rollouts closed with this outcome and reason before the restart."""
+        with self._database.transaction():
+            for outcome, reason, n in closed:
+                self._add(("opened", "", n), (f"closed:{outcome.value}", reason, n))
+
+    # -- questions ----------------------------------------------------------------------------------------------------
+
+    def is_open(self, rollout_id: str) -> bool:
+        """Whether the rollout is in flight."""
+        return bool(self._ask("SELECT 1 FROM ledger_rollouts WHERE rollout_id = ? AND state = 0", rollout_id))
+
+    def has_ended(self, rollout_id: str) -> bool:
+        """Whether the rollout is ready or closed, as far as is remembered."""
+        return bool(self._ask("SELECT 1 FROM ledger_rollouts WHERE rollout_id = ? AND state > 0", rollout_id))
+
+    def known_among(self, rollout_ids: Sequence[str]) -> dict[str, str | None]:
+        """Those that were ever opened, as far as is remembered, with their instances."""
+        query = "SELECT rollout_id, instance_id FROM ledger_rollouts WHERE rollout_id IN"
+        return dict(row for chunk in _chunks(rollout_ids) for row in self._ask(f"{query} ({_marks(chunk)})", *chunk))
+
+    def open_ids(self) -> list[str]:
+        """The rollouts in flight."""
+        return [row[0] for row in self._ask("SELECT rollout_id FROM ledger_rollouts WHERE state = 0 AND state < 2")]
+
+    def recent_ids(self) -> list[str]:
+        """Closed rollouts that are still remembered by id, in the order in which they ended."""
+        return [
+            row[0] for row in self._ask("SELECT rollout_id FROM ledger_rollouts WHERE state = 2 ORDER BY closed_no")
+        ]
+
+    def outcome_of(self, rollout_id: str) -> tuple[Outcome, str] | None:
+        """How the rollout ended, with its reason; ``None`` while it has not, or when it is no longer remembered."""
+        query = "SELECT outcome, reason FROM ledger_rollouts WHERE rollout_id = ? AND outcome IS NOT NULL"
+        rows = self._ask(query, rollout_id)
+        return (Outcome(rows[0][0]), rows[0][1]) if rows else None
+
+    def counts(self) -> LedgerCounts:
+        plain = dict.fromkeys(("opened", *_STATES), 0)
+        closed: dict[Outcome, int] = {}
+        reasons: dict[tuple[Outcome, str], int] = {}
+        for kind, reason, n in self._ask("SELECT kind, reason, n FROM ledger_counts WHERE n <> 0"):
+            if kind in plain:
+                plain[kind] = n
+            elif kind.startswith("closed:"):
+                outcome = Outcome(kind.removeprefix("closed:"))
+                closed[outcome] = closed.get(outcome, 0) + n
+                reasons[outcome, reason] = n
+        return LedgerCounts(**plain, closed=closed, reasons=reasons)
+
+    # -- instances ----------------------------------------------------------------------------------------------------
 
     def finish_instance(self, instance_id: str) -> None:
         """A group of this instance has been dealt with: a resumed run skips it, once per time said."""
-        with self._lock:
-            self._finished.append(instance_id)
+        with self._database.transaction() as connection:
+            connection.execute(
+                "INSERT INTO ledger_finished (instance_id, closed_no) VALUES (?, ?)", (instance_id, self._closed_no)
+            )
 
     def finished_instances(self) -> list[str]:
         """The finished instances, oldest first, each as often as it was finished: what slime calls
         ``skip_instance_ids``."""
-        with self._lock:
-            return list(self._finished)
+        return [row[0] for row in self._ask("SELECT instance_id FROM ledger_finished ORDER BY no")]
 
     def instances_in_flight(self) -> list[str]:
         """The instances that have open or ready rollouts, each once: what a resumed run must enqueue again."""
-        with self._lock:
-            instances = [*self._open.values(), *self._ready.values()]
-            return list(dict.fromkeys(instance for instance in instances if instance is not None))
+        query = "SELECT DISTINCT instance_id FROM ledger_rollouts WHERE state < 2 AND instance_id IS NOT NULL"
+        return [row[0] for row in self._ask(query)]
 
-    def is_open(self, rollout_id: str) -> bool:
-        """Whether the rollout is in flight."""
-        with self._lock:
-            return rollout_id in self._open
+    # -- checkpoints of the trainer -----------------------------------------------------------------------------------
 
-    def open_ids(self) -> list[str]:
-        """The rollouts in flight."""
-        with self._lock:
-            return list(self._open)
-
-    def recent_ids(self) -> list[str]:
-        """The rollouts that closed last, oldest first: those whose late reports are recognised."""
-        with self._lock:
-            return [*self._older, *self._recent]
-
-    def remember(self, rollout_ids: Iterable[str]) -> None:
-        """These closed in a former life of the run: they are not counted again, and reports of them are recognised as
-        late."""
-        with self._lock:
-            for rollout_id in rollout_ids:
-                self._remember(rollout_id)
-
-    def carry_over(self, closed: Iterable[tuple[Outcome, str, int]]) -> None:
-        """So many rollouts closed with this outcome and reason in a former life of the run."""
-        with self._lock:
-            for outcome, reason, n in closed:
-                self._opened += n
-                self._closed[outcome] += n
-                self._reasons[outcome, reason] += n
-
-    def _remember(self, rollout_id: str) -> None:
-        self._recent[rollout_id] = None
-        if len(self._recent) >= _REMEMBERED_CLOSED:
-            self._older, self._recent = self._recent, {}
-
-    def counts(self) -> LedgerCounts:
-        with self._lock:
-            return LedgerCounts(
-                self._opened, len(self._open), len(self._ready), dict(self._closed), dict(self._reasons)
+    def checkpoint(self, step: int) -> None:
+        """The trainer's checkpoint of ``step`` holds all that is closed now."""
+        with self._database.transaction() as connection:
+            connection.execute("INSERT OR REPLACE INTO ledger_checkpoints VALUES (?, ?)", (step, self._closed_no))
+            connection.execute(
+                "DELETE FROM ledger_checkpoints WHERE step NOT IN"
+                " (SELECT step FROM ledger_checkpoints ORDER BY closed_no DESC, step DESC LIMIT ?)",
+                (_KEPT_CHECKPOINTS,),
             )
+
+    def rewind(self, step: int) -> list[str]:
+        """The trainer resumed from its checkpoint of ``step``: what was trained after it is in flight again, and its
+        instances are not finished any more. Returns the rollouts. Raises ``ConfigError`` when that checkpoint is not
+        among the last ones."""
+        with self._database.transaction() as connection:
+            row = connection.execute("SELECT closed_no FROM ledger_checkpoints WHERE step = ?", (step,)).fetchone()
+            if row is None:
+                known = [str(one) for (one,) in self._ask("SELECT step FROM ledger_checkpoints ORDER BY step")]
+                raise ConfigError(f"the ledger knows no checkpoint of step {step}; it has {', '.join(known) or 'none'}")
+            where = "state = 2 AND outcome = 'trained' AND closed_no > ?"
+            undone = self._ask(f"SELECT rollout_id, instance_id, reason FROM ledger_rollouts WHERE {where}", *row)
+            connection.execute(
+                f"UPDATE ledger_rollouts SET state = 0, outcome = NULL, reason = NULL, closed_no = NULL WHERE {where}",
+                row,
+            )
+            self._add(("open", "", len(undone)), *(("closed:trained", reason, -1) for _, _, reason in undone))
+            for instance_id in {instance_id for _, instance_id, _ in undone if instance_id is not None}:
+                connection.execute(
+                    "DELETE FROM ledger_finished WHERE instance_id = ? AND closed_no > ?", (instance_id, row[0])
+                )
+            connection.execute("DELETE FROM ledger_checkpoints WHERE closed_no > ? OR step > ?", (*row, step))
+            return [rollout_id for rollout_id, _, _ in undone]
+
+    def resume(self, step: int, *, kept: Collection[str], reason: str = "restarted") -> int:
+        """``rewind`` to the checkpoint of ``step`` in a new process, whose data source holds the rollouts ``kept``
+        ready and knows of no others: what else was in flight or ready is cancelled for ``reason``. Returns how many
+        were; their instances are to be run again."""
+        with self.batch():
+            self.rewind(step)
+            unfinished = [row[0] for row in self._ask("SELECT rollout_id FROM ledger_rollouts WHERE state < 2")]
+            here = set(kept)
+            self.ready_many([rollout_id for rollout_id in unfinished if rollout_id in here])
+            lost = [rollout_id for rollout_id in unfinished if rollout_id not in here]
+            return self.close_many(lost, Outcome.CANCELLED, reason)
+
+    def shut(self) -> None:
+        """Close the file, if it is this ledger's own."""
+        if self._owns_database:
+            self._database.close()
+
+    # -- internals ----------------------------------------------------------------------------------------------------
+
+    def _ask(self, query: str, *values: object) -> list[tuple]:
+        with self._database.reading() as connection:
+            return connection.execute(query, values).fetchall()
+
+    def _move(self, rollout_ids: Sequence[str], origin: int, target: int) -> int:
+        moved = 0
+        with self._database.transaction() as connection:
+            for chunk in _chunks(rollout_ids):
+                query = f"UPDATE ledger_rollouts SET state = ? WHERE state = ? AND rollout_id IN ({_marks(chunk)})"
+                moved += connection.execute(query, (target, origin, *chunk)).rowcount
+            self._add((_STATES[origin], "", -moved), (_STATES[target], "", moved))
+        return moved
+
+    def _add(self, *counts: tuple[str, str, int]) -> None:
+        query = "INSERT INTO ledger_counts VALUES (?, ?, ?) ON CONFLICT (kind, reason) DO UPDATE SET n = n + excluded.n"
+        for count in counts:
+            if count[2]:
+                self._database.connection.execute(query, count)
+
+    def _forget(self) -> None:
+        [(oldest,)] = self._ask("SELECT min(closed_no) FROM ledger_checkpoints")
+        limit = self._closed_no - _REMEMBERED_CLOSED
+        limit = limit if oldest is None else min(limit, oldest)
+        self._database.connection.execute("DELETE FROM ledger_rollouts WHERE state = 2 AND closed_no <= ?", (limit,))
+
+
+def _chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
+    """A statement for many rows is one step for SQLite and one release of the interpreter lock; 100 rows stay below
+    every limit on variables."""
+    for start in range(0, len(values), 100):
+        yield values[start : start + 100]
+
+
+def _marks(values: Sequence[object]) -> str:
+    return ", ".join("?" * len(values))

@@ -1,4 +1,4 @@
-"""What to do with a group: wait, retry, train on it, drop it.
+"""What to do with a group: wait, retry, train on it, drop it; and a filter of groups that teach nothing.
 
 Policies are small frozen objects without state. ``refuse`` judges a group whose members have all ended. ``judge`` may
 be asked at any time before, and says what to do about members that failed or are late. They see results, not samples.
@@ -7,24 +7,24 @@ be asked at any time before, and says what to do about members that failed or ar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from agl_slime.errors import ConfigError
 from agl_slime.groups.results import MemberResult
 
+GroupFilter = Callable[[Sequence[MemberResult]], str | None]
+"""Why the members that a policy would train on are not worth it, as a word to count by; ``None`` when they are."""
 
-class GroupPolicy(Protocol):
-    def refuse(self, *, size: int, members: Sequence[MemberResult]) -> str | None:
-        """Why the group of ``size`` expected members is not fit to train on; ``None`` when it is."""
-        ...
+# Rewards closer than this are the same: slime's own threshold.
+_EQUAL_REWARDS = 1e-6
 
 
 class GroupAction(str, Enum):
-    """``WAIT`` for the members that are out; ``RETRY`` the failed ones; ``TRAIN`` on what is there; ``DROP`` the group.
-    With the last two, members still out are to be cancelled."""
+    """``WAIT`` for the members in flight; ``RETRY`` the failed ones; ``TRAIN`` on what is there; ``DROP`` the group.
+    With the last two, members still in flight are cancelled."""
 
     WAIT = "wait"
     RETRY = "retry"
@@ -34,10 +34,9 @@ class GroupAction(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgress:
-    """Where a group stands. ``failed`` counts members whose last try failed, ``retries_used`` those tries of the group
-    that were repeats; ``waited_s`` is the time since its last member ended, 0 before the first one has: until then its
-    rollouts may not have begun, and each has a time limit of its own.
-    """
+    """Where a group stands. ``failed`` counts members whose last try failed, ``retries_used`` the tries that were
+    repeats; ``waited_s`` is the time since its last member ended, 0 before the first one has: until then its rollouts
+    may not have begun, and each has a time limit of its own."""
 
     size: int
     succeeded: int = 0
@@ -59,6 +58,12 @@ class GroupVerdict:
     retries: int = 0
 
 
+class GroupPolicy(Protocol):
+    def refuse(self, *, size: int, members: Sequence[MemberResult]) -> str | None:
+        """Why the group of ``size`` expected members is not fit to train on; ``None`` when it is."""
+        ...
+
+
 @runtime_checkable
 class LateGroupPolicy(GroupPolicy, Protocol):
     """A policy that may be asked before all members have ended. ``timeout_s``: after such a wait its answer may change;
@@ -70,64 +75,6 @@ class LateGroupPolicy(GroupPolicy, Protocol):
     def judge(self, progress: GroupProgress) -> GroupVerdict:
         """What to do with the group now."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompleteGroup:
-    """Every member must have succeeded: what slime's default rollout function needs, which asserts exact group sizes.
-
-    ``timeout_s`` after the last member ended, a group that still waits for others is dropped (``None``: wait for all).
-    """
-
-    timeout_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s must be positive or None, got {self.timeout_s}")
-
-    def refuse(self, *, size: int, members: Sequence[MemberResult]) -> str | None:
-        good = sum(member.ok for member in members)
-        return None if good == size else f"{size - good} of {size} rollouts failed"
-
-    def judge(self, progress: GroupProgress) -> GroupVerdict:
-        """Wait for the last member, whatever happens on the way."""
-        if progress.outstanding:
-            late = self.timeout_s is not None and progress.waited_s > self.timeout_s
-            return (
-                GroupVerdict(action=GroupAction.DROP, reason="timeout")
-                if late
-                else GroupVerdict(action=GroupAction.WAIT)
-            )
-        return _ended(progress, needed=progress.size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailFast(CompleteGroup):
-    """Every member must succeed, and the first failure drops the group, so that no engine time goes into the rest."""
-
-    def judge(self, progress: GroupProgress) -> GroupVerdict:
-        if progress.failed:
-            return GroupVerdict(action=GroupAction.DROP, reason="member_failed")
-        return CompleteGroup.judge(self, progress)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetryGroup(CompleteGroup):
-    """Every member must succeed; failed ones are run again, ``max_retries`` times in the whole group."""
-
-    max_retries: int = 1
-
-    def __post_init__(self) -> None:
-        CompleteGroup.__post_init__(self)
-        if self.max_retries < 0:
-            raise ConfigError(f"max_retries must not be negative, got {self.max_retries}")
-
-    def judge(self, progress: GroupProgress) -> GroupVerdict:
-        return _retry(progress, budget=self.max_retries, wanted=progress.failed) or (
-            GroupVerdict(action=GroupAction.DROP, reason="retries_exhausted")
-            if progress.failed
-            else CompleteGroup.judge(self, progress)
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +90,9 @@ class MinimumViableGroup:
     is reached and dropped when not (``None``: wait for all). A group that cannot reach the floor any more is dropped at
     once with ``drop_early``, else when all its members have ended.
     """
+
+    codes: ClassVar[tuple[str, str]] = ("floor_out_of_reach", "group_incomplete")
+    """Why a group is dropped with members in flight, and without."""
 
     min_ratio: float = 0.7
     min_members: int = 2
@@ -160,41 +110,64 @@ class MinimumViableGroup:
 
     def floor(self, size: int) -> int:
         """How many members of a group of ``size`` must succeed."""
-        return min(
-            size, max(self.min_members, math.ceil(self.min_ratio * size - 1e-9))
-        )  # 0.07 * 100 is 7.000000000000001
+        needed = math.ceil(self.min_ratio * size - 1e-9)  # 0.07 * 100 is 7.000000000000001
+        return min(size, max(self.min_members, needed))
 
     def refuse(self, *, size: int, members: Sequence[MemberResult]) -> str | None:
-        good = sum(member.ok for member in members)
-        needed = self.floor(size)
+        good, needed = sum(member.ok for member in members), self.floor(size)
         return None if good >= needed else f"{good} of {size} rollouts succeeded, {needed} are needed"
 
     def judge(self, progress: GroupProgress) -> GroupVerdict:
         needed = self.floor(progress.size)
-        short = needed - progress.succeeded - progress.outstanding  # missing even if all that are out succeed
+        short = needed - progress.succeeded - progress.outstanding  # missing even if all in flight succeed
         if short > 0:
-            retry = _retry(progress, budget=self.max_retries, wanted=short)
-            if retry is not None and retry.retries == short:
-                return retry
+            if short <= min(progress.failed, self.max_retries - progress.retries_used):
+                return GroupVerdict(action=GroupAction.RETRY, reason="member_failed", retries=short)
             if self.drop_early or not progress.outstanding:
-                return GroupVerdict(
-                    action=GroupAction.DROP, reason="floor_out_of_reach" if progress.outstanding else "group_incomplete"
-                )
-        if progress.outstanding:
-            if self.timeout_s is None or progress.waited_s <= self.timeout_s:
-                return GroupVerdict(action=GroupAction.WAIT)
-            if progress.succeeded >= needed:
-                return GroupVerdict(action=GroupAction.TRAIN, reason="timeout")
-            return GroupVerdict(action=GroupAction.DROP, reason="timeout")
-        return _ended(progress, needed=needed)
+                return GroupVerdict(action=GroupAction.DROP, reason=self.codes[not progress.outstanding])
+        if not progress.outstanding:
+            return GroupVerdict(action=GroupAction.TRAIN)
+        if self.timeout_s is None or progress.waited_s <= self.timeout_s:
+            return GroupVerdict(action=GroupAction.WAIT)
+        action = GroupAction.TRAIN if progress.succeeded >= needed else GroupAction.DROP
+        return GroupVerdict(action=action, reason="timeout")
 
 
-def _retry(progress: GroupProgress, *, budget: int, wanted: int) -> GroupVerdict | None:
-    retries = min(wanted, progress.failed, budget - progress.retries_used)
-    return GroupVerdict(action=GroupAction.RETRY, reason="member_failed", retries=retries) if retries > 0 else None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompleteGroup(MinimumViableGroup):
+    """Every member must have succeeded: what slime's default rollout function needs, which asserts exact group sizes.
+    It is judged when the last member has ended, or dropped when ``timeout_s`` has passed."""
+
+    min_ratio: float = 1.0
+    drop_early: bool = False
 
 
-def _ended(progress: GroupProgress, *, needed: int) -> GroupVerdict:
-    if progress.succeeded >= needed:
-        return GroupVerdict(action=GroupAction.TRAIN)
-    return GroupVerdict(action=GroupAction.DROP, reason="group_incomplete")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailFast(MinimumViableGroup):
+    """Every member must succeed, and the first failure drops the group, so that no engine time goes into the rest."""
+
+    codes = ("member_failed", "member_failed")
+
+    min_ratio: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryGroup(MinimumViableGroup):
+    """Every member must succeed; failed ones are run again, ``max_retries`` times in the whole group."""
+
+    codes = ("retries_exhausted", "retries_exhausted")
+
+    min_ratio: float = 1.0
+    max_retries: int = 1
+
+
+def zero_variance(members: Sequence[MemberResult]) -> str | None:
+    """A ``GroupFilter``: ``"zero_variance"`` for two or more members with one and the same reward: with nothing to
+    compare, every advantage is 0."""
+    rewards = [member.reward for member in members if member.reward is not None]
+    return "zero_variance" if len(rewards) > 1 and all_equal(rewards) else None
+
+
+def all_equal(rewards: Sequence[float]) -> bool:
+    """Whether these rewards, one or more, leave nothing to compare."""
+    return max(rewards) - min(rewards) <= _EQUAL_REWARDS

@@ -13,6 +13,9 @@ from agl_slime.types import Sample
 if TYPE_CHECKING:  # Agent Lightning takes seconds to import
     from agl_slime.support.agl import EnqueueRolloutRequest
 
+STRAGGLER_REASONS = ("group_timeout", "group_dropped")
+"""Why a straggler, a member still in flight when its group was finalized, was cancelled."""
+
 
 def instance_of(metadata: Mapping[str, Any]) -> str | None:
     """The task that a rollout with this metadata is one try at."""
@@ -20,14 +23,10 @@ def instance_of(metadata: Mapping[str, Any]) -> str | None:
     return None if instance_id is None else str(instance_id)
 
 
-CUT_OFF = ("group_timeout", "group_dropped")
-"""Why a member that was still out when its group settled was cancelled."""
-
-
 class Outcome(str, Enum):
     """The one end of a rollout. Each has a reason beside it.
 
-    ``TRAINED``: its samples were handed to the trainer. ``FILTERED``: it worked, but its group was not fit to train on.
+    ``TRAINED``: its samples were delivered to the trainer. ``FILTERED``: it worked, but its group was not trained on.
     ``STALE``: sampled by weights that are too old. ``FAILED``: no reward, no trace, an exception, a time limit.
     ``CANCELLED``: stopped on purpose. ``VALIDATED``: a validation rollout, never trained on.
     """
@@ -42,12 +41,11 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberResult:
-    """One finished rollout as its group sees it: samples and a reward, or a failure with its reason. ``group_size`` is
-    what its metadata says.
+    """One finished rollout as its group sees it: samples and a reward, or a failure with its reason.
 
-    ``reward`` is the primary reward, ``rewards`` all named ones. ``sampled_tokens`` counts the tokens that the engine
-    reported to have sampled in it. ``instance_id`` names the task that its group is one try at. ``request`` enqueues it
-    once more, where it failed and may be tried again.
+    ``group_size`` is what its metadata says, ``reward`` the primary reward, ``rewards`` all named ones;
+    ``sampled_tokens`` counts what the engine reported. ``instance_id`` names the task that its group is one try at.
+    ``request`` enqueues it once more, where it failed and may be tried again.
     """
 
     rollout_id: str
@@ -73,19 +71,16 @@ class MemberResult:
         return self.failure is None
 
     @property
-    def cut_off(self) -> bool:
-        """Whether it was still out when its group settled, and cancelled for that."""
-        return self.failure in CUT_OFF
+    def straggler(self) -> bool:
+        """Whether it was cancelled because its group was finalized without it."""
+        return self.failure in STRAGGLER_REASONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """A settled group: ``ready`` with the members to train on, or dropped for ``reason``, a sentence, and ``code``, a
-    word to count it by.
-
-    ``members`` holds every rollout of the group: tries that were repeated, and those that were still out when it
-    settled (cancelled), too.
-    """
+    """A finalized group: ``ready`` with the members to train on, or dropped for ``reason``, a sentence, and ``code``, a
+    word to count it by. ``members`` holds every rollout of the group, tries that were repeated and cancelled stragglers
+    too."""
 
     group_id: str
     mode: str

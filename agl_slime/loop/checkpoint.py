@@ -17,10 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agl_slime.datasource.source import AGLDataSource
-from agl_slime.datasource.state import DataSourceState
+from agl_slime.datasource.source import GroupSource
 from agl_slime.errors import ConfigError, TrainerError, spell_exception
-from agl_slime.groups.ledger_disk import PersistentLedger
+from agl_slime.groups.ledger import Ledger
 from agl_slime.loop.settings import LoopState
 from agl_slime.support.files import whole_directory
 from agl_slime.trainers.base import Trainer
@@ -38,42 +37,37 @@ class Checkpoint:
 
     path: Path
     loop: LoopState
-    data_source: DataSourceState
+    data_source: dict[str, Any]
 
     @property
     def trainer(self) -> Path:
         return self.path / _TRAINER
 
-    def rewind(self, ledger: PersistentLedger) -> int:
+    def rewind(self, ledger: Ledger) -> int:
         """Take the ledger back to this checkpoint, for a run whose rollouts were in the process that has ended; returns
         how many were in flight."""
-        kept = [rollout_id for members in self.data_source.members or [] for rollout_id in members]
+        kept = [rollout_id for members in self.data_source.get("members") or [] for rollout_id in members]
         return ledger.resume(self.loop.iteration, kept=kept)
 
 
 class CheckpointWriter:
     """Writes checkpoints of a run into ``directory`` and keeps the newest ``keep``."""
 
-    def __init__(
-        self, *, directory: Path, trainer: Trainer, source: AGLDataSource, ledger: PersistentLedger, keep: int = 2
-    ) -> None:
+    def __init__(self, *, directory: Path, trainer: Trainer, source: GroupSource, keep: int = 2) -> None:
         self._directory = directory
         self._trainer = trainer
         self._source = source
-        self._ledger = ledger
         self._keep = keep
 
     def save(self, state: LoopState) -> None:
         """Write one; nothing trains meanwhile. Raises ``TrainerError`` or ``OSError`` when it cannot be written; the
         older ones are kept then."""
         target = _path(self._directory, state.iteration)
-        with self._source.changed:  # nothing is handed out between the two
-            held = self._source.state()
-            self._ledger.checkpoint(state.iteration)
+        held = self._source.state(checkpoint=state.iteration)
         with whole_directory(target) as fresh:
             self._trainer.save(fresh / _TRAINER)
             (fresh / _LOOP).write_text(json.dumps(asdict(state)))
-            (fresh / _DATA_SOURCE).write_text(json.dumps(asdict(held)))
+            (fresh / _DATA_SOURCE).write_text(json.dumps(held))
         steps = _steps(self._directory)
         now = steps.index(target)
         # one that is later than this was damaged, and the run went on from an older one
@@ -91,7 +85,7 @@ def read_checkpoints(directory: Path) -> list[Checkpoint]:
             loop = _read(
                 path / _LOOP, lambda given: LoopState(**{**given, "reward_means": tuple(given["reward_means"])})
             )
-            data_source = _read(path / _DATA_SOURCE, lambda given: DataSourceState(**given))
+            data_source = _read(path / _DATA_SOURCE, lambda given: {**given})
         except ConfigError as error:
             damaged = error
             logger.warning("%s; an older checkpoint is looked for.", error)

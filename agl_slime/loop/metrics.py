@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from agl_slime.groups.filters import all_equal
+from agl_slime.groups.policy import all_equal
 from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.report import metrics as names
 from agl_slime.types import Sample
@@ -22,7 +22,7 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
     what they took, in seconds."""
     members = [member for group in groups for member in group.members]
     rewards = [member.reward for member in members if member.reward is not None]
-    failures = Counter(member.failure for member in members if not member.ok and not member.cut_off)
+    failures = Counter(member.failure for member in members if not member.ok and not member.straggler)
     trained = [member for group in groups if group.ready for member in group.succeeded]
     samples = [sample for member in trained for sample in member.samples]
     sampled = sum(member.sampled_tokens for member in members)
@@ -33,7 +33,7 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
         names.REWARD_MAX: max(rewards, default=None),
         names.COUNT: len(members),
         names.FAILED: sum(failures.values()),
-        "rollout/cut_off": sum(member.cut_off for member in members),
+        "rollout/cancelled_stragglers": sum(member.straggler for member in members),
         names.RESPONSE_TOKENS: sampled / len(members) if members else None,
         "rollout/turns_mean": fmean(member.turns for member in members) if members else None,
         "rollout/groups_ready": sum(group.ready for group in groups),

@@ -20,14 +20,14 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from agl_slime.datasource.source import AGLDataSource
+from agl_slime.datasource.source import GroupSource
 from agl_slime.errors import AglSlimeError, ConfigError, LoopError, spell_exception
 from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.loop.metrics import collect_metrics, eval_metrics, spell_failures
 from agl_slime.loop.old_names import observer_and_runners
 from agl_slime.loop.schedule import SerialSchedule
 from agl_slime.loop.settings import LoopSettings, LoopState, RunResult
-from agl_slime.loop.tasks import NumberedTasks, Task, TaskSource, as_task_source
+from agl_slime.loop.tasks import Task, TaskCursor, TaskSource, as_task_source
 from agl_slime.report.events import (
     Event,
     GroupsCollected,
@@ -90,7 +90,7 @@ class OnlineRLLoop:
         agent: LitAgent[Any] | None,
         tasks: Tasks,
         llm: LLM,
-        data_source: AGLDataSource,
+        data_source: GroupSource,
         slime_train_fn: StepFn,
         weight_sync_fn: StepFn | None = None,
         save_fn: Callable[[LoopState], Any] | None = None,
@@ -118,10 +118,9 @@ class OnlineRLLoop:
         self._reward_means = list(self._state.reward_means)
         self._validations = self._state.validations
         source = as_task_source(tasks, seed=self.settings.seed)
-        self.tasks = NumberedTasks(source=source, finished=data_source.ledger.finished_instances())
-        self._val_tasks = self._validation_source(tasks, val_tasks) or source
-        if self._validations:
-            self._val_tasks.next_batch(self._validations * self.settings.eval_tasks)  # those of before the restart
+        self.tasks = TaskCursor(source, finished=data_source.ledger.finished_instances())
+        self._val_tasks = TaskCursor(self._validation_source(tasks, val_tasks) or source, named=False)
+        self._val_tasks.skip_to(self._validations * self.settings.eval_tasks)
         self._llm = llm
         self._train_fn = taking_iteration(slime_train_fn, "slime_train_fn")
         self._sync_fn = None if weight_sync_fn is None else taking_iteration(weight_sync_fn, "weight_sync_fn")
@@ -229,7 +228,7 @@ class OnlineRLLoop:
         self._emit(PhaseStarted(iteration=iteration, phase="eval", rollouts=n))
         self._validations += 1
         self._schedule.metadata = {"iteration": iteration, "weight_version": self._version}
-        return eval_metrics(await self._schedule.validate(self._val_tasks.next_batch(n)))
+        return eval_metrics(await self._schedule.validate(self._val_tasks, n))
 
     def _sound_alarms(self, groups: Sequence[GroupResult]) -> None:
         """Warn of a tool that never fires and of answers that have become all alike. Alike answers that earn the best
@@ -248,7 +247,7 @@ class OnlineRLLoop:
             self._emit(Warning(text=text, key="alike_answers"))
 
     def _stop_if_hopeless(self, iteration: int, groups: Sequence[GroupResult]) -> None:
-        members = [member for group in groups for member in group.members if not member.cut_off]
+        members = [member for group in groups for member in group.members if not member.straggler]
         if not any(member.ok for member in members):
             raise LoopError(f"iteration {iteration}: all {len(members)} rollouts failed: {spell_failures(members)}")
         if any(group.ready for group in groups):
@@ -386,7 +385,7 @@ def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *args: 
         logger.debug("A result arrived after the run had ended.")
 
 
-def _ledger_counts(source: AGLDataSource) -> dict[str, int]:
+def _ledger_counts(source: GroupSource) -> dict[str, int]:
     counts = source.ledger.counts()
     ends = {outcome.value: n for outcome, n in counts.closed.items()}
     return {"opened": counts.opened, "open": counts.open, "ready": counts.ready, **ends}

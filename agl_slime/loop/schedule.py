@@ -6,15 +6,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
 
-from agl_slime.datasource.source import AGLDataSource
+from agl_slime.datasource.source import GroupSource
 from agl_slime.groups.results import GroupResult
 from agl_slime.loop.settings import LoopSettings
-from agl_slime.loop.tasks import NumberedTasks, Task
-from agl_slime.support.agl import EnqueueRolloutRequest, LightningStore, RolloutConfig
+from agl_slime.loop.tasks import TaskCursor, enqueue_requests
+from agl_slime.support.agl import LightningStore
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class SerialSchedule:
         self,
         *,
         store: LightningStore,
-        data_source: AGLDataSource,
+        data_source: GroupSource,
         settings: LoopSettings,
         raise_if_dead: Callable[[], None],
         wake: Callable[[], None],
@@ -48,7 +48,7 @@ class SerialSchedule:
         self._raise_if_dead = raise_if_dead
         self._wake = wake
         self._finalized: asyncio.Queue[GroupResult] = asyncio.Queue()
-        self._waiting: set[str] = set()  # groups that have not been finalized
+        self._waiting: dict[str, TaskCursor] = {}  # groups that have not been finalized
         self._last_look = float("-inf")
         self.resources_id: str | None = None
         """The resources that rollouts are enqueued with."""
@@ -59,15 +59,13 @@ class SerialSchedule:
         """The data source has finalized a group."""
         self._finalized.put_nowait(group)
 
-    async def collect(self, tasks: NumberedTasks) -> list[GroupResult]:
+    async def collect(self, tasks: TaskCursor) -> list[GroupResult]:
         """Enqueue an iteration's groups and wait until each is finalized; those that are dropped are replaced, as often
         as the settings say."""
         settings = self._settings
         budget = settings.rollout_batch_size if settings.max_replaced_groups is None else settings.max_replaced_groups
 
-        async def enqueue(n: int) -> int:
-            return await self._enqueue(tasks.next_batch(n), size=settings.n_samples_per_prompt, mode="train")
-
+        enqueue = partial(self._enqueue, tasks, size=settings.n_samples_per_prompt, mode="train")
         waiting = await enqueue(settings.rollout_batch_size)
         groups: list[GroupResult] = []
         dropped = replaced = 0
@@ -84,9 +82,9 @@ class SerialSchedule:
                 replaced += missing
         return groups
 
-    async def validate(self, tasks: Sequence[Task]) -> list[GroupResult]:
-        """One validation rollout per task, scored and never trained on."""
-        waiting = await self._enqueue([(None, task) for task in tasks], size=1, mode="val")
+    async def validate(self, tasks: TaskCursor, n: int) -> list[GroupResult]:
+        """One rollout for each of ``n`` validation tasks, scored and never trained on."""
+        waiting = await self._enqueue(tasks, n, size=1, mode="val")
         return [await self._next() for _ in range(waiting)]
 
     async def while_alive(self, work: asyncio.Future[Any]) -> Any:
@@ -119,43 +117,32 @@ class SerialSchedule:
             logger.warning("The store did not cancel %d rollouts within %g s.", len(outstanding), _CANCEL_TIMEOUT_S)
         self._data_source.abandon(outstanding, group_ids=self._waiting, reason="run_ended")
 
-    async def _enqueue(self, tasks: Sequence[tuple[str | None, Task]], *, size: int, mode: str) -> int:
-        """Enqueue a group per instance and task; returns how many."""
-        requests: list[EnqueueRolloutRequest] = []
-        config = RolloutConfig(
-            timeout_seconds=self._settings.rollout_timeout_s,
+    async def _enqueue(self, tasks: TaskCursor, n: int, *, size: int, mode: Literal["train", "val"]) -> int:
+        """Enqueue the next ``n`` groups; returns how many."""
+        groups = tasks.take(n)
+        for group in groups:  # before they are enqueued: a rollout may end before the call below returns
+            self._waiting[group.group_id] = tasks
+            self._data_source.expect(group.group_id, size=size, mode=mode)
+        requests = enqueue_requests(
+            groups,
+            size=size,
+            mode=mode,
+            resources_id=self.resources_id,
+            timeout_s=self._settings.rollout_timeout_s,
             max_attempts=self._settings.max_attempts,
-            retry_condition=["failed", "timeout", "unresponsive"] if self._settings.max_attempts > 1 else [],
+            **self.metadata,
         )
-        for instance_id, task in tasks:
-            group_id = uuid.uuid4().hex
-            self._waiting.add(group_id)
-            # announced before it is enqueued: a rollout may end before the call below returns
-            self._data_source.expect(group_id, size=size, mode=mode)
-            metadata = {"group_id": group_id, "group_size": size, **self.metadata}
-            if instance_id is not None:
-                metadata["instance_id"] = instance_id
-            requests += [
-                EnqueueRolloutRequest(
-                    input=task,
-                    mode=mode,  # type: ignore[arg-type]
-                    resources_id=self.resources_id,
-                    config=config,
-                    metadata=metadata,
-                )
-                for _ in range(size)
-            ]
         rollouts = await self._store.enqueue_many_rollouts(requests)
         # at once and not in a thread, although a ledger on disk writes (0.04 ms per rollout): what a cancellation finds
         # enqueued, the ledger knows
         self._data_source.opened(rollouts)
         self._wake()
-        return len(tasks)
+        return len(groups)
 
     async def _next(self) -> GroupResult:
         """The next group of this phase that is finalized."""
         while True:
             group = await self.while_alive(asyncio.ensure_future(self._finalized.get()))
-            if group.group_id in self._waiting:
-                self._waiting.remove(group.group_id)
+            if (tasks := self._waiting.pop(group.group_id, None)) is not None:
+                tasks.done(group.group_id)
                 return group

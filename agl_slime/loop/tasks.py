@@ -1,14 +1,19 @@
-"""Where tasks come from: a list gone through in shuffled epochs, or a generator."""
+"""Where tasks come from (a list gone through in shuffled epochs, or a generator), the cursor that draws them, and the
+requests that enqueue them."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Sequence
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from agl_slime.errors import ConfigError
+from agl_slime.support.agl import EnqueueRolloutRequest, RolloutConfig
 
 Task = dict[str, Any]
 
@@ -59,16 +64,53 @@ class GeneratedTasks:
         return [self._make_task(self._rng) for _ in range(n)]
 
 
-class NumberedTasks:
-    """Tasks with the names of their instances: the number, from 0, at which each was drawn. Instances that a former
-    life of the run has dealt with are passed over, so a resumed run draws first what was in flight when that life
-    ended. The source must give the same tasks in the same order.
+@dataclass(frozen=True, slots=True)
+class TaskGroup:
+    """A task under the group that its rollouts will be, and the instance that it is: the number, from 0, at which the
+    task was drawn."""
+
+    group_id: str
+    task: Task
+    instance_id: str | None = None
+
+
+class TaskCursor:
+    """A place in the row of tasks that ``source`` gives, which must be the same tasks in the same order in every run.
+
+    ``finished`` are instances that were dealt with before a restart: they are passed over, once per mention, so a
+    resumed run draws first what was in flight when the process died. Groups have instances only where ``named``.
     """
 
-    def __init__(self, *, source: TaskSource, finished: Iterable[str] = ()) -> None:
+    def __init__(self, source: TaskSource, *, finished: Iterable[str] = (), named: bool = True) -> None:
         self._source = source
-        self._finished = set(finished)
+        self._named = named
+        self._finished = Counter(finished)
+        self._again: deque[TaskGroup] = deque()
         self.drawn = 0
+        self.under_way: dict[str, TaskGroup] = {}
+        """By group id, from ``take`` to ``done``."""
+
+    def take(self, n: int) -> list[TaskGroup]:
+        """The next ``n`` groups: those of ``repeat`` first."""
+        groups = [self._again.popleft() for _ in range(min(n, len(self._again)))]
+        while len(groups) < n:
+            for task in self._source.next_batch(n - len(groups)):
+                instance_id, self.drawn = str(self.drawn), self.drawn + 1
+                if self._finished[instance_id]:
+                    self._finished[instance_id] -= 1
+                else:
+                    groups.append(TaskGroup(uuid.uuid4().hex, task, instance_id if self._named else None))
+        self.under_way.update((group.group_id, group) for group in groups)
+        return groups
+
+    def done(self, group_id: str) -> bool:
+        """This group is not under way any more; whether it was."""
+        return self.under_way.pop(group_id, None) is not None
+
+    def repeat(self) -> None:
+        """What is under way will never end: ``take`` gives its tasks again, as new groups."""
+        self._again.extend(replace(group, group_id=uuid.uuid4().hex) for group in self.under_way.values())
+        self.under_way.clear()
 
     def skip_to(self, drawn: int) -> None:
         """Go on as if ``drawn`` tasks had been drawn; does nothing when there were more."""
@@ -76,17 +118,50 @@ class NumberedTasks:
             self._source.next_batch(drawn - self.drawn)
             self.drawn = drawn
 
-    def next_batch(self, n: int) -> list[tuple[str, Task]]:
-        """The next ``n`` instances that have not been dealt with."""
-        batch: list[tuple[str, Task]] = []
-        while len(batch) < n:
-            for task in self._source.next_batch(n - len(batch)):
-                instance_id, self.drawn = str(self.drawn), self.drawn + 1
-                if instance_id in self._finished:
-                    self._finished.discard(instance_id)
-                else:
-                    batch.append((instance_id, task))
-        return batch
+    def state(self, *, unsure: Collection[str] = ()) -> dict[str, Any]:
+        """For JSON: tasks that were drawn, those under way by group, and those to be taken again, the groups ``unsure``
+        among them."""
+        again = [*self._again, *(group for name, group in self.under_way.items() if name in unsure)]
+        sure = {name: group.task for name, group in self.under_way.items() if name not in unsure}
+        return {"drawn": self.drawn, "under_way": sure, "again": [group.task for group in again]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken; its groups are under way until ``repeat`` says that they are gone."""
+        drawn, under_way, again = state["drawn"], state["under_way"].items(), state["again"]
+        self.under_way.update((group_id, TaskGroup(group_id, task)) for group_id, task in under_way)
+        self._again.extend(TaskGroup(uuid.uuid4().hex, task) for task in again)
+        self.skip_to(drawn)
+
+
+def enqueue_requests(
+    groups: Iterable[TaskGroup],
+    *,
+    size: int,
+    mode: Literal["train", "val"],
+    resources_id: str | None,
+    timeout_s: float,
+    max_attempts: int = 1,
+    **metadata: Any,
+) -> list[EnqueueRolloutRequest]:
+    """``size`` rollouts per group. ``timeout_s`` and ``max_attempts`` go into each one's configuration; ``metadata``
+    goes beside the group's id, size and instance."""
+    config = RolloutConfig(
+        timeout_seconds=timeout_s,
+        max_attempts=max_attempts,
+        retry_condition=["failed", "timeout", "unresponsive"] if max_attempts > 1 else [],
+    )
+    requests = []
+    for group in groups:
+        known = {"group_id": group.group_id, "group_size": size, **metadata}
+        if group.instance_id is not None:
+            known["instance_id"] = group.instance_id
+        requests += [
+            EnqueueRolloutRequest(
+                input=group.task, mode=mode, resources_id=resources_id, config=config, metadata=dict(known)
+            )
+            for _ in range(size)
+        ]
+    return requests
 
 
 def as_task_source(

@@ -15,11 +15,10 @@ from typing import Any
 
 from rich.console import Console
 
-from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
+from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
-from agl_slime.groups.filters import zero_variance
-from agl_slime.groups.ledger_disk import PersistentLedger
-from agl_slime.groups.policy import MinimumViableGroup
+from agl_slime.groups.ledger import Ledger
+from agl_slime.groups.policy import MinimumViableGroup, zero_variance
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.report import open_run_dir
@@ -91,14 +90,14 @@ async def run_training(
             with (
                 _ledger(run) as ledger,
                 closing(IterationFile(run.trained)) as trained,
-                AGLDataSource(
+                GroupSource(
                     store=store, tokenizer=tokenizer, settings=data_source_settings(config), ledger=ledger
                 ) as source,
             ):
                 if checkpoint is not None:
                     checkpoint.rewind(ledger)
                     source.restore(checkpoint.data_source)
-                saver = CheckpointWriter(directory=run.checkpoints, trainer=trainer, source=source, ledger=ledger)
+                saver = CheckpointWriter(directory=run.checkpoints, trainer=trainer, source=source)
                 loop = make_loop(
                     config,
                     parts,
@@ -124,7 +123,7 @@ class TrainStep:
     """Takes the groups that are ready and trains on them; ``trained`` is told on which."""
 
     def __init__(
-        self, *, trainer: Trainer, source: AGLDataSource, batch_size: int, trained: IterationFile | None = None
+        self, *, trainer: Trainer, source: GroupSource, batch_size: int, trained: IterationFile | None = None
     ) -> None:
         self._trainer = trainer
         self._source = source
@@ -186,8 +185,8 @@ def data_source_settings(config: TrainConfig) -> DataSourceSettings:
 
 
 @contextmanager
-def _ledger(run: RunDir) -> Iterator[PersistentLedger]:
-    ledger = PersistentLedger(path=run.ledger)
+def _ledger(run: RunDir) -> Iterator[Ledger]:
+    ledger = Ledger(path=run.ledger)
     try:
         yield ledger
     finally:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from agl_slime.datasource.source import AGLDataSource
+from agl_slime.datasource.source import GroupSource
 from agl_slime.errors import ConfigError
 from agl_slime.loop.online import OnlineRLLoop, StepFn, Tasks
 from agl_slime.loop.settings import LoopSettings, LoopState
@@ -76,7 +76,7 @@ def make_loop(
     parts: AgentParts,
     *,
     store: LightningStore,
-    source: AGLDataSource,
+    source: GroupSource,
     url: str,
     model_path: Path,
     train: StepFn,

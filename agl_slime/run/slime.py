@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
+from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.errors import ConfigError
 from agl_slime.groups.policy import CompleteGroup
 from agl_slime.loop.settings import LoopState, RunResult
@@ -99,7 +99,7 @@ async def run_slime_training(
         reports.tokenizer = tokenizer = await run_in_thread(load_tokenizer, model_path)
         # as in the manager's process: slime wants exactly n_samples_per_prompt rollouts in every group
         settings = DataSourceSettings(policy=CompleteGroup(), release=False)
-        source = stack.enter_context(AGLDataSource(store=store, tokenizer=tokenizer, settings=settings))
+        source = stack.enter_context(GroupSource(store=store, tokenizer=tokenizer, settings=settings))
         sampling = dict(PluginSettings.from_args(args, {}).sampling or {})
         # the loop enqueues, so the manager's data source must not
         args.agl_store_url, args.agl_store_token, args.agl_tasks, args.prompt_data = service.url, token, None, None
@@ -186,7 +186,7 @@ class SlimeSteps:
     there.
     """
 
-    def __init__(self, *, trainer: SlimeTrainer, source: AGLDataSource, batch_size: int) -> None:
+    def __init__(self, *, trainer: SlimeTrainer, source: GroupSource, batch_size: int) -> None:
         self._trainer = trainer
         self._source = source
         self._batch_size = batch_size

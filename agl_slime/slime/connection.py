@@ -3,29 +3,30 @@ where it has them."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
+from agl_slime.datasource.events import patiently
+from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.errors import ConfigError, DataSourceError
-from agl_slime.groups.filters import zero_variance
-from agl_slime.groups.policy import CompleteGroup, RetryGroup
-from agl_slime.loop.tasks import Task, TaskSource, as_task_source, read_tasks
+from agl_slime.groups.policy import CompleteGroup, RetryGroup, zero_variance
+from agl_slime.loop.tasks import Task, TaskCursor, TaskGroup, as_task_source, enqueue_requests, read_tasks
 from agl_slime.rollout.loading import load_agent
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.slime.args import PluginSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
-from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LightningStore, Rollout, RolloutConfig
+from agl_slime.support.agl import LLM, Rollout
 from agl_slime.tokens.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:  # which builds a Connection
-    from agl_slime.datasource.source import DataSourceSettings
 
 logger = logging.getLogger(__name__)
 
 LLM_RESOURCE = "main_llm"
+# Resources snapshots that are used again; a store keeps some more.
+_MOST_SNAPSHOTS = 256
 
 
 class Connection:
@@ -37,7 +38,7 @@ class Connection:
 
     def __init__(self, settings: PluginSettings) -> None:
         self.settings = settings
-        self.store: LightningStore
+        self.store: RemoteStore | BridgeStore
         self._runner: RunnerThread | None = None
         make_task: Any = None
         if settings.store_url is not None:
@@ -52,27 +53,24 @@ class Connection:
         tasks = read_tasks(settings.tasks, flag="agl_tasks") if settings.tasks is not None else None
         eval_tasks = read_tasks(settings.eval_tasks, flag="agl_eval_tasks") if settings.eval_tasks is not None else None
         self.epoch_size = len(tasks) if tasks is not None else None
-        self.tasks = _source(tasks, make_task, seed=settings.seed)
-        self.eval_tasks = _source(eval_tasks, make_task, seed=settings.seed + 1)
+        self.tasks = _cursor(tasks or make_task, seed=settings.seed)
+        self.eval_tasks = _cursor(eval_tasks or make_task, seed=settings.seed + 1)
         if self._runner is not None and self.tasks is None:
             raise ConfigError(
-                f"{settings.agent} has no tasks: set agl_tasks or --prompt-data to a JSON-lines file, or give it make_task(rng)"
+                f"{settings.agent} has no tasks: set agl_tasks or --prompt-data, or give it make_task(rng)"
             )
-        self._resources: dict[str, str] = {}  # by mode: evaluations may be sampled in another way
+        self._resources: dict[str, str] = {}
 
     def data_source_settings(self) -> DataSourceSettings:
         """slime wants exactly ``n_samples_per_prompt`` rollouts per group: failed ones are run again, an incomplete
         group is replaced."""
-        from agl_slime.datasource.source import DataSourceSettings
-
         settings = self.settings
         retries, timeout_s = settings.group_max_retries, settings.group_timeout_s
+        complete = CompleteGroup(timeout_s=timeout_s)
         return DataSourceSettings(
             get_timeout_s=settings.get_timeout_s,
             blocking=settings.blocking,
-            policy=RetryGroup(max_retries=retries, timeout_s=timeout_s)
-            if retries
-            else CompleteGroup(timeout_s=timeout_s),
+            policy=RetryGroup(max_retries=retries, timeout_s=timeout_s) if retries else complete,
             group_filter=zero_variance if settings.drop_zero_variance else None,
             max_staleness=settings.max_staleness,
         )
@@ -91,45 +89,44 @@ class Connection:
         if self._runner is not None:
             self._runner.stop(timeout_s=3.0)
 
-    async def forget(self) -> None:
-        """The store has begun another life: publish the resources again before the next rollout."""
+    def forget(self) -> None:
+        """The store was restarted: publish the resources again before the next rollout."""
         self._resources.clear()
 
-    async def enqueue(self, groups: Sequence[tuple[str, Task]], *, size: int, mode: str) -> list[Rollout]:
-        """Enqueue ``size`` rollouts per (group id, task)."""
-        if mode not in self._resources:
-            sampling = self.settings.sampling if mode == "train" else self.settings.eval_sampling
-            self._resources[mode] = await self.publish(sampling or {})
-        requests = [
-            self.request(task, group_id=group_id, size=size, mode=mode, resources_id=self._resources[mode])
-            for group_id, task in groups
-            for _ in range(size)
-        ]
-        rollouts = [*await self.store.enqueue_many_rollouts(requests)]
+    async def enqueue(
+        self,
+        groups: Sequence[TaskGroup],
+        *,
+        size: int,
+        mode: Literal["train", "val"],
+        sampling: Mapping[str, Any] | None = None,
+    ) -> list[Rollout]:
+        """Enqueue ``size`` rollouts per group, under these sampling parameters or slime's own. A store that is away is
+        waited for."""
+        own = self.settings.sampling if mode == "train" else self.settings.eval_sampling
+        sampling = dict(sampling if sampling is not None else own or {})
+        requests = enqueue_requests(
+            groups,
+            size=size,
+            mode=mode,
+            resources_id=await patiently(lambda: self._published(sampling)),
+            timeout_s=self.settings.rollout_timeout_s,
+            max_attempts=self.settings.max_attempts,
+        )
+        rollouts = [*await patiently(lambda: self.store.enqueue_many_rollouts(requests))]
         self.wake_runner()
         return rollouts
 
-    async def publish(self, sampling: dict[str, Any] | Any) -> str:
-        """A resources snapshot with the engine and these sampling parameters; returns its id."""
-        llm = LLM(
-            endpoint=self.settings.llm_url or "", model=self.settings.model or "", sampling_parameters=dict(sampling)
-        )
-        return (await self.store.add_resources({LLM_RESOURCE: llm})).resources_id
-
-    def request(self, task: Task, *, group_id: str, size: int, mode: str, resources_id: str) -> EnqueueRolloutRequest:
-        attempts = self.settings.max_attempts
-        config = RolloutConfig(
-            timeout_seconds=self.settings.rollout_timeout_s,
-            max_attempts=attempts,
-            retry_condition=["failed", "timeout", "unresponsive"] if attempts > 1 else [],
-        )
-        return EnqueueRolloutRequest(
-            input=task,
-            mode="train" if mode == "train" else "val",
-            resources_id=resources_id,
-            config=config,
-            metadata={"group_id": group_id, "group_size": size},
-        )
+    async def _published(self, sampling: dict[str, Any]) -> str:
+        """The resources snapshot with the engine and these sampling parameters."""
+        key = json.dumps(sampling, sort_keys=True, default=str)
+        if key not in self._resources:
+            if len(self._resources) >= _MOST_SNAPSHOTS:
+                self._resources.clear()
+            url, model = self.settings.llm_url or "", self.settings.model or ""
+            llm = LLM(endpoint=url, model=model, sampling_parameters=sampling)
+            self._resources[key] = (await self.store.add_resources({LLM_RESOURCE: llm})).resources_id
+        return self._resources[key]
 
     def wake_runner(self) -> None:
         if self._runner is not None:
@@ -153,6 +150,5 @@ def connect(args: Any) -> Connection | None:
     return None
 
 
-def _source(tasks: list[Task] | None, make_task: Any, *, seed: int) -> TaskSource | None:
-    given = tasks if tasks is not None else make_task
-    return as_task_source(given, seed=seed) if given is not None else None
+def _cursor(tasks: Sequence[Task] | Any, *, seed: int) -> TaskCursor | None:
+    return TaskCursor(as_task_source(tasks, seed=seed), named=False) if tasks is not None else None

@@ -12,7 +12,7 @@ from typing import Any
 
 from agl_slime.errors import DataSourceError
 from agl_slime.groups import normalize
-from agl_slime.groups.filters import all_equal
+from agl_slime.groups.policy import all_equal
 from agl_slime.slime.versions import filter_output, load_by_path
 from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, flat_samples, get_rollout_id
 
@@ -67,11 +67,8 @@ async def generate(
 
     The task is ``{"prompt": sample.prompt, "label": sample.label, **sample.metadata}``, the engine slime's router, the
     sampling parameters slime's. Returns the sample, completed; a rollout that forks becomes a list, siblings under one
-    rollout id. Which store and agent: see ``agl_slime.slime.args``.
-
-    Raises:
-        RolloutError: the rollout failed, after its attempts. Use ``generate_rollout`` where failed rollouts should be
-            replaced instead.
+    rollout id; one that failed after its attempts is a FAILED sample out of the loss, with ``metadata["agl_failure"]``
+    (``generate_rollout`` replaces such). Which store and agent: see ``agl_slime.slime.args``.
     """
     from agl_slime.slime.generate import run_rollout  # needs Agent Lightning, seconds of import
 
@@ -90,7 +87,7 @@ def _collect_groups(
     kept: list[list[Sample]] = []
     everything: list[list[Sample]] = []
     dropped: Counter[str] = Counter()
-    demand = getattr(data_source, "demand", None)
+    demand, reject = getattr(data_source, "demand", None), getattr(data_source, "reject", None)
     try:
         with tqdm(total=wanted, desc=f"rollout {rollout_id}", unit="group") as bar:
             while len(kept) < wanted:
@@ -108,7 +105,10 @@ def _collect_groups(
                     kept.append(group)
                     bar.update()
                 else:
-                    dropped[str(getattr(output, "reason", None) or "filtered")] += 1
+                    reason = str(getattr(output, "reason", None) or "filtered")
+                    dropped[reason] += 1
+                    if reject is not None:
+                        reject([group], reason)
                     bar.set_postfix(dropped=sum(dropped.values()), refresh=False)
     except DataSourceError:
         if kept:
@@ -153,8 +153,19 @@ def normalize_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
     if estimator not in _GROUP_RELATIVE or not getattr(args, "rewards_normalization", True):
         return raw, raw
     std = estimator in _STD_NORMALIZED and bool(getattr(args, "grpo_std_normalization", True))
-    groups = [sample.group_index for sample in flat]
-    return raw, normalize.normalize_rewards(raw, group_indices=groups, rollout_ids=_rollout_ids(flat), std=std)
+    ids = _rollout_ids(flat)
+    # a failed rollout has no reward: its 0 is no part of the others' baseline
+    fit = [i for i, sample in enumerate(flat) if getattr(sample, "status", None) != Sample.Status.FAILED]
+    normalized = normalize.normalize_rewards(
+        [raw[i] for i in fit],
+        group_indices=[flat[i].group_index for i in fit],
+        rollout_ids=[ids[i] for i in fit],
+        std=std,
+    )
+    rewards = [0.0] * len(flat)
+    for i, reward in zip(fit, normalized, strict=True):
+        rewards[i] = reward
+    return raw, rewards
 
 
 async def reward_of_agent(args: Any, sample: Sample, **_: Any) -> float:

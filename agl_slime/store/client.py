@@ -18,7 +18,7 @@ import orjson
 from agl_slime.errors import DataSourceError
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition
 from agl_slime.store.server import BATCH_PATH, TOKEN_VARIABLE, UNNUMBERED
-from agl_slime.support.agl import Attempt, LightningStoreClient, ResourcesUpdate, Span
+from agl_slime.support.agl import Attempt, LightningStoreClient, ResourcesUpdate, Rollout, Span
 from agl_slime.support.backoff import Backoff
 
 # A server that restarts is back within moments; one that is gone for this long will not come back.
@@ -50,6 +50,16 @@ class RemoteStore(LightningStoreClient):
         if self._token:
             session.headers["Authorization"] = f"Bearer {self._token}"
         return session
+
+    async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
+        """``None`` when there is none; Agent Lightning's returns it for a store that is away, too."""
+        data = await self._request_json("get", f"/rollouts/{rollout_id}")
+        return Rollout.model_validate(data) if data is not None else None
+
+    async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
+        """``None`` when there is none; Agent Lightning's returns it for a store that is away, too."""
+        data = await self._request_json("get", f"/rollouts/{rollout_id}/attempts/latest")
+        return Attempt.model_validate(data) if data else None
 
     async def release(self, rollout_ids: Sequence[str]) -> int:
         """As ``BridgeStore.release``, over HTTP."""
@@ -96,7 +106,7 @@ class RemoteStore(LightningStoreClient):
     async def _post_calls(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
         # Sent twice is as good as once: a span that is there already is not added again, an end that is there stays.
         body = orjson.dumps({"calls": calls}, option=orjson.OPT_SERIALIZE_NUMPY)
-        answer = await self._backoff(_UNREACHABLE_S).run(lambda: self._post(BATCH_PATH, body), _may_pass)
+        answer = await self._backoff(_UNREACHABLE_S).run(lambda: self._post(BATCH_PATH, body), may_pass)
         return answer["results"]
 
     async def _post(self, path: str, body: bytes, *, timeout_s: float = 300.0) -> Any:
@@ -113,10 +123,11 @@ class RemoteStore(LightningStoreClient):
         return Backoff(what, DataSourceError, base_s=0.1, patience_s=patience_s)
 
 
-def _may_pass(error: Exception) -> bool:
+def may_pass(error: Exception) -> bool:
+    """Whether a call to a store that failed so may work again: the store is away, or was restarted."""
     if isinstance(error, aiohttp.ClientResponseError):
         return error.status >= 500
-    return isinstance(error, (aiohttp.ClientError, asyncio.TimeoutError))
+    return isinstance(error, (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError))
 
 
 def _result_of(answer: dict[str, Any]) -> Any:

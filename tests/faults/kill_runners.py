@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agl_slime import SGLangLitAgent
-from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
+from agl_slime import AGLDataSource, SGLangLitAgent
+from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.groups.results import Outcome
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings
@@ -340,7 +340,7 @@ def _check(
         "groups trained twice": len(twice),
     }
     cancelled = closed.get(Outcome.CANCELLED.value, 0)
-    cut_off = sum(member.cut_off for group in dropped for member in group.members)
+    cut_off = sum(member.straggler for group in dropped for member in group.members)
     if cancelled != cut_off:
         faults.append(f"{cancelled} rollouts were cancelled, and {cut_off} members of groups were let go")
 

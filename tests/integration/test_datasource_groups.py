@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
+from agl_slime import AGLDataSource
+from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.groups.policy import CompleteGroup, MinimumViableGroup
 from agl_slime.groups.results import GroupResult, MemberResult, Outcome
@@ -371,7 +372,7 @@ async def test_stop_wakes_whoever_waits() -> None:
     with pytest.raises(DataSourceError, match="was stopped"):
         await asyncio.wait_for(waiting, 10)
     assert time.monotonic() - began < 10
-    assert not [thread for thread in threading.enumerate() if thread is source._feed._thread]
+    assert not [thread for thread in threading.enumerate() if thread is source._follower._thread]
 
 
 async def test_after_stop_the_store_does_not_call_it_any_more() -> None:

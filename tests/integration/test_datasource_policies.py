@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
+from agl_slime import AGLDataSource
+from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.errors import ConfigError
-from agl_slime.groups.filters import zero_variance
-from agl_slime.groups.policy import FailFast, GroupPolicy, MinimumViableGroup, RetryGroup
+from agl_slime.groups.policy import FailFast, GroupPolicy, MinimumViableGroup, RetryGroup, zero_variance
 from agl_slime.groups.results import Outcome
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import Rollout
@@ -187,7 +187,7 @@ async def test_groups_that_are_given_back_keep_their_rollouts_and_their_instance
         groups = await get(source, 1)
         source.add_samples(groups)
         state = source.state()
-        assert (state.members, state.instances) == ([ids], ["9"])
+        assert (state["members"], state["instances"]) == ([ids], ["9"])
         assert await get(source, 1) == groups
         assert source.ledger.finished_instances() == ["9"]
         assert counts_of(source) == {Outcome.TRAINED: 2}

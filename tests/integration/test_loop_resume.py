@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from agl_slime.datasource.source import AGLDataSource, DataSourceSettings
+from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.errors import ConfigError, LoopError, TrainerError
-from agl_slime.groups.ledger_disk import PersistentLedger
+from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import Outcome
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.online import OnlineRLLoop
@@ -62,8 +62,8 @@ class Life:
 
     def __init__(self, directory: Path, url: str, *, n_groups: int = 2, judge: Any = None, **settings: Any) -> None:
         self.trainer = MemoryTrainer()
-        self.ledger = PersistentLedger(path=directory / "ledger.sqlite")
-        self.source = AGLDataSource(
+        self.ledger = Ledger(path=directory / "ledger.sqlite")
+        self.source = GroupSource(
             store=BridgeStore(),
             tokenizer=small_tokenizer(),
             settings=DataSourceSettings(get_timeout_s=20),
@@ -74,9 +74,7 @@ class Life:
         if self.checkpoint is not None:
             self.checkpoint.rewind(self.ledger)
             self.source.restore(self.checkpoint.data_source)
-        self.writer = CheckpointWriter(
-            directory=directory / "checkpoints", trainer=self.trainer, source=self.source, ledger=self.ledger
-        )
+        self.writer = CheckpointWriter(directory=directory / "checkpoints", trainer=self.trainer, source=self.source)
         self.recorder = Recorder()
         self.n_trained: int | None = None
         self.after_training: Callable[[int], None] = lambda iteration: None
@@ -208,9 +206,9 @@ async def test_a_run_that_was_resumed_reports_as_one(tmp_path: Path) -> None:
 
 
 def test_only_the_newest_checkpoints_are_kept_and_half_a_one_is_none(tmp_path: Path) -> None:
-    ledger = PersistentLedger(path=tmp_path / "ledger.sqlite")
-    with AGLDataSource(store=BridgeStore(), ledger=ledger) as source:
-        writer = CheckpointWriter(directory=tmp_path / "c", trainer=MemoryTrainer(), source=source, ledger=ledger)
+    ledger = Ledger(path=tmp_path / "ledger.sqlite")
+    with GroupSource(store=BridgeStore(), ledger=ledger) as source:
+        writer = CheckpointWriter(directory=tmp_path / "c", trainer=MemoryTrainer(), source=source)
         assert read_checkpoints(tmp_path / "c") == []
         for iteration in (0, 9, 10, 100):
             writer.save(LoopState(iteration=iteration))
@@ -222,7 +220,7 @@ def test_only_the_newest_checkpoints_are_kept_and_half_a_one_is_none(tmp_path: P
                 super().save(directory)
                 raise OSError("no space left")
 
-        broken = CheckpointWriter(directory=tmp_path / "c", trainer=Broken(), source=source, ledger=ledger)
+        broken = CheckpointWriter(directory=tmp_path / "c", trainer=Broken(), source=source)
         with pytest.raises(OSError, match="no space left"):
             broken.save(LoopState(iteration=101))
         assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step_000010", "step_000100"]
@@ -277,9 +275,9 @@ def test_a_checkpoint_is_written_through_to_the_disk(tmp_path: Path, monkeypatch
     monkeypatch.setattr(
         os, "fsync", lambda descriptor: flushed.add(Path(f"/proc/self/fd/{descriptor}").readlink().name)
     )
-    ledger = PersistentLedger(path=tmp_path / "ledger.sqlite")
-    with AGLDataSource(store=BridgeStore(), ledger=ledger) as source:
-        writer = CheckpointWriter(directory=tmp_path / "c", trainer=MemoryTrainer(), source=source, ledger=ledger)
+    ledger = Ledger(path=tmp_path / "ledger.sqlite")
+    with GroupSource(store=BridgeStore(), ledger=ledger) as source:
+        writer = CheckpointWriter(directory=tmp_path / "c", trainer=MemoryTrainer(), source=source)
         writer.save(LoopState(iteration=1))
     assert {"loop.json", "data_source.json", "learned.json", "trainer", "c"} <= flushed
     ledger.shut()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agl_slime import AGLDataSource, RunnerThread, slime_hooks
-from agl_slime.errors import DataSourceError, RolloutError
+from agl_slime.errors import DataSourceError
 from agl_slime.groups.results import Outcome
 from agl_slime.slime.generate import stop_rollouts
 from agl_slime.store.bridge import BridgeStore
@@ -233,11 +233,11 @@ def enqueue(url: str, group_id: str, n: int, *, size: int = 2) -> list[str]:
 
 def wait_until(source: AGLDataSource, settled: int) -> None:
     """Until the source knows of so many rollouts."""
-    with source.changed:
+    with source._changed:
         for _ in range(400):
             if source.ledger.counts().opened >= settled:
                 return
-            source.changed.wait(0.05)
+            source._changed.wait(0.05)
     pytest.fail(f"only {source.ledger.counts().opened} of {settled} rollouts became known")
 
 
@@ -310,7 +310,7 @@ def stopped_afterwards() -> Iterator[None]:
     yield
     stop_rollouts()
     assert [
-        thread.name for thread in threading.enumerate() if thread.name in ("agl-slime-rollouts", "agl-slime-runner")
+        thread.name for thread in threading.enumerate() if thread.name in ("agl-slime-datasource", "agl-slime-runner")
     ] == []
 
 
@@ -329,10 +329,19 @@ async def test_generate_runs_one_rollout_for_one_prompt_of_slime():
 
 
 @pytest.mark.usefixtures("stopped_afterwards")
-async def test_a_failed_rollout_of_generate_is_an_error_with_its_reason():
+async def test_a_failed_rollout_of_generate_is_a_failed_sample_with_its_reason_fault_12():
     args = args_for(agl_agent=f"{HERE}:FlakyAgent")
-    with pytest.raises(RolloutError, match="this task has no answer"):
-        await slime_hooks.generate(args, Sample(index=0, prompt="x", metadata={"fail": True}), {})
+    given = [Sample(index=i, group_index=0, prompt="x", metadata={"fail": i == 0}) for i in range(3)]
+    failed, *others = await asyncio.gather(*(slime_hooks.generate(args, sample, {}) for sample in given))
+    assert isinstance(failed, Sample)
+    assert (failed.status, failed.index, failed.remove_sample) == (Sample.Status.FAILED, 0, True)
+    assert "this task has no answer" in failed.metadata["agl_failure"]
+    assert failed.response_length == len(failed.loss_mask or ()) == len(failed.rollout_log_probs or ()) == 1
+    assert failed.response_length < len(failed.tokens)
+    assert sum(failed.loss_mask or ()) == 0
+    check([[sample] for sample in others if isinstance(sample, Sample)], size=1)
+    _, rewards = slime_hooks.normalize_rewards(Namespace(), [failed, *others])
+    assert rewards == [0.0, 0.0, 0.0]  # it is not part of the others' baseline
 
 
 @pytest.mark.usefixtures("stopped_afterwards")
@@ -346,7 +355,7 @@ async def test_stopping_tells_those_who_wait_and_the_next_prompt_starts_anew():
                 break
             await asyncio.sleep(0.01)
         await asyncio.to_thread(stop_rollouts)
-        with pytest.raises(DataSourceError, match="were stopped"):
+        with pytest.raises(DataSourceError, match="stopped"):
             await asyncio.wait_for(waiting, 10)
         HeldAgent.release.set()
         sample = await asyncio.wait_for(slime_hooks.generate(args, Sample(index=1, prompt="y"), {}), 20)

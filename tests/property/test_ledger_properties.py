@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from agl_slime.groups.ledger import Ledger
-from agl_slime.groups.ledger_disk import PersistentLedger
 from agl_slime.groups.results import Outcome
 
 ROLLOUTS = st.sampled_from([f"r{number}" for number in range(6)])
@@ -25,30 +24,37 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger: Ledger | PersistentLedger = self.make()
+        self.ledger: Ledger = self.make()
         self.states: dict[str, str | tuple[Outcome, str]] = {}
 
-    def make(self) -> Ledger | PersistentLedger:
+    def make(self) -> Ledger:
         return Ledger()
 
     @rule(rollout=ROLLOUTS)
     def open(self, rollout: str) -> None:
-        assert self.ledger.open(rollout) is (rollout not in self.states)
+        assert self.ledger.open_many([(rollout, None)]) == (rollout not in self.states)
         self.states.setdefault(rollout, "open")
 
     @rule(rollout=ROLLOUTS)
     def ready(self, rollout: str) -> None:
         allowed = self.states.get(rollout) == "open"
-        assert self.ledger.ready(rollout) is allowed
+        assert self.ledger.ready_many([rollout]) == allowed
         if allowed:
             self.states[rollout] = "ready"
 
     @rule(rollout=ROLLOUTS, outcome=OUTCOMES, reason=REASONS)
     def close(self, rollout: str, outcome: Outcome, reason: str) -> None:
         allowed = self.states.get(rollout) in ("open", "ready")
-        assert self.ledger.close(rollout, outcome, reason) is allowed
+        assert self.ledger.close_many([rollout], outcome, reason) == allowed
         if allowed:
             self.states[rollout] = (outcome, reason)
+
+    @rule(rollout=ROLLOUTS, reason=REASONS)
+    def filter_trained(self, rollout: str, reason: str) -> None:
+        allowed = self.states.get(rollout) == (Outcome.TRAINED, "")
+        assert self.ledger.filter_trained([rollout], reason) == allowed
+        if allowed:
+            self.states[rollout] = (Outcome.FILTERED, reason)
 
     @invariant()
     def the_counts_add_up(self) -> None:
@@ -63,28 +69,27 @@ class LedgerMachine(RuleBasedStateMachine):
         assert sorted(self.ledger.open_ids()) == sorted(name for name, state in self.states.items() if state == "open")
         for name in self.states:
             assert self.ledger.is_open(name) is (self.states[name] == "open")
+            assert self.ledger.has_ended(name) is (self.states[name] != "open")
 
 
 class DiskLedgerMachine(LedgerMachine):
-    def make(self) -> Ledger | PersistentLedger:
+    def make(self) -> Ledger:
         self.directory = tempfile.TemporaryDirectory()
-        return PersistentLedger(path=Path(self.directory.name) / "ledger.sqlite")
+        return Ledger(path=Path(self.directory.name) / "ledger.sqlite")
 
     @rule()
     def restart(self) -> None:
         """The process ends and another one goes on."""
-        assert isinstance(self.ledger, PersistentLedger)
         self.ledger.shut()
-        self.ledger = PersistentLedger(path=Path(self.directory.name) / "ledger.sqlite")
+        self.ledger = Ledger(path=Path(self.directory.name) / "ledger.sqlite")
 
     def teardown(self) -> None:
-        assert isinstance(self.ledger, PersistentLedger)
         self.ledger.shut()
         self.directory.cleanup()
 
 
 TestLedger = LedgerMachine.TestCase
-TestPersistentLedger = DiskLedgerMachine.TestCase
+TestLedgerOnDisk = DiskLedgerMachine.TestCase
 # each example opens files: fewer of them
-TestPersistentLedger.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
+TestLedgerOnDisk.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
 TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -10,13 +10,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_slime.groups.assembler import GroupAssembler
-from agl_slime.groups.filters import zero_variance
-from agl_slime.groups.policy import CompleteGroup, FailFast, GroupPolicy, MinimumViableGroup, RetryGroup
+from agl_slime.groups.policy import (
+    CompleteGroup,
+    FailFast,
+    GroupPolicy,
+    MinimumViableGroup,
+    RetryGroup,
+    zero_variance,
+)
 from agl_slime.groups.results import GroupResult, MemberResult, Outcome
+from agl_slime.support.agl import Rollout
 
 
 def member(name: str, group: str = "g", *, failure: str | None = None, mode: str = "train") -> MemberResult:
     return MemberResult(rollout_id=name, group_id=group, mode=mode, failure=failure, reward=None if failure else 1.0)
+
+
+def enlist(groups: GroupAssembler, group_id: str, rollout_id: str) -> bool:
+    """Open a member; ``False`` when its group was finalized without it, so that it is to be cancelled."""
+    groups.opened([Rollout(rollout_id=rollout_id, input={}, start_time=0.0, metadata={"group_id": group_id})])
+    return rollout_id not in groups.take_unwanted()
+
+
+def add(groups: GroupAssembler, member: MemberResult, *, default_size: int = 1) -> GroupResult | None:
+    taken = groups.add(member, default_size=default_size)
+    return taken[1] if taken is not None else None
 
 
 def assembler(policy: GroupPolicy | None = None) -> GroupAssembler:
@@ -26,24 +44,23 @@ def assembler(policy: GroupPolicy | None = None) -> GroupAssembler:
 def test_a_group_settles_with_its_last_member() -> None:
     groups = assembler()
     groups.announce("g", size=2)
-    assert groups.add(member("a")) is None
-    assert [waiting.rollout_id for waiting in groups.members_waiting()] == ["a"]
-    settled = groups.add(member("b"))
+    assert add(groups, member("a")) is None
+    assert [waiting.rollout_id for waiting in groups.waiting()] == ["a"]
+    settled = add(groups, member("b"))
     assert settled is not None
     assert settled.ready
     assert [one.rollout_id for one in settled.members] == ["a", "b"]
     assert len(groups) == 0
-    assert groups.members_waiting() == []
+    assert groups.waiting() == []
 
 
 def test_a_member_that_is_reported_twice_counts_once() -> None:
     groups = assembler()
     groups.announce("g", size=2)
-    assert groups.add(member("a")) is None
-    assert groups.holds("a")
-    assert groups.add(member("a", failure="timeout")) is None
-    settled = groups.add(member("b"))
-    assert not groups.holds("a")
+    assert add(groups, member("a")) is None
+    assert groups.has_ended("a")
+    assert add(groups, member("a", failure="timeout")) is None
+    settled = add(groups, member("b"))
     assert settled is not None
     assert settled.ready
 
@@ -52,13 +69,13 @@ def test_a_second_announcement_changes_nothing() -> None:
     groups = assembler()
     groups.announce("g", size=1)
     groups.announce("g", size=5)
-    assert groups.add(member("a")) is not None
+    assert add(groups, member("a")) is not None
 
 
 def test_a_group_that_nobody_announced_has_the_default_size() -> None:
     groups = assembler()
-    assert groups.add(member("a"), default_size=2) is None
-    settled = groups.add(member("b"), default_size=7)
+    assert add(groups, member("a"), default_size=2) is None
+    settled = add(groups, member("b"), default_size=7)
     assert settled is not None
     assert settled.size == 2
 
@@ -67,20 +84,19 @@ def test_a_group_is_dropped_as_soon_as_it_cannot_be_saved() -> None:
     groups = assembler(MinimumViableGroup(min_ratio=0.7))
     groups.announce("g", size=4)
     for name in "abcd":
-        assert groups.enlist("g", name)
-    assert groups.add(member("a")) is None
-    assert groups.add(member("b", failure="timeout")) is None
-    settled = groups.add(member("c", failure="timeout"))
+        assert enlist(groups, "g", name)
+    assert add(groups, member("a")) is None
+    assert add(groups, member("b", failure="timeout")) is None
+    settled = add(groups, member("c", failure="timeout"))
     assert settled is not None
     assert (settled.ready, settled.code) == (False, "floor_out_of_reach")
     assert settled.reason == "1 of 4 rollouts succeeded, 3 are needed (too few can still succeed)"
     assert [one.rollout_id for one in settled.succeeded] == ["a"]
-    assert [(one.rollout_id, one.outcome_if_failed) for one in settled.members if one.cut_off] == [
+    assert [(one.rollout_id, one.outcome_if_failed) for one in settled.members if one.straggler] == [
         ("d", Outcome.CANCELLED)
     ]
-    assert groups.settled_early("g")
-    assert groups.add(member("d")) is None
-    assert not groups.enlist("g", "e")
+    assert add(groups, member("d")) is None
+    assert not enlist(groups, "g", "e")
     assert len(groups) == 0
 
 
@@ -88,16 +104,16 @@ def test_a_group_is_dropped_as_soon_as_it_cannot_be_saved() -> None:
 def test_failed_members_settle_a_patient_group_that_is_then_dropped_with_the_reason(policy: GroupPolicy) -> None:
     groups = assembler(policy)
     groups.announce("g", size=3)
-    groups.add(member("a"))
-    groups.add(member("b", failure="timeout"))
-    settled = groups.add(member("c"))
+    add(groups, member("a"))
+    add(groups, member("b", failure="timeout"))
+    settled = add(groups, member("c"))
     assert settled is not None
     assert (settled.ready, settled.reason, settled.code) == (
         False,
         policy.refuse(size=3, members=settled.members),
         "group_incomplete",
     )
-    assert not groups.settled_early("g")
+    assert groups.state()["early"] == []
 
 
 def test_a_late_group_settles_with_what_is_there_when_its_time_has_passed() -> None:
@@ -107,11 +123,11 @@ def test_a_late_group_settles_with_what_is_there_when_its_time_has_passed() -> N
     groups.announce("dropped", size=4)
     groups.announce("not begun", size=4)
     for name in "abcd":
-        groups.enlist("used", name)
-    groups.add(member("a", "used"))
-    groups.add(member("x", "dropped"))
+        enlist(groups, "used", name)
+    add(groups, member("a", "used"))
+    add(groups, member("x", "dropped"))
     now[0] = 5.0
-    groups.add(member("b", "used"))
+    add(groups, member("b", "used"))
     now[0] = 10.5
     [dropped] = groups.late()
     assert (dropped.group_id, dropped.ready, dropped.code) == ("dropped", False, "timeout")
@@ -129,12 +145,12 @@ def test_failed_members_are_run_again_under_the_same_group() -> None:
     groups = assembler(RetryGroup(max_retries=2))
     groups.announce("g", size=2)
     again = replace(member("a", failure="boom"), request="once more")  # type: ignore[arg-type]
-    assert groups.add(again) is None
+    assert add(groups, again) is None
     assert groups.take_retries() == [again]
     assert groups.take_retries() == []
-    assert groups.enlist("g", "a2")
-    assert groups.add(member("b")) is None
-    settled = groups.add(member("a2"))
+    assert enlist(groups, "g", "a2")
+    assert add(groups, member("b")) is None
+    settled = add(groups, member("a2"))
     assert settled is not None
     assert settled.ready
     assert [one.rollout_id for one in settled.members] == ["b", "a2", "a"]
@@ -144,7 +160,7 @@ def test_failed_members_are_run_again_under_the_same_group() -> None:
 def test_what_cannot_be_run_again_drops_the_group() -> None:
     groups = assembler(RetryGroup(max_retries=2))
     groups.announce("g", size=2)
-    settled = groups.add(member("a", failure="cancelled"))
+    settled = add(groups, member("a", failure="cancelled"))
     assert settled is not None
     assert (settled.ready, settled.code) == (False, "not_repeatable")
     assert groups.take_retries() == []
@@ -153,14 +169,14 @@ def test_what_cannot_be_run_again_drops_the_group() -> None:
 def test_a_filter_drops_what_a_policy_would_train_on() -> None:
     groups = GroupAssembler(policy=MinimumViableGroup(min_ratio=0.5), group_filter=zero_variance)
     groups.announce("same", size=2)
-    groups.add(member("a", "same"))
-    same = groups.add(member("b", "same"))
+    add(groups, member("a", "same"))
+    same = add(groups, member("b", "same"))
     assert same is not None
     assert (same.ready, same.code, same.reason) == (False, "zero_variance", "all rewards are the same")
     groups.announce("differs", size=3)
-    groups.add(member("c", "differs"))
-    groups.add(replace(member("d", "differs"), reward=0.0))
-    differs = groups.add(member("e", "differs", failure="boom"))
+    add(groups, member("c", "differs"))
+    add(groups, replace(member("d", "differs"), reward=0.0))
+    differs = add(groups, member("e", "differs", failure="boom"))
     assert differs is not None
     assert differs.ready
 
@@ -175,7 +191,7 @@ def test_one_reward_has_no_variance_to_miss(rewards: list[float], word: str | No
 def test_validation_groups_are_never_ready() -> None:
     groups = assembler()
     groups.announce("v", size=1, mode="val")
-    settled = groups.add(member("a", "v", mode="val"))
+    settled = add(groups, member("a", "v", mode="val"))
     assert settled is not None
     assert (settled.ready, settled.mode, settled.reason) == (False, "val", "validation")
 
@@ -183,16 +199,16 @@ def test_validation_groups_are_never_ready() -> None:
 def test_what_was_announced_counts_and_not_what_a_member_says() -> None:
     groups = assembler()
     groups.announce("v", size=1, mode="val")
-    settled = groups.add(member("a", "v", mode="train"))
+    settled = add(groups, member("a", "v", mode="train"))
     assert settled is not None
     assert not settled.ready
 
 
-def test_clear_forgets_what_has_not_settled() -> None:
+def test_a_loss_forgets_what_has_not_settled() -> None:
     groups = assembler()
     groups.announce("g", size=2)
-    groups.add(member("a"))
-    groups.clear()
+    add(groups, member("a"))
+    groups.lose("gone")
     assert len(groups) == 0
 
 
@@ -217,7 +233,7 @@ def test_every_group_settles_once_and_every_rollout_is_in_its_result(
     for group_id in named:
         groups.announce(group_id, size=sizes[int(group_id[1:])])
     for group_id, _, name in members:
-        groups.enlist(group_id, name)
+        enlist(groups, group_id, name)
     reports = members + random.Random(seed).sample(members, k=len(members) // 2)
     random.Random(seed + 1).shuffle(reports)
     settled: list[GroupResult] = []
@@ -229,16 +245,16 @@ def test_every_group_settles_once_and_every_rollout_is_in_its_result(
             continue  # the ledger keeps reports of rollouts that have ended from getting here
         ended.add(name)
         report = replace(member(name, group_id, failure="boom" if name in failed else None), request="again")  # type: ignore[arg-type]
-        result = groups.add(report, default_size=size)
+        result = add(groups, report, default_size=size)
         if result is not None:
             settled.append(result)
         for again in groups.take_retries():
             retried.add(again.rollout_id)
-            assert groups.enlist(again.group_id, again.rollout_id + "-again")
+            assert enlist(groups, again.group_id, again.rollout_id + "-again")
             reports.insert(0, (again.group_id, size, again.rollout_id + "-again"))
     assert len({group.group_id for group in settled}) == len(settled) == len(sizes)
     assert len(groups) == 0
-    assert groups.members_waiting() == []
+    assert groups.waiting() == []
     for group in settled:
         names = [one.rollout_id for one in group.members]
         assert len(set(names)) == len(names)
@@ -259,7 +275,7 @@ def test_every_group_settles_once_and_every_rollout_is_in_its_result(
 def test_members_beyond_the_size_make_a_new_group_that_waits(late: int) -> None:
     groups = assembler()
     groups.announce("g", size=1)
-    assert groups.add(member("a")) is not None
+    assert add(groups, member("a")) is not None
     for number in range(late):
-        groups.add(member(f"late-{number}"), default_size=10)
-    assert len(groups.members_waiting()) == late
+        add(groups, member(f"late-{number}"), default_size=10)
+    assert len(groups.waiting()) == late

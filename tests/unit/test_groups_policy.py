@@ -23,15 +23,18 @@ def test_fail_fast_drops_at_the_first_failure_with_members_still_out():
     verdict = FailFast().judge(GroupProgress(size=8, succeeded=2, failed=1))
     assert (verdict.action, verdict.reason) == (GroupAction.DROP, "member_failed")
     assert FailFast().judge(GroupProgress(size=8, succeeded=2)).action is GroupAction.WAIT
-    assert FailFast().refuse(size=2, members=members(1, 1)) == "1 of 2 rollouts failed"
+    assert FailFast().refuse(size=2, members=members(1, 1)) is not None
+    assert FailFast().refuse(size=2, members=members(2, 0)) is None
 
 
 def test_retry_group_repeats_failures_until_its_budget_is_used():
     policy = RetryGroup(max_retries=3)
     first = policy.judge(GroupProgress(size=4, succeeded=1, failed=2))
     assert (first.action, first.retries) == (GroupAction.RETRY, 2)
-    second = policy.judge(GroupProgress(size=4, succeeded=2, failed=2, retries_used=2))
+    second = policy.judge(GroupProgress(size=4, succeeded=3, failed=1, retries_used=2))
     assert (second.action, second.retries) == (GroupAction.RETRY, 1)
+    out_of_reach = policy.judge(GroupProgress(size=4, succeeded=2, failed=2, retries_used=2))
+    assert out_of_reach.action is GroupAction.DROP  # two more are needed, one try is left: it is not wasted
     spent = policy.judge(GroupProgress(size=4, succeeded=3, failed=1, retries_used=3))
     assert (spent.action, spent.reason) == (GroupAction.DROP, "retries_exhausted")
     assert policy.judge(GroupProgress(size=4, succeeded=4, retries_used=3)).action is GroupAction.TRAIN

@@ -2,74 +2,124 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from agl_slime.datasource.release import Releaser
+from agl_slime import AGLDataSource
+from agl_slime.datasource.events import EndTable
+from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.store.bridge import BridgeStore, Retention
-from tests.unit.test_store_retention import execute
+from agl_slime.support.agl import InMemoryLightningStore
+from tests.store_cases import enqueue, finish
+
+QUICK = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
 
 
-class Elsewhere:
-    """A store in another process, as far as the releaser is concerned."""
+class Elsewhere(InMemoryLightningStore):
+    """A store that releases, as one in another process does."""
 
     def __init__(self) -> None:
+        super().__init__(thread_safe=True)
         self.released: list[str] = []
-        self.away = False
+        self.away = 0
 
     async def release(self, rollout_ids: Sequence[str]) -> int:
         if self.away:
+            self.away -= 1
             raise ConnectionError("away")
         self.released.extend(rollout_ids)
         return len(rollout_ids)
 
 
-async def read(releaser: Releaser, *ids: str) -> None:
-    releaser._flushed -= 10.0  # as if the last flush were long ago
-    for rollout_id in ids:
-        await releaser.read(rollout_id)
+async def until(true: Any) -> None:
+    for _ in range(2_000):
+        if true():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen")
 
 
-async def test_a_store_of_this_process_forgets_at_once() -> None:
+async def test_a_store_of_this_process_forgets_at_once(tmp_path: Path) -> None:
     store = BridgeStore(retention=Retention(released_rollouts=0))
-    [rollout_id] = await execute(store, 1)
-    await Releaser(store, saves=True).read(rollout_id)
-    assert await store.get_rollout_by_id(rollout_id) is None
+    args = Namespace(save=str(tmp_path), save_interval=1)
+    with AGLDataSource(args, store=store, settings=QUICK) as source:
+        [rollout_id] = await enqueue(store)
+        await finish(store, rollout_id)
+        await asyncio.to_thread(source.get_samples, 1)
+        await until(lambda: store.usage().stored == 0)
 
 
-async def test_with_saves_a_rollout_is_kept_until_two_saved_states_have_it() -> None:
+def test_with_saves_a_rollout_is_kept_until_two_saved_states_have_it() -> None:
+    table = EndTable(hold=True)
+    for name in ("a", "b"):
+        table.read(name)
+    table.saved(waiting=["b"])
+    table.read("c")
+    assert table.due == []
+    table.saved(waiting=[])
+    table.read("d")
+    assert table.due == ["a"]
+    state = json.loads(json.dumps(table.state()))
+    assert sorted(state["unreleased"]) == ["a", "b", "c", "d"]  # "a" is due, and may not have been released
+    table.saved(waiting=[])
+    assert table.due == ["a", "b", "c"]
+
+    after_a_restart = EndTable(hold=True)
+    after_a_restart.restore(state)
+    after_a_restart.saved(waiting=[])
+    after_a_restart.saved(waiting=[])
+    assert sorted(after_a_restart.due) == ["a", "b", "c", "d"]
+
+
+async def test_slime_that_never_saves_releases_what_was_read_fault_4(tmp_path: Path) -> None:
+    """slime's ``--save-interval`` is None by default, and then nothing is ever saved."""
     store = Elsewhere()
-    releaser = Releaser(store, saves=True)
-    await read(releaser, "a", "b")
-    releaser.saved(waiting=["b"])
-    await read(releaser, "c")
-    assert store.released == []
-    releaser.saved(waiting=[])
-    await read(releaser, "d")
-    assert store.released == ["a"]
-    releaser.saved(waiting=[])
-    await read(releaser, "e")
-    assert store.released == ["a", "b", "c"]
+    with AGLDataSource(Namespace(save=str(tmp_path), save_interval=None), store=store, settings=QUICK) as source:
+        ids = await enqueue(store, 3)
+        for rollout_id in ids:
+            await finish(store, rollout_id)
+        await asyncio.to_thread(source.get_samples, 3)
+        await until(lambda: sorted(store.released) == sorted(ids))
 
 
-async def test_without_saves_rollouts_are_released_some_at_a_time() -> None:
+async def test_slime_that_saves_holds_what_was_read(tmp_path: Path) -> None:
     store = Elsewhere()
-    releaser = Releaser(store, saves=False)
-    for n in range(300):
-        await releaser.read(f"r{n}")
-    assert store.released == [f"r{n}" for n in range(256)]
-    await read(releaser, "r300")
-    assert len(store.released) == 301
+    with AGLDataSource(Namespace(save=str(tmp_path), save_interval=5), store=store, settings=QUICK) as source:
+        ids = await enqueue(store, 3)
+        for rollout_id in ids:
+            await finish(store, rollout_id)
+        await asyncio.to_thread(source.get_samples, 3)
+        source.save(4)
+        await asyncio.sleep(1.2)  # a round of releases
+        assert store.released == []
+        source.save(9)
+        await until(lambda: sorted(store.released) == sorted(ids))
 
 
 async def test_what_could_not_be_released_is_released_later() -> None:
     store = Elsewhere()
-    releaser = Releaser(store, saves=False)
-    store.away = True
-    await read(releaser, "a")
-    store.away = False
-    await read(releaser, "b")
-    assert store.released == ["a", "b"]
+    store.away = 1
+    with AGLDataSource(store=store, settings=QUICK) as source:
+        [rollout_id] = await enqueue(store)
+        await finish(store, rollout_id)
+        await asyncio.to_thread(source.get_samples, 1)
+        await until(lambda: store.released == [rollout_id])
 
 
-async def test_a_store_that_cannot_release_is_left_alone() -> None:
-    await Releaser(object(), saves=False).read("a")
+async def test_a_second_reader_releases_nothing_and_neither_does_a_store_that_cannot() -> None:
+    table = EndTable(hold=False)
+    table.read("a")
+    assert table.due == ["a"]
+    for store, settings in (
+        (Elsewhere(), DataSourceSettings(release=False, poll_interval_s=0.01)),
+        (InMemoryLightningStore(thread_safe=True), QUICK),
+    ):
+        with AGLDataSource(store=store, settings=settings) as source:
+            [rollout_id] = await enqueue(store)
+            await finish(store, rollout_id)
+            assert len(await asyncio.to_thread(source.get_samples, 1)) == 1
+            assert getattr(store, "released", []) == []
