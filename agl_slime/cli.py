@@ -1,7 +1,8 @@
 """The command line. Errors are one sentence on stderr, never a traceback; Ctrl-C ends within seconds and keeps what was
 written.
 
-Exit codes: 0 finished, 1 the run could not go on, 2 a flag or file cannot be used, 130 interrupted.
+Exit codes: 0 finished, 1 the run could not go on, 2 a flag or file cannot be used, 130 interrupted, 141 nobody reads
+the output any more.
 ``AGL_SLIME_DEBUG=1`` shows tracebacks.
 """
 
@@ -13,8 +14,10 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Coroutine, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import tyro
@@ -27,27 +30,36 @@ from agl_slime.run.settings import TrainConfig
 
 # With this variable set, tracebacks and the package's debug messages are shown.
 DEBUG_VARIABLE = "AGL_SLIME_DEBUG"
+_PIPE_CLOSED = 141  # what a shell reports of a program that SIGPIPE has ended
 
 COMMANDS = {
     "train": "train an agent online",
+    "plot": "draw the reward.png of a run from its metrics",
     "buffer": "serve a rollout buffer",
     "assign-instance-id": "give each line of a JSON-lines file an instance_id",
 }
+
+
+@dataclass(frozen=True)
+class PlotSettings:
+    """Draw the reward.png of a run from its metrics."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """The directory of the run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(
-            "usage: agl-slime COMMAND [flags]\n\n"
-            + "\n".join(f"  {name:<18} {text}" for name, text in COMMANDS.items())
-        )
+        commands = "\n".join(f"  {name:<18} {text}" for name, text in COMMANDS.items())
+        print(f"usage: agl-slime COMMAND [flags]\n\n{commands}")
         return 0
     command, *rest = arguments
-    if command not in COMMANDS:
-        print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
+    if command == "train":
+        return _train(rest)
+    if command == "plot":
+        return _plot(rest)
     if command == "buffer":
         from agl_slime.buffer.command import main as serve_buffer
 
@@ -56,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from agl_slime.buffer.instance_ids import main as assign_instance_ids
 
         return assign_instance_ids(rest)
-    return _train(rest)
+    print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
+    return 2
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:
@@ -69,46 +82,67 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
         code = main(arguments)
     except SystemExit as end:  # of --help, or of flags that cannot be parsed
         code = end.code if isinstance(end.code, int) else 2
+    except BrokenPipeError:
+        code = _PIPE_CLOSED
+    except KeyboardInterrupt:
+        code = 130
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # whoever read the output is gone; the interpreter's end would complain when it flushes again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = code or _PIPE_CLOSED
     if training:
         # Reports, engine and store are closed by now. A thread may still be in the middle of native code (training, an
         # import, an agent that was given up), and the interpreter's ordinary end would wait for it for seconds, or
         # abort.
-        with suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
 
 def _train(arguments: list[str]) -> int:
+    own, slime_flags = _split_at_dashes(arguments)
+    config = tyro.cli(TrainConfig, prog="train.py", args=own)
+    if config.trainer == "local" and config.local.torch_threads is None:  # more slow small models down
+        config = replace(config, local=replace(config.local, torch_threads=1))
+    return _reported(lambda console: _run(config, slime_flags, console))
+
+
+def _run(config: TrainConfig, slime_flags: list[str], console: Console) -> None:
+    config.check_files()
+    with console.status("loading ...") if console.is_terminal else nullcontext():
+        from agl_slime.run.local import run_training  # Agent Lightning takes seconds to import; --help should not
+
+    _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
+
+
+def _plot(arguments: list[str]) -> int:
+    settings = tyro.cli(PlotSettings, prog="agl-slime plot", args=arguments)
+
+    def draw(_: Console) -> None:
+        from agl_slime.report.plot import draw_run
+
+        print(draw_run(settings.run_dir))
+
+    return _reported(draw)
+
+
+def _reported(command: Callable[[Console], None]) -> int:
+    """Run a command; what goes wrong is told in one sentence. Returns the exit code."""
     errors = Console(stderr=True)
     debug = bool(os.environ.get(DEBUG_VARIABLE))
+    _configure_logging(errors, debug=debug)
     try:
-        own, slime_flags = _split_at_dashes(arguments)
-        config = tyro.cli(TrainConfig, prog="train.py", args=own)
-        config.check_files()
-        console = Console()
-        _configure_logging(errors, debug=debug)
-        with console.status("loading ...") if console.is_terminal else nullcontext():
-            from agl_slime.run.local import run_training  # Agent Lightning takes seconds to import; --help should not
-
-        _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
+        command(Console())
     except (KeyboardInterrupt, asyncio.CancelledError):
         errors.print("Interrupted; what was written is kept.", highlight=False)
         return 130
-    except (ConfigError, MissingDependencyError) as error:
-        _tell(errors, str(error), error, debug)
-        return 2
     except AglSlimeError as error:
         _tell(errors, str(error), error, debug)
-        return 1
+        return 2 if isinstance(error, (ConfigError, MissingDependencyError)) else 1
     except Exception as error:  # a mistake of ours; the person who runs this is not the one who can use a traceback
-        _tell(
-            errors,
-            f"{spell_exception(error)}; this should not happen: please report it with what {DEBUG_VARIABLE}=1 shows",
-            error,
-            debug,
-        )
+        text = f"this should not happen: please report it with what {DEBUG_VARIABLE}=1 shows"
+        _tell(errors, f"{spell_exception(error)}; {text}", error, debug)
         return 1
     return 0
 

@@ -21,7 +21,7 @@ slime's flag                                    here
 The module imports neither ray nor transformers nor slime's rollout code at its top, so slime may load it anywhere.
 """
 
-from agl_slime.slime.hooks import (
+from agl_slime.slime.hooks import (  # noqa: F401
     count_groups,
     eval_entry,
     generate,
@@ -36,19 +36,3 @@ from agl_slime.slime.hooks import (
     take_oldest,
     trace_metrics,
 )
-
-__all__ = [
-    "count_groups",
-    "eval_entry",
-    "generate",
-    "generate_rollout",
-    "keep_nonzero_variance",
-    "log_eval_rollout",
-    "log_rollout",
-    "mask_unfit",
-    "normalize_rewards",
-    "reward_of_agent",
-    "rewards_of_agents",
-    "take_oldest",
-    "trace_metrics",
-]

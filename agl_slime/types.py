@@ -65,10 +65,6 @@ if TYPE_CHECKING or not HAS_SLIME:
             cached_tokens: int = 0
             total_prompt_tokens: int = 0
 
-            @property
-            def prefix_cache_hit_rate(self) -> float:
-                return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
-
         group_index: int | None = None
         index: int | None = None
         rollout_id: int | None = None
@@ -117,32 +113,23 @@ if TYPE_CHECKING or not HAS_SLIME:
             reward: Any = self.reward
             return reward[args.reward_key] if getattr(args, "reward_key", None) else reward
 
-        @property
-        def effective_response_length(self) -> int:
-            return sum(self.loss_mask) if self.loss_mask is not None else self.response_length
-
     class DataSource(abc.ABC):
         """What slime's RolloutManager takes samples from."""
 
         @abc.abstractmethod
-        def get_samples(self, num_samples: int) -> list[list[Sample]]:
-            """``num_samples`` groups of samples."""
+        def get_samples(self, num_samples: int) -> list[list[Sample]]: ...
 
         @abc.abstractmethod
-        def add_samples(self, samples: list[list[Sample]]) -> None:
-            """Give groups back, to be handed out again."""
+        def add_samples(self, samples: list[list[Sample]]) -> None: ...
 
         @abc.abstractmethod
-        def save(self, rollout_id: Any) -> None:
-            """Save the state under the id of the rollout step."""
+        def save(self, rollout_id: Any) -> None: ...
 
         @abc.abstractmethod
-        def load(self, rollout_id: Any = None) -> None:
-            """Load the state that ``save`` wrote."""
+        def load(self, rollout_id: Any = None) -> None: ...
 
         @abc.abstractmethod
-        def __len__(self) -> int:
-            """Number of prompts in an epoch; may change."""
+        def __len__(self) -> int: ...
 
     @dataclass
     class RolloutFnTrainOutput:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import textwrap
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from agl_slime.buffer.pipeline import FinishedGroup, GroupPipeline, GroupSnapshot
 from agl_slime.buffer.settings import BufferSettings
 
 
@@ -21,6 +23,29 @@ def make_item(uid: str, instance_id: Any = "math_001", reward: Any = 1.0, **fiel
         {"role": "assistant", "content": "-2 and -3"},
     ]
     return {"uid": uid, "instance_id": instance_id, "messages": messages, "reward": reward, "extra_info": {}, **fields}
+
+
+@dataclass
+class Processed:
+    """What the five stages make of a snapshot."""
+
+    meta_info: dict[str, Any]
+    finished: list[FinishedGroup]
+
+    @property
+    def valid(self) -> list[FinishedGroup]:
+        return [group for group in self.finished if group.valid]
+
+    @property
+    def data(self) -> list[dict[str, Any]]:
+        return [item for group in self.finished for item in group.data]
+
+
+def process(pipeline: GroupPipeline, groups: Iterable[GroupSnapshot], *, now: float) -> Processed:
+    snapshots = list(groups)
+    meta_info = pipeline.meta_info(item for snapshot in snapshots for item in snapshot.items)
+    finished = [group for snapshot in snapshots if (group := pipeline.finish(snapshot, now=now)) is not None]
+    return Processed(meta_info, finished)
 
 
 def settings_for(tmp_path: Path, **changes: Any) -> BufferSettings:

@@ -1,12 +1,9 @@
-"""Writing to a Rollout Buffer from a generator: concurrent writes share requests, and a write survives a buffer that is
-away for a while."""
+"""The client's side of a Rollout Buffer: one request, and a writer for generators that shares requests and outlasts a
+buffer that is away for a while."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import random
-import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
@@ -19,8 +16,7 @@ import orjson
 from agl_slime.buffer.errors import BufferRequestError
 from agl_slime.buffer.stages import Item
 from agl_slime.errors import AglSlimeError
-
-logger = logging.getLogger(__name__)
+from agl_slime.support.backoff import Backoff
 
 _MOST_ITEMS = 64
 _MOST_BYTES = 4_000_000
@@ -31,12 +27,49 @@ class BufferUnreachableError(AglSlimeError, ConnectionError):
     """The buffer did not take an item within the time that was given to it."""
 
 
+async def ask_buffer(
+    url: str, path: str, body: Any = None, *, token: str | None = None, timeout_s: float = 90.0
+) -> Any:
+    """One request to the buffer at ``url``, a GET without ``body``; returns the answer's JSON.
+
+    Raises:
+        aiohttp.ClientError: the buffer cannot be reached; ``ClientResponseError`` with its text when it answers with an
+            error.
+        ValueError: the answer is not JSON.
+        asyncio.TimeoutError: no answer within ``timeout_s`` seconds.
+    """
+    headers = {"Authorization": f"Bearer {token}"} if token else None
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers) as session,
+        session.request("GET" if body is None else "POST", url.rstrip("/") + path, json=body) as response,
+    ):
+        raw = await response.read()
+        if response.status >= 400:
+            raise aiohttp.ClientResponseError(
+                response.request_info,
+                response.history,
+                status=response.status,
+                message=raw[:500].decode(errors="replace"),
+            )
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"{url}{path} did not answer with JSON: {error}") from error
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether the same request may succeed later: broken connections, time-outs, 429 and 5xx."""
+    if isinstance(error, aiohttp.ClientResponseError):
+        return error.status >= 500 or error.status == 429
+    return isinstance(error, (aiohttp.ClientError, asyncio.TimeoutError, OSError))
+
+
 class BufferWriter:
     """``await write(item)`` returns when the buffer has stored the item.
 
-    Items that are written at the same time go in one request. Broken connections, 429 and 5xx are tried again with
-    growing pauses until ``give_up_s`` have passed; an item's ``uid`` makes sure that a repeated request is stored once.
-    A refusal (4xx) raises ``BufferRequestError``, for the refused item only.
+    Items that are written at the same time go in one request. What ``is_passing`` is tried again until ``give_up_s``
+    have passed; an item's ``uid`` makes sure that a repeated request is stored once. An item that is refused (4xx) or
+    has no form in JSON raises ``BufferRequestError``, and costs no other item.
     """
 
     def __init__(
@@ -50,14 +83,11 @@ class BufferWriter:
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
         self._waiting: deque[tuple[bytes, asyncio.Future[None]]] = deque()
         self._arrived = asyncio.Event()
-        self._session: aiohttp.ClientSession | None = None
-        self._senders: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> BufferWriter:
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout)
-        self._senders = [
-            asyncio.create_task(self._send_waiting()) for _ in range(2)
-        ]  # one request is made while the other is answered
+        # one request is made while the other is answered
+        self._senders = [asyncio.create_task(self._send_waiting()) for _ in range(2)]
         return self
 
     async def __aexit__(
@@ -66,12 +96,14 @@ class BufferWriter:
         for sender in self._senders:
             sender.cancel()
         await asyncio.gather(*self._senders, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()
 
     async def write(self, item: Item) -> None:
         """Store one item. An item without ``uid`` gets one, so that it can be sent again."""
-        body = orjson.dumps(item if item.get("uid") is not None else {**item, "uid": uuid.uuid4().hex})
+        try:
+            body = orjson.dumps(item if item.get("uid") is not None else {**item, "uid": uuid.uuid4().hex})
+        except TypeError as error:  # numpy's numbers, objects, lone surrogates
+            raise BufferRequestError(f"item {item.get('uid')!r} is no JSON: {error}") from error
         stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((body, stored))
         self._arrived.set()
@@ -91,54 +123,44 @@ class BufferWriter:
             try:
                 await self._send(batch)
             except BaseException as error:
+                ended = error if isinstance(error, Exception) else BufferUnreachableError("the writer was closed")
                 for _, stored in batch:
                     if not stored.done():
-                        stored.set_exception(
-                            error if isinstance(error, Exception) else BufferUnreachableError("the writer was closed")
-                        )
+                        stored.set_exception(ended)
                 if not isinstance(error, Exception):
                     raise
 
     async def _send(self, batch: Sequence[tuple[bytes, asyncio.Future[None]]]) -> None:
         if not batch:
             return
+        body = b"[" + b",".join(body for body, _ in batch) + b"]"
+        backoff = Backoff(
+            f"the buffer at {self._url} took nothing",
+            BufferUnreachableError,
+            cap_s=_LONGEST_PAUSE_S,
+            patience_s=self._give_up_s,
+        )
         try:
-            await self._post(b"[" + b",".join(body for body, _ in batch) + b"]")
-        except BufferRequestError as refusal:
-            if len(batch) == 1:
-                batch[0][1].set_exception(refusal)
+            await backoff.run(lambda: self._post(body), is_passing)
+        except aiohttp.ClientResponseError as error:
+            if len(batch) > 1:  # a request is refused as a whole; one bad item must not cost the others
+                for entry in batch:
+                    await self._send([entry])
                 return
-            for entry in batch:  # a request is refused as a whole; one bad item must not cost the others
-                await self._send([entry])
-            return
+            refusal = BufferRequestError(f"the buffer refused an item: {error.message}", status=error.status)
+            if not batch[0][1].done():
+                batch[0][1].set_exception(refusal)
         for _, stored in batch:
             if not stored.done():
                 stored.set_result(None)
 
     async def _post(self, body: bytes) -> None:
-        deadline = time.monotonic() + self._give_up_s
-        pause = 0.1
-        assert self._session is not None
-        while True:
-            try:
-                async with self._session.post(self._url, data=body) as response:
-                    if response.status == 200:
-                        return
-                    text = (await response.text())[:500]
-                    if response.status < 500 and response.status != 429:
-                        raise BufferRequestError(
-                            f"the buffer refused an item with status {response.status}: {text}", status=response.status
-                        )
-                    trouble = f"status {response.status}: {text}"
-            except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-                trouble = f"{type(error).__name__}: {error}"
-            if time.monotonic() + pause > deadline:
-                raise BufferUnreachableError(
-                    f"the buffer at {self._url} took nothing for {self._give_up_s:g} s; last: {trouble}"
+        async with self._session.post(self._url, data=body) as response:
+            if response.status != 200:
+                message = (await response.text())[:500]
+                raise aiohttp.ClientResponseError(
+                    response.request_info, response.history, status=response.status, message=message
                 )
-            logger.info("The buffer did not take a write (%s); trying again.", trouble)
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(_LONGEST_PAUSE_S, 2 * pause)
 
 
 def item_of(
@@ -151,11 +173,5 @@ def item_of(
     **fields: Any,
 ) -> Item:
     """An item with the fields that every reader expects; ``fields`` are kept beside them."""
-    return {
-        "uid": uid,
-        "instance_id": instance_id,
-        "messages": messages,
-        "reward": reward,
-        "extra_info": extra_info,
-        **fields,
-    }
+    told = {"uid": uid, "instance_id": instance_id, "messages": messages, "reward": reward, "extra_info": extra_info}
+    return {**told, **fields}

@@ -3,17 +3,17 @@ grouped and skipped on resume."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import orjson
 import tyro
 
 from agl_slime.errors import ConfigError
+from agl_slime.loop.tasks import read_tasks
+from agl_slime.support.files import whole_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,52 +35,25 @@ def assign_instance_ids(settings: AssignInstanceIds) -> tuple[Path, int, int]:
     The output appears whole or not at all.
     """
     output = settings.output or settings.input.with_name(f"{settings.input.stem}_instance_id.jsonl")
-    temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
-    taken = {str(row["instance_id"]) for _, row in _rows(settings.input) if row.get("instance_id") is not None}
-    lines = assigned = 0
-    seen: set[str] = set()
+    rows = read_tasks(settings.input, flag="--input")
+    given = [str(row["instance_id"]) for row in rows if row.get("instance_id") is not None]
+    taken = set(given)
+    if len(taken) < len(given):
+        twice = next(instance_id for at, instance_id in enumerate(given) if instance_id in given[:at])
+        raise ConfigError(f"--input {settings.input}: the instance_id {twice!r} is there twice; ids must be unique")
     try:
-        with temporary.open("wb") as out:
-            for number, row in _rows(settings.input):
-                if row.get("instance_id") is None:
-                    instance_id = f"{settings.prefix}_{lines}"
+        with whole_file(output) as file:
+            for number, row in enumerate(rows):
+                instance_id = row.pop("instance_id", None)
+                if instance_id is None:
+                    instance_id = f"{settings.prefix}_{number}"
                     while instance_id in taken:
                         instance_id += "_"
-                    row = {
-                        "instance_id": instance_id,
-                        **{key: value for key, value in row.items() if key != "instance_id"},
-                    }
-                    assigned += 1
-                if str(row["instance_id"]) in seen:
-                    raise ConfigError(
-                        f"{settings.input}, line {number}: the instance_id {row['instance_id']!r} is there twice; ids must be unique"
-                    )
-                seen.add(str(row["instance_id"]))
-                out.write(orjson.dumps(row) + b"\n")
-                lines += 1
-        temporary.replace(output)
+                    taken.add(instance_id)
+                file.write(orjson.dumps({"instance_id": instance_id, **row}) + b"\n")
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return output, lines, assigned
-
-
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = orjson.loads(line)
-                except orjson.JSONDecodeError as error:
-                    raise ConfigError(f"{path}, line {number}: not JSON ({error})") from error
-                if not isinstance(row, dict):
-                    raise ConfigError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
-                yield number, row
-    except OSError as error:
-        raise ConfigError(f"--input {path} cannot be read: {error}") from error
+    return output, len(rows), len(rows) - len(given)
 
 
 def main(arguments: Sequence[str]) -> int:

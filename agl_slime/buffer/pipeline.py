@@ -8,15 +8,14 @@ or with the reason why not. Nothing here waits, stores or locks; the clock is th
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from agl_slime.buffer import stages
-from agl_slime.buffer.stages import Group, Item
-from agl_slime.errors import ConfigError
+from agl_slime.buffer.settings import PipelineSettings
+from agl_slime.buffer.stages import Item
 
 # The names under which a generator may bring its own stages, as slime documents them.
 STAGE_NAMES = ("get_group_data_meta_info", "is_valid_group", "filter_item", "normalize_group_data", "pad_group_data")
@@ -29,49 +28,6 @@ REASON_ZERO_VARIANCE = "zero_variance"
 REASON_STAGE_ERROR = "stage_error"
 REASON_ITEM_FILTERED = "filtered_item"
 REASON_SURPLUS = "surplus_item"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSettings:
-    """What decides over a group. Names and defaults are those of slime's Rollout Buffer documentation.
-
-    ``group_size``: items that a group is padded to. ``min_valid_group_size_ratio``: share of it that must be there for
-    a group to be valid. ``min_valid_item_size_ratio``: share of ``group_size`` that must be left after filtering.
-    ``group_timeout_seconds``: time since the last item after which an incomplete group is decided; it is used when
-    ``min_timeout_group_size_ratio`` of ``group_size`` usable items are there, else dropped.
-
-    Ours: ``reward_range``, outside of which the default stages take a reward for a mark of failure (``None``: no
-    marks), and ``drop_zero_variance``, which drops groups whose rewards are all equal, as they teach a group-relative
-    method nothing.
-    """
-
-    group_size: int
-    task_type: str = ""
-    min_valid_group_size_ratio: float = 1.0
-    min_valid_item_size_ratio: float = 0.7
-    group_timeout_seconds: float = 300.0
-    min_timeout_group_size_ratio: float = 0.7
-    reward_range: tuple[float, float] | None = (0.0, 1.0)
-    drop_zero_variance: bool = False
-
-    def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ConfigError(f"group_size must be at least 1, got {self.group_size}")
-        for name in ("min_valid_group_size_ratio", "min_valid_item_size_ratio", "min_timeout_group_size_ratio"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must lie in (0, 1], got {getattr(self, name)}")
-        if not self.group_timeout_seconds > 0:
-            raise ConfigError(f"group_timeout_seconds must be positive, got {self.group_timeout_seconds}")
-        if self.reward_range is not None and not self.reward_range[0] <= self.reward_range[1]:
-            raise ConfigError(f"reward_range must be (lowest, highest), got {self.reward_range}")
-
-    def items_for(self, ratio: float) -> int:
-        """The number of items that a share of ``group_size`` stands for, rounded up, at least 1."""
-        return max(1, math.ceil(ratio * self.group_size - 1e-9))  # 0.07 * 100 is 7.000000000000001
-
-    @property
-    def min_valid_group_size(self) -> int:
-        return self.items_for(self.min_valid_group_size_ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,20 +58,6 @@ class FinishedGroup:
     timed_out: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineResult:
-    """``data``: the batch, a multiple of ``group_size`` long. ``finished``: every group that leaves the buffer, valid
-    or not."""
-
-    data: list[Item]
-    meta_info: dict[str, Any]
-    finished: list[FinishedGroup] = field(default_factory=list)
-
-    @property
-    def valid(self) -> list[FinishedGroup]:
-        return [group for group in self.finished if group.valid]
-
-
 Stage = Callable[..., Any]
 
 # What a stage may take after the data.
@@ -134,6 +76,7 @@ class GroupPipeline:
         self,
         *,
         settings: PipelineSettings,
+        task_type: str = "",
         get_group_data_meta_info: Stage | None = None,
         is_valid_group: Stage | None = None,
         filter_item: Stage | None = None,
@@ -141,6 +84,7 @@ class GroupPipeline:
         pad_group_data: Stage | None = None,
     ) -> None:
         self.settings = settings
+        self.task_type = task_type
         self.custom_meta_info = get_group_data_meta_info is not None
         self.custom_validity = is_valid_group is not None
         self._meta_info = _trimmed(get_group_data_meta_info or stages.get_group_data_meta_info)
@@ -152,44 +96,33 @@ class GroupPipeline:
         self._pad = _trimmed(pad_group_data or stages.pad_group_data)
 
     @classmethod
-    def from_functions(cls, functions: Mapping[str, Stage], *, settings: PipelineSettings) -> GroupPipeline:
+    def from_functions(
+        cls, functions: Mapping[str, Stage], *, settings: PipelineSettings, task_type: str = ""
+    ) -> GroupPipeline:
         """A pipeline with the stages found under their documented names; other names are ignored."""
-        return cls(settings=settings, **{name: functions[name] for name in STAGE_NAMES if name in functions})
-
-    # -- a snapshot at once -------------------------------------------------------------------------------------------
-
-    def process(self, groups: Iterable[GroupSnapshot], *, now: float, max_groups: int | None = None) -> PipelineResult:
-        """Run the five stages over a snapshot; stop after ``max_groups`` valid groups. The snapshot's items are not
-        changed."""
-        snapshots = list(groups)
-        meta_info = self.meta_info(snapshots)
-        finished: list[FinishedGroup] = []
-        valid = 0
-        for snapshot in snapshots:
-            if max_groups is not None and valid >= max_groups:
-                break
-            group = self.finish(snapshot, now=now)
-            if group is not None:
-                finished.append(group)
-                valid += group.valid
-        return PipelineResult(
-            data=[item for group in finished for item in group.data], meta_info=meta_info, finished=finished
+        return cls(
+            settings=settings,
+            task_type=task_type,
+            **{name: functions[name] for name in STAGE_NAMES if name in functions},
         )
 
     # -- stage by stage -----------------------------------------------------------------------------------------------
 
-    def meta_info(self, groups: Iterable[GroupSnapshot]) -> dict[str, Any]:
+    def meta_info(self, items: Iterable[Item]) -> dict[str, Any]:
         """Stage 1 over everything that is there. What a stage of somebody else's breaks is reported under ``error``,
         beside the default's figures."""
         data: dict[Any, list[Item]] = {}
-        for snapshot in groups:
-            data.setdefault(_hashable(snapshot.instance_id), []).extend(dict(item) for item in snapshot.items)
+        for item in items:
+            data.setdefault(item["instance_id"], []).append(dict(item))
         try:
             info = self._meta_info(data)
             if not isinstance(info, Mapping):
                 raise TypeError(f"expected a dict, got {type(info).__name__}")
         except Exception as error:  # a stage of somebody else's must not stop the batch
-            return {**stages.get_group_data_meta_info(data), "error": _told("get_group_data_meta_info", error)}
+            return {
+                **stages.get_group_data_meta_info(data),
+                "error": f"get_group_data_meta_info raised {type(error).__name__}: {error}",
+            }
         return dict(info)
 
     def finish(self, snapshot: GroupSnapshot, *, now: float) -> FinishedGroup | None:
@@ -198,23 +131,18 @@ class GroupPipeline:
         items = [dict(item) for item in snapshot.items]
         timed_out = now - snapshot.last_item_time > settings.group_timeout_seconds
         try:
-            valid, done = self._judge(snapshot, items, settings.min_valid_group_size)
+            needed = settings.min_valid_group_size
+            valid, done = self._judge(snapshot, items, needed)
             if not done and not timed_out:
                 return None
             late = not done
             if late:
-                valid, _ = self._judge(snapshot, items, settings.items_for(settings.min_timeout_group_size_ratio))
+                needed = settings.items_for(settings.min_timeout_group_size_ratio)
+                valid, _ = self._judge(snapshot, items, needed)
             if not valid:
-                needed = (
-                    settings.items_for(settings.min_timeout_group_size_ratio) if late else settings.min_valid_group_size
-                )
                 reason = REASON_TIMEOUT if late else REASON_INVALID
-                return self._refused(
-                    snapshot,
-                    reason,
-                    f"{len(items)} of {settings.group_size} items, at least {needed} valid ones are needed",
-                    late,
-                )
+                told = f"{len(items)} of {settings.group_size} items, at least {needed} valid ones are needed"
+                return self._refused(snapshot, reason, told, late)
             return self._use(snapshot, items, late)
         except Exception as error:  # one group that breaks a stage is recorded; the others go on
             return self._refused(snapshot, REASON_STAGE_ERROR, f"{type(error).__name__}: {error}", timed_out)
@@ -222,33 +150,27 @@ class GroupPipeline:
     # -- internals ----------------------------------------------------------------------------------------------------
 
     def _judge(self, snapshot: GroupSnapshot, items: list[Item], needed: int) -> tuple[bool, bool]:
-        answer = self._is_valid((snapshot.instance_id, items), needed, self.settings.task_type)
+        answer = self._is_valid((snapshot.instance_id, items), needed, self.task_type)
         valid, done = answer if isinstance(answer, tuple) else (answer, answer)
         return bool(valid), bool(done) or bool(valid)  # valid groups are among the finished ones
 
     def _use(self, snapshot: GroupSnapshot, items: list[Item], timed_out: bool) -> FinishedGroup:
         settings = self.settings
-        reasons = ["" if self._filter(item, settings.task_type) else REASON_ITEM_FILTERED for item in items]
+        reasons = ["" if self._filter(item, self.task_type) else REASON_ITEM_FILTERED for item in items]
         kept = [item for item, reason in zip(items, reasons, strict=True) if not reason]
         ratios = [settings.min_valid_item_size_ratio] + ([settings.min_timeout_group_size_ratio] if timed_out else [])
         needed = settings.items_for(max(ratios))
         if len(kept) < needed:
             reason = REASON_TIMEOUT if timed_out else REASON_FILTERED
-            return self._refused(
-                snapshot,
-                reason,
-                f"{len(kept)} of {settings.group_size} items are valid, {needed} are needed",
-                timed_out,
-            )
+            told = f"{len(kept)} of {settings.group_size} items are valid, {needed} are needed"
+            return self._refused(snapshot, reason, told, timed_out)
         if settings.drop_zero_variance and len(kept) > 1 and len({stages.numeric_reward(item) for item in kept}) == 1:
-            return self._refused(
-                snapshot, REASON_ZERO_VARIANCE, f"all {len(kept)} rewards are {kept[0].get('reward')}", timed_out
-            )
+            told = f"all {len(kept)} rewards are {kept[0].get('reward')}"
+            return self._refused(snapshot, REASON_ZERO_VARIANCE, told, timed_out)
         if len(kept) > settings.group_size:
-            surplus = {id(item) for item in kept[settings.group_size :]}
-            reasons = [
-                REASON_SURPLUS if id(item) in surplus else reason for item, reason in zip(items, reasons, strict=True)
-            ]
+            used = [at for at, reason in enumerate(reasons) if not reason]
+            for at in used[settings.group_size :]:
+                reasons[at] = REASON_SURPLUS
             kept = kept[: settings.group_size]
         _, normalized = self._normalize((snapshot.instance_id, kept))
         _, padded = self._pad((snapshot.instance_id, list(normalized)), settings.group_size)
@@ -263,6 +185,8 @@ class GroupPipeline:
         if not padded or len(padded) % size:
             raise ValueError(f"the stages returned {len(padded)} items; expected a multiple of the group size {size}")
         for item in padded:
+            if not isinstance(item.get("messages"), list):
+                raise ValueError(f"the stages returned messages {item.get('messages')!r}; expected a list")
             if stages.numeric_reward(item) is None:
                 raise ValueError(f"the stages returned reward {item.get('reward')!r}; expected a finite number")
 
@@ -293,23 +217,3 @@ def _trimmed(function: Stage) -> Stage:
         return function(*args[:count])
 
     return call
-
-
-def _hashable(value: Any) -> Any:
-    return value if isinstance(value, (str, int, float, bool, type(None), tuple)) else repr(value)
-
-
-def _told(stage: str, error: Exception) -> str:
-    return f"{stage} raised {type(error).__name__}: {error}"
-
-
-__all__ = [
-    "STAGE_NAMES",
-    "FinishedGroup",
-    "Group",
-    "GroupPipeline",
-    "GroupSnapshot",
-    "Item",
-    "PipelineResult",
-    "PipelineSettings",
-]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import ipaddress
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import orjson
 from aiohttp import web
@@ -14,13 +14,15 @@ from aiohttp.typedefs import Handler, Middleware
 
 from agl_slime import __version__
 from agl_slime.buffer.errors import BufferRequestError
-from agl_slime.buffer.items import parse_items, parse_json
-from agl_slime.buffer.openapi import openapi_description
+from agl_slime.buffer.models import ReadRequest, check, openapi_description, parse_items, parse_json
 from agl_slime.buffer.service import RolloutBuffer
 from agl_slime.buffer.settings import BufferSettings
+from agl_slime.support.net import has_token
+from agl_slime.support.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
 _BUFFER = web.AppKey("buffer", RolloutBuffer)
 _OPEN_PATHS = frozenset({"/health", "/openapi.json"})
@@ -28,6 +30,9 @@ _RETRY_AFTER_S = 5
 
 # An answer to a write repeats the item, as slime's server does; a client that does not want it says so (RFC 7240).
 _MINIMAL = "return=minimal"
+
+# Bytes that are parsed faster than they are passed to a thread and back.
+_PARSED_AT_ONCE = 64_000
 
 
 def make_app(*, buffer: RolloutBuffer) -> web.Application:
@@ -103,16 +108,13 @@ def _written(host: str) -> str:
 
 async def _write(request: web.Request) -> web.Response:
     buffer = request.app[_BUFFER]
-    task = _task_of_path(request)
-    written, items = parse_items(await _body(request))
+    key = request.match_info.get("key")
+    task = None if key is None else buffer.task_of_key(key)
+    if key is not None and task is None:
+        raise BufferRequestError("this path belongs to no run of a generator", status=404)
+    named, written = await _parsed(parse_items, await _body(request))
     if task is None:
-        named = [item.get("task_type") for item in items]
-        name = named[0]
-        if not isinstance(name, (str, type(None))) or any(other != name for other in named):
-            raise BufferRequestError(
-                "the items name several task types, or something that is none; send one task type per request"
-            )
-        task = buffer.task_for(name)
+        task = await buffer.task_for(named)
     result = await buffer.write(task, written)
     minimal = _MINIMAL in request.headers.get("Prefer", "")
     echo = b"" if minimal else b",".join(item.body for item in written)
@@ -129,20 +131,13 @@ async def _write(request: web.Request) -> web.Response:
 async def _get_rollout_data(request: web.Request) -> web.Response:
     buffer = request.app[_BUFFER]
     raw = await _body(request)
-    asked = parse_json(raw) if raw else {}
-    if not isinstance(asked, dict):
-        raise BufferRequestError(f"the body is of type {type(asked).__name__}; expected an object")
-    task = buffer.task_for(_optional(asked, "task_type", str))
-    batch_size = _optional(asked, "batch_size", int)
-    if batch_size is not None and batch_size < 1:
-        raise BufferRequestError(f"batch_size is {batch_size}; expected at least 1")
-    request_id = _optional(asked, "request_id", str)
-    if request_id is not None and not 0 < len(request_id) <= 1024:
-        raise BufferRequestError(f"request_id has {len(request_id)} characters; expected 1 to 1024")
-    ack = _optional(asked, "ack", list) or []
-    if not all(isinstance(entry, str) for entry in ack):
-        raise BufferRequestError("ack holds something that is no text; expected request_ids")
-    batch = await buffer.read(task, batch_size=batch_size, request_id=request_id, ack=ack)
+    asked = check(ReadRequest, await _parsed(parse_json, raw) if raw else {})
+    batch = await buffer.read(
+        await buffer.task_for(asked.task_type),
+        batch_size=asked.batch_size,
+        request_id=asked.request_id,
+        ack=asked.ack or (),
+    )
     if batch is None or not batch.size:
         return _json({"success": False, "message": "No data available to read", "data": {"data": [], "meta_info": {}}})
     meta_info = orjson.dumps(batch.meta_info, default=repr, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
@@ -151,10 +146,12 @@ async def _get_rollout_data(request: web.Request) -> web.Response:
 
 
 async def _start_rollout(request: web.Request) -> web.Response:
-    payload = parse_json(await _body(request))
-    if not isinstance(payload, dict):
-        raise BufferRequestError(f"the body is of type {type(payload).__name__}; expected an object")
-    return _json(await request.app[_BUFFER].start_rollout(payload))
+    return _json(await request.app[_BUFFER].start_rollout(await _parsed(parse_json, await _body(request))))
+
+
+async def _parsed(parse: Callable[[bytes], T], raw: bytes) -> T:
+    """What the body says; that of a large one is found out in a thread."""
+    return parse(raw) if len(raw) <= _PARSED_AT_ONCE else await run_in_thread(parse, raw)
 
 
 async def _stats(request: web.Request) -> web.Response:
@@ -174,19 +171,17 @@ async def _openapi(request: web.Request) -> web.Response:
 
 def _gate(settings: BufferSettings) -> Middleware:
     """One middleware before every handler: who may ask, and every refusal as JSON with one sentence."""
-    expected = f"Bearer {settings.token}".encode() if settings.token else None
 
     def check(request: web.Request) -> None:
         if (
             "Origin" in request.headers
         ):  # only browsers send it: a page somewhere must not reach a server on this machine
             raise BufferRequestError("requests from web pages are not served", status=403)
-        if expected is not None and request.path not in _OPEN_PATHS and "key" not in request.match_info:
-            given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(given, expected):
-                raise BufferRequestError(
-                    "the token is missing or wrong; send it as `Authorization: Bearer TOKEN`", status=401
-                )
+        is_open = request.path in _OPEN_PATHS or "key" in request.match_info
+        if not is_open and not has_token(request.headers.get("Authorization"), settings.token):
+            raise BufferRequestError(
+                "the token is missing or wrong; send it as `Authorization: Bearer TOKEN`", status=401
+            )
 
     @web.middleware
     async def gate(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -237,25 +232,6 @@ async def _body(request: web.Request) -> bytes:
         raise BufferRequestError(f"the body could not be read: {error}") from error
     finally:
         timer.cancel()
-
-
-def _task_of_path(request: web.Request) -> str | None:
-    key = request.match_info.get("key")
-    if key is None:
-        return None
-    task = request.app[_BUFFER].task_of_key(key)
-    if task is None:
-        raise BufferRequestError("this path belongs to no run of a generator", status=404)
-    return task
-
-
-def _optional(asked: dict[str, Any], name: str, kind: type) -> Any:
-    value = asked.get(name)
-    if kind is int and isinstance(value, float) and value.is_integer():
-        value = int(value)  # 3.0 is an integer in JSON Schema
-    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-        raise BufferRequestError(f"{name} is of type {type(value).__name__}; expected {kind.__name__}")
-    return value
 
 
 def _json(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -1,7 +1,7 @@
 """The Rollout Buffer without HTTP: task types, a writer that commits many requests at once, readers, generators.
 
-Everything that may block (the database, the stages, loading generator files, ending processes) runs in threads; the
-event loop only passes things on.
+Everything that may block (the database, the stages, parsing of large bodies, loading generator files, starting and
+ending processes) runs in threads; the event loop only passes things on.
 """
 
 from __future__ import annotations
@@ -9,25 +9,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-import secrets
 import sqlite3
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from agl_slime.buffer.discovery import SHIPPED_GENERATORS, Discovery, discover_generators
 from agl_slime.buffer.errors import BufferRequestError
-from agl_slime.buffer.generator_process import GeneratorProcess
-from agl_slime.buffer.items import WrittenItem
+from agl_slime.buffer.models import StartRequest, WrittenItem, check
 from agl_slime.buffer.pipeline import GroupPipeline
+from agl_slime.buffer.records import Batch, Claim, WriteRequest, WriteResult
+from agl_slime.buffer.runs import INTERRUPTED, GeneratorRun, RunRecords
 from agl_slime.buffer.settings import BufferSettings
-from agl_slime.buffer.store import Batch, Claim, ItemStore, WriteRequest, WriteResult
+from agl_slime.buffer.store import ItemStore
 from agl_slime.support.database import Database
-from agl_slime.support.threads import run_in_thread
+from agl_slime.support.threads import run_in_thread, run_user_code
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +45,8 @@ class _Task:
     name: str
     group_size: int
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    process: GeneratorProcess | None = None
-    run_no: int | None = None
-    run_key: str = ""
-    restarts: int = 0
-    last_error: str = ""
+    run: GeneratorRun | None = None
+    started: bool = False
 
 
 class RolloutBuffer:
@@ -56,87 +54,84 @@ class RolloutBuffer:
 
     def __init__(self, *, settings: BufferSettings, clock: Callable[[], float] = time.time) -> None:
         self.settings = settings
-        self._clock = clock
         self._tasks: dict[str, _Task] = {}
-        self._task_of_key: dict[str, _Task] = {}
         self._discovery = Discovery()
         self._started_at = time.monotonic()
         self._own_logs = tempfile.TemporaryDirectory(prefix="agl-slime-buffer-") if settings.run_dir is None else None
-        path = settings.run_dir / "buffer.sqlite" if settings.run_dir is not None else None
-        self.store = ItemStore(
-            database=Database(path=path, exclusive=path is not None),
-            max_items=settings.max_buffer_size,
-            keep_delivered=settings.delivered_window,
-            clock=clock,
+        self._log_directory = (
+            Path(self._own_logs.name) if self._own_logs else Path(settings.run_dir or ".", "generators")
         )
+        path = settings.run_dir / "buffer.sqlite" if settings.run_dir is not None else None
+        database = Database(path=path, exclusive=path is not None)
+        self.store = ItemStore(
+            database=database, max_items=settings.max_buffer_size, keep_delivered=settings.delivered_window, clock=clock
+        )
+        self.runs = RunRecords(database, clock=clock)
         self._writer = _Writer(self.store)
         self._url = ""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._restarting: set[asyncio.Future[None]] = set()
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- start and end ------------------------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
-        """Look for generators and take up what a former life left on disk; before the first request."""
-        self._discovery = await run_in_thread(discover_generators, self._generator_directory)
-        runs = self.store.last_runs()
+        """Look for generators and take up what is on disk from before the restart; before the first request."""
+        await run_user_code(self._prepare)
+
+    def _prepare(self) -> None:
+        self._discover()
+        runs = self.runs.latest()
         for name in dict.fromkeys([*self.store.stored_tasks(), *runs]):
-            self._use_task(name, _group_size(runs[name]["payload"]) if name in runs else self.settings.group_size)
+            if name in runs:
+                request = StartRequest.model_validate(runs[name]["payload"])
+                self._use_task(name, request.group_size, run_no=runs[name]["no"], fresh=request.fresh)
+            else:
+                self._use_task(name, self.settings.group_size)
 
     async def start(self, url: str) -> None:
-        """Start the generators of a former life again. ``url`` is where generators reach this buffer."""
+        """Start the generators again that ran before the restart. ``url`` is where generators reach this buffer."""
         self._url = url.rstrip("/")
-        self._loop = asyncio.get_running_loop()
-        for name, run in self.store.last_runs().items():
-            if run["state"] == "running":
-                await self._take_up(self._tasks[name], run)
+        for name, run in (await run_in_thread(self.runs.latest)).items():
+            if run["state"] != "running":
+                continue
+            if self.settings.resume and name in self._discovery.generators:
+                await run_in_thread(self._launch, self._tasks[name], run["no"], run["payload"])
+            else:
+                why = "--no-resume" if not self.settings.resume else f"no generator has the task type {name!r} any more"
+                await run_in_thread(self.runs.end, run["no"], INTERRUPTED, why)
 
     async def close(self) -> None:
         """End the generators and the writer; what was written is kept when there is a run directory."""
-        self._loop = None
-        for restart in list(self._restarting):
-            restart.cancel()
-        processes = [task.process for task in self._tasks.values() if task.process is not None]
-        await asyncio.gather(*(run_in_thread(process.stop, "interrupted") for process in processes))
+        runs = [task.run for task in self._tasks.values() if task.run is not None]
+        await asyncio.gather(*(run_in_thread(run.stop, INTERRUPTED) for run in runs))
         await run_in_thread(self._writer.stop)
-        self.store.close()
+        await run_in_thread(self.store.close)
         if self._own_logs is not None:
             self._own_logs.cleanup()
 
     # -- items --------------------------------------------------------------------------------------------------------
 
-    def task_for(self, name: str | None) -> str:
+    async def task_for(self, name: str | None) -> str:
         """The task type that a request without a path of its own means. Raises ``BufferRequestError`` when that cannot
         be said."""
-        if name is not None:
-            if name not in self._tasks:
-                if name not in self._discovery.generators and name != self.settings.default_task_type:
-                    raise BufferRequestError(
-                        f"there is no task type {name!r}; known are {', '.join(self.known_tasks()) or 'none'}",
-                        status=404,
-                    )
-                self._use_task(name, self.settings.group_size)
-            return name
-        started = [task.name for task in self._tasks.values() if task.run_no is not None] or list(self._tasks)
-        if len(started) > 1:
-            raise BufferRequestError(
-                f"several task types are in use ({', '.join(sorted(started))}); name one as task_type"
-            )
-        if not started:
-            return self.task_for(self.settings.default_task_type)
-        return started[0]
-
-    def known_tasks(self) -> list[str]:
-        return sorted({*self._tasks, *self._discovery.generators, self.settings.default_task_type})
+        if name is None:
+            in_use = [task.name for task in self._tasks.values() if task.started] or list(self._tasks)
+            if len(in_use) > 1:
+                known = ", ".join(sorted(in_use))
+                raise BufferRequestError(f"several task types are in use ({known}); name one as task_type")
+            name = in_use[0] if in_use else self.settings.default_task_type
+        if name not in self._tasks:
+            known = {*self._tasks, *self._discovery.generators, self.settings.default_task_type}
+            if name not in known:
+                raise _unknown(name, known)
+            await run_in_thread(self._use_task, name, self.settings.group_size)
+        return name
 
     def task_of_key(self, key: str) -> str | None:
         """The task type of the generator that was given this secret; it counts as heard of."""
-        task = self._task_of_key.get(key)
-        if task is None:
-            return None
-        if task.process is not None and key == task.run_key:
-            task.process.heard()
-        return task.name
+        for task in self._tasks.values():
+            if task.run is not None and task.run.key == key:
+                task.run.heard()
+                return task.name
+        return None
 
     async def write(self, task: str, items: Sequence[WrittenItem]) -> WriteResult:
         """Store items; returns when they are on disk."""
@@ -151,149 +146,90 @@ class RolloutBuffer:
         """Whole groups of at most ``batch_size`` items together, but at least one group; all that are ready when it is
         ``None``."""
         entry = self._tasks[task]
-        max_groups = None if batch_size is None else max(1, batch_size // entry.group_size)
+        most = None if batch_size is None else max(1, batch_size // entry.group_size)
         claim = Claim()
-        reading = asyncio.ensure_future(
-            self._exclusively(
-                entry, self.store.read, task, max_groups=max_groups, request_id=request_id, ack=ack, claim=claim
-            )
-        )
-        return await self._in_time(reading, f"the groups of {task!r} could not be decided", claim)
+        read = partial(self.store.read, task, max_groups=most, request_id=request_id, ack=ack, claim=claim)
+        return await self._in_time(entry, read, f"the groups of {task!r} could not be decided", claim)
 
     # -- generators ---------------------------------------------------------------------------------------------------
 
     async def start_rollout(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         """Start the generator of ``payload["task_type"]``; a run of the same task type is ended first."""
-        name = payload.get("task_type")
-        if not isinstance(name, str):
-            raise BufferRequestError(f"task_type is {name!r}; expected the name of a task type")
+        request = check(StartRequest, payload)
+        name = request.task_type
         if name not in self._discovery.generators:
-            self._discovery = await run_in_thread(discover_generators, self._generator_directory)
+            await run_user_code(self._discover)
         if name not in self._discovery.generators:
-            known = ", ".join(sorted(self._discovery.generators)) or "none"
-            raise BufferRequestError(f"no generator has the task type {name!r}; known are {known}", status=404)
-        group_size = _group_size(payload)
-        _check_lists(payload)
-        given = (
-            {**payload, "input_file": str(self._input_file(payload.get("input_file")))}
-            if payload.get("input_file") is not None
-            else dict(payload)
-        )
-        task = self._use_task(name, group_size)
-        starting = asyncio.ensure_future(self._exclusively_async(task, self._start_run, task, given, group_size))
-        run_no, again = await self._in_time(starting, f"the run of {name!r} could not be started")
+            raise _unknown(name, self._discovery.generators)
+        given = dict(payload)
+        if request.input_file is not None:
+            given["input_file"] = str(await run_in_thread(self._input_file, request.input_file))
+        if name not in self._tasks:
+            await run_in_thread(self._use_task, name, request.group_size)
+        start = partial(self._start_run, self._tasks[name], request, given)
+        run_no, again = await self._in_time(self._tasks[name], start, f"the run of {name!r} could not be started")
         return {"message": "Rollout started", "task_type": name, "run": run_no, "groups_handed_out_again": again}
 
-    async def _start_run(self, task: _Task, payload: dict[str, Any], group_size: int) -> tuple[int, int]:
-        if task.process is not None:
-            await run_in_thread(task.process.stop, "replaced")
-        skip = list(payload.get("skip_instance_ids") or ())
-        again = await run_in_thread(self.store.resume, task.name, skip, payload.get("trained_groups"))
+    def _start_run(self, task: _Task, request: StartRequest, payload: dict[str, Any]) -> tuple[int, int]:
+        if task.run is not None:
+            task.run.stop("replaced")
+            task.run = None
+        again = 0
+        if request.fresh:
+            self.store.discard(task.name)
+        else:
+            again = self.store.resume(task.name, request.skip_instance_ids or (), request.trained_groups)
         payload.pop("trained_groups", None)
-        task.group_size = group_size
-        await run_in_thread(self.store.set_task, task.name, self._pipeline(task.name, group_size))
-        task.run_no = await run_in_thread(self.store.start_run, task.name, payload)
-        task.restarts, task.last_error = 0, ""
-        self._launch(task, payload, skip)
-        return task.run_no, again
+        run_no = self.runs.start(task.name, payload)
+        self._use_task(task.name, request.group_size, run_no=run_no, fresh=request.fresh)
+        self._launch(task, run_no, payload)
+        return run_no, again
 
-    async def _take_up(self, task: _Task, run: Mapping[str, Any]) -> None:
-        """A generator that ran when the buffer died goes on where the items on disk end."""
-        task.run_no = run["no"]
-        payload = dict(run["payload"])
-        if not self.settings.resume or task.name not in self._discovery.generators:
-            reason = (
-                "--no-resume"
-                if not self.settings.resume
-                else f"there is no generator of task type {task.name!r} any more"
-            )
-            await run_in_thread(self.store.end_run, run["no"], "interrupted", reason)
-            return
-        finished = await run_in_thread(self.store.finished_after, task.name, run["finished_before"])
-        self._launch(task, payload, [*(payload.get("skip_instance_ids") or ()), *finished])
+    def _launch(self, task: _Task, run_no: int, payload: Mapping[str, Any]) -> None:
+        def finished(state: str, error: str) -> None:
+            # an end of the buffer is none of the run, which is taken up when the buffer starts again
+            if state != INTERRUPTED or self.settings.run_dir is None or not self.settings.resume:
+                self.runs.end(run_no, state, error)
 
-    def _launch(self, task: _Task, payload: Mapping[str, Any], skip: Sequence[Any]) -> None:
-        """Start the process. What is held already is not to be made again: whole groups are skipped, parts of groups
-        are named."""
-        skip_instances = list(skip)
-        partial: list[dict[str, Any]] = []
-        for group in self.store.undecided(task.name):
-            if group.count >= task.group_size:
-                skip_instances.append(group.instance_id)
-            else:
-                partial.append({"instance_id": group.instance_id, "group_id": group.group_id, "items": group.count})
-        key = secrets.token_urlsafe(16)
-        task.run_key = key
-        self._task_of_key[key] = task
-        run_no = task.run_no
-        assert run_no is not None
-        data = {
-            **payload,
-            "remote_buffer_url": f"{self._url}/runs/{key}",  # names the task type, and stands for the token
-            "skip_instance_ids": skip_instances,
-            "partial_groups": partial,
-        }
         try:
-            task.process = GeneratorProcess(
+            task.run = GeneratorRun(
                 path=self._discovery.generators[task.name].path,
-                payload=data,
+                payload=partial(self._payload_now, task, run_no, payload),
                 log_path=self._log_directory / f"{''.join(c if c.isalnum() else '_' for c in task.name)}-{run_no}.log",
-                on_end=lambda state, error: self._run_ended(task.name, run_no, state, error),
+                on_end=finished,
                 stall_s=self.settings.generator_stall_s,
+                restarts=self.settings.generator_restarts,
             )
         except OSError as error:
-            self.store.end_run(run_no, "failed", f"the process could not be started: {error}")
+            self.runs.end(run_no, "failed", f"the process could not be started: {error}")
             raise BufferRequestError(
                 f"the generator of {task.name!r} could not be started: {error}", status=503
             ) from error
-        logger.info("The generator of %s runs as process %d.", task.name, task.process.pid)
 
-    def _run_ended(self, name: str, run_no: int, state: str, error: str) -> None:
-        if state == "interrupted" and self.settings.run_dir is not None and self.settings.resume:
-            return  # the buffer ends: the run is taken up when it starts again
-        if state in ("failed", "stalled"):
-            logger.error("The generator of %s %s: %s", name, state, error)
-            task = self._tasks[name]
-            task.last_error = error
-            if (
-                task.restarts < self.settings.generator_restarts
-                and self._loop is not None
-                and not self._loop.is_closed()
-            ):
-                task.restarts += 1
-                self._loop.call_soon_threadsafe(self._restart_later, task, run_no, state, error)
-                return
-        try:
-            self.store.end_run(run_no, state, error)
-        except sqlite3.Error as failure:
-            logger.error("The end of run %d of %s could not be recorded: %s", run_no, name, failure)
+    def _payload_now(self, task: _Task, run_no: int, payload: Mapping[str, Any], key: str) -> dict[str, Any]:
+        """What is held already is not to be made again: whole groups are skipped, parts of groups are named."""
+        skip = [*(payload.get("skip_instance_ids") or ()), *self.runs.finished_since(run_no)]
+        partial_groups: list[dict[str, Any]] = []
+        for group in self.store.undecided(task.name):
+            place = {"instance_id": group.instance_id, "group_id": group.group_id, "items": group.count}
+            if group.count >= task.group_size:
+                skip.append(group.instance_id)
+            else:
+                partial_groups.append(place)
+        return {
+            **payload,
+            "remote_buffer_url": f"{self._url}/runs/{key}",  # names the task type, and stands for the token
+            "skip_instance_ids": skip,
+            "partial_groups": partial_groups,
+        }
 
-    def _restart_later(self, task: _Task, run_no: int, state: str, error: str) -> None:
-        restart = asyncio.ensure_future(self._restart(task, run_no, state, error))
-        self._restarting.add(restart)
-        restart.add_done_callback(self._restarting.discard)
-        restart.add_done_callback(_look_at)
-
-    async def _restart(self, task: _Task, run_no: int, state: str, error: str) -> None:
-        """Take a failed run up where its items end, after a pause that grows with the number of failures."""
-        try:
-            await asyncio.sleep(min(60.0, 0.25 * 4**task.restarts))
-            async with task.lock:
-                if task.run_no == run_no:  # not replaced meanwhile
-                    await self._take_up(task, self.store.last_runs()[task.name])
-        except BufferRequestError:
-            logger.exception("The generator of %s could not be started again.", task.name)
-            await run_in_thread(self.store.end_run, run_no, state, error)
-
-    def _input_file(self, given: Any) -> Path:
-        if not isinstance(given, str) or "\0" in given:
-            raise BufferRequestError(f"input_file is {given!r}; expected a path")
-        directories = [directory.resolve() for directory in self.settings.input_directories]
+    def _input_file(self, given: str) -> Path:
+        directories = [directory.resolve() for directory in self.settings.input_dir or (Path.cwd(),)]
         try:
             path = (directories[0] / given).resolve()
             allowed = any(path.is_relative_to(directory) for directory in directories)
             exists = allowed and path.is_file()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise BufferRequestError(f"input_file {given!r} cannot be used: {error}") from error
         if not allowed:
             raise BufferRequestError(
@@ -312,17 +248,21 @@ class RolloutBuffer:
 
     def _stats(self) -> dict[str, Any]:
         counts = self.store.ledger.counts()
-        runs = self.store.last_runs()
+        runs = self.runs.latest()
         tasks: dict[str, Any] = {}
         for name, task in list(self._tasks.items()):
-            run = runs.get(name)
-            told = {key: run[key] for key in ("no", "state", "error", "started", "ended")} if run is not None else None
+            told = {key: value for key, value in runs[name].items() if key != "payload"} if name in runs else None
             if told is not None:
-                told["restarts"] = task.restarts
-                told["error"] = told["error"] or task.last_error
-            if told is not None and task.process is not None and task.process.running:
-                told["silent_s"] = round(task.process.silent_s, 3)
+                told["restarts"] = task.run.restarts if task.run is not None else 0
+                if task.run is not None:
+                    told["error"] = told["error"] or task.run.last_error
+                    if task.run.running:
+                        told["silent_s"] = round(task.run.silent_s, 3)
             tasks[name] = {**self.store.describe(name), "run": told}
+        reasons = {
+            f"{outcome.value}: {reason}" if reason else outcome.value: n
+            for (outcome, reason), n in counts.reasons.items()
+        }
         return {
             "uptime_s": round(time.monotonic() - self._started_at, 3),
             "held_items": self.store.held_items,
@@ -332,10 +272,7 @@ class RolloutBuffer:
                 "open": counts.open,
                 "ready": counts.ready,
                 "closed": {outcome.value: n for outcome, n in counts.closed.items()},
-                "reasons": {
-                    f"{outcome.value}: {reason}" if reason else outcome.value: n
-                    for (outcome, reason), n in counts.reasons.items()
-                },
+                "reasons": reasons,
             },
             "task_types": tasks,
             "generators": {name: generator.path.name for name, generator in self._discovery.generators.items()},
@@ -344,47 +281,38 @@ class RolloutBuffer:
 
     # -- internals ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _generator_directory(self) -> Path:
-        return self.settings.generators or SHIPPED_GENERATORS
+    def _discover(self) -> None:
+        self._discovery = discover_generators(self.settings.generators or SHIPPED_GENERATORS)
 
-    @property
-    def _log_directory(self) -> Path:
-        return (
-            self.settings.run_dir / "generators"
-            if self.settings.run_dir is not None
-            else Path(self._own_logs.name if self._own_logs else ".")
-        )
-
-    def _use_task(self, name: str, group_size: int) -> _Task:
-        task = self._tasks.get(name)
-        if task is None:
-            self.store.set_task(name, self._pipeline(name, group_size))
-            task = self._tasks[name] = _Task(name, group_size)
-        return task
-
-    def _pipeline(self, name: str, group_size: int) -> GroupPipeline:
+    def _use_task(self, name: str, group_size: int, *, run_no: int | None = None, fresh: bool = False) -> None:
+        """Decide the groups of a task type by its generator's stages. The uids of a fresh run are its own."""
         generator = self._discovery.generators.get(name)
-        settings = self.settings.pipeline(group_size=group_size, task_type=name)
-        return GroupPipeline.from_functions(generator.stages if generator is not None else {}, settings=settings)
+        pipeline = GroupPipeline.from_functions(
+            generator.stages if generator is not None else {},
+            settings=self.settings.with_group_size(group_size),
+            task_type=name,
+        )
+        scope = None if run_no is None else f"{name}#{run_no}" if fresh else name
+        self.store.set_task(name, pipeline, scope=scope)
+        task = self._tasks.setdefault(name, _Task(name, group_size))
+        task.group_size = group_size
+        task.started = task.started or run_no is not None
 
-    async def _exclusively(self, task: _Task, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        async with task.lock:
-            return await run_in_thread(function, *args, **kwargs)
-
-    async def _exclusively_async(self, task: _Task, function: Callable[..., Any], *args: Any) -> Any:
-        async with task.lock:
-            return await function(*args)
-
-    async def _in_time(self, work: asyncio.Future[T], failure: str, claim: Claim | None = None) -> T:
+    async def _in_time(self, task: _Task, function: Callable[[], T], failure: str, claim: Claim | None = None) -> T:
         """The result, or a 503 when it takes too long: a stage or a file of somebody else's that hangs must not hang
         its callers."""
+
+        async def alone() -> T:
+            async with task.lock:
+                return await run_user_code(function)  # the stages are a generator's
+
+        work = asyncio.ensure_future(alone())
         done, _ = await asyncio.wait({work}, timeout=self.settings.request_timeout_s)
         if not done:
             if claim is None or claim.take():
                 work.add_done_callback(_look_at)
                 raise BufferRequestError(f"{failure} within {self.settings.request_timeout_s:g} s", status=503)
-            await asyncio.wait({work})  # the stages are done and the hand-out is being stored: it must reach its reader
+            await asyncio.wait({work})  # the stages are done and the delivery is being stored: it must reach its reader
         try:
             return work.result()
         except sqlite3.Error as error:
@@ -410,22 +338,15 @@ class _Writer:
         self._thread.join()
 
     def _main(self) -> None:
-        while (first := self._queue.get()) is not None:
-            batch = [first]
-            ending = False
-            while len(batch) < _MOST_REQUESTS_PER_COMMIT:
-                try:
-                    entry = self._queue.get_nowait()
-                except queue.Empty:
-                    break
-                if entry is None:
-                    ending = True
-                    break
+        while (entry := self._queue.get()) is not None:
+            batch = []
+            while entry is not None:
                 batch.append(entry)
+                if len(batch) == _MOST_REQUESTS_PER_COMMIT or self._queue.empty():
+                    break
+                entry = self._queue.get()
             try:
-                results: Sequence[WriteResult | BufferRequestError] = self._store.write(
-                    [request for request, _ in batch]
-                )
+                results: Sequence[Any] = self._store.write([request for request, _ in batch])
             except Exception as error:  # answered to every writer; none of their items was stored
                 logger.exception("A write could not be stored.")
                 results = [BufferRequestError(f"the items could not be stored: {error}", status=503)] * len(batch)
@@ -433,7 +354,7 @@ class _Writer:
             loop = futures[0].get_loop()
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_resolve, futures, results)
-            if ending:
+            if entry is None:
                 return
 
 
@@ -448,26 +369,6 @@ def _look_at(work: asyncio.Future[Any]) -> None:
         logger.warning("Work that nobody waited for any more ended with: %s", error)
 
 
-def _group_size(payload: Mapping[str, Any]) -> int:
-    """``num_repeat_per_sample``; slime's client sends it as text."""
-    given = payload.get("num_repeat_per_sample", 1)
-    try:
-        whole = isinstance(given, float) and given.is_integer()  # 3.0 is an integer in JSON Schema
-        size = int(given) if (isinstance(given, (int, str)) or whole) and not isinstance(given, bool) else 0
-    except ValueError:
-        size = 0
-    if not 1 <= size <= 1_000_000:
-        raise BufferRequestError(f"num_repeat_per_sample is {given!r}; expected an integer from 1 to 1000000")
-    return size
-
-
-def _check_lists(payload: Mapping[str, Any]) -> None:
-    for name in ("skip_instance_ids", "trained_groups"):
-        value = payload.get(name)
-        if value is not None and not (
-            isinstance(value, list) and all(isinstance(entry, (str, int)) for entry in value)
-        ):
-            raise BufferRequestError(f"{name} is of type {type(value).__name__}; expected a list of ids")
-    sampling = payload.get("sampling_params")
-    if sampling is not None and not isinstance(sampling, dict):
-        raise BufferRequestError(f"sampling_params is of type {type(sampling).__name__}; expected an object")
+def _unknown(name: str, known: Iterable[str]) -> BufferRequestError:
+    listed = ", ".join(sorted(known)) or "none"
+    return BufferRequestError(f"no generator has the task_type {name!r}; known are {listed}", status=404)

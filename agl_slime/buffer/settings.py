@@ -1,21 +1,62 @@
-"""Settings of the Rollout Buffer. The command line is derived from this class: a field is a flag, its docstring the
+"""Settings of the Rollout Buffer. The command line is derived from these classes: a field is a flag, its docstring the
 help text."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agl_slime.buffer.pipeline import PipelineSettings
 from agl_slime.errors import ConfigError
-
-# Addresses that other machines cannot reach; anything else needs a token.
-_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+from agl_slime.support.net import require_token
 
 
 @dataclass(frozen=True, kw_only=True)
-class BufferSettings:
+class PipelineSettings:
+    """What decides over a group. Names and defaults are those of slime's Rollout Buffer documentation; ours are
+    ``reward_range`` and ``drop_zero_variance``."""
+
+    group_size: int
+    """Items per group until /start_rollout says num_repeat_per_sample."""
+    min_valid_group_size_ratio: float = 1.0
+    """Share of the group size that must be there for a group to be valid."""
+    min_valid_item_size_ratio: float = 0.7
+    """Share of the group size that must be left after filtering."""
+    group_timeout_seconds: float = 300.0
+    """Seconds since its last item after which an incomplete group is used or dropped."""
+    min_timeout_group_size_ratio: float = 0.7
+    """Share of the group size that a group must have to be used after the timeout."""
+    reward_range: tuple[float, float] | None = None
+    """Rewards outside of it mark failed items for the default stages; without it any finite reward is trained on."""
+    drop_zero_variance: bool = False
+    """Drop groups whose rewards are all equal: they teach a group-relative method nothing."""
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ConfigError(f"group_size must be at least 1, got {self.group_size}")
+        for name in ("min_valid_group_size_ratio", "min_valid_item_size_ratio", "min_timeout_group_size_ratio"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must lie in (0, 1], got {getattr(self, name)}")
+        if not self.group_timeout_seconds > 0:
+            raise ConfigError(f"group_timeout_seconds must be positive, got {self.group_timeout_seconds}")
+        if self.reward_range is not None and not self.reward_range[0] <= self.reward_range[1]:
+            raise ConfigError(f"reward_range must be (lowest, highest), got {self.reward_range}")
+
+    def items_for(self, ratio: float) -> int:
+        """The number of items that a share of ``group_size`` stands for, rounded up, at least 1."""
+        return max(1, math.ceil(ratio * self.group_size - 1e-9))  # 0.07 * 100 is 7.000000000000001
+
+    @property
+    def min_valid_group_size(self) -> int:
+        return self.items_for(self.min_valid_group_size_ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferSettings(PipelineSettings):
     """Serve a Rollout Buffer: generators write rollouts to it, the trainer takes groups from it."""
+
+    group_size: int = 16
+    """Items per group until /start_rollout says num_repeat_per_sample."""
 
     host: str = "127.0.0.1"
     """Address to listen on. Other machines reach it only with another address, which needs --token."""
@@ -35,25 +76,10 @@ class BufferSettings:
     resume: bool = True
     """Start generators again that were running when the buffer died (needs --run-dir)."""
 
-    group_size: int = 16
-    """Items per group until /start_rollout says num_repeat_per_sample."""
     default_task_type: str = "math"
     """Task type of items that come before any /start_rollout."""
-    min_valid_group_size_ratio: float = 1.0
-    """Share of the group size that must be there for a group to be valid."""
-    min_valid_item_size_ratio: float = 0.7
-    """Share of the group size that must be left after filtering."""
-    group_timeout_seconds: float = 300.0
-    """Seconds since its last item after which an incomplete group is used or dropped."""
-    min_timeout_group_size_ratio: float = 0.7
-    """Share of the group size that a group must have to be used after the timeout."""
     max_buffer_size: int = 1_000_000_000
     """Items that the buffer holds at most; writers are told to come back later."""
-    reward_range: tuple[float, float] | None = (0.0, 1.0)
-    """Rewards outside of it mark failed items for the default stages; None takes any finite reward."""
-    drop_zero_variance: bool = False
-    """Drop groups whose rewards are all equal."""
-
     max_body_mb: float = 64.0
     """Largest request body in megabytes."""
     request_timeout_s: float = 60.0
@@ -63,31 +89,24 @@ class BufferSettings:
     generator_restarts: int = 3
     """How often a run whose generator failed or stalled is taken up again, where its items end."""
     keep_delivered_groups: int | None = None
-    """Groups that were handed out and are kept for a trainer that lost them; 4096 with --run-dir and 256 without when
+    """Groups that were delivered and are kept for a trainer that lost them; 4096 with --run-dir and 256 without when
     not given."""
 
     def __post_init__(self) -> None:
-        if self.host not in _LOOPBACK and not self.token:
-            raise ConfigError(
-                f"--host {self.host} can be reached from other machines; set --token, or listen on 127.0.0.1"
-            )
+        super().__post_init__()
+        require_token(self.host, self.token, setting="--token")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must lie in 0..65535, got {self.port}")
-        if self.generators is not None and not self.generators.is_dir():
-            raise ConfigError(f"--generators {self.generators}: there is no such directory")
-        for directory in self.input_dir:
-            if not directory.is_dir():
-                raise ConfigError(f"--input-dir {directory}: there is no such directory")
+        for flag, paths in (("--generators", (self.generators,)), ("--input-dir", self.input_dir)):
+            for path in paths:
+                if path is not None and not path.is_dir():
+                    raise ConfigError(f"{flag} {path}: there is no such directory")
         for name in ("max_buffer_size", "max_body_mb", "request_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
-        if self.generator_restarts < 0:
-            raise ConfigError(f"--generator-restarts must not be negative, got {self.generator_restarts}")
-        if self.generator_stall_s < 0:
-            raise ConfigError(f"--generator-stall-s must be 0 (never) or more, got {self.generator_stall_s}")
-        if (self.keep_delivered_groups or 0) < 0:
-            raise ConfigError(f"--keep-delivered-groups must not be negative, got {self.keep_delivered_groups}")
-        self.pipeline(group_size=self.group_size, task_type=self.default_task_type)
+        for name in ("generator_restarts", "generator_stall_s", "keep_delivered_groups"):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
 
     @property
     def delivered_window(self) -> int:
@@ -95,19 +114,6 @@ class BufferSettings:
             return self.keep_delivered_groups
         return 256 if self.run_dir is None else 4096
 
-    @property
-    def input_directories(self) -> tuple[Path, ...]:
-        return self.input_dir or (Path.cwd(),)
-
-    def pipeline(self, *, group_size: int, task_type: str) -> PipelineSettings:
-        """The part that decides over groups."""
-        return PipelineSettings(
-            group_size=group_size,
-            task_type=task_type,
-            min_valid_group_size_ratio=self.min_valid_group_size_ratio,
-            min_valid_item_size_ratio=self.min_valid_item_size_ratio,
-            group_timeout_seconds=self.group_timeout_seconds,
-            min_timeout_group_size_ratio=self.min_timeout_group_size_ratio,
-            reward_range=self.reward_range,
-            drop_zero_variance=self.drop_zero_variance,
-        )
+    def with_group_size(self, group_size: int) -> PipelineSettings:
+        """The part that decides over groups, for a task type with groups of this size."""
+        return replace(self, group_size=group_size)

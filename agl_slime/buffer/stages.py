@@ -44,7 +44,7 @@ def is_valid_group(group: Group, min_valid_group_size: int, task_type: str = "")
     return enough, enough
 
 
-def filter_item(item: Item, task_type: str = "", *, reward_range: tuple[float, float] | None = (0.0, 1.0)) -> bool:
+def filter_item(item: Item, task_type: str = "", *, reward_range: tuple[float, float] | None = None) -> bool:
     """Keep items that have an instance id, a finite reward within ``reward_range`` (``None``: any), and messages or
     token ids.
 
@@ -63,7 +63,7 @@ def filter_item(item: Item, task_type: str = "", *, reward_range: tuple[float, f
 
 
 def normalize_group_data(
-    group: Group, epsilon: float = _EPSILON, *, reward_range: tuple[float, float] | None = (0.0, 1.0)
+    group: Group, epsilon: float = _EPSILON, *, reward_range: tuple[float, float] | None = None
 ) -> Group:
     """``(r - mean) / (std + epsilon)`` over the rewards within ``reward_range``; others stay as they are.
     ``raw_reward`` keeps what was there.

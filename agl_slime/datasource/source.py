@@ -7,7 +7,6 @@ finalized groups into a queue that ``get_samples`` takes from. slime builds the 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from agl_slime.datasource.events import EndFollower, EndTable, patiently
+from agl_slime.datasource.events import EndFollower
 from agl_slime.datasource.read import FINISHED, collect
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.groups.assembler import GroupAssembler
@@ -59,7 +58,7 @@ class DataSourceSettings:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
 
 
-class GroupSource:
+class GroupSource(EndFollower):
     """Groups of Samples from Agent Lightning rollouts. ``stop`` ends its thread.
 
     Rollouts are grouped by ``metadata["group_id"]``. A group that was announced with ``expect`` has the announced size,
@@ -87,38 +86,29 @@ class GroupSource:
         on_member: MemberListener | None = None,
         on_group: GroupListener | None = None,
     ) -> None:
+        self.settings = settings = settings or DataSourceSettings()
+        tick_s = (getattr(settings.policy, "timeout_s", None) or 10.0) / 10
+        super().__init__(
+            store, hold=hold, release=settings.release, poll_interval_s=settings.poll_interval_s, tick_s=tick_s
+        )
         self.n_samples_per_prompt = n_samples_per_prompt
-        self.settings = settings or DataSourceSettings()
-        self._store: Any = store
-        self._tokenizer = tokenizer
-        self._reward_key = reward_key
-        self._convert_validation = convert_validation
+        self._reading_as = {
+            "tokenizer": tokenizer,
+            "reward_key": reward_key,
+            "convert_validation": convert_validation,
+        }
         self._on_member, self._on_group = on_member, on_group
         self._groups = GroupAssembler(
-            policy=self.settings.policy,
-            group_filter=self.settings.group_filter,
-            max_staleness=self.settings.max_staleness,
+            policy=settings.policy,
+            group_filter=settings.group_filter,
+            max_staleness=settings.max_staleness,
             ledger=ledger,
         )
         self.ledger = self._groups.ledger
-        self._changed = threading.Condition()  # guards everything but the ledger, which is safe by itself
         self._stopped = False
         self._announced = False
         self._reading: set[str] = set()
-        self._ends = EndTable(hold=hold and not hasattr(store, "subscribe_finished"))
-        self._follower = EndFollower(
-            store,
-            look=self._look,
-            in_flight=self._poll_ids,
-            restarted=self._store_restarted,
-            tick=self._finalize_late,
-            failed=lambda error: self._wake(),
-            table=self._ends,
-            lock=self._changed,
-            release=self.settings.release,
-            poll_interval_s=self.settings.poll_interval_s,
-            tick_s=(getattr(self.settings.policy, "timeout_s", None) or 10.0) / 10,
-        )
+        self._start()
 
     # -- groups out ---------------------------------------------------------------------------------------------------
 
@@ -130,27 +120,24 @@ class GroupSource:
         """
         if self._store is None:
             return self._groups.placeholders(num_samples, self.n_samples_per_prompt)
-        self._follower.begin()
-        deadline = time.monotonic() + self.settings.get_timeout_s
+        self._begin()
+        timeout_s, blocking = self.settings.get_timeout_s, self.settings.blocking
+        deadline = time.monotonic() + timeout_s
         with self._changed:
             ready = self._groups.ready
-            while self.settings.blocking and len(ready) < num_samples and not (ready and not self._more_to_come()):
+            while blocking and len(ready) < num_samples and (self._more_to_come() or not ready):
                 self.raise_if_dead()
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
+                if (remaining := deadline - time.monotonic()) <= 0:
                     break
                 self._changed.wait(min(remaining, 1.0))
             self.raise_if_dead()
-            if not ready and num_samples > 0 and self.settings.blocking:
+            if blocking and num_samples > 0 and not ready:
                 counts = self.ledger.counts()
                 raise DataSourceError(
-                    f"no group of samples became ready within {self.settings.get_timeout_s:g} s "
+                    f"no group of samples became ready within {timeout_s:g} s "
                     f"({counts.open} rollouts in flight, {counts.ready} ready, ended: {spell_ends(counts.reasons)})"
                 )
             return self._deliver(num_samples)
-
-    def _deliver(self, num_samples: int) -> list[list[Sample]]:
-        return self._groups.deliver(num_samples)
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
         """Give groups back; they are delivered again before newer ones."""
@@ -198,7 +185,6 @@ class GroupSource:
         with self._changed:
             self._groups.advance([version])
             self._follow_up()
-            self._changed.notify_all()
 
     def abandon(self, rollout_ids: Sequence[str], *, group_ids: Iterable[str] = (), reason: str) -> None:
         """These will not end any more, or nobody waits for them: cancelled in the ledger for ``reason``, their groups
@@ -214,23 +200,21 @@ class GroupSource:
 
     def notify(self, rollout_id: str) -> None:
         """A rollout may have ended: look at it now. From any thread."""
-        self._follower.push(rollout_id)
+        self._submit(self._look, rollout_id)
 
     def raise_if_dead(self) -> None:
         """Raise ``DataSourceError`` when the thread has ended."""
         if self._stopped:
             raise DataSourceError("the data source was stopped")
-        if (failure := self._follower.failure) is not None:
-            raise DataSourceError(f"the data source's thread ended: {failure}") from failure
+        if self._failure is not None:
+            raise DataSourceError(f"the data source's thread ended: {self._failure}") from self._failure
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the thread; waiting calls raise. Safe to call twice."""
         with self._changed:
-            if self._stopped:
-                return
             self._stopped = True
             self._changed.notify_all()
-        self._follower.stop(timeout_s)
+        self._join(timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -247,9 +231,10 @@ class GroupSource:
         same moment."""
         with self._changed:
             state = {**self._groups.state(), **self._ends.state()}
-            waiting = state["waiting"] = list(dict.fromkeys([*state["waiting"], *self._reading]))
-            ended = self.ledger.recent_ids() if self._follower.polls else state["ended"]
-            state["ended"] = sorted(set(ended) - set(waiting))
+            state["waiting"] = list(dict.fromkeys([*state["waiting"], *self._reading]))
+            # a store that tells of nothing would give again all that was dealt with
+            ended = state["ended"] if self._tells or self._feeds else self.ledger.recent_ids()
+            state["ended"] = sorted({*ended} - {*state["waiting"]})
             if checkpoint is not None:
                 self.ledger.checkpoint(checkpoint)
             return state
@@ -260,7 +245,7 @@ class GroupSource:
         waiting = state.get("waiting") or []
         with self._changed:
             self._groups.restore(state)
-            self.ledger.remember(set(state.get("ended") or []) - set(waiting))
+            self.ledger.remember({*(state.get("ended") or ())} - {*waiting})
             self._ends.restore(state)
             self._changed.notify_all()
         for rollout_id in waiting:
@@ -275,61 +260,40 @@ class GroupSource:
                 return
             known = self._groups.has_ended(rollout_id)
             self._reading.add(rollout_id)
-        member = None if known else await patiently(lambda: self._collect(rollout_id))
+        member = None
+        if not known:
+            member = await self._patiently(lambda: collect(self._store, rollout_id, **self._reading_as))
+        taken = None
         with self._changed:  # one step, so that a saved state has the rollout in one place
             self._reading.discard(rollout_id)
             self._ends.read(rollout_id, ended=known or member is not None)
-            taken = self._take(member) if member is not None else None
-            if taken is not None and taken[1] is not None:
-                self._finalized(taken[1])
-            self._follow_up()
-            self._changed.notify_all()
+            if member is not None:
+                size = member.group_size or (self.n_samples_per_prompt if member.mode == "train" else 1)
+                taken = self._groups.add(member, default_size=size)
+                if taken is not None and taken[1] is not None:
+                    self._finalized(taken[1])
+                self._follow_up()
         if taken is not None:
             self._tell(*taken)
-        await self._follower.release()
+        await self._release_due()
 
-    async def _collect(self, rollout_id: str) -> MemberResult | None:
-        return await collect(
-            self._store,
-            rollout_id,
-            tokenizer=self._tokenizer,
-            reward_key=self._reward_key,
-            convert_validation=self._convert_validation,
-        )
-
-    def _take(self, member: MemberResult) -> tuple[MemberResult, GroupResult | None] | None:
-        size = member.group_size or (self.n_samples_per_prompt if member.mode == "train" else 1)
-        return self._groups.add(member, default_size=size)
-
-    def _finalize_late(self) -> None:
+    def _time_passed(self) -> None:
         with self._changed:
             late = self._groups.late()
             for group in late:
                 self._finalized(group)
             self._follow_up()
-            self._changed.notify_all()
         for group in late:
             self._tell(None, group)
 
-    def _finalized(self, group: GroupResult) -> None:
-        """For subclasses, under the lock."""
-
     def _tell(self, member: MemberResult | None, group: GroupResult | None) -> None:
         """What has ended, to whoever listens; outside of the lock."""
-        stragglers = [one for one in group.members if one.straggler] if group is not None else []
         if self._on_member is not None:
-            for one in [member, *stragglers]:
-                if one is not None:
-                    self._on_member(one)
+            stragglers = [one for one in group.members if one.straggler] if group is not None else []
+            for one in [member, *stragglers] if member is not None else stragglers:
+                self._on_member(one)
         if group is not None and self._on_group is not None:
             self._on_group(group)
-
-    def _follow_up(self) -> None:
-        """Have done in the store what the groups ask for; under the lock."""
-        if unwanted := self._groups.take_unwanted():
-            self._follower.submit(self._cancel, unwanted)
-        if retries := self._groups.take_retries():
-            self._follower.submit(self._run_again, [one.request for one in retries if one.request is not None])
 
     async def _cancel(self, rollout_ids: Sequence[str]) -> None:
         for rollout_id in rollout_ids:
@@ -344,26 +308,35 @@ class GroupSource:
 
     async def _run_again(self, requests: list[EnqueueRolloutRequest]) -> None:
         """Enqueue failed members that a policy wants to be run again, under the same group."""
-        self.opened(await patiently(lambda: self._store.enqueue_many_rollouts(requests)))
+        self.opened(await self._patiently(lambda: self._store.enqueue_many_rollouts(requests)))
 
-    def _store_restarted(self) -> None:
-        """What was in flight before the store's restart is lost."""
-        with self._changed:
-            logger.warning("The store was restarted; %d rollouts in flight are lost.", self.ledger.counts().open)
-            self._groups.lose("store_restarted")
-            self._ends.reset()
-
-    def _poll_ids(self) -> list[str] | None:
+    def _in_flight(self) -> list[str] | None:
         ids = self.ledger.open_ids()
         return ids if ids or self._announced else None
+
+    # -- under the lock, and for subclasses ---------------------------------------------------------------------------
+
+    def _deliver(self, num_samples: int) -> list[list[Sample]]:
+        return self._groups.deliver(num_samples)
+
+    def _finalized(self, group: GroupResult) -> None:
+        """A group was finalized."""
+
+    def _follow_up(self) -> None:
+        """Have done in the store what the groups ask for, and wake who waits."""
+        if unwanted := self._groups.take_unwanted():
+            self._submit(self._cancel, unwanted)
+        if retries := self._groups.take_retries():
+            self._submit(self._run_again, [one.request for one in retries])
+        self._changed.notify_all()
+
+    def _store_restarted(self) -> None:
+        logger.warning("The store was restarted; %d rollouts in flight are lost.", self.ledger.counts().open)
+        self._groups.lose("store_restarted")
 
     def _more_to_come(self) -> bool:
         # without announcements nobody knows what is still to come: wait for the deadline
         return not self._announced or len(self._groups) > 0 or self.ledger.counts().open > 0
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
 
 def spell_ends(reasons: dict[tuple[Outcome, str], int]) -> str:

@@ -11,11 +11,11 @@ All public methods may be called from any thread; they hand work to the engine's
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -29,8 +29,6 @@ from agl_slime.errors import EngineError
 
 T = TypeVar("T")
 PauseMode = Literal["abort", "retract", "in_place"]
-
-ABORT_MESSAGE = "Abort in waiting queue"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +50,6 @@ class Load:
     running: int
     waiting: int
     used_tokens: int
-    max_tokens: int
-    max_running: int
-    tokens_per_s: float
 
 
 class Engine:
@@ -96,7 +91,6 @@ class Engine:
         self._last_ids = torch.zeros(0, dtype=torch.long)
         self._params: RowParams | None = None
         self._when_idle: deque[Callable[[], None]] = deque()
-        self._rate = _Rate()
         self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
         self._thread.start()
 
@@ -130,23 +124,14 @@ class Engine:
 
     def resume(self) -> Future[None]:
         """Go on after ``pause``."""
-        return self._call(self._resume)
+        return self._call(lambda: setattr(self, "paused", False))
 
     def update_weights(self, tensors: dict[str, torch.Tensor], *, version: str | None = None) -> Future[None]:
         """Put new weights in place. At once when paused; else the running requests end first and queued ones wait.
         Fails with ``ConfigError`` and unchanged weights when they do not fit."""
         future: Future[None] = Future()
-
-        def update() -> None:
-            _settle(future, lambda: self._update(tensors, version))
-
-        def enqueue() -> None:
-            if self.paused or not self._running:
-                update()
-            else:
-                self._when_idle.append(update)
-
-        self._enqueue(enqueue, future)
+        update = partial(_resolve, future, lambda: self._update(tensors, version))
+        self._enqueue(lambda: update() if self.paused or not self._running else self._when_idle.append(update), future)
         return future
 
     def load(self) -> Load:
@@ -154,9 +139,7 @@ class Engine:
         running = list(self._running)
         used = sum(len(request.input_ids) + len(request.output_ids) for request in running)
         with self._lock:
-            waiting = len(self._waiting) + len(self._submitted)
-        capacity = self.settings.max_running * self.context_length
-        return Load(len(running), waiting, used, capacity, self.settings.max_running, self._rate.value())
+            return Load(len(running), len(self._waiting) + len(self._submitted), used)
 
     @property
     def idle(self) -> bool:
@@ -178,7 +161,7 @@ class Engine:
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
-        self._enqueue(lambda: _settle(future, function), future)
+        self._enqueue(partial(_resolve, future, function), future)
         return future
 
     def _enqueue(self, command: Callable[[], None], future: Future[Any]) -> None:
@@ -198,16 +181,15 @@ class Engine:
                 f"The input ({length} tokens) is longer than the model's context length ({self.context_length} tokens)."
             )
         if max(request.input_ids) >= self.vocab_size or min(request.input_ids) < 0:
-            raise BadRequest(
-                f"The input_ids {_short(request.input_ids)} contains values greater than the vocab size ({self.vocab_size})."
-            )
+            ids = f"{request.input_ids!s:.100}"
+            raise BadRequest(f"The input_ids {ids} contains values greater than the vocab size ({self.vocab_size}).")
         wanted = request.sampling.max_new_tokens
         room = self.context_length - length
         if wanted is not None and wanted > room:
             raise BadRequest(
                 f"Requested token count exceeds the model's maximum context length of {self.context_length} tokens. "
-                f"You requested a total of {length + wanted} tokens: {length} tokens from the input messages and {wanted} tokens for the completion. "
-                "Please reduce the number of tokens in the input messages or the completion to fit within the limit."
+                f"You requested a total of {length + wanted} tokens: {length} tokens from the input messages and "
+                f"{wanted} tokens for the completion. Please reduce one of them."
             )
         request.limit = room if wanted is None else wanted
         # every token of a byte-level vocabulary holds at least one byte, so a stop string ends within this many of the
@@ -316,9 +298,7 @@ class Engine:
             request.finish = self._finish_reason(request, token)
             if request.finish is not None:
                 done.append(row)
-        count = len(ids)
-        self.tokens_sampled += count
-        self._rate.add(count)
+        self.tokens_sampled += len(ids)
         for row in reversed(done):
             self._end(self._remove(row))
 
@@ -357,7 +337,7 @@ class Engine:
         request.on_finish(request)
 
     def _abort(self, chosen: Callable[[Request], bool]) -> int:
-        ended: list[Request] = [request for request in self._waiting if chosen(request)]
+        ended = [request for request in self._waiting if chosen(request)]
         self._waiting = deque(request for request in self._waiting if not chosen(request))
         ended += [self._remove(row) for row in reversed(range(len(self._running))) if chosen(self._running[row])]
         for request in ended:
@@ -365,12 +345,8 @@ class Engine:
         return len(ended)
 
     def _end_aborted(self, request: Request) -> None:
-        request.finish = {
-            "type": "abort",
-            "message": "Aborted" if request.started else ABORT_MESSAGE,
-            "status_code": None,
-            "err_type": None,
-        }
+        message = "Aborted" if request.started else "Abort in waiting queue"
+        request.finish = {"type": "abort", "message": message, "status_code": None, "err_type": None}
         self._end(request)
 
     def _pause(self, mode: PauseMode) -> None:
@@ -382,9 +358,6 @@ class Engine:
             for row in reversed(range(len(self._running))):
                 self._waiting.appendleft(self._remove(row))
 
-    def _resume(self) -> None:
-        self.paused = False
-
     def _update(self, tensors: dict[str, torch.Tensor], version: str | None) -> None:
         check_weights(self._model, tensors)
         apply_weights(self._model, tensors)
@@ -392,30 +365,9 @@ class Engine:
             self.weight_version = version
 
 
-class _Rate:
-    """Tokens per second over the last finished second or so."""
-
-    def __init__(self) -> None:
-        self._since = time.perf_counter()
-        self._count = 0
-        self._value = 0.0
-
-    def add(self, count: int) -> None:
-        self._count += count
-        passed = time.perf_counter() - self._since
-        if passed >= 1.0:
-            self._value, self._count, self._since = self._count / passed, 0, time.perf_counter()
-
-    def value(self) -> float:
-        return self._value
-
-
 def _row_params(requests: list[Request]) -> RowParams:
-    return RowParams.of(
-        torch.tensor([request.sampling.temperature for request in requests]),
-        torch.tensor([request.sampling.top_p for request in requests]),
-        torch.tensor([request.sampling.top_k for request in requests]),
-    )
+    samplings = [request.sampling for request in requests]
+    return RowParams.of((each.temperature, each.top_p, each.top_k) for each in samplings)
 
 
 def _input_log_probs(logits: torch.Tensor, request: Request) -> list[tuple[float | None, int]]:
@@ -429,25 +381,16 @@ def _input_log_probs(logits: torch.Tensor, request: Request) -> list[tuple[float
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    generation_config: Any = getattr(model, "generation_config", None)
-    found: set[int] = set()
-    for value in (
-        getattr(model.config, "eos_token_id", None),
-        getattr(generation_config, "eos_token_id", None),
-        tokenizer.eos_token_id,
-    ):
-        found.update(value if isinstance(value, (list, tuple)) else () if value is None else (value,))  # type: ignore[arg-type]
-    return frozenset(found)
+    told: list[Any] = [
+        getattr(source, "eos_token_id", None) for source in (model.config, model.generation_config, tokenizer)
+    ]
+    return frozenset(i for ids in told if ids is not None for i in (ids if isinstance(ids, (list, tuple)) else (ids,)))
 
 
-def _settle(future: Future[T], function: Callable[[], T]) -> None:
+def _resolve(future: Future[T], function: Callable[[], T]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
         future.set_result(function())
     except Exception as error:
         future.set_exception(error)
-
-
-def _short(ids: list[int]) -> str:
-    return str(ids) if len(ids) <= 16 else f"[{', '.join(map(str, ids[:16]))}, …]"

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +36,7 @@ class EmbeddedEngineSettings:
 
 class EmbeddedEngine:
     """Serves ``model_path`` on 127.0.0.1 in a process of its own, from ``start`` (or the ``with`` block) to ``stop``.
-
-    The child ends by itself when this process dies, however it dies. Start it from a thread that lives as long as the
-    engine is needed only if that thread is the main one: the child watches the process, not the thread.
-    """
+    The child ends by itself when this process dies, however it dies."""
 
     def __init__(
         self,
@@ -93,22 +89,27 @@ class EmbeddedEngine:
         return self
 
     def _spawn(self) -> subprocess.Popen[str]:
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - kept open for the child's life; a pipe nobody reads would fill and block it
-        # one BLAS/OpenMP thread: more are slower for a model this small, and they would fight the trainer for the cores
-        env = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            **self._env,
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - for the child's life; a pipe nobody reads would fill and block it
+        settings = self.settings
+        flags = {
+            "model-path": self.model_path,
+            "port": settings.port,
+            "max-running-requests": settings.max_running_requests,
+            "random-seed": settings.random_seed,
+            "context-length": settings.context_length,
+            "served-model-name": settings.served_model_name,
+            "parent-pid": os.getpid(),
         }
+        command = [sys.executable, "-m", "agl_slime.engine"]
+        command += [part for name, value in flags.items() if value is not None for part in (f"--{name}", str(value))]
+        # one BLAS/OpenMP thread: more are slower for a model this small, and they would fight the trainer for the cores
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         return subprocess.Popen(
-            self._command(),
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=env,
+            env={**os.environ, **threads, "HF_HUB_OFFLINE": "1", **self._env},
             text=True,
             start_new_session=True,
         )
@@ -155,35 +156,10 @@ class EmbeddedEngine:
         with contextlib.suppress(Exception):  # the interpreter may be half gone; the child watches its parent besides
             self.stop()
 
-    def _command(self) -> list[str]:
-        settings = self.settings
-        command = [
-            sys.executable,
-            "-m",
-            "agl_slime.engine",
-            "--model-path",
-            str(self.model_path),
-            "--port",
-            str(settings.port),
-        ]
-        command += [
-            "--max-running-requests",
-            str(settings.max_running_requests),
-            "--random-seed",
-            str(settings.random_seed),
-            "--parent-pid",
-            str(os.getpid()),
-        ]
-        if settings.context_length is not None:
-            command += ["--context-length", str(settings.context_length)]
-        if settings.served_model_name is not None:
-            command += ["--served-model-name", settings.served_model_name]
-        return command
-
     def _wait_ready(self, process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        lines: queue.Queue[str] = queue.Queue()
         stdout = process.stdout
+        assert stdout is not None
+        lines: queue.Queue[str] = queue.Queue()
 
         def read() -> None:
             try:
@@ -192,23 +168,19 @@ class EmbeddedEngine:
                 lines.put("")
 
         threading.Thread(target=read, name="embedded-engine-ready", daemon=True).start()
-        started = time.monotonic()
+        name = f"the embedded engine for {self.model_path}"
         try:
             line = lines.get(timeout=self.settings.start_timeout_s)
         except queue.Empty:
+            waited = f"{self.settings.start_timeout_s:.0f} s"
             raise EngineTimeoutError(
-                f"the embedded engine for {self.model_path} was not ready within {self.settings.start_timeout_s:.0f} s; "
-                f"its last words: {self.stderr_tail() or 'none'}"
+                f"{name} was not ready within {waited}; its last words: {self.stderr_tail() or 'none'}"
             ) from None
         if not line:
-            code = process.wait()
             raise EngineError(
-                f"the embedded engine for {self.model_path} ended with exit code {code} after {time.monotonic() - started:.1f} s: "
-                f"{self.stderr_tail() or 'it said nothing'}"
+                f"{name} ended with exit code {process.wait()}: {self.stderr_tail() or 'it said nothing'}"
             )
         try:
             return str(json.loads(line)["url"])
         except (ValueError, KeyError, TypeError):
-            raise EngineError(
-                f"the embedded engine for {self.model_path} printed {line.strip()!r} where its address was expected"
-            ) from None
+            raise EngineError(f"{name} printed {line.strip()!r} where its address was expected") from None

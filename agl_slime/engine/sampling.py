@@ -16,12 +16,13 @@ an answer never depends on its neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 ALL_TOKENS = 1 << 30
-"""The top_k that cuts nothing."""
+"""The top_k that cuts nothing; SGLang's -1."""
 
 
 @dataclass
@@ -40,7 +41,13 @@ class RowParams:
     """Every temperature is 1."""
 
     @classmethod
-    def of(cls, temperature: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> RowParams:
+    def of(cls, rows: Iterable[tuple[float, float, int]]) -> RowParams:
+        """From each row's (temperature, top_p, top_k) as SGLang takes them."""
+        normal = [
+            (1.0, top_p, 1) if temperature < 1e-6 else (temperature, top_p, ALL_TOKENS if top_k == -1 else top_k)
+            for temperature, top_p, top_k in rows
+        ]
+        temperature, top_p, top_k = (torch.tensor(column) for column in zip(*normal, strict=True))
         return cls(
             temperature=temperature,
             top_p=top_p,
@@ -49,13 +56,6 @@ class RowParams:
             greedy=bool((top_k == 1).all()),
             unit=bool((temperature == 1.0).all()),
         )
-
-
-def normalize_temperature(temperature: float, top_k: int) -> tuple[float, int]:
-    """Temperature 0 as SGLang understands it: greedy, with log-probs at temperature 1; top_k -1 as ``ALL_TOKENS``."""
-    if temperature < 1e-6:
-        return 1.0, 1
-    return temperature, ALL_TOKENS if top_k == -1 else top_k
 
 
 def sample(logits: torch.Tensor, params: RowParams, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

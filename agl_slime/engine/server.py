@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import hmac
 import json
 import time
 import uuid
@@ -21,20 +20,21 @@ from typing import Any, TypeVar
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
-from agl_slime.engine.chat import chat_answer, chat_requests, completion_answer, completion_requests
-from agl_slime.engine.engine import Engine
+from agl_slime.engine.chat import chat_requests, completion_requests, openai_answer
+from agl_slime.engine.engine import Engine, EngineSettings
 from agl_slime.engine.requests import BadRequest, Request, Sampling, parse_generate
 from agl_slime.engine.weights import read_weights
 from agl_slime.errors import AglSlimeError, ConfigError, EngineError
+from agl_slime.support.net import bearer_middleware
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-MAX_BODY_BYTES = 256 * 1024**2
-CONTROL_TIMEOUT_S = 120.0
-"""Bound on a weight update or another control call; a generation takes as long as its tokens do."""
-HEALTH_TIMEOUT_S = 20.0
-"""SGLang's own bound on a health check that generates."""
+_MAX_BODY_BYTES = 256 * 1024**2
+# Bound on a weight update or another control call; a generation takes as long as its tokens do.
+_CONTROL_TIMEOUT_S = 120.0
+# SGLang's own bound on a health check that generates.
+_HEALTH_TIMEOUT_S = 20.0
 
 
 class EmbeddedServer:
@@ -55,63 +55,57 @@ class EmbeddedServer:
         self._name = served_model_name
         self._token = token
         self._worker_id = str(uuid.uuid4())
-        self._started_at = datetime.datetime.now(datetime.timezone.utc).isoformat()
 
     def application(self) -> web.Application:
-        middlewares: list[Any] = [self._errors, self._authorize]  # bound methods; aiohttp's type names functions only
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
-        get, post, both = ("GET",), ("POST",), ("GET", "POST")
-        routes: list[tuple[str, tuple[str, ...], Handler]] = [
-            ("/generate", ("POST", "PUT"), self._generate),
-            ("/v1/chat/completions", post, self._chat),
-            ("/v1/completions", post, self._completions),
-            ("/v1/models", get, self._models),
-            ("/model_info", get, self._model_info),
-            ("/get_model_info", get, self._model_info),
-            ("/server_info", get, self._server_info),
-            ("/get_server_info", get, self._server_info),
-            ("/health", get, self._health),
-            ("/health_generate", get, self._health_generate),
-            ("/flush_cache", both, self._flush_cache),
-            ("/pause_generation", post, self._pause),
-            ("/continue_generation", post, self._continue),
-            ("/abort_request", post, self._abort),
-            ("/update_weights_from_disk", post, self._update_weights),
-            ("/v1/loads", get, self._loads),
-            ("/workers", get, self._workers),
-        ]
-        for path, methods, handler in routes:
-            for method in methods:
+        authorize = bearer_middleware(self._token, lambda: _answer({"error": {"message": "Unauthorized"}}, status=401))
+        middlewares: list[Any] = [_errors, authorize]
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=middlewares)
+        routes: dict[str, tuple[str, Handler]] = {
+            "/generate": ("POST PUT", self._generate),
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._completions),
+            "/v1/models": ("GET", self._models),
+            "/model_info": ("GET", self._model_info),
+            "/get_model_info": ("GET", self._model_info),
+            "/server_info": ("GET", self._server_info),
+            "/get_server_info": ("GET", self._server_info),
+            "/health": ("GET", self._health),
+            "/health_generate": ("GET", self._health_generate),
+            "/flush_cache": ("GET POST", self._flush_cache),
+            "/pause_generation": ("POST", self._pause),
+            "/continue_generation": ("POST", self._continue),
+            "/abort_request": ("POST", self._abort),
+            "/update_weights_from_disk": ("POST", self._update_weights),
+            "/v1/loads": ("GET", self._loads),
+            "/workers": ("GET", self._workers),
+        }
+        for path, (methods, handler) in routes.items():
+            for method in methods.split():
                 app.router.add_route(method, path, handler)
         return app
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
     async def _generate(self, http: web.Request) -> web.Response:
-        requests, single = parse_generate(await _json(http), encode=self._encode)
+        requests, single = parse_generate(await _object(http), encode=self._encode)
         await self._run(requests)
         answers = [self._generate_answer(request) for request in requests]
         return _answer(answers[0] if single else answers)
 
     async def _chat(self, http: web.Request) -> web.Response:
-        body = await _json(http)
-        requests = chat_requests(body, tokenizer=self._tokenizer)
-        await self._run(requests)
-        return _answer(
-            chat_answer(
-                requests,
-                body,
-                model=str(body.get("model") or self._served_name),
-                tokenizer=self._tokenizer,
-                text=self._text,
-            )
-        )
+        body = await _object(http)
+        return await self._openai(body, chat_requests(body, tokenizer=self._tokenizer), chat=True)
 
     async def _completions(self, http: web.Request) -> web.Response:
-        body = await _json(http)
-        requests = completion_requests(body, encode=self._encode)
+        body = await _object(http)
+        return await self._openai(body, completion_requests(body, encode=self._encode), chat=False)
+
+    async def _openai(self, body: dict[str, Any], requests: list[Request], *, chat: bool) -> web.Response:
         await self._run(requests)
-        return _answer(completion_answer(requests, model=str(body.get("model") or self._served_name), text=self._text))
+        model = str(body.get("model") or self._served_name)
+        return _answer(
+            openai_answer(requests, body, chat=chat, model=model, tokenizer=self._tokenizer, text=self._text)
+        )
 
     async def _run(self, requests: list[Request]) -> None:
         """Until every request has ended; when the client goes away they are aborted."""
@@ -125,11 +119,8 @@ class EmbeddedServer:
             if left == 0 and not done.done():
                 done.set_result(None)
 
-        def ended(_: Request) -> None:
-            loop.call_soon_threadsafe(finished)
-
         for request in requests:
-            request.on_finish = ended
+            request.on_finish = lambda _: loop.call_soon_threadsafe(finished)  # type: ignore[assignment]
         self.engine.submit(*requests)
         try:
             await done
@@ -146,20 +137,16 @@ class EmbeddedServer:
             "finish_reason": request.finish,
             "weight_version": self.engine.weight_version,
             "e2e_latency": time.perf_counter() - request.created,
+            "completion_tokens": len(request.output_ids),
         }
         if request.started:
             ends = [start for _, start in request.versions[1:]] + [len(request.output_ids)]
-            meta |= {
-                "prompt_tokens": len(request.input_ids),
-                "completion_tokens": len(request.output_ids),
-                "cached_tokens": 0,  # prompts are always computed: for contexts this short a prefix cache would cost more than it saves
-                "weight_versions": [
-                    {"version": version, "start": start, "end": end}
-                    for (version, start), end in zip(request.versions, ends, strict=True)
-                ],
-            }
-        else:
-            meta["completion_tokens"] = 0
+            meta["prompt_tokens"] = len(request.input_ids)
+            meta["cached_tokens"] = 0  # for contexts this short a prefix cache would cost more than it saves
+            meta["weight_versions"] = [
+                {"version": version, "start": start, "end": end}
+                for (version, start), end in zip(request.versions, ends, strict=True)
+            ]
         if request.return_logprob:
             meta["input_token_logprobs"] = [[log_prob, token, None] for log_prob, token in request.input_log_probs]
             meta["output_token_logprobs"] = [
@@ -176,8 +163,7 @@ class EmbeddedServer:
             ids = ids[:-1]
         text = str(self._tokenizer.decode(ids, skip_special_tokens=sampling.skip_special_tokens))
         if isinstance(matched, str) and matched in text:
-            end = text.index(matched) + (len(matched) if sampling.no_stop_trim else 0)
-            return text[:end]
+            return text[: text.index(matched) + (len(matched) if sampling.no_stop_trim else 0)]
         return text
 
     def _encode(self, text: str) -> list[int]:
@@ -197,10 +183,8 @@ class EmbeddedServer:
         if self.engine.idle:
             return web.Response(text="Cache flushed.\n")
         load = self.engine.load()
-        return web.Response(
-            status=400,
-            text=f"Cache not flushed because there are pending requests. #queue-req: {load.waiting}, #running-req: {load.running}\n",
-        )
+        counts = f"#queue-req: {load.waiting}, #running-req: {load.running}"
+        return web.Response(status=400, text=f"Cache not flushed because there are pending requests. {counts}\n")
 
     async def _pause(self, http: web.Request) -> web.Response:
         mode = (await _object(http)).get("mode", "abort")
@@ -210,7 +194,6 @@ class EmbeddedServer:
         return _answer({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, http: web.Request) -> web.Response:
-        await _object(http)
         await _control(self.engine.resume())
         return _answer({"message": "Generation continued successfully.", "status": "ok"})
 
@@ -234,9 +217,7 @@ class EmbeddedServer:
         except ConfigError as error:
             return _answer({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
         self._model_path = path
-        message = "Succeeded to update model weights." + (
-            "" if version is None else f" Weight version updated to {version}."
-        )
+        message = f"Succeeded to update model weights. Weight version: {self.engine.weight_version}."
         return _answer({"success": True, "message": message, "num_paused_requests": 0})
 
     # -- what it is and how it does -----------------------------------------------------------------------------------
@@ -268,29 +249,25 @@ class EmbeddedServer:
                 "has_audio_understanding": False,
                 "model_type": self.engine.model_type,
                 "architectures": self.engine.architectures,
-                "vocab_size": self.engine.vocab_size,  # this and the next are not SGLang's
-                "max_model_len": self.engine.context_length,
+                "vocab_size": self.engine.vocab_size,  # not SGLang's
             }
         )
 
     async def _server_info(self, http: web.Request) -> web.Response:
-        load = self.engine.load()
         return _answer(
             {
                 "model_path": self._model_path,
                 "served_model_name": self._served_name,
                 "version": "embedded",
                 "status": "ready" if self.engine.alive else "failed",
-                "started_at": self._started_at,
                 "weight_version": self.engine.weight_version,
                 "context_length": self.engine.context_length,
                 "vocab_size": self.engine.vocab_size,
-                "max_running_requests": load.max_running,
-                "max_total_num_tokens": load.max_tokens,
+                "max_running_requests": self.engine.settings.max_running,
+                "max_total_num_tokens": self.engine.settings.max_running * self.engine.context_length,
                 "dp_size": 1,
                 "tp_size": 1,
                 "enable_memory_saver": False,  # slime asks for it before it uses an engine that runs already
-                "paused": self.engine.paused,
                 "tokens_sampled": self.engine.tokens_sampled,
             }
         )
@@ -299,19 +276,17 @@ class EmbeddedServer:
         return web.Response(status=200 if self.engine.alive else 503)
 
     async def _health_generate(self, http: web.Request) -> web.Response:
-        if not self.engine.alive:
-            return web.Response(status=503)
-        request = Request(
-            rid=f"HEALTH_CHECK_{time.time_ns()}", input_ids=[0], sampling=Sampling(max_new_tokens=1, top_k=1)
-        )
+        sampling = Sampling(max_new_tokens=1, top_k=1)
+        request = Request(rid=f"HEALTH_CHECK_{time.time_ns()}", input_ids=[0], sampling=sampling)
         try:
-            await asyncio.wait_for(self._run([request]), HEALTH_TIMEOUT_S)
-        except asyncio.TimeoutError:
+            await asyncio.wait_for(self._run([request]), _HEALTH_TIMEOUT_S)
+        except (asyncio.TimeoutError, EngineError):
             return web.Response(status=503)
         return web.Response()
 
     async def _loads(self, http: web.Request) -> web.Response:
-        load = self.engine.load()
+        load, rows = self.engine.load(), self.engine.settings.max_running
+        capacity = rows * self.engine.context_length
         core = {
             "dp_rank": 0,
             "timestamp": time.time(),
@@ -319,29 +294,23 @@ class EmbeddedServer:
             "num_waiting_reqs": load.waiting,
             "num_used_tokens": load.used_tokens,
             "num_total_tokens": load.used_tokens,
-            "max_total_num_tokens": load.max_tokens,
-            "token_usage": load.used_tokens / load.max_tokens,
-            "gen_throughput": load.tokens_per_s,
+            "max_total_num_tokens": capacity,
+            "token_usage": load.used_tokens / capacity,
             "cache_hit_rate": 0.0,
-            "utilization": load.running / load.max_running,
-            "max_running_requests": load.max_running,
+            "utilization": load.running / rows,
+            "max_running_requests": rows,
         }
-        return _answer(
-            {
-                "timestamp": datetime.datetime.now(datetime.timezone.utc).isoformat(),
-                "version": "embedded",
-                "loads": [core],
-            }
-        )
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat()
+        return _answer({"timestamp": now, "version": "embedded", "loads": [core]})
 
     async def _workers(self, http: web.Request) -> web.Response:
         """Itself, in the form in which sglang-router lists its workers: a client need not know whether it talks to a
         router."""
         load = self.engine.load()
-        url = f"{http.scheme}://{http.host}"
+        served = {"served_model_name": self._served_name, "model_path": self._model_path}
         worker = {
             "id": self._worker_id,
-            "url": url,
+            "url": f"{http.scheme}://{http.host}",
             "model_id": self._served_name,
             "priority": 50,
             "cost": 1.0,
@@ -349,76 +318,48 @@ class EmbeddedServer:
             "is_healthy": self.engine.alive,
             "load": load.running + load.waiting,
             "connection_mode": "HTTP",
-            "metadata": {
-                "tp_size": "1",
-                "dp_size": "1",
-                "served_model_name": self._served_name,
-                "model_path": self._model_path,
-            },
+            "metadata": {"tp_size": "1", "dp_size": "1", **served},
             "disable_health_check": False,
         }
-        return _answer(
-            {"workers": [worker], "total": 1, "stats": {"prefill_count": 0, "decode_count": 0, "regular_count": 1}}
-        )
+        stats = {"prefill_count": 0, "decode_count": 0, "regular_count": 1}
+        return _answer({"workers": [worker], "total": 1, "stats": stats})
 
-    # -- around every route -------------------------------------------------------------------------------------------
 
-    @web.middleware
-    async def _errors(self, http: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            return await handler(http)
-        except BadRequest as error:
-            if http.path.startswith("/v1/"):
-                return _answer(
-                    {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400},
-                    status=400,
-                )
-            return _answer({"error": {"message": str(error)}}, status=400)
-        except (AglSlimeError, asyncio.TimeoutError) as error:
-            return _answer({"error": {"message": str(error) or type(error).__name__}}, status=500)
-
-    @web.middleware
-    async def _authorize(self, http: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._token is not None:
-            given = http.headers.get("Authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-                return _answer({"error": {"message": "Unauthorized"}}, status=401)
+@web.middleware
+async def _errors(http: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
         return await handler(http)
+    except BadRequest as error:
+        refused: dict[str, Any] = {"error": {"message": str(error)}}
+        if http.path.startswith("/v1/"):
+            refused = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
+        return _answer(refused, status=400)
+    except (AglSlimeError, asyncio.TimeoutError) as error:
+        return _answer({"error": {"message": str(error) or type(error).__name__}}, status=500)
 
 
 async def _control(future: Future[T]) -> T:
-    return await asyncio.wait_for(asyncio.wrap_future(future), CONTROL_TIMEOUT_S)
-
-
-async def _json(http: web.Request) -> Any:
-    try:
-        return json.loads(await http.read())
-    except ValueError as error:
-        raise BadRequest(f"The body is not JSON: {error}") from error
+    return await asyncio.wait_for(asyncio.wrap_future(future), _CONTROL_TIMEOUT_S)
 
 
 async def _object(http: web.Request) -> dict[str, Any]:
-    """The JSON object of a control call; an empty body means no settings."""
-    body = await _json(http) if await http.read() else {}
+    """The JSON object of a request; an empty body means no settings."""
+    try:
+        body = json.loads(await http.read() or b"{}")
+    except ValueError as error:
+        raise BadRequest(f"The body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequest(f"The body must be a JSON object, got {type(body).__name__}.")
     return body
 
 
 def _answer(body: Any, *, status: int = 200) -> web.Response:
-    return web.Response(
-        body=json.dumps(body, ensure_ascii=False, allow_nan=False).encode(),
-        status=status,
-        content_type="application/json",
-    )
+    encoded = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    return web.Response(body=encoded, status=status, content_type="application/json")
 
 
 def load_server(
-    model_path: str | Path,
-    *,
-    engine_settings: Any = None,
-    served_model_name: str | None = None,
-    token: str | None = None,
+    model_path: str | Path, *, settings: EngineSettings, served_model_name: str | None, token: str | None
 ) -> EmbeddedServer:
     """The server for a checkpoint directory. Raises ``ConfigError`` when it cannot be loaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -431,7 +372,5 @@ def load_server(
         model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, attn_implementation="sdpa").float()
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the checkpoint in {str(model_path)!r} cannot be loaded: {error}") from error
-    engine = Engine(model, tokenizer, settings=engine_settings)
-    return EmbeddedServer(
-        engine, tokenizer, model_path=str(model_path), served_model_name=served_model_name, token=token
-    )
+    engine = Engine(model, tokenizer, settings=settings)
+    return EmbeddedServer(engine, tokenizer, model_path=str(path), served_model_name=served_model_name, token=token)

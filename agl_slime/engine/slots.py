@@ -90,7 +90,7 @@ class SlotModel:
         kinds = set(getattr(config, "layer_types", None) or ())
         if kinds - {"full_attention"}:
             raise ConfigError(
-                f"the embedded engine serves models with full attention only, this one has layers of {sorted(kinds)}: use a real SGLang"
+                f"the embedded engine serves full attention only, this model has {sorted(kinds)}: use a real SGLang"
             )
         self.model = model.eval()
         self.slots, self.context = slots, context

@@ -25,9 +25,7 @@ def read_weights(directory: str | Path) -> dict[str, torch.Tensor]:
         elif (path / _FILE).is_file():
             names = [_FILE]
         else:
-            raise ConfigError(
-                f"model_path {str(directory)!r} holds no {_FILE}: pass a directory with a Hugging Face checkpoint in safetensors form"
-            )
+            raise ConfigError(f"model_path {str(directory)!r} holds no {_FILE}: pass a Hugging Face checkpoint")
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
             tensors.update(load_file(path / name))
@@ -42,7 +40,8 @@ def check_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ``ConfigError`` unless ``tensors`` are exactly the model's parameters with their shapes (tied ones may be
     left out) and all finite."""
     own = dict(model.named_parameters())
-    tied = _tied_names(model)
+    # a shared tensor is listed once; its other names are those that the full list has besides
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(own)
     missing = sorted(set(own) - set(tensors) - tied)
     unknown = sorted(set(tensors) - set(own) - tied)
     if missing or unknown:
@@ -51,9 +50,8 @@ def check_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         )
     for name, tensor in tensors.items():
         if name in own and own[name].shape != tensor.shape:
-            raise ConfigError(
-                f"the checkpoint does not fit the model: {name} is {list(tensor.shape)} and should be {list(own[name].shape)}"
-            )
+            shapes = f"{list(tensor.shape)} and should be {list(own[name].shape)}"
+            raise ConfigError(f"the checkpoint does not fit the model: {name} is {shapes}")
         if not bool(torch.isfinite(tensor).all()):
             raise ConfigError(f"the checkpoint's {name} holds NaN or infinite values")
 
@@ -65,9 +63,3 @@ def apply_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if name in own:
             own[name].copy_(tensor)
-
-
-def _tied_names(model: Any) -> set[str]:
-    # named_parameters lists a shared tensor once; its other names are the ones that the full list has besides
-    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return every - {name for name, _ in model.named_parameters()}

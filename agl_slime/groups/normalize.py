@@ -64,9 +64,9 @@ def reward_value(sample: Sample, position: int, *, key: str | None = None) -> fl
     """The reward of a sample as a number, by ``key`` where the agent gave several. Raises ``RewardError`` naming the
     sample's ``position`` when there is none."""
     reward = sample.reward.get(key) if isinstance(sample.reward, Mapping) and key else sample.reward
-    if not isinstance(reward, Real):
+    if not isinstance(reward, Real) or not math.isfinite(reward):
         under = f" under reward_key {key!r}" if key else ""
-        raise RewardError(f"the reward of sample {position} is {sample.reward!r}; a number is needed{under}.")
+        raise RewardError(f"the reward of sample {position} is {sample.reward!r}; a finite number is needed{under}.")
     return float(reward)
 
 

@@ -15,10 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agl_slime.errors import MissingDependencyError
+from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.report import metrics as m
 from agl_slime.report.artifact import Artifact
 from agl_slime.report.events import Event, IterationFinished, RunFinished
+from agl_slime.report.rundir import RunDir
+from agl_slime.support.files import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,11 +59,20 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
     top.set_title(title or "Reward per iteration", loc="left", color=INK, fontsize=12, fontweight="bold")
     bottom.set_xlabel("iteration", color=MUTED)
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
-    target = Path(image_path)
-    part = target.with_name(target.name + ".part")
-    figure.savefig(part, format="png")
-    os.replace(part, target)
+    with whole_file(image_path, durable=False) as file:
+        figure.savefig(file, format="png")
     return True
+
+
+def draw_run(run_dir: Path) -> Path:
+    """Draw ``reward.png`` of the run in the directory, whether it has ended or not; returns its path. Raises
+    ``ConfigError`` when there is nothing to draw."""
+    run = RunDir(path=run_dir)
+    if not run.metrics.is_file():
+        raise ConfigError(f"{run_dir} holds no {run.metrics.name}; give the directory of a run")
+    if not plot_metrics(run.metrics, run.plot, title=run.agent):
+        raise ConfigError(f"{run.metrics} has no iteration with a reward yet")
+    return run.plot
 
 
 def _column(rows: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
@@ -230,7 +241,7 @@ class RewardPlot:
             assert self._thread is not None
             self._thread.join(max(deadline - time.monotonic(), 0.0))
         if self._drawing():
-            self._note = "reward.png was not drawn in time"
+            self._note = f"reward.png was not drawn in time; agl-slime plot {self._image_path.parent} draws it"
         if self._error is not None:
             raise self._error
 

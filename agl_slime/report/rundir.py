@@ -33,6 +33,14 @@ class RunDir:
         return self.path / CONFIG
 
     @property
+    def agent(self) -> str:
+        """What the run trains, empty when that is not known."""
+        try:
+            return str(json.loads(self.config.read_bytes()).get("agent", ""))
+        except (OSError, ValueError, AttributeError):
+            return ""
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

@@ -7,19 +7,17 @@ done here.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agl_slime.errors import ConfigError
-from agl_slime.rollout.loss_scale import LossScale, check_loss_scale, untrained_turns
-from agl_slime.rollout.reward import check_reward
+from agl_slime.rollout.outcome import LossScale, check_reward, untrained_turns
 from agl_slime.rollout.scheduler import MultiTurnScheduler, make_scheduler
 from agl_slime.rollout.session import GenerateClient, RolloutSession
-from agl_slime.rollout.stop import RolloutStopped
+from agl_slime.rollout.stats import RolloutStopped
 from agl_slime.rollout.tool_parsers import ToolParser, get_tool_parser, parser_for_template
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.rollout.turns import run_turns
@@ -28,7 +26,7 @@ from agl_slime.sglang.describe import end_token_ids, vocab_size_of
 from agl_slime.sglang.generation import SamplingParams
 from agl_slime.sglang.transport import ClientSettings
 from agl_slime.support.agl import LLM, LitAgent, NamedResources, Rollout, emit_reward
-from agl_slime.support.threads import run_in_thread, run_user_code
+from agl_slime.support.threads import call_user_code, run_in_thread, run_user_code
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.tokenizer import ChatTokenizer, load_tokenizer
 from agl_slime.trace.trajectory import Trajectory
@@ -124,9 +122,8 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             return [{"role": "user", "content": prompt}]
         if isinstance(prompt, list) and prompt:
             return prompt
-        raise ConfigError(
-            f"the task has no usable prompt (keys: {sorted(map(str, task))}); give it `prompt` or `messages`, or override build_prompt"
-        )
+        keys = sorted(map(str, task))
+        raise ConfigError(f"the task has neither `prompt` nor `messages` (it has {keys}); or override build_prompt")
 
     def build_tools(self, task: dict[str, Any]) -> Sequence[Any]:
         """The tools of one rollout. The default gives ``tools``."""
@@ -136,43 +133,52 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         """The conversation. The default asks, runs the tools that the answer calls, follows the scheduler, and asks
         again until neither wants more; with neither it asks once. Override it to do otherwise."""
         await run_turns(
-            session,
-            task=task,
-            scheduler=self._scheduler(),
-            tools=session.tools,
-            parser=self._parser(session) if session.tools is not None else None,
-            stop_on_tool_error=self.stop_on_tool_error,
+            session, task=task, scheduler=self._scheduler(session), stop_on_tool_error=self.stop_on_tool_error
         )
 
     async def score(self, task: dict[str, Any], trajectory: Trajectory) -> Any:
         """The reward of the whole rollout. The default calls ``compute_reward`` on the last answer."""
-        return await _call(self.compute_reward, task, trajectory.response)
+        return await call_user_code(self.compute_reward, task, trajectory.response)
 
     # -- what Agent Lightning calls -----------------------------------------------------------------------------------
 
     async def rollout_async(self, task: dict[str, Any], resources: NamedResources, rollout: Rollout) -> None:
         """One rollout: the conversation, then the reward, each as spans. Raises what went wrong; the runner records it
         as the attempt's failure."""
-        session = await self._open_session(task, resources, rollout)
+        tools = ToolManager(timeout_s=self.tool_timeout_s, max_result_chars=self.max_tool_result_chars, task=task)
         try:
-            await self.run(task, session)
-        except RolloutStopped as stopped:  # a limit, not a failure: what was sampled is scored
-            logger.debug("rollout %s stopped: %s", rollout.rollout_id, stopped)
-        stop_reason = session.facts.stop_reason
-        session.facts.untrained_turns = untrained_turns(check_loss_scale(self.loss_scale), session.turns)
+            session = await self._open_session(task, resources, rollout, tools)
+            try:
+                await self.run(task, session)
+            except RolloutStopped as stopped:  # a limit, not a failure: what was sampled is scored
+                logger.debug("rollout %s stopped: %s", rollout.rollout_id, stopped)
+            await self._emit_reward(task, rollout, session)
+        finally:
+            await tools.aclose(keep=self.tools)
+
+    async def _emit_reward(self, task: dict[str, Any], rollout: Rollout, session: RolloutSession) -> None:
+        stats, scale = session.stats, self.loss_scale
+        if callable(scale):
+            if inspect.ismethod(scale) and len(inspect.signature(scale).parameters) == 2:
+                scale = scale.__func__  # a plain function that was declared on the class
+            stats.untrained_turns = await run_user_code(untrained_turns, scale, session.turns)
+        else:
+            stats.untrained_turns = untrained_turns(scale, session.turns)
         trajectory = Trajectory(
             rollout_id=rollout.rollout_id,
             attempt_id=getattr(getattr(rollout, "attempt", None), "attempt_id", ""),
             task=task,
             mode=rollout.mode,
             turns=tuple(session.turns),
-            stop_reason=stop_reason.value if stop_reason is not None else "",
+            stop_reason=stats.stop_reason.value if stats.stop_reason is not None else "",
+            metadata={"rollout_infos": stats.infos} if stats.infos else {},
         )
         rewards = check_reward(await self.score(task, trajectory), source=f"{type(self).__name__}.compute_reward")
+        primary = next(iter(rewards))
         if len(rewards) == 1:
-            emit_reward(next(iter(rewards.values())), attributes=session.facts.attributes())
+            emit_reward(rewards[primary], attributes=stats.attributes())
         else:
-            emit_reward(rewards, primary_key=next(iter(rewards)), attributes=session.facts.attributes())
+            emit_reward(rewards, primary_key=primary, attributes=stats.attributes())
 
     async def aclose(self) -> None:
         """Close the connections; the runner calls it on its own event loop when it ends."""
@@ -186,27 +192,37 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
 
     # -- internals ----------------------------------------------------------------------------------------------------
 
-    async def _open_session(self, task: dict[str, Any], resources: NamedResources, rollout: Rollout) -> RolloutSession:
+    async def _open_session(
+        self, task: dict[str, Any], resources: NamedResources, rollout: Rollout, tools: ToolManager
+    ) -> RolloutSession:
         llm = _llm_of(resources)
         tokenizer = self._tokenizer or await _tokenizer_of(llm.model)
-        offered = self.build_tools(task)
-        tools = (
-            ToolManager(offered, timeout_s=self.tool_timeout_s, max_result_chars=self.max_tool_result_chars, task=task)
-            if offered
-            else None
-        )
+
+        def prepare() -> Any:
+            for tool in self.build_tools(task) or ():
+                tools.register(tool)
+            return self.build_prompt(task)
+
+        ours = type(self).build_prompt is SGLangLitAgent.build_prompt and not self._makes_tools()
+        messages = prepare() if ours else await call_user_code(prepare)
+        offered = bool(tools.names)
+        parser = self.tool_parser or parser_for_template(getattr(tokenizer, "chat_template", None))
         return RolloutSession(
             client=self._client or self._client_for(llm, tokenizer),
             tokenizer=tokenizer,
             sampling=self._sampling or sampling_of(llm),
-            messages=self.build_prompt(task),
-            tools=tools,
-            template=self._template(tokenizer, tools.schemas if tools is not None and self.tools_in_prompt else None),
+            messages=messages,
+            tools=tools if offered else None,
+            parser=get_tool_parser(parser) if offered else None,
+            template=self._template(tokenizer, tools.schemas if offered and self.tools_in_prompt else None),
             rollout_id=rollout.rollout_id,
             model=llm.model,
             max_turns=self.max_turns,
             max_trajectory_tokens=self.max_trajectory_tokens,
         )
+
+    def _makes_tools(self) -> bool:
+        return type(self).build_tools is not SGLangLitAgent.build_tools or any(isinstance(t, type) for t in self.tools)
 
     def _template(self, tokenizer: ChatTokenizer, tools: list[dict[str, Any]] | None) -> ChatTemplate:
         """One template for all rollouts with these tools: what it has found out about itself is known to all."""
@@ -217,15 +233,14 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             self._templates[key] = ChatTemplate(tokenizer=tokenizer, tools=tools, template_kwargs=self.template_kwargs)
         return self._templates[key]
 
-    def _parser(self, session: RolloutSession) -> ToolParser:
-        return get_tool_parser(self.tool_parser or parser_for_template(session.chat_template))
-
-    def _scheduler(self) -> MultiTurnScheduler | None:
+    def _scheduler(self, session: RolloutSession) -> MultiTurnScheduler | None:
         scheduler = self.scheduler
         if isinstance(scheduler, str):
             self.scheduler = scheduler = make_scheduler(scheduler, max_turns=self.max_turns)
         elif isinstance(scheduler, type):
             self.scheduler = scheduler = scheduler(max_turns=self.max_turns)
+        if scheduler is not None and scheduler.tokenizer is None:
+            scheduler.tokenizer = session.tokenizer
         return scheduler
 
     def _client_for(self, llm: LLM, tokenizer: ChatTokenizer) -> SGLangClient:
@@ -260,7 +275,7 @@ def _llm_of(resources: NamedResources) -> LLM:
     llm = resources.get(LLM_RESOURCE)
     if not isinstance(llm, LLM):
         raise ConfigError(
-            f"the store's resources hold no LLM named {LLM_RESOURCE!r} (they hold {sorted(resources)}); add one before enqueueing"
+            f"the store's resources must hold an LLM named {LLM_RESOURCE!r}, they hold {sorted(resources)}"
         )
     return llm
 
@@ -268,14 +283,6 @@ def _llm_of(resources: NamedResources) -> LLM:
 async def _tokenizer_of(model: str) -> ChatTokenizer:
     if not model:
         raise ConfigError(
-            f"the resource {LLM_RESOURCE!r} names no model; set LLM.model to the path of the checkpoint, or give the agent a tokenizer"
+            f"LLM.model of the resource {LLM_RESOURCE!r} is empty; name a checkpoint, or give a tokenizer"
         )
     return await run_in_thread(load_tokenizer, model)
-
-
-async def _call(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a user's function: on the loop when it is async, else in a thread, where a slow judge stops nobody."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*args)
-    result = await run_user_code(function, *args)
-    return await result if asyncio.iscoroutine(result) else result

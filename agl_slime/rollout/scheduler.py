@@ -10,19 +10,18 @@ request from the last. Two styles::
     infer_request.messages[-1]["content"] += " But wait, something is wrong."
 
 One scheduler object serves all rollouts of an agent, in flight at the same time: keep the state of a rollout in
-``infer_request.data_dict``.
+``infer_request.data_dict``, or under its ``uuid``. Every method may be async; others run in threads, as rewards do.
 """
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from agl_slime.errors import ConfigError
-from agl_slime.rollout.stop import StopReason
+from agl_slime.rollout.stats import StopReason
 
 Messages = list[dict[str, Any]]
 
@@ -42,8 +41,8 @@ class RolloutInferRequest:
     """The conversation that the next answer is asked for.
 
     ``messages`` are the history, the last answer included. ``data_dict`` holds the other columns of the task, and is
-    the rollout's own: a scheduler may keep things in it. ``stop_reason`` is set by ``check_finished`` when something
-    else than the model ended the rollout.
+    the rollout's own: a scheduler may keep things in it. ``uuid`` is the rollout's id. ``stop_reason`` is set by
+    ``check_finished`` when something else than the model ended the rollout.
     """
 
     messages: Messages
@@ -54,42 +53,50 @@ class RolloutInferRequest:
     objects: dict[str, Any] = field(default_factory=dict)
     data_dict: dict[str, Any] = field(default_factory=dict)
     stop_reason: StopReason | None = None
+    uuid: str = ""
 
 
 @dataclass
 class RolloutResponseChoice:
-    """The last answer. ``logprobs`` are natural logs, one per sampled token. ``messages`` is set when the rollout ends:
-    all of the conversation."""
+    """The last answer. ``token_ids`` were sampled, ``logprobs`` are natural logs, one per token. ``messages`` is set
+    when the rollout ends: all of the conversation."""
 
     index: int
     message: ChatMessage
     finish_reason: str
     logprobs: list[float] | None = None
     messages: Messages | None = None
+    token_ids: list[int] = field(default_factory=list)
 
 
 class MultiTurnScheduler(ABC):
-    """Derive from it and implement ``step``; ``check_finished`` ends a rollout when an answer was cut off or the turns
-    are used up.
+    """Derive from it and implement ``step``. ``max_turns`` ends a rollout whatever ``check_finished`` says;
+    ``tokenizer`` is the model's, known once the first rollout has begun. ms-swift's engine, which its schedulers get as
+    first argument, there is none."""
 
-    ``step``, ``check_finished`` and the two hooks may be async; a sync one that takes long (a judge, a sandbox) should
-    not be sync, since it would hold up all other rollouts.
-    """
+    tokenizer: Any = None
+    infer_engine: Any = None
 
     def __init__(self, max_turns: int | None = None, *args: Any, **kwargs: Any) -> None:
+        if max_turns is None and args:  # ms-swift's order: infer_engine, max_turns
+            max_turns = args[0]
         if max_turns is not None and max_turns < 1:
             raise ConfigError(f"max_turns must be at least 1, got {max_turns}")
         self.max_turns = max_turns
 
     @abstractmethod
     def step(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> Any:
-        """The request for the next answer, a ``RolloutInferRequest``: the given one, changed, or a new one.
-        ``current_turn`` counts from 1."""
+        """The request for the next answer, the given one, changed, or a new one; or a dict with it as
+        ``infer_request`` and perhaps ``rollout_infos``. ``current_turn`` counts from 1.
+
+        ms-swift's ``response_token_ids``, ``response_loss_mask`` and ``rollout_logprobs`` are not needed: what was
+        sampled is trained as it was sampled, what was added is not.
+        """
 
     def check_finished(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> Any:
-        """Whether the rollout is over (a bool)."""
+        """Whether the rollout is over (a bool): by default when an answer was cut off or the turns are used up."""
         if result.finish_reason == "length":
             infer_request.stop_reason = StopReason.LENGTH
             return True
@@ -98,18 +105,20 @@ class MultiTurnScheduler(ABC):
             return True
         return False
 
-    async def on_trajectory_start(self, infer_request: RolloutInferRequest) -> None:  # noqa: B027  a hook that need not be used
-        """Called before the first answer: open what the rollout needs."""
+    async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> Any:  # noqa: B027
+        """Called before the first answer, with a list of the one request: open what the rollout needs. (One whose
+        parameter is named ``infer_request`` gets the request itself.)"""
 
     async def on_turn_end(  # noqa: B027
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
-    ) -> None:
-        """Called after each answer, before it is decided whether there is another."""
+    ) -> Any:
+        """Called after each answer. May return a dict: ``done`` (a bool) decides in the place of ``check_finished``,
+        ``rollout_infos`` are what ``score`` finds in ``trajectory.metadata["rollout_infos"]``."""
 
-
-async def resolved(value: Any) -> Any:
-    """``value``, awaited when it is awaitable: schedulers may be sync or async."""
-    return await value if inspect.isawaitable(value) else value
+    async def on_trajectory_end(  # noqa: B027
+        self, requests: list[RolloutInferRequest], error: BaseException | None = None
+    ) -> Any:
+        """Called when the rollout has ended, whatever ended it (``error``, where it failed): close what was opened."""
 
 
 # -- the registry ----------------------------------------------------------------------------------------------------
@@ -138,9 +147,10 @@ def register_scheduler(name: str) -> Callable[[S], S]:
 def make_scheduler(name: str, *, max_turns: int | None = None) -> MultiTurnScheduler:
     """The scheduler that was registered under ``name``. Raises ``ConfigError`` when there is none."""
     if name not in _schedulers:
-        known = f"there are {', '.join(sorted(_schedulers))}" if _schedulers else "none is registered"
+        known = ", ".join(sorted(_schedulers)) or "none"
         raise ConfigError(
-            f"--multi-turn-scheduler {name}: there is no scheduler of that name ({known}); name its file with --external-plugins"
+            f"--multi-turn-scheduler {name} is not among those registered ({known}); "
+            "name its file with --external-plugins"
         )
     return _schedulers[name](max_turns=max_turns)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from agl_slime.errors import ContextOverflowError, RolloutError
-from agl_slime.rollout.facts import RolloutFacts
-from agl_slime.rollout.stop import RolloutStopped, StopReason, of_finish_reason
+from agl_slime.rollout.stats import RolloutStats, RolloutStopped, StopReason
+from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolParser
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
 from agl_slime.support.agl import TraceStatus, get_active_tracer
@@ -25,6 +25,8 @@ from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace.attributes import GENERATE_SPAN
 from agl_slime.trace.turn import Turn, TurnEncoder
+
+_ENDS = {"length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 
 
 class GenerateClient(Protocol):
@@ -37,25 +39,46 @@ class GenerateClient(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model said in one turn. ``text`` has no stop token."""
+    """What the model said in one turn. ``text`` has no stop token. ``parsed`` is set where the server itself told the
+    calls of tools from the text."""
 
     text: str
     finish_reason: FinishReason
     generation: Generation
+    parsed: ParsedAnswer | None = None
 
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
 
 
+class Session(Protocol):
+    """What the loop of turns asks of a conversation; ``RolloutSession`` is the one that knows tokens."""
+
+    tools: ToolManager | None
+    parser: ToolParser | None
+    stats: RolloutStats
+    max_turns: int | None
+    rollout_id: str
+
+    @property
+    def turns(self) -> Sequence[Any]: ...
+    @property
+    def messages(self) -> list[Message]: ...
+    @messages.setter
+    def messages(self, messages: list[Message]) -> None: ...
+    def add(self, *messages: Mapping[str, Any]) -> None: ...
+    async def ask(self) -> Answer: ...
+
+
 class RolloutSession:
     """The conversation of one rollout with one engine. Not for concurrent ``ask`` calls: a rollout that branches opens
     one session per branch with ``branch``.
 
-    ``tools`` are shown to the model; ``SGLangLitAgent.run`` runs what it calls. ``max_turns`` limits the answers of the
-    rollout, all branches together; ``max_trajectory_tokens`` the tokens of one conversation, prompt and answers: an
-    answer gets no more tokens than are left. Where there is no room for another answer, ``ask`` raises
-    ``RolloutStopped``.
+    ``tools`` are shown to the model; ``SGLangLitAgent.run`` runs what ``parser`` finds in its answers. ``max_turns``
+    limits the answers of the rollout, all branches together; ``max_trajectory_tokens`` the tokens of one conversation,
+    prompt and answers: an answer gets no more tokens than are left. Where there is no room for another answer, ``ask``
+    raises ``RolloutStopped``. Each turn is written as a span, unless ``traced`` is off.
     """
 
     def __init__(
@@ -66,27 +89,27 @@ class RolloutSession:
         sampling: SamplingParams,
         messages: Sequence[Mapping[str, Any]],
         tools: ToolManager | None = None,
+        parser: ToolParser | None = None,
         rollout_id: str = "",
         model: str = "",
         max_turns: int | None = None,
         max_trajectory_tokens: int | None = None,
         template: ChatTemplate | None = None,
+        traced: bool = True,
     ) -> None:
-        self._template = template or ChatTemplate(
-            tokenizer=tokenizer, tools=tools.schemas if tools is not None else None
-        )
-        self.tools = tools
-        self.context = ChatContext(tokenizer=tokenizer, messages=messages, template=self._template)
+        if template is None:
+            template = ChatTemplate(tokenizer=tokenizer, tools=tools.schemas if tools is not None else None)
+        self.tools, self.parser = tools, parser
+        self.context = ChatContext(tokenizer=tokenizer, messages=messages, template=template)
         self.sampling = sampling
         self.rollout_id = rollout_id
         self.turns: list[Turn] = []
-        self.facts = RolloutFacts(tools=tools.names if tools is not None else ())
+        self.stats = RolloutStats(tools=tuple(getattr(tools, "names", ())))
         self.max_turns = max_turns
         self.max_trajectory_tokens = max_trajectory_tokens
+        self.tokenizer = tokenizer
         self._client = client
-        self._tokenizer = tokenizer
-        self._model = model
-        self._encoder = TurnEncoder(model=model or None)
+        self._encoder = TurnEncoder(model=model or None) if traced else None
         self._last_turn: int | None = None  # number of the turn that the conversation's held tokens end with
 
     @property
@@ -98,12 +121,6 @@ class RolloutSession:
     @messages.setter
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self.context.messages = [dict(message) for message in messages]
-
-    @property
-    def chat_template(self) -> str | None:
-        """The source of the model's chat template, where the tokenizer has one as text."""
-        source = getattr(self._tokenizer, "chat_template", None)
-        return source if isinstance(source, str) else None
 
     def add(self, *messages: Mapping[str, Any]) -> None:
         """Append what the user, a tool or the environment said."""
@@ -131,7 +148,7 @@ class RolloutSession:
             raise self._stopped(StopReason.CONTEXT_OVERFLOW, str(error)) from error
         seams = context.open_seams
         context.add_answer(prompt_ids, generation)
-        self.facts.open_seams += context.open_seams - seams
+        self.stats.open_seams += context.open_seams - seams
         base_turn, kept, fork = self._last_turn, context.kept_tokens, context.fork
         prompt = context.prompt_view(len(prompt_ids))
         if base_turn is None and self.turns:  # another conversation of the rollout, which may begin as the first did
@@ -144,7 +161,7 @@ class RolloutSession:
             prompt, generation, messages=asked, base_turn=base_turn, kept_tokens=kept, fork=fork
         )
         self._record(turn, started)
-        self.facts.stop_reason = of_finish_reason(generation.finish_reason)
+        self.stats.stop_reason = _ENDS.get(generation.finish_reason, StopReason.STOP)
         return Answer(generation.text, generation.finish_reason, generation)
 
     def branch(self, messages: Sequence[Mapping[str, Any]]) -> RolloutSession:
@@ -155,28 +172,27 @@ class RolloutSession:
         return branch
 
     def _within_limits(self, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
-        if self.max_trajectory_tokens is None:
+        limit = self.max_trajectory_tokens
+        if limit is None:
             return sampling
-        room = self.max_trajectory_tokens - prompt_tokens
-        if room < 1:
-            if not self.turns:
-                raise ContextOverflowError(
-                    f"the prompt has {prompt_tokens} tokens, max_trajectory_tokens is {self.max_trajectory_tokens}"
-                )
-            raise self._stopped(StopReason.LENGTH, f"the trajectory has its {self.max_trajectory_tokens} tokens")
-        return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        if prompt_tokens < limit:
+            return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, limit - prompt_tokens))
+        stopped = self._stopped(StopReason.LENGTH, f"the trajectory has its {limit} tokens")
+        if self.turns:
+            raise stopped
+        raise ContextOverflowError(f"the prompt has {prompt_tokens} tokens, max_trajectory_tokens is {limit}")
 
     def _stopped(self, reason: StopReason, message: str) -> RolloutStopped:
-        self.facts.stop_reason = reason
+        self.stats.stop_reason = reason
         return RolloutStopped(reason, message)
 
     def _record(self, turn: Turn, started: float) -> None:
         self.turns.append(turn)
+        if self._encoder is None:
+            return
         tracer = get_active_tracer()
         if tracer is None:
-            raise RolloutError(
-                "no tracer is active: SGLangLitAgent runs inside an Agent Lightning runner", reason="no_tracer"
-            )
+            raise RolloutError("no tracer is active: run the agent in an Agent Lightning runner", reason="no_tracer")
         tracer.create_span(
             GENERATE_SPAN,
             attributes=self._encoder.encode(turn),

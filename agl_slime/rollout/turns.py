@@ -1,139 +1,157 @@
-"""The turns of a rollout whose agent declares what it needs: tools, a scheduler, limits.
+"""The one loop of turns: of agents by declaration, of schedulers, and of batched rollouts.
 
-After each answer: calls of tools in it are run, and the rollout goes on with their results; else the scheduler decides.
-Without a scheduler an answer without calls is the last.
+After each answer the scheduler hears of it; calls of tools in it are run, and the rollout goes on with their results;
+else the scheduler decides. Without a scheduler an answer without calls is the last.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import inspect
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from agl_slime.rollout.scheduler import (
-    ChatMessage,
-    MultiTurnScheduler,
-    RolloutInferRequest,
-    RolloutResponseChoice,
-    resolved,
-)
-from agl_slime.rollout.session import Answer, RolloutSession
-from agl_slime.rollout.stop import StopReason
-from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolParser
-from agl_slime.rollout.tools import ToolManager, ToolResult
+from agl_slime.rollout.scheduler import ChatMessage, MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
+from agl_slime.rollout.session import Session
+from agl_slime.rollout.stats import RolloutStopped, StopReason
+from agl_slime.rollout.tool_parsers import ParsedAnswer
+from agl_slime.support.threads import call_user_code
+
+logger = logging.getLogger(__name__)
 
 _PROMPT_COLUMNS = frozenset({"messages", "prompt"})
+_END_HOOK_S = 60.0  # that long a scheduler may take to close what it opened
 
 
 async def run_turns(
-    session: RolloutSession,
+    session: Session,
     *,
     task: Mapping[str, Any],
     scheduler: MultiTurnScheduler | None = None,
-    tools: ToolManager | None = None,
-    parser: ToolParser | None = None,
     stop_on_tool_error: bool = False,
 ) -> RolloutResponseChoice:
-    """Ask until the rollout is over; the session then holds why. Returns the last answer, with all messages.
+    """Ask until the rollout is over; ``session.stats`` then says why. Returns the last answer, with all messages.
 
     Raises ``RolloutStopped`` when a limit of the session leaves no room for an answer that was wanted, and the client's
     typed errors.
     """
-    request = RolloutInferRequest(
-        messages=session.messages,
-        tools=tools.schemas if tools is not None else None,
-        data_dict={key: copy.deepcopy(value) for key, value in task.items() if key not in _PROMPT_COLUMNS},
-    )
-    if scheduler is not None:
-        await resolved(scheduler.on_trajectory_start(request))
-    turn = 0
-    while True:
-        if request.messages is not session.messages:
-            session.messages = request.messages
-        answer = await session.ask()
-        turn += 1
+    tools = session.tools.schemas if session.tools is not None else None
+    request = RolloutInferRequest(messages=session.messages, tools=tools, uuid=session.rollout_id)
+    turns = _Turns(session, scheduler, stop_on_tool_error)
+    if scheduler is None:
+        return await turns.run(request)
+    request.data_dict = {key: copy.deepcopy(value) for key, value in task.items() if key not in _PROMPT_COLUMNS}
+    error: BaseException | None = None
+    try:
+        started = scheduler.on_trajectory_start
+        alone = next(iter(inspect.signature(started).parameters), "") == "infer_request"
+        await call_user_code(started, request if alone else [request])
+        return await turns.run(request)
+    except BaseException as raised:
+        error = None if isinstance(raised, RolloutStopped) else raised
+        raise
+    finally:
         request.messages = session.messages
-        parsed = parser.parse(answer_content(session, answer)) if parser is not None and tools is not None else None
-        result = _choice(session, answer, parsed)
-        going_on = await _after_answer(session, request, result, turn, scheduler, tools, parsed, stop_on_tool_error)
-        if going_on is None:
-            result.messages = copy.deepcopy(session.messages)
-            return result
-        request = going_on
+        await _end(scheduler, request, error)
 
 
-async def _after_answer(
-    session: RolloutSession,
-    request: RolloutInferRequest,
-    result: RolloutResponseChoice,
-    turn: int,
-    scheduler: MultiTurnScheduler | None,
-    tools: ToolManager | None,
-    parsed: ParsedAnswer | None,
-    stop_on_tool_error: bool,
-) -> RolloutInferRequest | None:
-    """The request for the next answer, or ``None`` when there is none; the session's stop reason is set then."""
-    facts = session.facts
-    if parsed is not None:
-        facts.malformed_calls += len(parsed.malformed)
-    if scheduler is not None:
-        await resolved(scheduler.on_turn_end(request, result, turn))
-    if result.finish_reason == "abort":
-        facts.stop_reason = StopReason.ABORTED
-        return None
-    calls = parsed.calls if parsed is not None and result.finish_reason != "length" else ()
-    if scheduler is None and not calls:
-        return None  # the session has set the stop reason by how the answer ended
-    if scheduler is not None and (not calls or _out_of_turns(scheduler, turn)):
-        request.stop_reason = None
-        if await resolved(scheduler.check_finished(request, result, turn)):
-            facts.stop_reason = request.stop_reason or facts.stop_reason
+async def _end(scheduler: MultiTurnScheduler, request: RolloutInferRequest, error: BaseException | None) -> None:
+    try:
+        await asyncio.wait_for(call_user_code(scheduler.on_trajectory_end, [request], error), _END_HOOK_S)
+    except Exception:
+        if error is None:
+            raise
+        logger.exception("on_trajectory_end of %s failed, after its rollout.", type(scheduler).__name__)
+
+
+@dataclass
+class _Turns:
+    session: Session
+    scheduler: MultiTurnScheduler | None
+    stop_on_tool_error: bool
+    number: int = 0
+
+    async def run(self, request: RolloutInferRequest) -> RolloutResponseChoice:
+        session, following = self.session, request
+        while True:
+            if following.messages is not session.messages:
+                session.messages = following.messages
+            answer = await session.ask()
+            self.number += 1
+            request, request.messages = following, session.messages
+            content = str(session.messages[-1].get("content") or "")  # with the stop string that the engine leaves out
+            parsed = answer.parsed or ParsedAnswer(content)
+            if answer.parsed is None and session.parser is not None and session.tools is not None:
+                parsed = session.parser.parse(content)
+            session.stats.malformed_calls += len(parsed.malformed)
+            result = RolloutResponseChoice(
+                index=0,
+                message=ChatMessage("assistant", content, [call.to_message() for call in parsed.calls] or None),
+                finish_reason=answer.finish_reason,
+                logprobs=list(answer.generation.log_probs),
+                token_ids=list(answer.generation.output_ids),
+            )
+            following = await self._after(request, result, parsed)
+            if following is None:
+                result.messages = copy.deepcopy(session.messages)
+                return result
+
+    async def _after(
+        self, request: RolloutInferRequest, result: RolloutResponseChoice, parsed: ParsedAnswer
+    ) -> RolloutInferRequest | None:
+        """The request for the next answer, or ``None`` when there is none; the stats have the stop reason then."""
+        session, scheduler, stats = self.session, self.scheduler, self.session.stats
+        done = None
+        if scheduler is not None:
+            done = self._noted(await call_user_code(scheduler.on_turn_end, request, result, self.number), "done")
+        if result.finish_reason == "abort":
+            stats.stop_reason = StopReason.ABORTED
             return None
-    if session.max_turns is not None and len(session.turns) >= session.max_turns:
-        facts.stop_reason = StopReason.MAX_TURNS
-        return None
-    if calls:
-        assert tools is not None
-        results = await tools.run(calls)
-        count_tools(session, results)
-        session.add(*(done.to_message() for done in results))
-        if stop_on_tool_error and any(done.error for done in results):
-            facts.stop_reason = StopReason.TOOL_ERROR
+        calls = parsed.calls if session.tools is not None and result.finish_reason != "length" else ()
+        if done or (scheduler is None and not calls):
+            return None  # the session has set the stop reason by how the answer ended
+        if scheduler is not None and done is None and not calls:
+            request.stop_reason = None
+            if await self._is_finished(scheduler, request, result):
+                stats.stop_reason = request.stop_reason or stats.stop_reason
+                return None
+        limits = (session.max_turns, len(session.turns)), (scheduler and scheduler.max_turns, self.number)
+        if any(most is not None and had >= most for most, had in limits):
+            stats.stop_reason = StopReason.MAX_TURNS
             return None
-        request.messages = session.messages
-        return request
-    assert scheduler is not None
-    following = await resolved(scheduler.step(request, result, turn))
-    if not isinstance(following, RolloutInferRequest):
-        raise TypeError(f"{type(scheduler).__name__}.step must return a RolloutInferRequest, got {following!r:.100}")
-    return following
+        if calls and session.tools is not None:
+            results = await session.tools.run(calls)
+            stats.count(results)
+            session.add(*(result.to_message() for result in results))
+            if self.stop_on_tool_error and any(result.error for result in results):
+                stats.stop_reason = StopReason.TOOL_ERROR
+                return None
+            return request
+        assert scheduler is not None
+        said = await call_user_code(scheduler.step, request, result, self.number)
+        following = self._noted(said, "infer_request")
+        if not isinstance(following, RolloutInferRequest):
+            name = f"{type(scheduler).__name__}.step"
+            raise TypeError(
+                f"{name} must return a RolloutInferRequest, or a dict with infer_request, got {said!r:.100}"
+            )
+        following.uuid = following.uuid or request.uuid
+        return following
 
+    def _noted(self, said: Any, key: str) -> Any:
+        """What a scheduler's method returned, alone or in a dict as ``key``; notes the other things in the dict."""
+        if not isinstance(said, Mapping):
+            return said
+        self.session.stats.infos.update(said.get("rollout_infos") or {})
+        return said.get(key)
 
-def _out_of_turns(scheduler: MultiTurnScheduler, turn: int) -> bool:
-    return bool(scheduler.max_turns) and turn >= int(scheduler.max_turns or 0)
-
-
-def answer_content(session: RolloutSession, answer: Answer) -> str:
-    """The text of the last answer as the conversation holds it, with the stop string that the engine leaves out."""
-    return str(session.messages[-1].get("content") or "") if session.messages else answer.text
-
-
-def count_tools(session: RolloutSession, results: list[ToolResult]) -> None:
-    facts = session.facts
-    for result in results:
-        if result.error == "unknown_tool":
-            facts.unknown_tools += 1
-            continue
-        facts.tool_calls[result.call.name] += 1
-        facts.tool_errors += result.error is not None
-        facts.tool_timeouts += result.error == "timeout"
-
-
-def _choice(session: RolloutSession, answer: Answer, parsed: ParsedAnswer | None) -> RolloutResponseChoice:
-    calls = [call.to_message() for call in parsed.calls] if parsed is not None and parsed.calls else None
-    return RolloutResponseChoice(
-        index=0,
-        message=ChatMessage(role="assistant", content=answer_content(session, answer), tool_calls=calls),
-        finish_reason=answer.finish_reason,
-        logprobs=list(answer.generation.log_probs),
-    )
+    async def _is_finished(
+        self, scheduler: MultiTurnScheduler, request: RolloutInferRequest, result: RolloutResponseChoice
+    ) -> bool:
+        check = scheduler.check_finished
+        if getattr(check, "__func__", None) is MultiTurnScheduler.check_finished:  # ours: needs no thread
+            return check(request, result, self.number)
+        return await call_user_code(check, request, result, self.number)

@@ -99,82 +99,57 @@ class TrainConfig:
     rollout_num_gpus: int = 0
     """slime: GPUs for rollout engines that slime launches; 0 uses the ones at --sglang-url."""
 
-    local: LocalTrainerSettings = field(default_factory=lambda: LocalTrainerSettings(torch_threads=1))
+    local: LocalTrainerSettings = field(default_factory=LocalTrainerSettings)
     """Settings of the local trainer; its temperature and seed are those above."""
 
     def __post_init__(self) -> None:
         RunnerPlan.parse(self.runners)
         split_agent(self.agent)
-        for flag in (
-            "num_iterations",
-            "rollout_batch_size",
-            "n_samples_per_prompt",
-            "max_new_tokens",
-            "max_attempts",
-            "max_concurrent",
-            "save_interval",
-            "eval_rollouts",
-            "actor_num_nodes",
-            "actor_num_gpus_per_node",
+        at_least_1 = "num_iterations rollout_batch_size n_samples_per_prompt max_new_tokens max_attempts max_concurrent"
+        at_least_1 += " save_interval eval_rollouts actor_num_nodes actor_num_gpus_per_node"
+        at_least_0 = "seed rollout_num_gpus group_max_retries max_replaced_groups max_staleness"
+        for name, fits, range_in_words in (
+            *((name, getattr(self, name) >= 1, "at least 1") for name in at_least_1.split()),
+            *((name, (getattr(self, name) or 0) >= 0, "0 or more") for name in at_least_0.split()),
+            ("eval_interval", self.eval_interval >= 0, "0 (never) or more"),
+            ("group_min_ratio", 0 < self.group_min_ratio <= 1, "in (0, 1]"),
+            ("group_timeout", self.group_timeout is None or self.group_timeout > 0, "above 0 seconds"),
+            ("rollout_timeout", self.rollout_timeout > 0, "above 0 seconds"),
+            ("temperature", 0 < self.temperature < math.inf, "above 0: training needs samples that differ"),
         ):
-            if getattr(self, flag) < 1:
-                raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(self, flag)}")
-        if not 0 < self.group_min_ratio <= 1:
-            raise ConfigError(f"--group-min-ratio must lie in (0, 1], got {self.group_min_ratio}")
-        if self.group_timeout is not None and not self.group_timeout > 0:
-            raise ConfigError(f"--group-timeout must be above 0 seconds, got {self.group_timeout}")
+            if not fits:
+                raise ConfigError(f"{_flag(name)} must be {range_in_words}, got {getattr(self, name)}")
         if self.resume and self.output_dir is None:
             raise ConfigError("--resume needs --output-dir: the directory of the run to go on with")
         if self.resume and self.overwrite:
-            raise ConfigError(
-                "--resume goes on with the run in the output directory and --overwrite replaces it; give one of them"
-            )
-        for flag in (
-            "eval_interval",
-            "seed",
-            "rollout_num_gpus",
-            "group_max_retries",
-            "max_replaced_groups",
-            "max_staleness",
-        ):
-            if (getattr(self, flag) or 0) < 0:
-                never = " (never)" if flag == "eval_interval" else ""
-                raise ConfigError(f"--{flag.replace('_', '-')} must be 0{never} or more, got {getattr(self, flag)}")
-        if not 0 < self.temperature < math.inf:
-            raise ConfigError(
-                f"--temperature must be above 0 (training needs samples that differ), got {self.temperature}"
-            )
-        if not self.rollout_timeout > 0:
-            raise ConfigError(f"--rollout-timeout must be above 0 seconds, got {self.rollout_timeout}")
+            raise ConfigError("--resume goes on with a run and --overwrite replaces it; give one of them")
         if self.trainer == "slime":
             self._check_slime()
-        if self.trainer == "local" and self.n_samples_per_prompt == 1 and self.local.rewards_normalization:
+        else:
+            self._check_local()
+
+    def _check_local(self) -> None:
+        for name in ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus"):
+            self._refuse(name, "only slime uses it; add --trainer slime, or leave it out")
+        if self.n_samples_per_prompt == 1 and self.local.rewards_normalization:
             raise ConfigError(
-                "--n-samples-per-prompt 1: with one rollout per prompt there is nothing to compare its reward with and nothing would be learned; "
+                "--n-samples-per-prompt 1: there is nothing to compare a reward with, and nothing would be learned; "
                 "use 2 or more, or --local.no-rewards-normalization"
             )
 
     def _check_slime(self) -> None:
         """What slime does in its own way."""
-        if self.resume:
-            raise ConfigError(
-                "--resume with --trainer slime: slime keeps its own checkpoints; give -- --load DIR --save DIR instead"
-            )
-        complete = "both processes must agree on groups, which slime wants complete; leave it out"
-        elsewhere = {
-            **dict.fromkeys(("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance"), complete),
-            "max_staleness": complete,
-            "save_interval": "slime keeps its own checkpoints; give -- --save DIR --save-interval N instead",
-        }
-        for flag, reason in elsewhere.items():
-            if getattr(self, flag) != getattr(TrainConfig, flag):
-                raise ConfigError(f"--{flag.replace('_', '-')} with --trainer slime: {reason}")
+        self._refuse("resume", "slime keeps its own checkpoints; give -- --load DIR --save DIR instead")
+        for name in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance", "max_staleness"):
+            self._refuse(name, "both processes must agree on groups, which slime wants complete; leave it out")
+        self._refuse("save_interval", "slime keeps its own checkpoints; give -- --save DIR --save-interval N instead")
         for setting in fields(self.local):
-            value = getattr(self.local, setting.name)
-            if value not in (setting.default, 1 if setting.name == "torch_threads" else setting.default):
-                raise ConfigError(
-                    f"--local.{setting.name.replace('_', '-')} {value} with --trainer slime: leave it out"
-                )
+            if (value := getattr(self.local, setting.name)) != setting.default:
+                raise ConfigError(f"{_flag(f'local.{setting.name}')} {value} with --trainer slime: leave it out")
+
+    def _refuse(self, name: str, why: str) -> None:
+        if getattr(self, name) != getattr(TrainConfig, name):
+            raise ConfigError(f"{_flag(name)} with --trainer {self.trainer}: {why}")
 
     def check_files(self) -> None:
         """Raise ``ConfigError`` when a file that the settings name cannot be used: within milliseconds, before anything
@@ -187,3 +162,7 @@ class TrainConfig:
                 f"--model-path {self.model_path}: there is no Hugging Face checkpoint (no config.json); "
                 "leave the flag out to make a tiny policy"
             )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

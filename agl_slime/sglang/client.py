@@ -296,7 +296,7 @@ class SGLangClient:
 
     async def probe(self, *, timeout_s: float = _PROBE_TIMEOUT_S) -> EngineDescription:
         """Look at the server once, at start-up, and say what it is; a failure is one sentence for the person who gave
-        the URL. Sizes that the server tells and this client was not given are kept for checking prompts.
+        the URL.
 
         Raises:
             EngineUnreachableError: Nothing listens there, or it does not answer within ``timeout_s``.
@@ -304,10 +304,7 @@ class SGLangClient:
             EngineServerError: It answers 5xx, as one that is starting may do.
             EngineRequestError: It wants another API key.
         """
-        found = await describe(self._http, timeout_s=timeout_s)
-        self.vocab_size = self.vocab_size or found.vocab_size
-        self.context_length = self.context_length or found.context_length
-        return found
+        return await describe(self._http, timeout_s=timeout_s)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

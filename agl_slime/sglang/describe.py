@@ -6,14 +6,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any
 
 from agl_slime.errors import (
-    EngineError,
     EngineProtocolError,
     EngineRequestError,
     EngineServerError,
@@ -23,8 +21,6 @@ from agl_slime.errors import (
 from agl_slime.sglang.retry import status_of
 from agl_slime.sglang.transport import HttpTransport, Response
 
-T = TypeVar("T")
-
 _DP_RANK = re.compile(r"@\d+/?$")
 
 # One hiccup is forgiven; an address where nobody listens is told at once.
@@ -33,16 +29,11 @@ _ATTEMPTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDescription:
-    """What a server says of itself. ``vocab_size`` and ``context_length`` are None when it does not tell (SGLang does
-    not tell its vocabulary)."""
+    """What a server says of itself."""
 
     base_url: str
     model_path: str
     weight_version: str
-    vocab_size: int | None
-    context_length: int | None
-    is_router: bool
-    workers: tuple[str, ...]
 
 
 async def describe(http: HttpTransport, *, timeout_s: float) -> EngineDescription:
@@ -85,12 +76,16 @@ def version_of(info: Mapping[str, Any], base_url: str) -> str:
 
 async def find_workers(http: HttpTransport) -> tuple[str, ...]:
     """See ``SGLangClient.workers``."""
-    workers = await _optional(http, "/workers", lambda answer: parse_workers(answer.json(), where=answer.where))
-    if workers is not None and not workers:
+    try:
+        listed = await http.call("GET", "/workers", read=Response.json_object)
+    except EngineRequestError:
+        return (http.base_url,)  # plain SGLang has no /workers
+    workers = parse_workers(listed, where=f"{http.base_url}/workers")
+    if not workers:
         raise EngineProtocolError(
             f"the router at {http.base_url} has no workers; start some with --worker-urls, or by POST /workers"
         )
-    return workers or (http.base_url,)
+    return workers
 
 
 def parse_workers(body: Any, *, where: str = "/workers") -> tuple[str, ...]:
@@ -125,7 +120,8 @@ def vocab_size_of(model: str) -> int | None:
     """The vocabulary of the checkpoint at ``model``, where that is a directory of this machine. SGLang does not tell
     its own, and answers an id beyond it with an error that names no cause."""
     config = _model_file(model, "config.json")
-    return _first(config.get("vocab_size"), (config.get("text_config") or {}).get("vocab_size"))
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def _model_file(model: str, name: str) -> dict[str, Any]:
@@ -142,58 +138,6 @@ async def _describe(http: HttpTransport, timeout_s: float) -> EngineDescription:
     model_path = info.get("model_path")
     if not isinstance(model_path, str):
         raise EngineProtocolError("its /model_info names no model_path")
-    workers = await find_workers(http)
-    is_router = any(_place(worker) != _place(http.base_url) for worker in workers)
-    vocab_size, context_length = await (
-        _sizes_of_worker(http, workers[0], timeout_s) if is_router else _sizes(http, info, timeout_s)
-    )
     return EngineDescription(
-        base_url=http.base_url,
-        model_path=model_path,
-        weight_version=version_of(info, http.base_url),
-        vocab_size=vocab_size,
-        context_length=context_length,
-        is_router=is_router,
-        workers=workers,
+        base_url=http.base_url, model_path=model_path, weight_version=version_of(info, http.base_url)
     )
-
-
-async def _sizes(http: HttpTransport, info: Mapping[str, Any], timeout_s: float) -> tuple[int | None, int | None]:
-    """Vocabulary and context length, as far as told: SGLang tells the latter in ``/v1/models``, and in ``/server_info``
-    only when it was set at the start."""
-    limits: dict[str, Any] = {"timeout_s": timeout_s, "max_attempts": _ATTEMPTS}
-    server = await _optional(http, "/server_info", Response.json_object, **limits) or {}
-    cards = (await _optional(http, "/v1/models", Response.json_object, **limits) or {}).get("data")
-    cards = [card for card in cards if isinstance(card, Mapping)] if isinstance(cards, list) else []
-    lengths = (server.get("context_length"), *(card.get("max_model_len") for card in cards))
-    return _first(info.get("vocab_size"), server.get("vocab_size")), _first(*lengths)
-
-
-async def _sizes_of_worker(router: HttpTransport, url: str, timeout_s: float) -> tuple[int | None, int | None]:
-    """A router does not tell sizes; its workers do, where we can reach them."""
-    worker = HttpTransport(base_url=url, settings=router.settings)
-    try:
-        return await _sizes(worker, await model_info(worker, timeout_s=timeout_s / 2, max_attempts=1), timeout_s)
-    except EngineError:
-        return None, None
-    finally:
-        await worker.aclose()
-
-
-async def _optional(http: HttpTransport, path: str, read: Callable[[Response], T], **limits: Any) -> T | None:
-    """None when the server does not have the endpoint."""
-    try:
-        return await http.call("GET", path, read=read, **limits)
-    except EngineRequestError:
-        return None
-
-
-def _first(*values: Any) -> int | None:
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
-
-
-def _place(url: str) -> tuple[Any, ...]:
-    """The server that a URL means; the names of the loopback address are the same name."""
-    parts = urlsplit(url)
-    host = "127.0.0.1" if parts.hostname in ("localhost", "::1", "0.0.0.0") else parts.hostname
-    return parts.scheme, host, parts.port, parts.path.rstrip("/")

@@ -23,7 +23,6 @@ import errno
 import json
 import logging
 import re
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -163,33 +162,11 @@ def retry_after_s(headers: Mapping[str, str] | None) -> float:
     return max(0.0, seconds) if seconds < float("inf") else 0.0
 
 
-class RetryBudget:
-    """Retries that a client may still make: each takes one, each answer gives one back up to the start value.
-
-    One call's attempts are bounded by themselves; this bounds all calls together, so that thousands in flight do not go
-    on hammering an engine that answers nobody. When it is used up, calls fail at their first failure until answers come
-    again. Thread-safe.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = self.left = size
-        self._lock = threading.Lock()
-
-    def take(self) -> bool:
-        with self._lock:
-            self.left -= (taken := self.left > 0)
-            return taken
-
-    def give_back(self) -> None:
-        with self._lock:
-            self.left = min(self._size, self.left + 1)
-
-
 class Retrier:
     """Runs attempts until one succeeds, its verdict is final, the attempts are used up, or the deadline would pass."""
 
-    def __init__(self, *, max_attempts: int, base_s: float, cap_s: float, budget: RetryBudget) -> None:
-        self._max_attempts, self._base_s, self._cap_s, self._budget = max_attempts, base_s, cap_s, budget
+    def __init__(self, *, max_attempts: int, base_s: float, cap_s: float) -> None:
+        self._max_attempts, self._base_s, self._cap_s = max_attempts, base_s, cap_s
 
     async def run(
         self, attempt: Callable[[], Awaitable[T]], *, where: str, deadline: float, max_attempts: int | None = None
@@ -203,13 +180,10 @@ class Retrier:
         protocol_errors = 0
         while True:
             try:
-                answer = await attempt()
+                return await attempt()
             except Exception as exc:
                 verdict = classify_exception(exc, where=where)
                 error, cause = verdict.error, exc.__cause__ if exc is verdict.error else exc
-            else:
-                self._budget.give_back()
-                return answer
             first = first or error
             protocol_errors += isinstance(error, EngineProtocolError)
             pause = backoff.failed(error, at_least_s=verdict.after_s)
@@ -220,8 +194,6 @@ class Retrier:
                 pass
             elif pause is None:
                 why = "" if backoff.failures >= tries else "; the time limit leaves no room for another"
-            elif not self._budget.take():
-                why = "; the retry budget of all calls is used up"
             else:
                 logger.debug("%s; trying again in %.2f s (attempt %d of %d)", error, pause, backoff.failures + 1, tries)
                 await asyncio.sleep(pause)

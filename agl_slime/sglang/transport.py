@@ -19,7 +19,7 @@ import aiohttp
 import orjson
 
 from agl_slime.errors import ConfigError, EngineProtocolError
-from agl_slime.sglang.retry import HttpStatusError, Retrier, RetryBudget, error_message
+from agl_slime.sglang.retry import HttpStatusError, Retrier, error_message
 
 logger = logging.getLogger(__name__)
 
@@ -42,53 +42,37 @@ class ClientSettings:
     """Limits of a client; all times in seconds."""
 
     max_connections: int = 4096
-    """Requests on the wire at once; more wait in the client, in order. Thousands of rollouts wait for the engine at
-    once and its own queue orders them better than ours could, so this is a guard for file descriptors (one each), not a
-    throttle. The soft limit of open files is raised when it is too low for that and the hard one allows it; else there
-    are fewer connections, and a warning."""
-
+    """Requests on the wire at once; more wait in the client, in order. The engine's own queue orders them better than
+    ours could, so this guards file descriptors (one each). The soft limit of open files is raised for it where the hard
+    one allows; else there are fewer connections, and a warning."""
     total_timeout_s: float = 3600.0
-    """One call from first byte to typed answer, with all its retries, resumes and waiting for a connection. 32k tokens
-    at 20 tokens/s are 27 minutes, plus as much again in the queue."""
-
+    """One call with all its retries, resumes and waiting for a connection. 32k tokens at 20 tokens/s are 27 minutes,
+    plus as much again in the queue."""
     idle_timeout_s: float = 1800.0
-    """The longest silence of one request (aiohttp's ``sock_read``). ``/generate`` without streaming is silent until its
-    last token, so this is the longest that a single generation may take, its time in the engine's queue and in weight
-    syncs included; a vanished host is noticed sooner, by TCP keep-alive (3 minutes)."""
-
+    """The longest silence of one request (aiohttp's ``sock_read``), so the longest that one generation may take:
+    ``/generate`` without streaming is silent until its last token. A vanished host is noticed by TCP keep-alive within
+    3 minutes."""
     connect_timeout_s: float = 10.0
-    """Opening one TCP connection; a machine that is there answers in milliseconds, and SYN is sent again after 1, 3 and
-    7 s."""
-
+    """Opening one TCP connection; SYN is sent again after 1, 3 and 7 s."""
     control_timeout_s: float = 60.0
     """One control call (model_info, flush, pause, ...) with its retries; ``pause`` waits until every running request
     has answered, which takes one decode step and some polling."""
-
     max_attempts: int = 8
     """Sends of one request. With the backoff below the seven pauses are 23 s together on average and 45 s at most: a
     restarted engine is found again, a dead one is reported within a minute."""
-
     backoff_base_s: float = 0.5
-    """Upper bound of the first pause; each further one doubles it, and the pause is uniform below the bound ("full
-    jitter")."""
-
+    """Upper bound of the first pause; each further one doubles it (see ``agl_slime.support.backoff``)."""
     backoff_cap_s: float = 15.0
     """No bound of a pause grows above this."""
-
     resume_limit: int = 64
-    """How often one generation may be aborted and taken up again: one weight sync aborts it once, so this is far above
+    """How often one generation may be aborted and taken up again: a weight sync aborts it once, so this is far above
     any real run and still ends a server that aborts everything."""
-
-    retry_budget: int = 16384
-    """Retries of all calls together beyond the answers they got (see ``RetryBudget``): four for each of
-    ``max_connections``, so a full outage of some seconds is survived by all."""
-
     api_key: str | None = field(default=None, repr=False)
     """Sent as ``Authorization: Bearer``; what SGLang was started with as ``--api-key``."""
 
     def __post_init__(self) -> None:
         check_positive(self, *(name for name in self.__dataclass_fields__ if name.endswith("_s")))
-        for name, least in (("max_connections", 1), ("max_attempts", 1), ("resume_limit", 0), ("retry_budget", 0)):
+        for name, least in (("max_connections", 1), ("max_attempts", 1), ("resume_limit", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)!r}")
 
@@ -140,7 +124,6 @@ class HttpTransport:
             max_attempts=settings.max_attempts,
             base_s=settings.backoff_base_s,
             cap_s=settings.backoff_cap_s,
-            budget=RetryBudget(settings.retry_budget),
         )
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self._lock = threading.Lock()

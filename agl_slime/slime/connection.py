@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from agl_slime.datasource.events import patiently
 from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.groups.policy import CompleteGroup, RetryGroup, zero_variance
@@ -101,19 +100,18 @@ class Connection:
         mode: Literal["train", "val"],
         sampling: Mapping[str, Any] | None = None,
     ) -> list[Rollout]:
-        """Enqueue ``size`` rollouts per group, under these sampling parameters or slime's own. A store that is away is
-        waited for."""
+        """Enqueue ``size`` rollouts per group, under these sampling parameters or slime's own."""
         own = self.settings.sampling if mode == "train" else self.settings.eval_sampling
         sampling = dict(sampling if sampling is not None else own or {})
         requests = enqueue_requests(
             groups,
             size=size,
             mode=mode,
-            resources_id=await patiently(lambda: self._published(sampling)),
+            resources_id=await self._published(sampling),
             timeout_s=self.settings.rollout_timeout_s,
             max_attempts=self.settings.max_attempts,
         )
-        rollouts = [*await patiently(lambda: self.store.enqueue_many_rollouts(requests))]
+        rollouts = [*await self.store.enqueue_many_rollouts(requests)]
         self.wake_runner()
         return rollouts
 

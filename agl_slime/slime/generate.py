@@ -28,15 +28,8 @@ logger = logging.getLogger(__name__)
 
 # What a finished rollout says about a sample; the rest (index, group_index, prompt, label, session …) stays slime's.
 _FROM_ROLLOUT = (
-    "tokens",
-    "response",
-    "response_length",
-    "loss_mask",
-    "rollout_log_probs",
-    "reward",
-    "status",
-    "weight_versions",
-    "prefix_cache_info",
+    *("tokens", "response", "response_length", "loss_mask", "rollout_log_probs"),
+    *("reward", "status", "weight_versions", "prefix_cache_info"),
 )
 
 
@@ -69,19 +62,13 @@ def _completed(sample: Sample, own: Sample) -> Sample:
 def _failed(sample: Sample, member: MemberResult) -> Sample:
     """The sample as FAILED, out of the loss. slime's batches need a reward and a response token of each sample: both
     are 0 here, and ``metadata["agl_failure"]`` says why."""
-    result = Sample.from_dict(sample.to_dict())
-    result.status = Sample.Status.FAILED
-    result.tokens = [*(sample.tokens or [0]), 0]
-    result.response, result.response_length = "", 1
-    result.loss_mask, result.rollout_log_probs = [0], [0.0]
-    result.reward, result.remove_sample = 0.0, True
-    failure = f"{member.failure}: {member.failure_message}" if member.failure_message else member.failure
-    result.metadata = {
-        **(sample.metadata or {}),
-        "agl_rollout_id": member.rollout_id,
-        "agl_failure": failure,
-    }
+    failure = f"{member.failure}: {member.failure_message}"
     logger.warning("Rollout %s failed: %s", member.rollout_id, failure)
+    result = Sample.from_dict(sample.to_dict())
+    result.status, result.reward, result.remove_sample = Sample.Status.FAILED, 0.0, True
+    result.tokens, result.response, result.response_length = [*(sample.tokens or [0]), 0], "", 1
+    result.loss_mask, result.rollout_log_probs = [0], [0.0]
+    result.metadata = {**(sample.metadata or {}), "agl_rollout_id": member.rollout_id, "agl_failure": failure}
     return result
 
 
@@ -99,13 +86,9 @@ class SingleRollouts(GroupSource):
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._runs: dict[str, _Run] = {}  # by group id
-        super().__init__(
-            store=connection.store,
-            tokenizer=connection.tokenizer(),
-            convert_validation=True,
-            on_member=self._ended,
-        )
-        self._follower.begin()
+        tokenizer = connection.tokenizer()
+        super().__init__(store=connection.store, tokenizer=tokenizer, convert_validation=True, on_member=self._ended)
+        self._begin()
         connection.start()
 
     def run(
@@ -116,7 +99,7 @@ class SingleRollouts(GroupSource):
         with self._changed:
             self.raise_if_dead()
             self._runs[run.group.group_id] = run
-        self._follower.submit(self._enqueue, run)
+        self._submit(self._enqueue, run)
         return run.result
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -124,11 +107,12 @@ class SingleRollouts(GroupSource):
         Safe to call twice."""
         self._connection.stop()
         super().stop(timeout_s)
-        self._refuse()
+        self._refuse("the rollouts of this process were stopped")
 
     async def _enqueue(self, run: _Run) -> None:
         self.expect(run.group.group_id, size=1, mode="single")  # never in a group to be trained on
-        self.opened(await self._connection.enqueue([run.group], size=1, mode=run.mode, sampling=run.sampling))
+        enqueue = self._connection.enqueue
+        self.opened(await self._patiently(lambda: enqueue([run.group], size=1, mode=run.mode, sampling=run.sampling)))
 
     def _ended(self, member: MemberResult) -> None:
         run = self._runs.pop(member.group_id, None)
@@ -138,23 +122,19 @@ class SingleRollouts(GroupSource):
     def _store_restarted(self) -> None:
         super()._store_restarted()
         self._connection.forget()
-        for run in list(self._runs.values()):
-            self._follower.submit(self._enqueue, run)
+        for run in self._runs.values():
+            self._submit(self._enqueue, run)
 
-    def _wake(self) -> None:
-        super()._wake()
-        self._refuse()
+    def _fail(self, error: BaseException) -> None:
+        super()._fail(error)
+        self._refuse(f"the rollout's end cannot be learned: {self._failure}")
 
-    def _refuse(self) -> None:
-        error = DataSourceError("the rollouts of this process were stopped")
-        try:
-            self.raise_if_dead()
-        except DataSourceError as dead:
-            error = dead
-        while self._runs:
-            _, run = self._runs.popitem()
+    def _refuse(self, reason: str) -> None:
+        with self._changed:
+            runs, self._runs = self._runs, {}
+        for run in runs.values():
             if not run.result.done():
-                run.result.set_exception(error)
+                run.result.set_exception(DataSourceError(reason))
 
 
 _rollouts: list[tuple[PluginSettings, SingleRollouts]] = []

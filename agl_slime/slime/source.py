@@ -4,7 +4,6 @@ with evaluations, saved and loaded beside slime's checkpoints."""
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +18,6 @@ from agl_slime.loop.tasks import TaskGroup
 from agl_slime.slime.connection import connect
 from agl_slime.support.agl import EnqueueRolloutRequest, LightningStore
 from agl_slime.types import DataSource, Sample
-
-logger = logging.getLogger(__name__)
 
 # So many dropped groups in a row, and at least so many for each that is wanted, are no bad luck.
 _HOPELESS = 8
@@ -55,11 +52,12 @@ class AGLDataSource(GroupSource, DataSource):
             store, tokenizer = connection.store, tokenizer or connection.tokenizer()
             settings = settings or connection.data_source_settings()
         self._cursor = connection.tasks if connection is not None else None
+        self._eval_cursor = connection.eval_tasks if connection is not None else None
         self._wanted = 0
         self._dropped_in_a_row = 0
         self._topping_up = asyncio.Lock()
         self._enqueueing: list[TaskGroup] = []
-        self._evaluations: dict[str, GroupResult | None] = {}  # validation groups that `evaluate` waits for
+        self._evaluated: dict[str, GroupResult] = {}
         super().__init__(
             store=store,
             tokenizer=tokenizer,
@@ -79,10 +77,8 @@ class AGLDataSource(GroupSource, DataSource):
     # -- what slime calls ---------------------------------------------------------------------------------------------
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        if self.settings.blocking:
-            self.demand(num_samples)
-        else:
-            self.demand(getattr(self._args, "rollout_batch_size", None) or num_samples)
+        batch = None if self.settings.blocking else getattr(self._args, "rollout_batch_size", None)
+        self.demand(batch or num_samples)
         return super().get_samples(num_samples)
 
     get_samples.__doc__ = GroupSource.get_samples.__doc__
@@ -91,39 +87,31 @@ class AGLDataSource(GroupSource, DataSource):
         """Have ``groups`` groups ready or under way, where this data source enqueues tasks itself; returns at once.
         Also begins to follow a remote store, or to look through one that tells of nothing: until then a saved state may
         be loaded."""
-        self._follower.begin()
-        if self._cursor is not None:
-            with self._changed:
-                self._wanted = max(self._wanted, groups)
-            self._follower.submit(self._top_up)
+        self._begin()
+        with self._changed:
+            self._wanted = max(self._wanted, groups)
+            self._follow_up()
 
     def evaluate(self, rollout_id: int) -> dict[str, dict[str, Any]]:
         """Run validation rollouts and wait for them: slime's evaluation data, one entry per rollout that succeeded.
 
         Raises ``DataSourceError`` when there are no evaluation tasks, when all rollouts failed, or at the deadline.
         """
-        connection = self._connection
-        if connection is None or connection.eval_tasks is None:
-            raise DataSourceError(
-                "there are no evaluation tasks: set agl_eval_tasks (AGL_SLIME_EVAL_TASKS) to a JSON-lines file"
-            )
-        self._follower.begin()
+        if self._connection is None or self._eval_cursor is None:
+            raise DataSourceError("there are no evaluation tasks: set agl_eval_tasks (AGL_SLIME_EVAL_TASKS)")
+        self._begin()
+        timeout_s = self.settings.get_timeout_s
+        deadline = time.monotonic() + timeout_s
         with self._changed:
-            groups = connection.eval_tasks.take(connection.settings.eval_rollouts)
-            self._evaluations.update((group.group_id, None) for group in groups)
-        self._follower.submit(self._enqueue_evaluation, groups)
-        deadline = time.monotonic() + self.settings.get_timeout_s
-        names = [group.group_id for group in groups]
-        with self._changed:
-            while any(self._evaluations[name] is None for name in names):
+            groups = self._eval_cursor.take(self._connection.settings.eval_rollouts)
+            names = [group.group_id for group in groups]
+            self._submit(self._enqueue, groups, 1, "val")
+            while not self._evaluated.keys() >= {*names}:
                 self.raise_if_dead()
                 if time.monotonic() > deadline:
-                    raise DataSourceError(
-                        f"evaluation {rollout_id} did not end within {self.settings.get_timeout_s:g} s"
-                    )
+                    raise DataSourceError(f"evaluation {rollout_id} did not end within {timeout_s:g} s")
                 self._changed.wait(1.0)
-            results = [self._evaluations.pop(name) for name in names]
-        members = [member for group in results if group is not None for member in group.succeeded]
+            members = [member for name in names for member in self._evaluated.pop(name).succeeded]
         if not members:
             ends = spell_ends(self.ledger.counts().reasons)
             raise DataSourceError(f"all {len(names)} rollouts of evaluation {rollout_id} failed: {ends}")
@@ -133,8 +121,7 @@ class AGLDataSource(GroupSource, DataSource):
 
     def save(self, rollout_id: Any) -> None:
         """Write the state beside the checkpoint (``args.save``), under the id of the step."""
-        directory = getattr(self._args, "save", None)
-        if directory is not None:
+        if (directory := getattr(self._args, "save", None)) is not None:
             state = self.state()
             save_state(Path(directory), rollout_id, state)
             with self._changed:
@@ -142,9 +129,9 @@ class AGLDataSource(GroupSource, DataSource):
 
     def load(self, rollout_id: Any = None) -> None:
         """Read what ``save`` wrote for that step (``args.load``); nothing where there is none, as on a fresh start."""
-        directory = getattr(self._args, "load", None)
-        state = load_state(Path(directory), rollout_id) if directory is not None else None
-        if directory is not None and state is not None:
+        if (directory := getattr(self._args, "load", None)) is None:
+            return
+        if (state := load_state(Path(directory), rollout_id)) is not None:
             try:
                 self.restore(state)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -155,6 +142,16 @@ class AGLDataSource(GroupSource, DataSource):
         ``--num-epoch``; else the groups that are ready."""
         epoch = self._connection.epoch_size if self._connection is not None else None
         return super().__len__() if epoch is None else epoch
+
+    def raise_if_dead(self) -> None:
+        super().raise_if_dead()
+        if self._connection is not None:
+            self._connection.raise_if_dead()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        if self._connection is not None and not self._stopped:
+            self._connection.stop()
+        super().stop(timeout_s)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -171,46 +168,37 @@ class AGLDataSource(GroupSource, DataSource):
             super().restore(state)
             if self._cursor is not None and state.get("demand") is not None:
                 self._cursor.restore(state["demand"])
-                if not hasattr(self._store, "follow_finished"):
+                if not self._feeds:
                     self._cursor.repeat()  # the store was in the process that saved
-
-    def raise_if_dead(self) -> None:
-        super().raise_if_dead()
-        if self._connection is not None:
-            self._connection.raise_if_dead()
-
-    def stop(self, timeout_s: float = 5.0) -> None:
-        if self._connection is not None and not self._stopped:
-            self._connection.stop()
-        super().stop(timeout_s)
 
     # -- where this data source enqueues tasks itself -----------------------------------------------------------------
 
     async def _top_up(self) -> None:
         """Enqueue what is missing."""
-        connection, cursor = self._connection, self._cursor
-        if connection is None or cursor is None:
-            return
         async with self._topping_up:
             with self._changed:
-                missing = self._wanted - len(self._groups.ready) - len(cursor.under_way)
-                self._enqueueing = groups = cursor.take(max(missing, 0))
-                for group in groups:
-                    self.expect(group.group_id, size=self.n_samples_per_prompt)
-            if groups:
-                self.opened(await connection.enqueue(groups, size=self.n_samples_per_prompt, mode="train"))
-                self._enqueueing = []
+                if self._cursor is None or (missing := self._missing()) <= 0:
+                    return
+                groups = self._enqueueing = self._cursor.take(missing)
+            await self._enqueue(groups, self.n_samples_per_prompt, "train")
+            self._enqueueing = []
 
-    async def _enqueue_evaluation(self, groups: Sequence[TaskGroup]) -> None:
-        assert self._connection is not None
+    async def _enqueue(self, groups: Sequence[TaskGroup], size: int, mode: Any) -> None:
+        connection = self._connection
+        assert connection is not None
         for group in groups:
-            self.expect(group.group_id, size=1, mode="val")
-        self.opened(await self._connection.enqueue(groups, size=1, mode="val"))
+            self.expect(group.group_id, size=size, mode=mode)
+        self.opened(await self._patiently(lambda: connection.enqueue(groups, size=size, mode=mode)))
 
     async def _run_again(self, requests: list[EnqueueRolloutRequest]) -> None:
         await super()._run_again(requests)
         if self._connection is not None:
             self._connection.wake_runner()
+
+    # -- under the lock -----------------------------------------------------------------------------------------------
+
+    def _missing(self) -> int:
+        return self._wanted - len(self._groups.ready) - len(self._cursor.under_way) if self._cursor is not None else 0
 
     def _deliver(self, num_samples: int) -> list[list[Sample]]:
         groups = super()._deliver(num_samples)
@@ -218,39 +206,31 @@ class AGLDataSource(GroupSource, DataSource):
         return groups
 
     def _finalized(self, group: GroupResult) -> None:
-        if group.group_id in self._evaluations:
-            self._evaluations[group.group_id] = group
-        cursor = self._connection.eval_tasks if self._connection and group.mode != "train" else self._cursor
-        if cursor is None or not cursor.done(group.group_id) or group.mode != "train":
+        if self._eval_cursor is not None and self._eval_cursor.done(group.group_id):
+            self._evaluated[group.group_id] = group
+        if self._cursor is None or not self._cursor.done(group.group_id):
             return
         self._dropped_in_a_row = 0 if group.ready else self._dropped_in_a_row + 1
         if self._dropped_in_a_row >= _HOPELESS * max(1, self._wanted):
             failures = {f"{member.failure}: {member.failure_message}" for member in group.members if not member.ok}
-            raise DataSourceError(
-                f"{self._dropped_in_a_row} groups in a row were not fit to train on ({group.reason}); "
-                + "; ".join(sorted(failures)[:3])
-            )
+            examples = "; ".join(sorted(failures)[:3])
+            dropped = f"{self._dropped_in_a_row} groups in a row were not fit to train on"
+            raise DataSourceError(f"{dropped} ({group.reason}); {examples}")
 
     def _follow_up(self) -> None:
         super()._follow_up()
-        if self._cursor is not None and self._wanted > len(self._groups.ready) + len(self._cursor.under_way):
-            self._follower.submit(self._top_up)
+        if self._missing() > 0:
+            self._submit(self._top_up)
 
     def _store_restarted(self) -> None:
-        with self._changed:
-            super()._store_restarted()
-            connection = self._connection
-            if connection is None:
-                return
-            connection.forget()
-            if connection.eval_tasks is not None:
-                again = [
-                    connection.eval_tasks.under_way[name] for name, end in self._evaluations.items() if end is None
-                ]
-                self._follower.submit(self._enqueue_evaluation, again)
-            if self._cursor is not None:
-                self._cursor.repeat()
-                self._follower.submit(self._top_up)
+        super()._store_restarted()
+        if self._connection is not None:
+            self._connection.forget()
+        if self._eval_cursor is not None:
+            self._submit(self._enqueue, list(self._eval_cursor.under_way.values()), 1, "val")
+        if self._cursor is not None:
+            self._cursor.repeat()
+        self._follow_up()
 
     def _more_to_come(self) -> bool:
         return self._connection is not None or super()._more_to_come()

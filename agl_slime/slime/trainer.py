@@ -12,7 +12,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError, TrainerError
@@ -53,21 +53,17 @@ class SlimeTrainer:
     """Drives slime's manager and actors. The methods block and belong in a thread; they must not run at the same time
     as one another.
 
-    Args:
-        args: what ``parse_slime_args`` returned, with ``agl_store_url`` (and ``agl_store_token``) set.
-        actor_cls: in place of slime's Megatron actor; ``args.agl_actor_cls`` names one by path.
+    ``args`` is what ``parse_slime_args`` returned, with ``agl_store_url`` (and ``agl_store_token``) set, and
+    ``agl_actor_cls`` where an actor takes the place of slime's Megatron one, named by its path.
     """
 
-    def __init__(self, *, args: Any, actor_cls: type | None = None) -> None:
+    def __init__(self, *, args: Any) -> None:
         self.args = args
-        path = getattr(args, "agl_actor_cls", None)
-        self._actor_cls = actor_cls or (load_by_path(path) if path else None)
         self._manager: Any = None
         self._actor: Any = None
         self._critic: Any = None
         self._per_epoch: int | None = None
-        self._started_ray = False
-        self._tracking = False
+        self._cleanup = ExitStack()
         self.saved: int | None = None
         """The last rollout id of which a checkpoint was written."""
         self.updates = int(getattr(args, "update_weight_start_version", 0) or 0)
@@ -87,15 +83,17 @@ class SlimeTrainer:
             create_training_models,
         )
 
+        actor = getattr(self.args, "agl_actor_cls", None)
+        options = {"actor_cls": load_by_path(actor)} if actor else {}
         if not ray.is_initialized():
             ray.init()
-            self._started_ray = True
+            self._cleanup.callback(ray.shutdown)
         logging_function("configure_logger")()
         groups = create_placement_groups(self.args)
         logging_function("init_tracking")(self.args)
-        self._tracking = True
+        self._cleanup.callback(logging_function("finish_tracking"), self.args)
         self._manager, self._per_epoch = create_rollout_manager(self.args, groups["rollout"])
-        options = {} if self._actor_cls is None else {"actor_cls": self._actor_cls}
+        self._cleanup.callback(self._end_manager)
         self._actor, self._critic = create_training_models(self.args, groups, self._manager, **options)
         self.update_weights()
 
@@ -141,24 +139,17 @@ class SlimeTrainer:
 
     def stop(self) -> None:
         """End the manager, and Ray if ``start`` started it. Safe to call in any state."""
-        if "ray" not in sys.modules:
-            return
+        self._cleanup.close()
+
+    def _end_manager(self) -> None:
         import ray
 
-        if self._manager is not None:
-            manager, self._manager = self._manager, None
-            try:
-                ray.get(manager.dispose.remote(), timeout=10)
-            except Exception as error:
-                # the run is over, and the manager may be what ended it
-                logger.warning("slime's rollout manager did not end in good order: %s", error)
-            ray.kill(manager)
-        if self._tracking:
-            logging_function("finish_tracking")(self.args)
-            self._tracking = False
-        if self._started_ray:
-            ray.shutdown()
-            self._started_ray = False
+        try:
+            ray.get(self._manager.dispose.remote(), timeout=10)
+        except Exception as error:
+            # the run is over, and the manager may be what ended it
+            logger.warning("slime's rollout manager did not end in good order: %s", error)
+        ray.kill(self._manager)
 
     def _save(self, rollout_id: int, *, actor_trained: bool) -> None:
         """Write slime's checkpoint of this step and the data source's state beside it."""

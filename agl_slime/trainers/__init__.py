@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.trainers.base import Trainer
-from agl_slime.trainers.local.batch import TrainBatch, samples_to_train_data
+from agl_slime.trainers.local.batch import TrainBatch
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 
 if TYPE_CHECKING:
@@ -21,4 +21,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["LocalTrainer", "LocalTrainerSettings", "TrainBatch", "Trainer", "samples_to_train_data"]
+__all__ = ["LocalTrainer", "LocalTrainerSettings", "TrainBatch", "Trainer"]

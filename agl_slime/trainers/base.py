@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from os import PathLike
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from agl_slime.types import Sample
-
-TrainData = Mapping[str, Any]
-"""The batch dict that slime's ``RolloutManager._convert_samples_to_train_data`` makes; see
-:mod:`agl_slime.trainers.local.batch`."""
 
 
 @runtime_checkable
 class Trainer(Protocol):
-    """Takes batches, hands out weights, and can be stopped and resumed. The methods are synchronous: call them from a
-    thread, not from an event loop."""
+    """Takes batches, gives weights, and can be stopped and resumed. The methods block: call them from a thread."""
 
-    def train(
-        self, batch: TrainData | Sequence[Sample] | Sequence[Sequence[Sample]], *, iteration: int
-    ) -> dict[str, float]:
+    def train(self, batch: Sequence[Sample] | Sequence[Sequence[Sample]], *, iteration: int) -> dict[str, float]:
         """Train on one batch and return finite metrics named ``train/...``."""
         ...
 

@@ -180,13 +180,11 @@ class ScriptedEngine:
     """See the module's docstring.
 
     Args:
-        vocab_size, context_length: Told by ``/server_info`` and ``/v1/models``; longer prompts and larger ids are
-            refused as SGLang does.
+        vocab_size, context_length: Longer prompts and larger ids are refused as SGLang does.
         token_s: Seconds per sampled token (0: a generation is done within one step of the event loop).
         latency_s: Seconds before each ``/generate`` answer.
         eos_id: An id that ends a generation when it is sampled; None: there is none.
         lists_versions: Answer ``weight_versions`` as newer servers do, else only ``weight_version``.
-        tells_sizes: Whether ``/v1/models`` tells the context length and ``/server_info`` the vocabulary.
         workers: URLs; given, it answers as a router does: ``/workers`` lists them, and what a router does not pass on
             is 404.
         next_id, log_prob, decode: Replace what it samples and says; ``next_id`` and ``log_prob`` get all ids so far.
@@ -203,7 +201,6 @@ class ScriptedEngine:
         latency_s: float = 0.0,
         eos_id: int | None = None,
         lists_versions: bool = True,
-        tells_sizes: bool = True,
         workers: Sequence[str] | None = None,
         next_id: Callable[[Sequence[int]], int] | None = None,
         log_prob: Callable[[Sequence[int]], float] | None = None,
@@ -217,7 +214,6 @@ class ScriptedEngine:
         self.latency_s = latency_s
         self.eos_id = eos_id
         self.lists_versions = lists_versions
-        self.tells_sizes = tells_sizes
         self.workers = workers
         self.next_id = next_id or self._next_id
         self.log_prob = log_prob or _log_prob
@@ -453,15 +449,12 @@ class ScriptedEngine:
 
     async def _control(self, path: str, payload: dict[str, Any]) -> web.StreamResponse:
         handlers: dict[str, Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]]
-        handlers = {"/health": self._health, "/get_model_info": self._model_info}
+        handlers = {"/get_model_info": self._model_info}
         if self.workers is not None:
             handlers["/workers"] = self._workers
         else:
             handlers |= {
                 "/model_info": self._model_info,
-                "/server_info": self._server_info,
-                "/v1/models": self._models,
-                "/v1/loads": self._loads,
                 "/flush_cache": self._flush,
                 "/pause_generation": self._pause,
                 "/continue_generation": self._continue,
@@ -471,25 +464,10 @@ class ScriptedEngine:
         handler = handlers.get(path)
         return web.json_response({"detail": "Not Found"}, status=404) if handler is None else await handler(payload)
 
-    async def _health(self, _: dict[str, Any]) -> web.StreamResponse:
-        return web.Response()
-
     async def _model_info(self, _: dict[str, Any]) -> web.StreamResponse:
         return web.json_response(
             {"model_path": self.model_path, "is_generation": True, "weight_version": self.weight_version}
         )
-
-    async def _server_info(self, _: dict[str, Any]) -> web.StreamResponse:
-        sizes = {"vocab_size": self.vocab_size} if self.tells_sizes else {}
-        return web.json_response({"model_path": self.model_path, "version": "0.0.scripted", **sizes})
-
-    async def _models(self, _: dict[str, Any]) -> web.StreamResponse:
-        sizes = {"max_model_len": self.context_length} if self.tells_sizes else {}
-        return web.json_response({"object": "list", "data": [{"id": self.model_path, "object": "model", **sizes}]})
-
-    async def _loads(self, _: dict[str, Any]) -> web.StreamResponse:
-        rank = {"dp_rank": 0, "num_running_reqs": self.running, "num_waiting_reqs": len(self._waiting)}
-        return web.json_response({"loads": [rank]})
 
     async def _workers(self, _: dict[str, Any]) -> web.StreamResponse:
         listed = [

@@ -5,8 +5,11 @@ from __future__ import annotations
 import http.server
 import json
 import logging
+import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.cli import main
+from agl_slime.cli import COMMANDS, main
 from tests.faults.scripted_engine import ScriptedEngine, Status, in_thread
 
 AGENTS = """
@@ -299,9 +302,13 @@ def test_the_documented_flags_are_all_taken(here: Path, capsys: pytest.CaptureFi
     numbers = {"--actor-num-nodes": 1, "--actor-num-gpus-per-node": 2, "--rollout-num-gpus": 2, "--num-iterations": 3}
     numbers |= {"--rollout-batch-size": 8, "--n-samples-per-prompt": 4}
     flags = [word for flag, number in numbers.items() for word in (flag, str(number))]
-    code, text = said(capsys, "--model-path", "nowhere", "--sglang-url", "http://127.0.0.1:1", *flags)
+    flags += ["--model-path", "nowhere", "--sglang-url", "http://127.0.0.1:1"]
+    code, text = said(capsys, *flags, "--trainer", "slime")
     assert code == 2
     assert text.startswith("error: --model-path nowhere")  # all were parsed
+    code, text = said(capsys, *flags)
+    assert code == 2
+    assert "--actor-num-gpus-per-node with --trainer local: only slime uses it" in text  # fault 6
 
 
 def test_help_names_every_documented_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,7 +339,21 @@ def test_the_commands_are_listed_and_an_unknown_one_is_named(capsys: pytest.Capt
     assert main([]) == 0
     assert "train" in capsys.readouterr().out
     assert main(["trian"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "agl-slime: there is no command 'trian'; the commands are train, buffer, assign-instance-id\n"
-    )
+    said = capsys.readouterr().err
+    assert "'trian'" in said
+    assert all(command in said for command in COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["--help"], ["plot", "--help"]])
+def test_output_that_nobody_reads_is_no_mistake_of_ours(arguments: list[str]) -> None:
+    # fault 14
+    command = [sys.executable, "-m", "agl_slime.cli", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from agl_slime.buffer import agent_rollout
+from agl_slime.buffer import agent_rollout, session
 from agl_slime.buffer.agent_rollout import (
     generate_agent_rollout,
     generate_rollout,
@@ -223,7 +223,7 @@ class serve:
 
 
 async def test_a_generator_that_ends_too_early_ends_the_wait_with_its_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(agent_rollout, "_ASK_ABOUT_RUN_S", 0.1)
+    monkeypatch.setattr(session, "ASK_ABOUT_RUN_S", 0.1)
     add_generator(
         tmp_path, "sums", GENERATOR.replace("skip = list", "raise RuntimeError('no engine')\n        skip = list")
     )
@@ -244,6 +244,26 @@ async def test_groups_that_cannot_be_used_are_left_out(tmp_path):
         assert sorted(data_buffer.metadata["0"]) == ["id0", "id1", "id2", "id3"]
 
 
+async def test_items_that_no_request_can_make_good_end_the_wait(tmp_path):
+    """fault 16: a server that gives items without messages gives them again to the same request, for ever."""
+    item = make_item("1", tokens=[1, 2], response_length=1)
+    del item["messages"]
+
+    async def get(request: web.Request) -> web.Response:
+        return web.json_response({"success": True, "message": "", "data": {"data": [item], "meta_info": {}}})
+
+    async def start(request: web.Request) -> web.Response:
+        return web.json_response({"message": "Rollout started"})
+
+    app = web.Application()
+    app.router.add_post("/get_rollout_data", get)
+    app.router.add_post("/start_rollout", start)
+    async with serve(app) as url:
+        args = args_for(url, tmp_path, fetch_trajectory_retry_times=-1)
+        with pytest.raises(DataSourceError, match="messages"):
+            await asyncio.wait_for(call(args, 0, DataBuffer()), 30)
+
+
 async def test_groups_of_another_size_are_told(tmp_path):
     items = [
         make_item("1", "a", tokens=[1, 2], response_length=1),
@@ -260,7 +280,7 @@ async def test_groups_of_another_size_are_told(tmp_path):
     app.router.add_post("/get_rollout_data", get)
     app.router.add_post("/start_rollout", start)
     async with serve(app) as url:
-        with pytest.raises(DataSourceError, match="n_samples_per_prompt must be what the generator was started with"):
+        with pytest.raises(DataSourceError, match="n_samples_per_prompt is 2"):
             await call(args_for(url, tmp_path), 0, DataBuffer())
 
 
@@ -279,23 +299,23 @@ async def test_failed_requests_are_counted_and_then_told(tmp_path):
     app.router.add_post("/get_rollout_data", get)
     app.router.add_post("/start_rollout", start)
     async with serve(app) as url:
-        with pytest.raises(DataSourceError, match="failed 4 times"):
+        with pytest.raises(DataSourceError, match="4 tries"):
             await call(args_for(url, tmp_path, fetch_trajectory_retry_times=3), 0, DataBuffer())
     assert requests == 4
 
 
 async def test_a_refused_start_is_told_at_once(tmp_path):
     async with BufferServer(settings=settings_for(tmp_path)) as server:
-        with pytest.raises(ConfigError, match="no generator has the task type 'sums'"):
+        with pytest.raises(ConfigError, match="task_type 'sums'"):
             await call(args_for(server.url, tmp_path), 0, DataBuffer())
 
 
 async def test_evaluations_have_a_generator_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(agent_rollout, "_ASK_ABOUT_RUN_S", 0.1)
+    monkeypatch.setattr(session, "ASK_ABOUT_RUN_S", 0.1)
     add_generator(tmp_path, "sums", GENERATOR.replace('"sums"', '"sums_eval"'))
     async with BufferServer(settings=settings_for(tmp_path)) as server:
         args = args_for(server.url, tmp_path)
-        with pytest.raises(ConfigError, match="no generator for evaluations"):
+        with pytest.raises(ConfigError, match="agent_rollout_eval_task_type"):
             await asyncio.to_thread(generate_rollout, args, 0, DataBuffer(), evaluation=True)
         args.agent_rollout_eval_task_type = "sums_eval"
         output = await asyncio.to_thread(generate_rollout, args, 0, DataBuffer(), evaluation=True)
@@ -303,6 +323,48 @@ async def test_evaluations_have_a_generator_of_their_own(tmp_path, monkeypatch):
         entry = output.data["sums_eval"]
         assert sorted(entry["rewards"]) == [0, 0, 0, 0, 1, 1, 1, 1]
         assert len(entry["truncated"]) == len(entry["samples"]) == 8
+
+
+@pytest.mark.parametrize("names", ["the same uids in every run", "fresh uids"])
+async def test_each_evaluation_gets_rollouts_of_its_own(tmp_path, monkeypatch, names):
+    """fault 15: the second evaluation must not be answered with the items of the first."""
+    monkeypatch.setattr(session, "ASK_ABOUT_RUN_S", 0.1)
+    runs = tmp_path / "runs"
+    runs.write_text("")
+    code = GENERATOR.replace('"sums"', '"sums_eval"').replace('"tokens": [1, 2, 3]', '"tokens": [1, 2, run]')
+    code = code.replace(
+        "skip = list",
+        f"open({str(runs)!r}, 'a').write('x'); run = len(open({str(runs)!r}).read())\n        skip = list",
+    )
+    if names == "fresh uids":
+        code = code.replace('f"{epoch}.', 'f"{run}.{epoch}.')
+    add_generator(tmp_path, "sums", code)
+    async with BufferServer(settings=settings_for(tmp_path)) as server:
+        args = args_for(server.url, tmp_path, agent_rollout_eval_task_type="sums_eval")
+        for run in (1, 2, 3):
+            output = await asyncio.wait_for(asyncio.to_thread(generate_rollout, args, run, DataBuffer(), True), 60)
+            assert isinstance(output, RolloutFnEvalOutput)
+            samples = output.data["sums_eval"]["samples"]
+            assert [sample.tokens[-1] for sample in samples] == [run] * 8
+        async with Client(server.url) as client:
+            _, stats = await client.get("/stats")
+    counts = stats["items"]
+    assert counts["opened"] == counts["open"] + counts["ready"] + sum(counts["closed"].values()) == 24
+
+
+async def test_training_goes_on_when_a_buffer_that_kept_all_in_memory_starts_again(tmp_path, monkeypatch):
+    """fault 21: nothing of the run is known any more, so nothing would ever come without a new start."""
+    monkeypatch.setattr(session, "ASK_ABOUT_RUN_S", 0.1)
+    add_generator(tmp_path, "sums", GENERATOR)
+    data_buffer = DataBuffer()
+    async with BufferServer(settings=settings_for(tmp_path)) as server:
+        args = args_for(server.url, tmp_path, rollout_batch_size=1)
+        trained = instances(await call(args, 0, data_buffer))
+        port = int(server.url.rpartition(":")[2])
+    async with BufferServer(settings=settings_for(tmp_path, port=port)):
+        for step in (1, 2, 3):
+            trained += instances(await asyncio.wait_for(call(args, step, data_buffer), 60))
+    assert sorted(trained) == ["id0", "id1", "id2", "id3"]
 
 
 async def test_it_can_be_awaited_as_documented(tmp_path):

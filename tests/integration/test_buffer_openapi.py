@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime.buffer.openapi import openapi_description
+from agl_slime.buffer.models import openapi_description
 from agl_slime.buffer.server import BufferServer
 from tests.buffer_cases import add_generator, settings_for
 

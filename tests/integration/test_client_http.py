@@ -128,10 +128,7 @@ async def test_an_engine_that_aborts_for_ever_is_left(after: int) -> None:
 
 
 async def test_aborted_with_a_full_context_is_length() -> None:
-    async with (
-        ScriptedEngine(context_length=8, tells_sizes=False) as engine,
-        SGLangClient(base_url=engine.url) as client,
-    ):
+    async with ScriptedEngine(context_length=8) as engine, SGLangClient(base_url=engine.url) as client:
         engine.script("/generate", Abort(after=6))
         got = await client.generate([1, 2], SamplingParams(max_new_tokens=6))
         assert got.finish_reason == "length"

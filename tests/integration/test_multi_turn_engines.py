@@ -14,6 +14,8 @@ from typing import Any
 
 from agl_slime import SGLangLitAgent
 from agl_slime.demo.formats import LookupDemonstrations
+from agl_slime.rollout.batched.multi_turn import MultiTurnRollout
+from agl_slime.rollout.batched.sampler import SGLangSampler
 from agl_slime.rollout.by_file import import_file
 from agl_slime.rollout.scheduler import MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
 from agl_slime.sglang.client import SGLangClient
@@ -107,3 +109,15 @@ async def test_no_id_differs_between_the_engines_record_and_the_samples(server: 
     assert turns == n * TURNS
     if server.real:
         assert cached_tokens / prompt_tokens > 0.5  # all but the last answer and what followed it
+
+
+def test_one_prompt_beyond_the_models_context_ends_its_trajectory_only(server: Server) -> None:
+    """Fault 19, against an engine."""
+    tokenizer = load_tokenizer(server.policy)
+    rollout = MultiTurnRollout(sampler=SGLangSampler(base_url=server.url), template=tokenizer)
+    params = SamplingParams(max_new_tokens=4)
+    questions = ("Hello", "again and " * 40_000, "Bye")
+    trajectories = [{"messages": [{"role": "user", "content": question}]} for question in questions]
+    first, full, last = rollout(trajectories, sampling_params=params)
+    assert (full["end_reason"], full["turns"], full["truncated"]) == ("context_overflow", 0, True)
+    assert [len(trajectory["turn_records"]) for trajectory in (first, last)] == [1, 1]

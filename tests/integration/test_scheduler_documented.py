@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agl_slime import SGLangLitAgent
+from agl_slime.errors import ContextOverflowError, EngineServerError
 from agl_slime.rollout.configure import configure_agent
 from agl_slime.rollout.scheduler import ChatMessage, MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
-from agl_slime.rollout.stop import StopReason
+from agl_slime.rollout.stats import StopReason
 from agl_slime.trace.trajectory import Trajectory
 from examples.math_retry import CONTINUATION_TIP, TIP, MathAgent, MathContinuation, MathNewRound, boxed, is_right
 from tests.conversations import ScriptedClient
-from tests.integration.rollouts import run_rollout
+from tests.integration.rollouts import run_rollout, run_rollouts
 from tests.vocabularies import chat_tokenizer
 
 TASK = {"problem": "6 times 4?", "solution": "\\boxed{24}", "images_path": "none"}
@@ -168,6 +171,187 @@ def test_external_plugins_register_local_schedulers() -> None:
     assert type(agent.scheduler).__name__ == "MathContinuation"
     assert isinstance(agent.scheduler, MultiTurnScheduler)
     assert agent.scheduler.max_turns == 4
+
+
+# -- as ms-swift's users write schedulers today (fault 26) -------------------------------------------------------------
+
+
+class Environment(MultiTurnScheduler):
+    """A gym as in ms-swift: hooks with lists, state by the request's uuid, ``step`` with a dict."""
+
+    def __init__(self, infer_engine: Any = None, max_turns: int | None = None, **kwargs: Any) -> None:
+        super().__init__(infer_engine, max_turns, **kwargs)
+        self.envs: dict[str, int] = {}
+        self.seen: list[Any] = []
+        self.fails_at: str | None = None
+
+    def _at(self, place: str) -> None:
+        if self.fails_at == place:
+            raise RuntimeError(f"failed at {place}")
+
+    async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
+        for request in requests:
+            self.envs[request.uuid] = 0
+            request.messages = [{"role": "user", "content": "The first observation."}]
+            self.seen.append(("start", len(requests)))
+        self._at("start")
+
+    async def on_turn_end(
+        self, infer_request: RolloutInferRequest, response_choice: RolloutResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        self.envs[infer_request.uuid] += 1
+        self._at("turn")
+        assert len(response_choice.token_ids) == len(response_choice.logprobs or [])
+        done = "24" in response_choice.message.content
+        return {"done": done, "rollout_infos": {"total_reward": self.envs[infer_request.uuid], "gym_done": done}}
+
+    def check_finished(
+        self, infer_request: RolloutInferRequest, response_choice: RolloutResponseChoice, current_turn: int
+    ) -> bool:
+        return not self.envs  # done, where it is said, decides
+
+    def step(
+        self, infer_request: RolloutInferRequest, response_choice: RolloutResponseChoice, current_turn: int
+    ) -> dict[str, Any]:
+        self._at("step")
+        infer_request.messages.append({"role": "user", "content": f"Observation {current_turn}."})
+        ids = [*response_choice.token_ids, *self.tokenizer.encode("more")]
+        return {
+            "infer_request": infer_request,
+            "response_token_ids": ids,
+            "response_loss_mask": [1] * len(ids),
+            "rollout_infos": {"steps": current_turn},
+        }
+
+    async def on_trajectory_end(self, requests: list[RolloutInferRequest], error: BaseException | None = None) -> None:
+        for request in requests:
+            self.envs.pop(request.uuid)
+            self.seen.append(("end", request.messages[-1]["content"], type(error).__name__))
+        self._at("end")
+
+
+class Infos(MathAgent):
+    infos: Any = None
+
+    async def score(self, task: dict[str, Any], trajectory: Trajectory) -> float:
+        type(self).infos = trajectory.metadata["rollout_infos"]
+        return 1.0
+
+
+async def test_an_environment_as_in_ms_swift() -> None:
+    """Fault 26: lists, dicts, done, infos, the hook at the end."""
+    scheduler = Environment(max_turns=5)
+    conversion, client, tokenizer = await played(scheduler, [WRONG, WRONG, RIGHT, "never asked"], Infos)
+    assert scheduler.max_turns == 5
+    assert scheduler.seen == [("start", 1), ("end", RIGHT, "NoneType")]
+    assert not scheduler.envs
+    assert Infos.infos == {"total_reward": 3, "gym_done": True, "steps": 2}
+    assert "The first observation." in tokenizer.decode(client.prompts[0])
+    assert "Observation 2." in tokenizer.decode(client.prompts[2])
+    (sample,) = conversion.samples
+    assert sample.metadata["stop_reason"] == "stop"
+    trained = [t for t, m in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if m]
+    assert trained == [token for generation in client.generations for token in generation.output_ids]
+
+
+async def test_max_turns_ends_a_rollout_whatever_the_scheduler_says() -> None:
+    """Fault 26."""
+    scheduler = Environment(max_turns=2)
+    conversion, _, _ = await played(scheduler, [WRONG, WRONG, "never asked"], Infos)
+    assert (conversion.report.turns, conversion.samples[0].metadata["stop_reason"]) == (2, "max_turns")
+    assert scheduler.seen[-1] == ("end", WRONG, "NoneType")
+
+
+@pytest.mark.parametrize("place", ["start", "turn", "step", "end", "engine"])
+async def test_what_was_opened_is_closed_whatever_goes_wrong(place: str) -> None:
+    """Fault 26."""
+    scheduler = Environment(max_turns=5)
+    scheduler.fails_at = place
+    tokenizer = chat_tokenizer("anthropic", "chatml")
+    answers: list[Any] = [EngineServerError("failed at engine")] if place == "engine" else [WRONG, RIGHT]
+    agent = MathAgent(tokenizer=tokenizer, client=ScriptedClient(tokenizer, answers))
+    agent.scheduler = scheduler
+    finished = await run_rollout(agent, TASK)
+    assert finished.failure is not None
+    assert f"failed at {place}" in finished.failure[1]
+    assert not scheduler.envs
+    error = {"end": "NoneType", "engine": "EngineServerError"}.get(place, "RuntimeError")
+    assert scheduler.seen[-1][2] == error
+
+
+async def test_the_error_of_a_rollout_is_told_although_its_end_fails_too() -> None:
+    class Both(Environment):
+        def _at(self, place: str) -> None:
+            if place in ("step", "end"):
+                raise RuntimeError(f"failed at {place}")
+
+    tokenizer = chat_tokenizer("anthropic", "chatml")
+    agent = MathAgent(tokenizer=tokenizer, client=ScriptedClient(tokenizer, [WRONG]))
+    agent.scheduler = Both()
+    finished = await run_rollout(agent, TASK)
+    assert finished.failure is not None
+    assert "failed at step" in finished.failure[1]
+
+
+async def test_a_limit_is_no_error_at_the_end() -> None:
+    scheduler = Environment()
+    tokenizer = chat_tokenizer("anthropic", "chatml")
+    agent = Infos(tokenizer=tokenizer, client=ScriptedClient(tokenizer, [WRONG, ContextOverflowError("full")]))
+    agent.scheduler = scheduler
+    finished = await run_rollout(agent, TASK)
+    assert finished.failure is None
+    assert scheduler.seen[-1] == ("end", "Observation 1.", "NoneType")
+
+
+async def test_a_sync_scheduler_runs_off_the_loop_of_all_rollouts() -> None:
+    """Fault 26: the slow ones of two rollouts run at the same time, and on no event loop."""
+    together = threading.Barrier(2)
+    hooks: set[str] = set()
+
+    class Slow(Twice):
+        def note(self, hook: str) -> None:
+            with pytest.raises(RuntimeError):
+                asyncio.get_running_loop()
+            together.wait(20)
+            hooks.add(hook)
+
+        def on_trajectory_start(self, requests: Any) -> None:  # type: ignore[override]
+            assert isinstance(requests, list)
+            self.note("start")
+
+        def on_turn_end(self, infer_request: Any, result: Any, current_turn: int) -> None:  # type: ignore[override]
+            self.note("turn")
+
+        def check_finished(self, infer_request: Any, result: Any, current_turn: int) -> bool:
+            self.note("check")
+            return super().check_finished(infer_request, result, current_turn)
+
+        def step(self, infer_request: Any, result: Any, current_turn: int) -> Any:
+            self.note("step")
+            return super().step(infer_request, result, current_turn)
+
+        def on_trajectory_end(self, requests: Any, error: Any = None) -> None:  # type: ignore[override]
+            self.note("end")
+
+    tokenizer = chat_tokenizer("anthropic", "chatml")
+    agent = MathAgent(tokenizer=tokenizer, client=ScriptedClient(tokenizer, [WRONG] * 4))
+    agent.scheduler = Slow(max_turns=2)
+    finished = await run_rollouts(agent, [TASK, TASK])
+    assert [rollout.failure for rollout in finished] == [None, None]
+    assert hooks == {"start", "turn", "check", "step", "end"}
+
+
+async def test_a_step_that_returns_something_else_fails_the_rollout_by_name() -> None:
+    class Wrong(Twice):
+        def step(self, infer_request: Any, result: Any, current_turn: int) -> Any:
+            return {"messages": []}
+
+    tokenizer = chat_tokenizer("anthropic", "chatml")
+    agent = MathAgent(tokenizer=tokenizer, client=ScriptedClient(tokenizer, [WRONG]))
+    agent.scheduler = Wrong(max_turns=2)
+    finished = await run_rollout(agent, TASK)
+    assert finished.failure is not None
+    assert "Wrong.step" in finished.failure[1]
 
 
 def test_boxes_are_read_with_their_braces() -> None:

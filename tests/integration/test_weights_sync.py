@@ -12,7 +12,7 @@ from aiohttp import web
 from agl_slime.errors import ConfigError, EngineUnreachableError, WeightSyncError
 from agl_slime.sglang.client import ClientSettings, SGLangClient
 from agl_slime.sglang.generation import SamplingParams, WeightSpan
-from agl_slime.sglang.weights import PHASES, DiskWeightSync, WeightSyncSettings
+from agl_slime.sglang.weights import DiskWeightSync, WeightSyncSettings
 from tests.faults.scripted_engine import Answer, Body, Fault, Reset, ScriptedEngine, Stall, Status, in_thread
 
 QUICK = ClientSettings(backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3)
@@ -31,7 +31,7 @@ def steps(engine: ScriptedEngine) -> list[str]:
 
 async def test_one_worker() -> None:
     async with ScriptedEngine() as engine:
-        report = await make_sync(engine).push("/models/step-1", "1")
+        assert await make_sync(engine).push("/models/step-1", "1") == (engine.url,)
         assert steps(engine) == [
             "/pause_generation",
             "/flush_cache",
@@ -47,11 +47,6 @@ async def test_one_worker() -> None:
             "weight_version": "1",
             "flush_cache": False,
         }
-        assert (report.version, report.model_path) == ("1", "/models/step-1")
-        (worker,) = report.workers
-        assert worker.url == engine.url
-        assert tuple(worker.seconds) == PHASES
-        assert 0 < sum(worker.seconds.values()) < report.seconds < 5.0
 
 
 async def test_all_workers_of_a_router_at_the_same_time() -> None:
@@ -68,9 +63,9 @@ async def test_all_workers_of_a_router_at_the_same_time() -> None:
                 return await answer()
 
         workers[0].script("/update_weights_from_disk", WaitForLast())
-        report = await asyncio.wait_for(make_sync(router).push("/models/step-1", "1"), 10)
+        urls = await asyncio.wait_for(make_sync(router).push("/models/step-1", "1"), 10)
         assert arrived.is_set()
-        assert [worker.url for worker in report.workers] == [worker.url for worker in workers]
+        assert list(urls) == [worker.url for worker in workers]
         assert [worker.weight_version for worker in workers] == ["1"] * 3
         assert steps(router) == []  # a router takes none of these
 
@@ -158,8 +153,8 @@ async def test_a_server_that_loads_and_then_complains_has_the_weights_all_the_sa
                 )
 
         engine.script("/update_weights_from_disk", LoadAndComplain())
-        report = await make_sync(engine).push("/models/step-1", "1")
-        assert report.version == engine.weight_version == "1"
+        await make_sync(engine).push("/models/step-1", "1")
+        assert engine.weight_version == "1"
 
 
 async def test_continue_is_tried_again_and_its_failure_told() -> None:

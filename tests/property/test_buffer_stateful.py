@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from agl_slime.buffer.errors import BufferRequestError
-from agl_slime.buffer.items import parse_items
-from agl_slime.buffer.pipeline import GroupPipeline, PipelineSettings
-from agl_slime.buffer.store import Batch, ItemStore, WriteRequest, WriteResult
+from agl_slime.buffer.models import parse_items
+from agl_slime.buffer.pipeline import GroupPipeline
+from agl_slime.buffer.records import Batch, WriteRequest, WriteResult
+from agl_slime.buffer.settings import PipelineSettings
+from agl_slime.buffer.store import ItemStore
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
 
@@ -43,7 +45,9 @@ class BufferMachine(RuleBasedStateMachine):
     def _open(self) -> ItemStore:
         database = Database(path=Path(self.directory.name) / "buffer.sqlite", exclusive=True)
         store = ItemStore(database=database, keep_delivered=self.keep, clock=lambda: self.now)
-        store.set_task(TASK, GroupPipeline(settings=PipelineSettings(group_size=self.group_size)))
+        store.set_task(
+            TASK, GroupPipeline(settings=PipelineSettings(group_size=self.group_size, reward_range=(0.0, 1.0)))
+        )
         return store
 
     def teardown(self) -> None:
@@ -70,7 +74,7 @@ class BufferMachine(RuleBasedStateMachine):
             {"uid": f"u{uid}", "instance_id": f"i{instance}", "messages": [], "reward": reward, "group_id": group_id}
             for uid, instance, reward, group_id in entries
         ]
-        written, _ = parse_items(orjson.dumps(items))
+        _, written = parse_items(orjson.dumps(items))
         (result,) = self.store.write([WriteRequest(TASK, written)])
         if isinstance(result, BufferRequestError):
             assert result.status == 409

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime.buffer import stages
-from agl_slime.buffer.pipeline import GroupPipeline, GroupSnapshot, PipelineSettings
+from agl_slime.buffer.pipeline import GroupPipeline, GroupSnapshot
+from agl_slime.buffer.settings import PipelineSettings
+from tests.buffer_cases import process
 
 rewards = st.one_of(st.floats(0, 1), st.just(-1.0), st.just(math.nan), st.none(), st.just("broken"))
 ratios = st.floats(0.01, 1.0)
@@ -39,7 +41,7 @@ def test_what_comes_out_is_whole_trainable_and_accounted_for(
         min_valid_item_size_ratio=item_ratio,
         min_timeout_group_size_ratio=timeout_ratio,
     )
-    result = GroupPipeline(settings=settings).process(groups, now=1000.0)
+    result = process(GroupPipeline(settings=settings), groups, now=1000.0)
     ids = [group.instance_id for group in groups]
     finished = [group.snapshot.instance_id for group in result.finished]
     valid = [group.snapshot.instance_id for group in result.valid]

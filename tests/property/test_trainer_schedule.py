@@ -6,23 +6,26 @@ from hypothesis import strategies as st
 
 from agl_slime.trainers.local.batch import TrainBatch
 from agl_slime.trainers.local.schedule import make_microbatches, split_minibatches
+from agl_slime.types import sample_from_fields
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> TrainBatch:
     """Samples of random lengths and masks; every token id is different, so that each can be found again."""
-    data: dict[str, list] = {"tokens": [], "response_lengths": [], "rewards": [], "loss_masks": [], "rollout_ids": []}
-    next_id = 0
+    samples, next_id = [], 0
     for _ in range(draw(st.integers(1, 12))):
         mask = draw(st.lists(st.integers(0, 1), max_size=8))
         length = draw(st.integers(1, 6)) + len(mask)
-        data["tokens"].append(list(range(next_id, next_id + length)))
+        sample = sample_from_fields(
+            tokens=list(range(next_id, next_id + length)),
+            response_length=len(mask),
+            loss_mask=mask,
+            reward=0.0,
+            rollout_id=draw(st.integers(0, 5)),
+        )
+        samples.append(sample)
         next_id += length
-        data["response_lengths"].append(len(mask))
-        data["rewards"].append(0.0)
-        data["loss_masks"].append(mask)
-        data["rollout_ids"].append(draw(st.integers(0, 5)))
-    return TrainBatch.from_train_data(data)
+    return TrainBatch.from_samples(samples, rewards_normalization=False)
 
 
 @given(batch=batches(), n_minibatches=st.integers(1, 6), seed=st.integers(0, 1000))

@@ -17,6 +17,7 @@ from slime.ray.train_actor import TrainRayActor
 
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 from agl_slime.trainers.local.trainer import LocalTrainer
+from agl_slime.types import Sample, sample_from_fields
 
 
 def register_cpu() -> None:
@@ -78,18 +79,23 @@ class CpuTrainActor(TrainRayActor):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.train_parallel_config = self._get_parallel_config()
         self.trainer = LocalTrainer(
-            model_path=args.hf_checkpoint, settings=LocalTrainerSettings(temperature=args.rollout_temperature)
+            model_path=args.hf_checkpoint,
+            # the rewards in slime's batch are advantages already
+            settings=LocalTrainerSettings(temperature=args.rollout_temperature, rewards_normalization=False),
         )
         self.version = 0
-        return 0
+        latest = Path(args.load or "") / "latest_checkpointed_iteration.txt"  # Megatron's name
+        if not latest.is_file():
+            return 0
+        self.trainer.load(Path(args.load) / f"iter_{int(latest.read_text()):07d}")
+        return int(latest.read_text()) + 1
 
     def train(self, rollout_id: int, rollout_data_ref: list[Any], external_data: Any = None) -> None:
         data = ray.get(rollout_data_ref[self._rank].inner)
         batch = {name: _per_sample(value) for name, value in data.items()}
-        batch["raw_reward"] = [batch["raw_reward"][position] for position in batch["partition"]]
-        batch["rollout_mask_sums"] = [int(total) for total in batch["rollout_mask_sums"]]  # a float tensor on HEAD
-        metrics = self.trainer.train(batch, iteration=rollout_id)
-        reward = sum(batch["raw_reward"]) / len(batch["raw_reward"])
+        metrics = self.trainer.train(_samples(batch), iteration=rollout_id)
+        raw_rewards = [batch["raw_reward"][position] for position in batch["partition"]]
+        reward = sum(raw_rewards) / len(raw_rewards)
         with open(self.args.agl_metrics, "a") as lines:
             lines.write(json.dumps({"step": rollout_id, "reward": reward, "version": self.version, **metrics}) + "\n")
 
@@ -100,6 +106,7 @@ class CpuTrainActor(TrainRayActor):
 
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
         self.trainer.save(Path(self.args.save) / f"iter_{rollout_id:07d}")
+        (Path(self.args.save) / "latest_checkpointed_iteration.txt").write_text(str(rollout_id))
 
     def clear_memory(self) -> None: ...
 
@@ -109,6 +116,19 @@ class CpuTrainActor(TrainRayActor):
 
     def _get_parallel_config(self) -> dict[str, int]:
         return {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+
+
+def _samples(batch: dict[str, Any]) -> list[Sample]:
+    names = {
+        "tokens": "tokens",
+        "response_length": "response_lengths",
+        "reward": "rewards",
+        "loss_mask": "loss_masks",
+        "rollout_id": "rollout_ids",
+        "rollout_log_probs": "rollout_log_probs",
+    }
+    columns = zip(*(batch[key] for key in names.values()), strict=True)
+    return [sample_from_fields(**dict(zip(names, row, strict=True))) for row in columns]
 
 
 def _per_sample(value: Any) -> Any:

@@ -43,7 +43,7 @@ def _judge(result: dict[str, Any], loop: str, *, engines: int) -> None:
     # one weight update before the first batch and one after each; every engine reports the last
     assert result["versions"] == [str(STEPS + 1)] * engines
     assert len(result["weights"]) == STEPS + 1
-    assert result["checkpoint"] == [f"iter_{STEPS - 1:07d}", "rollout"]
+    assert {f"iter_{STEPS - 1:07d}", "rollout"} <= set(result["checkpoint"])
     if loop == "train":  # on-policy: the trainer's log-probs are the engine's
         assert max(result["logprob_diff_max"]) < 1e-4
     assert all(0.0 <= mean <= 1.0 for mean in result["eval"])

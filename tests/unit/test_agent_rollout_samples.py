@@ -83,15 +83,15 @@ def test_slimes_own_normalisation_gets_raw_rewards_with_an_unmoved_mean():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tokens": [1, "2"]}, "tokens are no list of token ids"),
-        ({"tokens": [1, -2, 3]}, "tokens are no list of token ids"),
+        ({"tokens": [1, "2"]}, "tokens.1 is '2'"),
+        ({"tokens": [1, -2, 3]}, "tokens.1 is -2"),
         ({"response_length": 4}, "response_length is 4 with 4 tokens"),
         ({"response_length": 0}, "response_length is 0"),
         ({"response_length": None}, "response_length is None"),
-        ({"loss_mask": [1]}, "loss_mask must have 2 entries"),
-        ({"loss_mask": [1, 2]}, "loss_mask must have 2 entries"),
-        ({"rollout_log_probs": [-0.5]}, "rollout_log_probs must have 2 finite numbers"),
-        ({"rollout_log_probs": [-0.5, math.nan]}, "rollout_log_probs must have 2 finite numbers"),
+        ({"loss_mask": [1]}, "loss_mask has 1 entries"),
+        ({"loss_mask": [1, 2]}, "loss_mask.1 is 2"),
+        ({"rollout_log_probs": [-0.5]}, "rollout_log_probs has 1 entries"),
+        ({"rollout_log_probs": [-0.5, math.nan]}, "rollout_log_probs.1 is nan"),
     ],
 )
 def test_misaligned_tokens_are_refused_by_name(fields, message):

@@ -41,7 +41,7 @@ def test_a_second_run_changes_nothing(tmp_path):
     [
         ("{", "line 1: not JSON"),
         ("[]", "line 1: expected an object"),
-        ('{"instance_id": 1}\n{"instance_id": "1"}', "line 2: the instance_id '1' is there twice"),
+        ('{"instance_id": 1}\n{"instance_id": "1"}', "instance_id '1'"),
     ],
 )
 def test_a_file_that_cannot_be_used_leaves_nothing_behind(tmp_path, text, message):

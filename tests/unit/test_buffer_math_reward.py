@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from agl_slime.buffer.generators.math_reward import boxed_reward, last_boxed
@@ -38,7 +40,31 @@ def test_the_last_complete_box_counts(text, boxed):
         (r"\boxed{43}", "42", 0.0),
         (r"\boxed{}", "42", 0.0),
         (r"\boxed{1/0}", "42", 0.0),
+        (r"\boxed{1,2}", "12", 0.0),  # fault 17: a comma separates thousands, or two numbers
+        (r"\boxed{1,2}", "1, 2", 1.0),
+        (r"\boxed{12,34}", "1234", 0.0),
+        (r"\boxed{-1,234,567.5}", "-1234567.5", 1.0),
+        (r"\boxed{1{,}234}", "1234", 1.0),
+        (r"\boxed{1e3}", "1000", 1.0),
+        (r"\boxed{1e10000000}", "1e10000000", 1.0),
     ],
 )
 def test_numbers_are_compared_as_numbers_and_the_rest_as_text(response, label, reward):
     assert boxed_reward(response, label) == reward
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"\boxed{1e10000000}",
+        r"\boxed{-1e-99999999}",
+        r"\boxed{1/1e10000000}",
+        rf"\boxed{{{'9' * 200_000}}}",
+        "\\boxed{" * 20_000,
+    ],
+)
+def test_no_answer_holds_the_process(answer):
+    """fault 17: an exponent of seven digits was written out in full."""
+    began = time.process_time()
+    assert boxed_reward(answer, "42") == 0.0
+    assert time.process_time() - began < 1

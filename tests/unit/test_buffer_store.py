@@ -10,9 +10,12 @@ import orjson
 import pytest
 
 from agl_slime.buffer.errors import BufferFullError, BufferRequestError
-from agl_slime.buffer.items import parse_items
-from agl_slime.buffer.pipeline import GroupPipeline, PipelineSettings
-from agl_slime.buffer.store import Batch, ItemStore, WriteRequest, WriteResult
+from agl_slime.buffer.models import parse_items
+from agl_slime.buffer.pipeline import GroupPipeline
+from agl_slime.buffer.records import Batch, WriteRequest, WriteResult
+from agl_slime.buffer.runs import RunRecords
+from agl_slime.buffer.settings import PipelineSettings
+from agl_slime.buffer.store import ItemStore
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
 
@@ -52,7 +55,7 @@ def open_store(
 
 
 def write(store: ItemStore, *items: dict[str, Any], task: str = "math") -> WriteResult:
-    written, _ = parse_items(orjson.dumps(list(items)))
+    _, written = parse_items(orjson.dumps(list(items)))
     (result,) = store.write([WriteRequest(task, written)])
     if isinstance(result, BufferRequestError):
         raise result
@@ -223,7 +226,7 @@ def test_everything_is_there_after_a_restart(tmp_path):
 def test_a_resumed_trainer_gets_what_it_lost_and_nothing_else(tmp_path, by_name):
     path = tmp_path / "buffer.sqlite"
     store = open_store(path)
-    store.start_run("math", {"skip_instance_ids": ["a"]})  # "a" was trained in an earlier life
+    runs_of(store).start("math", {"skip_instance_ids": ["a"]})  # "a" was trained before the restart
     write(store, *(item(f"{i}{n}", i) for i in "abc" for n in range(2)))
     first = store.read("math", max_groups=1)
     rest = store.read("math")
@@ -302,7 +305,7 @@ def test_a_hand_out_that_cannot_be_stored_is_none(tmp_path, monkeypatch):
     store = open_store(tmp_path / "buffer.sqlite")
     write(store, item("1"), item("2"))
     monkeypatch.setattr(
-        store, "_settle", lambda *args: (_ for _ in ()).throw(sqlite3.OperationalError("database or disk is full"))
+        store, "_finalize", lambda *args: (_ for _ in ()).throw(sqlite3.OperationalError("database or disk is full"))
     )
     with pytest.raises(sqlite3.OperationalError):
         store.read("math")
@@ -313,13 +316,13 @@ def test_a_hand_out_that_cannot_be_stored_is_none(tmp_path, monkeypatch):
 def test_a_write_that_cannot_be_stored_leaves_no_trace(tmp_path, monkeypatch):
     store = open_store(tmp_path / "buffer.sqlite")
     write(store, item("1"))
-    count_in = store._count_in
+    insert = store._insert
 
     def full(*args: Any) -> None:
-        count_in(*args)
+        insert(*args)
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr(store, "_count_in", full)
+    monkeypatch.setattr(store, "_insert", full)
     with pytest.raises(sqlite3.OperationalError):
         write(store, item("2"))
     monkeypatch.undo()
@@ -336,13 +339,63 @@ def test_a_changed_group_size_applies_to_what_waits():
     assert uids(store.read("math")) == ["1", "2"]
 
 
+def runs_of(store: ItemStore) -> RunRecords:
+    return RunRecords(store._database)
+
+
 def test_runs_remember_where_they_began():
     store = open_store()
-    run = store.start_run("math", {"input_file": "x", "skip_instance_ids": []})
+    runs = runs_of(store)
+    run = runs.start("math", {"input_file": "x", "skip_instance_ids": []})
     write(store, item("1"), item("2"))
     store.read("math")
-    assert store.finished_after("math", store.last_runs()["math"]["finished_before"]) == ["a"]
-    store.end_run(run, "failed", "ValueError: no")
-    assert store.last_runs()["math"]["state"] == "failed"
-    store.end_run(run, "finished")
-    assert store.last_runs()["math"]["error"] == "ValueError: no"
+    assert runs.finished_since(run) == ["a"]
+    runs.end(run, "failed", "ValueError: no")
+    assert runs.latest()["math"]["state"] == "failed"
+    runs.end(run, "finished")
+    assert runs.latest()["math"]["error"] == "ValueError: no"
+
+
+def test_names_of_groups_are_never_given_twice(tmp_path):
+    """A trainer names what it has trained by them, at any later time."""
+    path = tmp_path / "buffer.sqlite"
+    names: list[str] = []
+    for n in range(3):
+        store = open_store(path, keep_delivered=0)
+        for k in range(2):
+            write(store, item(f"{n}.{k}.0", k), item(f"{n}.{k}.1", k))
+            batch = store.read("math")
+            assert batch is not None
+            names.append(batch.data[0]["buffer_group"])
+        store.close()
+    assert len(set(names)) == 6
+
+
+def test_a_discarded_task_begins_anew_and_the_account_adds_up():
+    store = open_store()
+    write(store, item("1"), item("2"), item("3", "b"))
+    store.read("math")
+    store.discard("math")
+    assert store.ledger.counts().closed == {Outcome.TRAINED: 2, Outcome.CANCELLED: 1}
+    assert store.held_items == 0
+    store.set_task("math", GroupPipeline(settings=PipelineSettings(group_size=2)), scope="math#2")
+    assert write(store, item("1"), item("2", reward=0.0)) == WriteResult(2, 0)
+    assert uids(store.read("math")) == ["1", "2"]
+    assert counts_add_up(store)
+
+
+def test_a_database_of_the_first_version_is_taken_up(tmp_path):
+    path = tmp_path / "buffer.sqlite"
+    store = open_store(path)
+    write(store, item("1"), item("2", "b"), item("3", "b"))
+    connection = store._database.connection
+    for index in ("due", "idle"):
+        connection.execute(f"DROP INDEX groups_{index}")
+    for column in ("count", "last_time", "accepting", "due"):
+        connection.execute(f"ALTER TABLE groups DROP COLUMN {column}")
+    store.close()
+    store = open_store(path)
+    assert store.held_items == 3
+    assert uids(store.read("math")) == ["2", "3"]
+    write(store, item("4"))
+    assert uids(store.read("math")) == ["1", "4"]

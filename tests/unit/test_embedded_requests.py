@@ -10,7 +10,11 @@ pytest.importorskip("torch", reason='the embedded engine needs torch: pip instal
 
 from agl_slime.engine.chat import split_tool_calls
 from agl_slime.engine.requests import BadRequest, Sampling, parse_generate
-from agl_slime.engine.sampling import ALL_TOKENS
+from agl_slime.engine.requests import parse as parse_model
+
+
+def sampling_of(params: Any) -> Sampling:
+    return parse_model(Sampling, params)
 
 
 def parse(body: Any) -> Any:
@@ -18,12 +22,12 @@ def parse(body: Any) -> Any:
 
 
 def test_defaults_are_those_of_sglang() -> None:
-    assert Sampling.parse(None) == Sampling.parse({"temperature": None, "stop": None})
-    sampling = Sampling.parse(None)
+    assert sampling_of(None) == sampling_of({"temperature": None, "stop": None})
+    sampling = sampling_of(None)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (
         1.0,
         1.0,
-        ALL_TOKENS,
+        -1,
         128,
     )
     assert (sampling.skip_special_tokens, sampling.ignore_eos, sampling.no_stop_trim) == (True, False, False)
@@ -31,26 +35,31 @@ def test_defaults_are_those_of_sglang() -> None:
 
 
 def test_a_null_length_means_up_to_the_context() -> None:
-    assert Sampling.parse({"max_new_tokens": None}).max_new_tokens is None
+    assert sampling_of({"max_new_tokens": None}).max_new_tokens is None
 
 
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"regex": "a+"}, "regex is not supported"),
-        ({"min_p": 0.1}, "min_p is not supported"),
-        ({"logit_bias": {"3": 1.0}}, "logit_bias is not supported"),
-        ({"max_tokens": 3}, "Unknown sampling parameter 'max_tokens'"),
-        ({"temperature": float("nan")}, "temperature must be a finite number"),
-        ({"temperature": True}, "temperature must be a finite number"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer"),
-        ({"stop": ""}, "stop must be a non-empty string"),
-        ({"stop": ["a", 3]}, "stop must be a non-empty string"),
+        ({"regex": "a+"}, "regex"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"logit_bias": {"3": 1.0}}, "logit_bias"),
+        ({"max_tokens": 3}, "max_tokens.*3"),
+        ({"temperature": float("nan")}, "temperature.*nan"),
+        ({"temperature": True}, "temperature.*True"),
+        ({"temperature": -0.5}, "temperature.*-0.5"),
+        ({"top_p": 0}, "top_p.*0"),
+        ({"top_k": 1.0}, "top_k.*1.0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens.*2.5"),
+        ({"stop": ""}, "stop.*''"),
+        ({"stop": ["a", 3]}, "stop.*3"),
+        ({"stop_token_ids": [[1]]}, "stop_token_ids.*1"),
+        ({"ignore_eos": "yes"}, "ignore_eos.*yes"),
     ],
 )
 def test_what_it_cannot_do_is_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(BadRequest, match=message):
-        Sampling.parse(params)
+        sampling_of(params)
 
 
 def test_parameters_switched_off_explicitly_are_fine() -> None:
@@ -62,7 +71,7 @@ def test_parameters_switched_off_explicitly_are_fine() -> None:
         "spaces_between_special_tokens": False,
         "sampling_seed": 3,
     }
-    assert Sampling.parse(off) == Sampling()
+    assert sampling_of(off) == Sampling()
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 
-from agl_slime.engine.sampling import ALL_TOKENS, RowParams, normalize_temperature, sample  # noqa: E402
+from agl_slime.engine.sampling import ALL_TOKENS, RowParams, sample  # noqa: E402
 
 
 def rows(*params: tuple[float, float, int]) -> RowParams:
-    temperature, top_p, top_k = zip(*params, strict=True)
-    return RowParams.of(torch.tensor(temperature), torch.tensor(top_p), torch.tensor(top_k))
+    return RowParams.of(params)
 
 
 def test_log_probs_are_of_the_scaled_distribution_before_any_cut() -> None:
@@ -57,6 +56,6 @@ def test_a_token_without_weight_is_never_drawn() -> None:
 
 
 def test_temperature_zero_becomes_greedy_at_temperature_one() -> None:
-    assert normalize_temperature(0.0, 40) == (1.0, 1)
-    assert normalize_temperature(0.7, -1) == (0.7, ALL_TOKENS)
-    assert normalize_temperature(0.7, 5) == (0.7, 5)
+    params = rows((0.0, 1.0, 40), (0.5, 1.0, -1), (2.0, 1.0, 5))
+    assert params.temperature.tolist() == [1.0, 0.5, 2.0]
+    assert params.top_k.tolist() == [1, ALL_TOKENS, 5]

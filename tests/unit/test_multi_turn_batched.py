@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from agl_slime.errors import ConfigError, EngineProtocolError, EngineServerError, MissingDependencyError
+from agl_slime.errors import (
+    ConfigError,
+    ContextOverflowError,
+    EngineProtocolError,
+    EngineServerError,
+    MissingDependencyError,
+)
 from agl_slime.groups.assembler import GroupAssembler
 from agl_slime.groups.policy import CompleteGroup
 from agl_slime.groups.results import MemberResult
@@ -50,6 +56,9 @@ class ScriptedSampler:
             text = self.tokenizer.decode(each["input_ids"], skip_special_tokens=False)
             question = next(question for question in self.script if f"user\n{question}<" in text)
             said = self.script[question].pop(0)
+            if isinstance(said, Exception):
+                answers.append(said)
+                continue
             generation = said if isinstance(said, Generation) else generation_of(self.tokenizer, said)
             if len(generation.output_ids) > params.max_new_tokens:
                 ids = generation.output_ids[: params.max_new_tokens]
@@ -175,7 +184,7 @@ def test_tools_and_sampling_may_be_given_per_call_and_per_trajectory() -> None:
             [dict(t) for t in trajectories], tool_manager=given, sampling_params=SamplingParams(max_new_tokens=100)
         )
         assert [trajectory["messages"][2]["content"] for trajectory in results] == ["aa", "bb"]
-    with pytest.raises(ConfigError, match="one for each trajectory, got 1 for 2"):
+    with pytest.raises(ConfigError, match="got 1 for 2"):
         MultiTurnRollout(sampler=sampler, template=tokenizer)(trajectories, tool_manager=[ToolManager([look])])
 
 
@@ -246,14 +255,79 @@ def test_errors_of_the_engine_are_the_callers() -> None:
         MultiTurnRollout(sampler=Short(), template=tokenizer)(trajectories)
 
 
+def test_a_context_overflow_ends_one_trajectory_and_no_other() -> None:
+    """Fault 19: the whole batch was lost."""
+    full = ContextOverflowError("the prompt has 9 tokens")
+    results, sampler = run({"a": [CALL, full], "b": [CALL, "Two."], "c": [full], "d": [CALL, CALL, "Three."]})
+    ends = [(trajectory["end_reason"], trajectory["turns"], trajectory["truncated"]) for trajectory in results]
+    overflow = "context_overflow"
+    assert ends == [(overflow, 1, True), ("stop", 2, False), (overflow, 0, True), ("stop", 3, False)]
+    assert [trajectory["stop_reason"] for trajectory in results] == ["length", "stop", "length", "stop"]
+    assert [trained(trajectory) for trajectory in results] == [sampler.sampled[question] for question in "abcd"]
+    assert len(sampler.calls) == 3
+    assert len(trajectory_to_samples(results[0], reward=1.0)) == 1
+
+
+def test_a_sampler_that_raises_a_context_overflow_loses_no_other_trajectory() -> None:
+    """Fault 19."""
+    tokenizer = chat_tokenizer("anthropic", "groups_tools")
+
+    class Raises:
+        def sample(self, inputs: Any, sampling_params: Any) -> list[Generation]:
+            asked = [tokenizer.decode(each["input_ids"], skip_special_tokens=False) for each in inputs]
+            if any("user\nfull<" in text and "three" in text for text in asked):
+                raise ContextOverflowError("too long")
+            return [generation_of(tokenizer, "Done." if "three" in text else CALL) for text in asked]
+
+    rollout = MultiTurnRollout(sampler=Raises(), template=tokenizer, tool_manager=ToolManager([look]))
+    results = rollout([{"messages": [{"role": "user", "content": question}]} for question in ("a", "full", "b", "c")])
+    assert [trajectory["end_reason"] for trajectory in results] == ["stop", "context_overflow", "stop", "stop"]
+    assert [trajectory["turns"] for trajectory in results] == [2, 1, 2, 2]
+
+
+def test_a_prompt_beyond_the_trajectorys_tokens_ends_its_trajectory() -> None:
+    results, _ = run({"a": ["One."], "b " * 300: ["never asked"]}, max_trajectory_tokens=200)
+    assert [(trajectory["end_reason"], trajectory["turns"]) for trajectory in results] == [
+        ("stop", 1),
+        ("length", 0),
+    ]
+    assert set(results[1]["labels"]) == {-100}
+
+
+def test_managers_that_were_made_for_a_trajectory_are_closed_at_its_end() -> None:
+    """Fault 27: tools that hold a sandbox."""
+    closed: list[str] = []
+
+    class Box:
+        schema = {"name": "box"}
+
+        def __init__(self, task: Any) -> None:
+            self.name = task["id"]
+
+        def __call__(self) -> str:
+            return "ran"
+
+        async def aclose(self) -> None:
+            closed.append(self.name)
+
+    script = {"a": ["One."], "b": [CALL, EngineServerError("down")]}
+    with pytest.raises(EngineServerError):
+        run(script, tool_manager=lambda trajectory: ToolManager([Box], task=trajectory))
+    assert sorted(closed) == ["a", "b"]
+    closed.clear()
+    shared = ToolManager([Box], task={"id": "shared"})
+    run({"a": ["One."]}, tool_manager=shared)
+    assert not closed
+
+
 def test_without_ray_remote_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingDependencyError, match=r"MultiTurnRollout.remote needs Ray: pip install ray"):
+    with pytest.raises(MissingDependencyError, match="pip install ray"):
         MultiTurnRollout.remote(sampler=None, template=None)
 
 
 def test_the_sglang_sampler_can_be_sent_to_another_process() -> None:
-    assert pickle.loads(pickle.dumps(SGLangSampler(base_url="http://127.0.0.1:1")))._base_url == "http://127.0.0.1:1"
+    assert pickle.loads(pickle.dumps(SGLangSampler(base_url="http://127.0.0.1:1"))).sample([], []) == []
 
 
 def test_results_feed_a_group() -> None:
@@ -266,10 +340,8 @@ def test_results_feed_a_group() -> None:
         samples = trajectory_to_samples(
             trajectory, reward=reward, tokenizer=tokenizer, index=index, group_index=0, rollout_id=index
         )
-        group = (
-            assembler.add(MemberResult(rollout_id=str(index), group_id="g", samples=tuple(samples), reward=reward))
-            or group
-        )
+        member = MemberResult(rollout_id=str(index), group_id="g", samples=tuple(samples), reward=reward)
+        _, group = assembler.add(member) or (member, None)
     assert group is not None
     assert group.ready
     first = group.members[0].samples[0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
+from agl_slime.cli import main
 from agl_slime.errors import MissingDependencyError
 from agl_slime.report import IterationFinished, RewardPlot, RunFinished, plot_metrics
 from agl_slime.report.events import MetricValue
@@ -106,3 +108,36 @@ def test_a_missing_matplotlib_is_one_sentence(tmp_path: Path, monkeypatch: pytes
     assert (
         plot.artifact().note == 'matplotlib is not installed; pip install "agl-slime[local]" draws reward.png as well.'
     )
+
+
+def test_what_was_not_drawn_in_time_is_drawn_by_the_command_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # fault 33
+    pytest.importorskip("matplotlib")
+    write_rows(tmp_path / "metrics.jsonl")
+    plot = RewardPlot(
+        metrics_path=tmp_path / "metrics.jsonl", image_path=tmp_path / "reward.png", interrupted_timeout_s=0.01
+    )
+    busy = threading.Event()
+    monkeypatch.setattr(plot, "_draw", busy.wait)
+    plot.handle(RunFinished(reason="interrupted"))
+    busy.set()
+    _, _, command = plot.artifact().note.partition("agl-slime ")
+    assert not (tmp_path / "reward.png").exists()
+    assert main(command.removesuffix(" draws it").split()) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'reward.png'}\n"
+    assert len(colours(tmp_path / "reward.png")) > 50
+
+
+@pytest.mark.parametrize("rows", [None, 2])
+def test_a_run_without_anything_to_draw_is_named(
+    tmp_path: Path, rows: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    if rows is not None:
+        write_rows(tmp_path / "metrics.jsonl", rows, {"rollout/reward_mean": None})
+    assert main(["plot", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert str(tmp_path) in said.replace("\n", "")

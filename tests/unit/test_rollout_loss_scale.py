@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.rollout.loss_scale import check_loss_scale, untrained_turns
+from agl_slime.rollout.outcome import untrained_turns
 from agl_slime.trace.turn import Turn
 
 
@@ -32,10 +32,10 @@ def test_an_answer_without_tokens_is_not_the_last_round() -> None:
 
 
 def test_weights_nothing_at_all_and_other_values_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"must return 0 or 1 for each answer, got 0\.5 for answer 1"):
+    with pytest.raises(ConfigError, match=r"got 0\.5 for answer 1"):
         untrained_turns(lambda messages, turn, turns: 0.5, turns([1]))
-    with pytest.raises(ConfigError, match="leaves all 2 answers"):
+    with pytest.raises(ConfigError, match="all 2 answers"):
         untrained_turns(lambda messages, turn, turns: 0, turns([1], [2]))
     bad: Any = "first_round"
     with pytest.raises(ConfigError, match="got 'first_round'"):
-        check_loss_scale(bad)
+        untrained_turns(bad, turns([1]))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agl_slime.errors import RewardError
-from agl_slime.rollout.reward import check_reward
+from agl_slime.rollout.outcome import check_reward
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,10 @@ import copy
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 
 from agl_slime.errors import RewardError, TrainerError
-from agl_slime.trainers import TrainBatch, samples_to_train_data
+from agl_slime.trainers import TrainBatch
 from agl_slime.types import Sample, sample_from_fields
 
 
@@ -35,32 +34,37 @@ def pair() -> list[Sample]:
     ]
 
 
-def test_the_dict_has_one_entry_per_sample_under_the_names_of_slime():
-    data = samples_to_train_data(pair(), std_normalization=False)
-    assert data == {
-        "tokens": [[10, 11, 12, 13, 14]] * 2,
-        "response_lengths": [3, 3],
-        "rewards": [0.5, -0.5],
-        "raw_reward": [1.0, 0.0],
-        "rollout_ids": [0, 1],
-        "loss_masks": [[1, 0, 1]] * 2,
-        "rollout_mask_sums": [2, 2],
-        "rollout_log_probs": [[-0.5, 0.0, -1.5]] * 2,
-    }
+def rewards(samples: Any, **settings: Any) -> list[float]:
+    """The advantage of each sample, of which each has a token under the mask."""
+    batch = TrainBatch.from_samples(samples, **settings)
+    return batch.token_rewards[batch.token_offsets[:-1]].tolist()
+
+
+def test_a_batch_lists_the_tokens_under_the_mask():
+    batch = TrainBatch.from_samples(pair(), std_normalization=False)
+    assert (batch.n_samples, batch.n_rollouts, batch.n_tokens) == (2, 2, 4)
+    assert [ids.tolist() for ids in batch.tokens] == [[10, 11, 12, 13, 14]] * 2
+    assert [positions.tolist() for positions in batch.target_positions] == [[2, 4], [2, 4]]
+    assert batch.token_offsets.tolist() == [0, 2, 4]
+    assert batch.rollout_ids.tolist() == [0, 1]
+    assert batch.token_rewards.tolist() == [0.5, 0.5, -0.5, -0.5]
+    assert batch.token_rollout_mask_sums.tolist() == [2, 2, 2, 2]
+    assert batch.token_log_probs is not None
+    assert batch.token_log_probs.tolist() == [-0.5, -1.5, -0.5, -1.5]
 
 
 def test_nested_groups_are_flattened():
     a, b = pair()
-    assert samples_to_train_data([[a], [b]]) == samples_to_train_data([[[a, b]]]) == samples_to_train_data([a, b])
+    assert rewards([[a], [b]]) == rewards([[[a, b]]]) == rewards([a, b])
 
 
 def test_rewards_are_normalised_with_the_standard_deviation_by_default():
     expected = 0.5 / (math.sqrt(0.5) + 1e-6)
-    assert samples_to_train_data(pair())["rewards"] == pytest.approx([expected, -expected], abs=1e-12)
+    assert rewards(pair()) == pytest.approx([expected, -expected], abs=1e-12)
 
 
 def test_rewards_stay_raw_on_request():
-    assert samples_to_train_data(pair(), rewards_normalization=False)["rewards"] == [1.0, 0.0]
+    assert rewards(pair(), rewards_normalization=False) == [1.0, 0.0]
 
 
 def test_siblings_share_their_mask_sum_and_their_advantage():
@@ -69,38 +73,36 @@ def test_siblings_share_their_mask_sum_and_their_advantage():
         sample(rollout_id=5, loss_mask=[1, 1, 1], rollout_log_probs=[-1.0] * 3),
         sample(rollout_id=6, reward=0.0),
     ]
-    data = samples_to_train_data(samples, std_normalization=False)
-    assert data["rollout_mask_sums"] == [5, 5, 2]
-    assert data["rewards"] == [0.5, 0.5, -0.5]
+    batch = TrainBatch.from_samples(samples, std_normalization=False)
+    assert batch.token_rollout_mask_sums.tolist() == [5] * 5 + [2] * 2
+    assert batch.token_rewards.tolist() == [0.5] * 5 + [-0.5] * 2
 
 
 def test_samples_without_rollout_id_get_unused_ids():
-    data = samples_to_train_data(
-        [sample(rollout_id=None), sample(rollout_id=0), sample(rollout_id=None), sample(rollout_id=2)]
-    )
-    assert data["rollout_ids"] == [1, 0, 3, 2]
+    samples = [sample(rollout_id=None), sample(rollout_id=0), sample(rollout_id=None), sample(rollout_id=2)]
+    assert TrainBatch.from_samples(samples).rollout_ids.tolist() == [1, 0, 3, 2]
 
 
 def test_a_missing_mask_is_all_ones_and_a_removed_sample_all_zeros():
-    data = samples_to_train_data([sample(loss_mask=None), sample(rollout_id=1, remove_sample=True)])
-    assert data["loss_masks"] == [[1, 1, 1], [0, 0, 0]]
-    assert data["rollout_mask_sums"] == [3, 0]
+    batch = TrainBatch.from_samples([sample(loss_mask=None), sample(rollout_id=1, remove_sample=True)])
+    assert [positions.tolist() for positions in batch.target_positions] == [[2, 3, 4], []]
+    assert batch.token_rollout_mask_sums.tolist() == [3, 3, 3]
 
 
 def test_the_samples_are_left_alone():
     samples = [sample(loss_mask=None), sample(rollout_id=1, remove_sample=True)]
     before = copy.deepcopy(samples)
-    samples_to_train_data(samples)
+    TrainBatch.from_samples(samples)
     assert samples == before
 
 
 def test_the_reward_key_picks_from_a_dict():
     samples = [sample(reward={"score": 1.0, "format": 0.0}), sample(rollout_id=1, reward={"score": 0.0, "format": 1.0})]
-    assert samples_to_train_data(samples, reward_key="format", rewards_normalization=False)["rewards"] == [0.0, 1.0]
+    assert rewards(samples, reward_key="format", rewards_normalization=False) == [0.0, 1.0]
     with pytest.raises(RewardError, match=r"sample 0 is \{'score': 1.0"):
-        samples_to_train_data(samples)
+        rewards(samples)
     with pytest.raises(RewardError, match="reward_key 'style'"):
-        samples_to_train_data(samples, reward_key="style")
+        rewards(samples, reward_key="style")
 
 
 @pytest.mark.parametrize(
@@ -125,71 +127,25 @@ def test_the_reward_key_picks_from_a_dict():
 )
 def test_what_cannot_be_trained_on_is_refused(fields: dict[str, Any], message: str):
     with pytest.raises((TrainerError, RewardError), match=message):
-        samples_to_train_data([sample(), sample(rollout_id=1, **fields)])
+        TrainBatch.from_samples([sample(), sample(rollout_id=1, **fields)])
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_reward_that_is_not_finite_is_refused(normalize: bool):
     with pytest.raises((TrainerError, RewardError), match="nan"):
-        samples_to_train_data([sample(), sample(rollout_id=1, reward=math.nan)], rewards_normalization=normalize)
+        rewards([sample(), sample(rollout_id=1, reward=math.nan)], rewards_normalization=normalize)
 
 
 def test_siblings_with_different_rewards_are_refused():
     with pytest.raises(RewardError, match=r"rollout 0 .* 1\.0 and 0\.0"):
-        samples_to_train_data([sample(), sample(reward=0.0)])
+        rewards([sample(), sample(reward=0.0)])
 
 
 def test_samples_without_any_group_are_refused():
     with pytest.raises(TrainerError, match="group_index"):
-        samples_to_train_data([sample(group_index=None), sample(group_index=None, rollout_id=1)])
+        rewards([sample(group_index=None), sample(group_index=None, rollout_id=1)])
 
 
 def test_an_empty_batch_is_refused():
     with pytest.raises(TrainerError, match="no samples"):
-        samples_to_train_data([])
-    with pytest.raises(TrainerError, match="no samples"):
-        TrainBatch.from_train_data(
-            {"tokens": [], "response_lengths": [], "rewards": [], "loss_masks": [], "rollout_ids": []}
-        )
-
-
-def test_missing_keys_are_named():
-    with pytest.raises(TrainerError, match="lacks rewards, loss_masks"):
-        TrainBatch.from_train_data({"tokens": [[1, 2]], "response_lengths": [1], "rollout_ids": [0]})
-
-
-def test_keys_of_unequal_length_are_refused():
-    data = {**samples_to_train_data(pair()), "rewards": [1.0]}
-    with pytest.raises(TrainerError, match="rewards has 1 entries for 2"):
-        TrainBatch.from_train_data(data)
-
-
-def test_a_mask_sum_smaller_than_the_masks_is_refused():
-    data = {**samples_to_train_data(pair()), "rollout_mask_sums": [2, 1]}
-    with pytest.raises(TrainerError, match="rollout_mask_sums of sample 1 is 1"):
-        TrainBatch.from_train_data(data)
-
-
-def test_a_mask_sum_may_count_siblings_that_are_elsewhere():
-    data = {**samples_to_train_data(pair()), "rollout_mask_sums": [2, 9]}
-    assert TrainBatch.from_train_data(data).rollout_mask_sums.tolist() == [2, 9]
-
-
-def test_the_flat_view_lists_the_tokens_under_the_mask():
-    batch = TrainBatch.from_train_data(samples_to_train_data(pair(), std_normalization=False))
-    assert batch.n_samples == 2
-    assert batch.n_rollouts == 2
-    assert batch.n_tokens == 4
-    assert [positions.tolist() for positions in batch.target_positions] == [[2, 4], [2, 4]]
-    assert batch.token_offsets.tolist() == [0, 2, 4]
-    assert batch.token_rewards.tolist() == [0.5, 0.5, -0.5, -0.5]
-    assert batch.token_rollout_mask_sums.tolist() == [2, 2, 2, 2]
-    assert batch.token_log_probs is not None
-    assert batch.token_log_probs.tolist() == [-0.5, -1.5, -0.5, -1.5]
-
-
-def test_the_view_takes_arrays_as_well_as_lists():
-    data = samples_to_train_data(pair())
-    arrays = {key: [np.asarray(value) for value in data[key]] for key in ("tokens", "loss_masks", "rollout_log_probs")}
-    batch = TrainBatch.from_train_data({**data, **arrays, "rewards": np.asarray(data["rewards"])})
-    assert batch.token_rewards.tolist() == TrainBatch.from_train_data(data).token_rewards.tolist()
+        TrainBatch.from_samples([])

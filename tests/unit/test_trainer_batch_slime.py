@@ -1,4 +1,4 @@
-"""Our batch dict against the one that slime's own code makes of the same samples."""
+"""Our batch against the dict that slime's own code makes of the same samples."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from agl_slime.trainers import TrainBatch, samples_to_train_data
+from agl_slime.trainers import TrainBatch
 from agl_slime.types import Sample, sample_from_fields
 
 pytestmark = pytest.mark.slime
@@ -91,28 +92,35 @@ def full_groups(**fields: Any) -> list[Sample]:
     ]
 
 
+def check(ours: TrainBatch, theirs: dict[str, Any]) -> None:
+    """That the batch says what slime's dict does."""
+    masks = [np.array(mask, dtype=bool) for mask in theirs["loss_masks"]]
+    counts = [mask.sum() for mask in masks]
+    assert [ids.tolist() for ids in ours.tokens] == theirs["tokens"]
+    starts = [len(ids) - n for ids, n in zip(theirs["tokens"], theirs["response_lengths"], strict=True)]
+    positions = [(start + np.flatnonzero(mask)).tolist() for start, mask in zip(starts, masks, strict=True)]
+    assert [own.tolist() for own in ours.target_positions] == positions
+    assert ours.rollout_ids.tolist() == theirs["rollout_ids"]
+    assert ours.token_rollout_mask_sums.tolist() == np.repeat(theirs["rollout_mask_sums"], counts).tolist()
+    assert ours.token_rewards == pytest.approx(np.repeat(theirs["rewards"], counts), abs=2e-6)  # theirs are float32
+    assert ours.token_log_probs is not None
+    expected = [np.array(own)[mask] for own, mask in zip(theirs["rollout_log_probs"], masks, strict=True)]
+    assert ours.token_log_probs.tolist() == np.concatenate(expected).tolist()
+
+
 @pytest.mark.parametrize("std", [True, False])
-def test_the_dict_equals_slimes(std: bool):
+def test_the_batch_is_slimes(std: bool):
     samples = full_groups()
     theirs = slime_convert(samples, grpo_std_normalization=std)
-    ours = samples_to_train_data(samples, std_normalization=std)
-    assert ours.pop("rewards") == pytest.approx(theirs.pop("rewards"), abs=2e-6)  # theirs are float32
-    assert ours == {key: theirs[key] for key in ours}
+    check(TrainBatch.from_samples(samples, std_normalization=std), theirs)
 
 
-def test_the_dict_equals_slimes_with_rewards_by_name():
+def test_the_batch_is_slimes_with_rewards_by_name():
     samples = full_groups()
     for sample in samples:
         sample.reward = {"score": sample.reward, "format": 0.0}
     theirs = slime_convert(samples, reward_key="score", rewards_normalization=False)
-    ours = samples_to_train_data(samples, reward_key="score", rewards_normalization=False)
-    assert ours == {key: theirs[key] for key in ours}
-
-
-def test_the_view_takes_slimes_own_dict():
-    batch = TrainBatch.from_train_data(slime_convert(full_groups()))
-    assert batch.n_samples == 12
-    assert batch.n_tokens == sum(batch.token_counts)
+    check(TrainBatch.from_samples(samples, reward_key="score", rewards_normalization=False), theirs)
 
 
 def test_slimes_own_grouping_goes_wrong_where_ours_does_not():
@@ -121,7 +129,8 @@ def test_slimes_own_grouping_goes_wrong_where_ours_does_not():
     samples[1].rollout_id = 101
     samples.insert(2, copy.deepcopy(samples[1]))
     theirs = slime_convert(samples, grpo_std_normalization=False, rollout_batch_size=3)["rewards"]
-    ours = samples_to_train_data(samples, std_normalization=False)["rewards"]
-    assert ours[-4:] == [0.25, 0.25, 0.25, -0.75]  # the last group: rewards 1, 1, 1, 0
+    batch = TrainBatch.from_samples(samples, std_normalization=False)
+    ours = batch.token_rewards[batch.token_offsets[9:13]].tolist()
+    assert ours == [0.25, 0.25, 0.25, -0.75]  # the last group: rewards 1, 1, 1, 0
     mean = 6.5 / 13  # of all samples, the sibling counted twice
     assert theirs[-4:] == pytest.approx([1 - mean, 1 - mean, 1 - mean, -mean])

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from agl_slime.groups.normalize import normalize_rewards  # noqa: E402
-from agl_slime.trainers import LocalTrainer, LocalTrainerSettings, Trainer, samples_to_train_data  # noqa: E402
+from agl_slime.trainers import LocalTrainer, LocalTrainerSettings, Trainer  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.trainer_policy import VOCABULARY, make_model, make_samples, response_log_probs, save_policy  # noqa: E402
 
@@ -105,13 +105,6 @@ def test_the_first_batch_agrees_with_the_engine_and_is_counted(policy: Path, sam
     assert 0 < metrics["train/entropy"] < math.log(VOCABULARY)
 
 
-def test_the_batch_dict_and_the_samples_train_alike(policy: Path, samples: list[Sample]):
-    a, b = trainer(policy), trainer(policy)
-    a.train(samples, iteration=0)
-    b.train(samples_to_train_data(samples), iteration=0)
-    assert all(torch.equal(tensor, b.model.state_dict()[name]) for name, tensor in a.model.state_dict().items())
-
-
 def test_a_mask_that_is_off_by_one_shows_in_the_log_prob_difference(policy: Path):
     samples = make_samples(make_model(), observations=True, response_lengths=(6, 20))
     for sample in samples:
@@ -180,9 +173,10 @@ def test_ids_outside_the_vocabulary_are_refused(policy: Path, samples: list[Samp
 
 
 def test_images_are_refused(policy: Path, samples: list[Sample]):
-    data = {**samples_to_train_data(samples), "multimodal_train_inputs": [{"pixels": 1}] * len(samples)}
-    with pytest.raises(TrainerError, match="multimodal_train_inputs"):
-        trainer(policy).train(data, iteration=0)
+    with_image = copy.deepcopy(samples)
+    with_image[3].multimodal_train_inputs = {"pixels": 1}
+    with pytest.raises(TrainerError, match="sample 3 has multimodal_train_inputs"):
+        trainer(policy).train(with_image, iteration=0)
 
 
 def test_a_negative_iteration_is_refused(policy: Path, samples: list[Sample]):

@@ -60,7 +60,7 @@ def run_without_torch(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_batches_and_settings_need_no_torch():
     result = run_without_torch(
-        "from agl_slime.trainers import LocalTrainerSettings, samples_to_train_data, Trainer; print(LocalTrainerSettings().lr)"
+        "from agl_slime.trainers import LocalTrainerSettings, TrainBatch, Trainer; print(LocalTrainerSettings().lr)"
     )
     assert (result.returncode, result.stdout.strip()) == (0, "0.0005"), result.stderr
 

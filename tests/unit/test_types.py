@@ -40,7 +40,6 @@ def test_a_sample_survives_its_dict_form_and_json() -> None:
     sample.prefix_cache_info.total_prompt_tokens = 8
     again = Sample.from_dict(json.loads(json.dumps(sample.to_dict())))
     assert again == sample
-    assert again.prefix_cache_info.prefix_cache_hit_rate == 0.5
     assert again.status is Sample.Status.TRUNCATED
 
 
@@ -73,18 +72,6 @@ def test_two_samples_share_nothing() -> None:
     one.spec_info.spec_verify_ct = 1
     assert other == Sample()
     assert other.status is Sample.Status.PENDING
-
-
-def test_what_counts_as_trained_is_what_the_mask_says() -> None:
-    assert a_full_sample().effective_response_length == 1
-    assert Sample(response_length=3).effective_response_length == 3
-
-
-def test_the_reward_of_a_key() -> None:
-    from argparse import Namespace
-
-    assert a_full_sample().get_reward_value(Namespace(reward_key="format")) == 0.5
-    assert Sample(reward=0.25).get_reward_value(Namespace(reward_key=None)) == 0.25
 
 
 def test_fields_that_the_installed_slime_does_not_have_are_left_out() -> None:

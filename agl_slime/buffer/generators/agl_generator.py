@@ -1,27 +1,23 @@
 """Any Agent Lightning agent as a generator: rollouts through a store, items with the engine's token ids and log-probs.
 
 Which agent runs is said by whoever starts the buffer, not by a request: ``AGL_SLIME_AGENT=module:Class agl-slime
-buffer``. The lines of the input file are its tasks. An item has the tokens of its rollout's one Sample, or ``samples``
-when the rollout forked into several.
+buffer``. The lines of the input file are its tasks, whatever their fields. An item has the tokens of its rollout's one
+Sample, or ``samples`` when the rollout forked into several.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agl_slime.buffer.client import BufferWriter, item_of
-from agl_slime.buffer.errors import BufferRequestError
-from agl_slime.buffer.generators.work import FAILED_REWARD, WorkPlan, read_rows, run_bounded
+from agl_slime.buffer.client import item_of
+from agl_slime.buffer.generators.work import Row, WorkPlan, extra_of, failed_item, read_rows, write_items
 from agl_slime.buffer.stages import Item
 from agl_slime.errors import ConfigError
 from agl_slime.groups.results import MemberResult
-
-logger = logging.getLogger(__name__)
 
 TASK_TYPE = "agl"
 AGENT_VARIABLE = "AGL_SLIME_AGENT"
@@ -47,11 +43,11 @@ async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | 
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.support.agl import LLM, EnqueueRolloutRequest, Rollout, RolloutConfig  # seconds to import
 
-    rows = read_rows(Path(data["input_file"])) if data.get("input_file") else []
+    rows = read_rows(Path(data["input_file"]), prompts=False) if data.get("input_file") else []
     plan = WorkPlan(
         num_repeat_per_sample=int(data["num_repeat_per_sample"]),
-        skip_instance_ids=data.get("skip_instance_ids") or (),
-        partial_groups=data.get("partial_groups") or (),
+        skip_instance_ids=data.get("skip_instance_ids"),
+        partial_groups=data.get("partial_groups"),
     )
     concurrency = int(data.get("num_process", 100))
     sampling = dict(data.get("sampling_params") or {})
@@ -60,61 +56,37 @@ async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | 
     await store.add_resources(
         {"main_llm": LLM(endpoint=data["remote_engine_url"], model=model, sampling_parameters=sampling)}
     )
-    ended: dict[str, asyncio.Future[None]] = {}
+    ended: dict[str, asyncio.Event] = {}
     loop = asyncio.get_running_loop()
 
-    def end_of(rollout_id: str) -> asyncio.Future[None]:
-        return ended.setdefault(rollout_id, loop.create_future())
-
-    def mark(rollout_id: str) -> None:
-        if not (end := end_of(rollout_id)).done():
-            end.set_result(None)
-
     def tell(rollout: Rollout) -> None:
-        loop.call_soon_threadsafe(mark, rollout.rollout_id)
+        loop.call_soon_threadsafe(lambda: ended.setdefault(rollout.rollout_id, asyncio.Event()).set())
 
     store.subscribe_finished(tell)
     config = RolloutConfig(timeout_seconds=float(data.get("rollout_timeout", 1800.0)))
 
-    async def one(row: Mapping[str, Any], epoch: int) -> None:
-        """One rollout from the queue to the buffer. It counts as running until it is stored, so that a full buffer
-        holds the agents back."""
+    async def make_item(row: Row, epoch: int) -> Item:
         request = EnqueueRolloutRequest(input=dict(row), mode="train", config=config)
         (rollout,) = await store.enqueue_many_rollouts([request])
         runner.wake()
         member: MemberResult | None = None
         while member is None:  # the end of an attempt that is tried again is not the rollout's
-            await end_of(rollout.rollout_id)
+            await ended.setdefault(rollout.rollout_id, asyncio.Event()).wait()
             del ended[rollout.rollout_id]
             member = await collect(store, rollout.rollout_id)
         await store.release([rollout.rollout_id])
-        try:
-            await writer.write(item_of_member(member, row, epoch))
-        except BufferRequestError as error:
-            logger.error("An item of %s was refused: %s", row["instance_id"], error)
+        return item_of_member(member, row, epoch)
 
     with RunnerThread(agent=agent, store=store, settings=RunnerSettings(max_concurrent=concurrency)) as runner:
-        async with BufferWriter(url=data["remote_buffer_url"], token=buffer_token) as writer:
-            await run_bounded(
-                (one(row, epoch) for row, epoch in plan.of(rows, int(data.get("num_epoch", 1)))), limit=concurrency
-            )
+        work = plan.of(rows, int(data.get("num_epoch", 1)))
+        await write_items(work, make_item, url=data["remote_buffer_url"], token=buffer_token, limit=concurrency)
 
 
-def item_of_member(member: MemberResult, row: Mapping[str, Any], epoch: int) -> Item:
-    """The item of a finished rollout. One that failed has ``FAILED_REWARD`` and says why in its ``extra_info``."""
-    extra = {key: value for key, value in row.items() if key not in ("instance_id", "prompt", "messages")}
-    place = {"instance_id": row["instance_id"], "group_id": epoch}
+def item_of_member(member: MemberResult, row: Row, epoch: int) -> Item:
+    """The item of a finished rollout; one that failed says why."""
     if not member.ok or member.reward is None or not member.samples:
-        error = (
-            f"{member.failure}: {member.failure_message}" if not member.ok else "the rollout has no sample to train on"
-        )
-        return item_of(
-            uid=member.rollout_id,
-            **place,
-            messages=list(row["prompt"]),
-            reward=FAILED_REWARD,
-            extra_info={**extra, "error": error},
-        )
+        error = "the rollout has no sample to train on" if member.ok else f"{member.failure}: {member.failure_message}"
+        return failed_item(row, epoch, error, uid=member.rollout_id)
     parts = [
         {
             "tokens": list(sample.tokens),
@@ -129,7 +101,13 @@ def item_of_member(member: MemberResult, row: Mapping[str, Any], epoch: int) -> 
     ]
     last = member.samples[-1]
     prompt = last.prompt if isinstance(last.prompt, list) else [{"role": "user", "content": last.prompt}]
-    extra |= {"rewards": member.rewards, "round_number": member.turns, "finish_reason": parts[-1]["finish_reason"]}
-    messages = [*prompt, {"role": "assistant", "content": last.response}]
-    tokens = parts[0] if len(parts) == 1 else {"samples": parts}
-    return item_of(uid=member.rollout_id, **place, messages=messages, reward=member.reward, extra_info=extra, **tokens)
+    told = {"rewards": member.rewards, "round_number": member.turns, "finish_reason": parts[-1]["finish_reason"]}
+    return item_of(
+        uid=member.rollout_id,
+        instance_id=row["instance_id"],
+        group_id=epoch,
+        messages=[*prompt, {"role": "assistant", "content": last.response}],
+        reward=member.reward,
+        extra_info={**extra_of(row), **told},
+        **(parts[0] if len(parts) == 1 else {"samples": parts}),
+    )

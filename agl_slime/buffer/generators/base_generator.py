@@ -8,6 +8,7 @@ Copy this file to ``<name>_generator.py`` in a directory of your own, change ``T
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import logging
 import math
@@ -17,10 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agl_slime.buffer.client import BufferWriter, item_of
-from agl_slime.buffer.errors import BufferRequestError
+from agl_slime.buffer.client import item_of
 from agl_slime.buffer.generators.math_reward import boxed_reward
-from agl_slime.buffer.generators.work import FAILED_REWARD, WorkPlan, read_rows, run_bounded
+from agl_slime.buffer.generators.work import Row, WorkPlan, extra_of, failed_item, read_rows, write_items
 from agl_slime.buffer.stages import Item
 from agl_slime.errors import RewardError
 from agl_slime.support.threads import ThreadPool
@@ -136,8 +136,8 @@ class BaseGenerator:
         }
         self._plan = WorkPlan(
             num_repeat_per_sample=num_repeat_per_sample,
-            skip_instance_ids=skip_instance_ids or (),
-            partial_groups=partial_groups or (),
+            skip_instance_ids=skip_instance_ids,
+            partial_groups=partial_groups,
             seed=seed,
         )
 
@@ -151,69 +151,47 @@ class BaseGenerator:
         self, input_file: str, rollout_func: Callable[..., Any], reward_func: Callable[..., Any], num_epoch: int = 1
     ) -> None:
         rows = read_rows(Path(input_file))
-        is_async = inspect.iscoroutinefunction(rollout_func)
-        client = self._make_client(is_async)
-        pool = ThreadPool(name="rollout", max_running=self._concurrency, max_abandoned=256)
+        client = self._make_client(inspect.iscoroutinefunction(rollout_func))
+        pool = ThreadPool(name="rollout", max_running=self._concurrency)
+
+        async def call(function: Callable[..., Any], *args: Any) -> Any:
+            return await (function(*args) if inspect.iscoroutinefunction(function) else pool.run(function, *args))
+
+        async def make_item(row: Row, epoch: int) -> Item:
+            """The item of one rollout, whether it worked or not."""
+            uid = uuid.uuid4().hex
+            try:
+                result = await call(rollout_func, client, copy.deepcopy(row["prompt"]), dict(self._sampling))
+                messages, finish_reason = result if isinstance(result, tuple) else (result, "stop")
+                reward = float(await call(reward_func, {**row, "uid": uid, "messages": messages}))
+                if not math.isfinite(reward):
+                    raise RewardError(f"the reward is {reward}; expected a finite number")
+                turns = sum(message["role"] == "assistant" for message in messages)
+            except Exception as error:  # a rollout may fail in any way; the item says how
+                logger.warning("A rollout of %s failed: %s: %s", row["instance_id"], type(error).__name__, error)
+                return failed_item(row, epoch, f"{type(error).__name__}: {error}", uid=uid)
+            return item_of(
+                uid=uid,
+                instance_id=row["instance_id"],
+                group_id=epoch,
+                messages=messages,
+                reward=reward,
+                extra_info={**extra_of(row), "finish_reason": finish_reason, "round_number": turns},
+            )
+
         try:
-            async with BufferWriter(url=self._buffer_url, token=self._buffer_token) as writer:
-                work = self._plan.of(rows, num_epoch)
-                rollouts = (
-                    self._one(row, epoch, client, rollout_func, reward_func, pool, writer) for row, epoch in work
-                )
-                await run_bounded(rollouts, limit=self._concurrency)
+            work = self._plan.of(rows, num_epoch)
+            await write_items(work, make_item, url=self._buffer_url, token=self._buffer_token, limit=self._concurrency)
         finally:
             closed = client.close()
             if inspect.isawaitable(closed):
                 await closed
-
-    async def _one(
-        self,
-        row: Mapping[str, Any],
-        epoch: int,
-        client: Any,
-        rollout_func: Callable[..., Any],
-        reward_func: Callable[..., Any],
-        pool: ThreadPool,
-        writer: BufferWriter,
-    ) -> None:
-        """One rollout, written whether it worked or not."""
-        uid = uuid.uuid4().hex
-        prompt = [dict(message) for message in row["prompt"]]
-        extra = {key: value for key, value in row.items() if key not in ("instance_id", "prompt")}
-        try:
-            result = await _call(pool, rollout_func, client, prompt, dict(self._sampling))
-            messages, finish_reason = result if isinstance(result, tuple) else (result, "stop")
-            judged = {**row, "uid": uid, "messages": messages}
-            reward = float(await _call(pool, reward_func, judged))
-            if not math.isfinite(reward):
-                raise RewardError(f"the reward is {reward}; expected a finite number")
-            extra |= {
-                "finish_reason": finish_reason,
-                "round_number": sum(message["role"] == "assistant" for message in messages),
-            }
-        except Exception as error:  # a rollout may fail in any way; the item says how
-            logger.warning("A rollout of %s failed: %s: %s", row["instance_id"], type(error).__name__, error)
-            messages, reward = prompt, FAILED_REWARD
-            extra["error"] = f"{type(error).__name__}: {error}"
-        item: Item = item_of(
-            uid=uid, instance_id=row["instance_id"], messages=messages, reward=reward, extra_info=extra, group_id=epoch
-        )
-        try:
-            await writer.write(item)
-        except BufferRequestError as error:
-            logger.error("An item of %s was refused: %s", row["instance_id"], error)
 
     def _make_client(self, is_async: bool) -> Any:
         import openai  # comes with Agent Lightning; slow to import
 
         kind = openai.AsyncOpenAI if is_async else openai.OpenAI
         return kind(api_key="none", base_url=self._engine_url, max_retries=5, timeout=3600.0)
-
-
-async def _call(pool: ThreadPool, function: Callable[..., Any], *args: Any) -> Any:
-    if inspect.iscoroutinefunction(function):
-        return await function(*args)
-    return await pool.run(function, *args)
 
 
 def run_rollout(data: dict[str, Any]) -> None:

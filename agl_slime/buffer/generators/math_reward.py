@@ -5,24 +5,25 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+_BRACES = re.compile(r"\\boxed\{|[{}]")
 _FRACTION = re.compile(r"^(-?)\\[dt]?frac\{(-?[\d.]+)\}\{(-?[\d.]+)\}$")
 _NOISE = re.compile(r"\\(?:left|right|,|;|!|:| )|\$|\\text\{([^{}]*)\}|\\(?:mathrm|mathbf)\{([^{}]*)\}|\s+")
+# A number that costs nothing to write out: commas between thousands only, and no exponent of a million digits.
+_NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3})+|\d{1,400})?(\.\d{0,400})?(e[+-]?\d{1,3})?", re.IGNORECASE)
 
 
 def last_boxed(text: str) -> str | None:
     r"""What stands in the last complete ``\boxed{…}``, braces within braces included; ``None`` when there is none."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for position in range(start + len("\\boxed"), len(text)):
-            if text[position] == "{":
-                depth += 1
-            elif text[position] == "}":
-                depth -= 1
-                if depth == 0:
-                    return text[start + len("\\boxed{") : position]
-        start = text.rfind("\\boxed{", 0, start)
-    return None
+    opened: list[tuple[int, bool]] = []
+    last: tuple[int, int] | None = None
+    for found in _BRACES.finditer(text):
+        if found.group() != "}":
+            opened.append((found.end(), found.group() != "{"))
+        elif opened:
+            start, is_box = opened.pop()
+            if is_box and (last is None or start > last[0]):
+                last = start, found.start()
+    return None if last is None else text[slice(*last)]
 
 
 def same_answer(answer: str, label: str) -> bool:
@@ -42,22 +43,20 @@ def boxed_reward(response: str, label: str) -> float:
 
 
 def _plain(text: str) -> str:
-    return (
-        _NOISE.sub(lambda match: match.group(1) or match.group(2) or "", text)
-        .rstrip(".")
-        .replace("\\dfrac", "\\frac")
-        .replace("\\tfrac", "\\frac")
-    )
+    plain = _NOISE.sub(lambda match: match.group(1) or match.group(2) or "", text).rstrip(".")
+    return plain.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").replace("{,}", ",")
 
 
 def _number(text: str) -> Fraction | None:
-    plain = _plain(text).replace(",", "").replace("\\%", "%")
+    plain = _plain(text).replace("\\%", "%")
     if (match := _FRACTION.match(plain)) is not None:
         plain = f"{match.group(1)}{match.group(2)}/{match.group(3)}"
-    percent = plain.endswith("%")
-    numerator, slash, denominator = plain.rstrip("%").partition("/")
+    numerator, slash, denominator = plain.removesuffix("%").partition("/")
+    if not _NUMBER.fullmatch(numerator) or not _NUMBER.fullmatch(denominator):
+        return None
     try:
-        value = Fraction(numerator) / (Fraction(denominator) if slash else 1)
+        value = Fraction(numerator.replace(",", ""))
+        value /= Fraction(denominator.replace(",", "")) if slash else 1
     except (ValueError, ZeroDivisionError):
         return None
-    return value / 100 if percent else value
+    return value / 100 if plain.endswith("%") else value

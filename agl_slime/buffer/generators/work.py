@@ -1,20 +1,31 @@
-"""What a generator has to make: the instances of an input file, epoch by epoch, less what was made before."""
+"""What a generator has to make and how it is written: the instances of an input file, epoch by epoch, less what was
+made before."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
+import uuid
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from agl_slime.buffer.client import BufferWriter, item_of
+from agl_slime.buffer.errors import BufferRequestError
+from agl_slime.buffer.stages import Item
 from agl_slime.errors import ConfigError
+from agl_slime.loop.tasks import read_tasks
 
-# The reward that marks a rollout that failed; the default filter leaves it out.
+logger = logging.getLogger(__name__)
+
+# The reward of a rollout that failed; its ``extra_info["error"]`` is what leaves it out of training.
 FAILED_REWARD = -1.0
+
+Row = Mapping[str, Any]
 
 
 class WorkPlan:
@@ -29,18 +40,18 @@ class WorkPlan:
         self,
         *,
         num_repeat_per_sample: int,
-        skip_instance_ids: Iterable[Any] = (),
-        partial_groups: Iterable[Mapping[str, Any]] = (),
+        skip_instance_ids: Iterable[Any] | None = None,
+        partial_groups: Iterable[Mapping[str, Any]] | None = None,
         seed: int = 0,
     ) -> None:
         self._repeats = num_repeat_per_sample
-        self._skip = Counter(_key(instance_id) for instance_id in skip_instance_ids)
+        self._skip = Counter(_key(instance_id) for instance_id in skip_instance_ids or ())
         self._partial = {
-            _key([group["instance_id"], group.get("group_id")]): int(group["items"]) for group in partial_groups
+            _key([group["instance_id"], group.get("group_id")]): int(group["items"]) for group in partial_groups or ()
         }
         self._seed = seed
 
-    def of(self, rows: Sequence[dict[str, Any]], num_epoch: int) -> Iterator[tuple[dict[str, Any], int]]:
+    def of(self, rows: Sequence[Row], num_epoch: int) -> Iterator[tuple[Row, int]]:
         """``(row, epoch)`` for each item to make, in an order that depends on the seed and the epoch only."""
         for epoch in range(num_epoch):
             order = list(rows)
@@ -55,40 +66,84 @@ class WorkPlan:
                     yield row, epoch
 
 
-async def run_bounded(rollouts: Iterable[Coroutine[Any, Any, None]], *, limit: int) -> None:
-    """Run them all, ``limit`` at a time; the first exception ends the rest and is raised."""
+async def write_items(
+    work: Iterable[tuple[Row, int]],
+    make_item: Callable[[Row, int], Awaitable[Item]],
+    *,
+    url: str,
+    token: str | None = None,
+    limit: int,
+) -> None:
+    """Make an item for each ``(row, epoch)`` and write it to the buffer, ``limit`` at a time; the first exception ends
+    the rest and is raised.
+
+    A rollout counts as running until its item is stored, so that a full buffer holds the generator back. An item that
+    the buffer refuses is written as a failed one: its group does not wait for it.
+    """
+
+    async def one(row: Row, epoch: int) -> None:
+        item = await make_item(row, epoch)
+        try:
+            await writer.write(item)
+        except BufferRequestError as error:
+            logger.error("An item of %s was refused: %s", row["instance_id"], error)
+            try:
+                await writer.write(failed_item(row, epoch, f"its item was refused: {error}"))
+            except BufferRequestError:
+                logger.exception("Nor can it be written that the item failed.")
+
     running: set[asyncio.Task[None]] = set()
-    try:
-        for rollout in rollouts:
-            running.add(asyncio.create_task(rollout))
-            if len(running) >= limit:
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-        await asyncio.gather(*running)
-    finally:
-        for task in running:
-            task.cancel()
+    async with BufferWriter(url=url, token=token) as writer:
+        try:
+            for row, epoch in work:
+                running.add(asyncio.create_task(one(row, epoch)))
+                if len(running) >= limit:
+                    done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
+            await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Instances from a JSON-lines file: ``prompt`` (chat messages or text) and ``instance_id`` (the number of the line
-    when missing)."""
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().splitlines()):
-        if not line.strip():
-            continue
-        row = orjson.loads(line)
-        prompt = row.get("prompt")
-        if isinstance(prompt, str):
-            row["prompt"] = [{"role": "user", "content": prompt}]
-        elif not isinstance(prompt, list):
-            raise ConfigError(
-                f"{path}, line {number + 1}: prompt is of type {type(prompt).__name__}; expected chat messages or text"
-            )
-        row.setdefault("instance_id", number)
-        rows.append(row)
+def failed_item(row: Row, epoch: int, error: str, *, uid: str | None = None) -> Item:
+    """What is written for a rollout that gave nothing: it says why, and is not trained on."""
+    return item_of(
+        uid=uid or uuid.uuid4().hex,
+        instance_id=row["instance_id"],
+        group_id=epoch,
+        messages=_messages(row.get("prompt")) or [],
+        reward=FAILED_REWARD,
+        extra_info={**extra_of(row), "error": error.encode(errors="replace").decode()},
+    )
+
+
+def extra_of(row: Row) -> dict[str, Any]:
+    """The fields of a row that its items keep."""
+    return {key: value for key, value in row.items() if key not in ("instance_id", "prompt", "messages")}
+
+
+def read_rows(path: Path, *, prompts: bool = True) -> list[dict[str, Any]]:
+    """The instances of a JSON-lines file, each with an ``instance_id`` (the number of the row when missing).
+
+    With ``prompts`` each needs a ``prompt``, chat messages or text, which is made chat messages. Raises ``ConfigError``
+    naming a line that cannot be used.
+    """
+    rows = [{"instance_id": number, **row} for number, row in enumerate(read_tasks(path, flag="input_file"))]
+    for row in rows if prompts else ():
+        messages = _messages(row.get("prompt"))
+        if messages is None:
+            given = repr(row.get("prompt"))[:80]
+            raise ConfigError(f"{path}: prompt of {row['instance_id']!r} is {given}; expected chat messages or text")
+        row["prompt"] = messages
     return rows
+
+
+def _messages(prompt: Any) -> list[dict[str, Any]] | None:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt) else None
 
 
 def _key(value: Any) -> bytes:

@@ -1,16 +1,27 @@
-"""What rollouts over lists of trajectories share: the base class, tools per trajectory, Ray."""
+"""What rollouts over lists of trajectories share: the call, tools per trajectory, trace files, Ray."""
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
-from agl_slime.rollout.tools import ToolManager
+from agl_slime.rollout.tool_parsers import ToolParser
+from agl_slime.sglang.generation import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 Trajectory = dict[str, Any]
 """``messages`` and any other columns in; the same with what the rollout adds out."""
+Predicate = Callable[[Mapping[str, Any]], bool]
+
+# Ids are for training, not for reading, and a file of them is many times as large.
+_NOT_IN_TRACES = frozenset({"input_ids", "labels", "logprobs", "turn_records", "segments"})
 
 
 class Rollout(ABC):
@@ -33,16 +44,84 @@ class Rollout(ABC):
         return ray.remote(cls).remote(*args, **kwargs)
 
 
-def managers_for(tools: Any, trajectories: Sequence[Trajectory]) -> list[Any]:
-    """One tool manager per trajectory, from one for all, a list of them, a function of the trajectory, or ``None``."""
-    if tools is None:
-        return [None] * len(trajectories)
-    if isinstance(tools, (list, tuple)):
+class ToolRollout(Rollout):
+    """A rollout with tools, limits and trace files.
+
+    Args:
+        tool_manager: A ``ToolManager`` for all trajectories, a list with one for each, or a function that makes one for
+            a trajectory, which is closed when that has ended. May also be given per call.
+        sampling_params: How to sample where a call does not say.
+        max_turns: Most answers of a trajectory.
+        trace_dir: Gets a JSON file per trajectory, ``{step}-{ok|fail}-{id}.json``. What goes wrong with one is logged.
+        trace_callback: Decides which trajectories are written; by default all.
+        success_callback: Decides between ``ok`` and ``fail``; by default whether a trajectory ended by itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        tool_manager: Any = None,
+        sampling_params: SamplingParams | None = None,
+        max_turns: int = 6,
+        tool_parser: str | ToolParser | None = None,
+        trace_dir: str | Path | None = None,
+        trace_callback: Predicate | None = None,
+        success_callback: Predicate | None = None,
+    ) -> None:
+        if max_turns < 1:
+            raise ConfigError(f"max_turns must be at least 1, got {max_turns}")
+        self._tools = tool_manager
+        self._sampling = sampling_params
+        self._max_turns = max_turns
+        self._tool_parser = tool_parser
+        self._trace_dir = None if trace_dir is None else Path(trace_dir)
+        self._is_traced = trace_callback or (lambda trajectory: True)
+        self._is_success = success_callback or (lambda t: t.get("stop_reason") == "stop" and not t.get("truncated"))
+        self._calls = 0
+
+    def __call__(
+        self,
+        trajectories: list[Trajectory],
+        *,
+        tool_manager: Any = None,
+        sampling_params: SamplingParams | None = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> list[Trajectory]:
+        """Run ``trajectories`` to their ends. ``step`` is the number in the names of trace files, by default that of
+        the call."""
+        step = self._calls if step is None else step
+        self._calls += 1
+        tools: Any = tool_manager if tool_manager is not None else self._tools
+        made = callable(tools) and not hasattr(tools, "run")
+        if made:
+            tools = [tools(trajectory) for trajectory in trajectories]
+        elif not isinstance(tools, (list, tuple)):
+            tools = [tools] * len(trajectories)
         if len(tools) != len(trajectories):
             raise ConfigError(
-                f"a list of tool managers needs one for each trajectory, got {len(tools)} for {len(trajectories)}"
+                f"tool_manager must have one for each trajectory, got {len(tools)} for {len(trajectories)}"
             )
-        return list(tools)
-    if not isinstance(tools, ToolManager) and not hasattr(tools, "run") and callable(tools):
-        return [tools(trajectory) for trajectory in trajectories]
-    return [tools] * len(trajectories)
+        finished = self._run(trajectories, tools, made, sampling_params or self._sampling) if trajectories else []
+        for number, trajectory in enumerate(finished):
+            self._write_trace(trajectory, step, str(trajectory.get("id", number)))
+        return finished
+
+    @abstractmethod
+    def _run(
+        self, trajectories: list[Trajectory], tools: Sequence[Any], made: bool, sampling: SamplingParams | None
+    ) -> list[Trajectory]:
+        """Run ``trajectories``, each with its ``tools``; those that were ``made`` for it are closed at its end."""
+
+    def _write_trace(self, trajectory: Trajectory, step: int, name: str) -> None:
+        try:
+            if self._trace_dir is None or not self._is_traced(trajectory):
+                return
+            outcome = "ok" if self._is_success(trajectory) else "fail"
+            readable = {key: value for key, value in trajectory.items() if key not in _NOT_IN_TRACES}
+            text = json.dumps(readable, ensure_ascii=False, indent=1, default=str) + "\n"
+            self._trace_dir.mkdir(parents=True, exist_ok=True)
+            file = re.sub(r"[^\w.-]", "_", name)[:100]
+            (self._trace_dir / f"{step}-{outcome}-{file}.json").write_text(text, encoding="utf-8")
+        except Exception:  # a callback of somebody else's, a full disk: neither is worth a rollout
+            logger.exception("The trace of a trajectory could not be written to %s.", self._trace_dir)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from agl_slime.errors import ContextOverflowError
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.sglang.transport import ClientSettings
@@ -16,9 +17,12 @@ InputFeature = Mapping[str, Any]
 
 
 class Sampler(Protocol):
-    def sample(self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]) -> Sequence[Generation]:
+    def sample(
+        self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]
+    ) -> Sequence[Generation | ContextOverflowError]:
         """One answer per input, in their order, all sampled at the same time; ``sampling_params`` has one entry per
-        input."""
+        input. A prompt that does not fit into the model's context has the error in the place of its answer; where it is
+        raised, the prompts are asked for in smaller and smaller batches."""
         ...
 
 
@@ -29,21 +33,24 @@ class SGLangSampler:
     def __init__(
         self, *, base_url: str, settings: ClientSettings | None = None, eos_token_ids: Sequence[int] = ()
     ) -> None:
-        self._base_url = base_url
-        self._settings = settings
-        self._eos_token_ids = tuple(eos_token_ids)
+        self._options: dict[str, Any] = {"base_url": base_url, "settings": settings, "eos_token_ids": (*eos_token_ids,)}
 
-    def sample(self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]) -> list[Generation]:
-        """Raises the client's typed errors when one of the requests fails for good."""
+    def sample(
+        self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]
+    ) -> list[Generation | ContextOverflowError]:
+        """Raises the client's other errors when one of the requests fails for good."""
         return run_blocking(self._sample(inputs, sampling_params))
 
     async def _sample(
         self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]
-    ) -> list[Generation]:
-        async with SGLangClient(
-            base_url=self._base_url, settings=self._settings, eos_token_ids=self._eos_token_ids
-        ) as client:
-            calls = (
-                client.generate(each["input_ids"], params) for each, params in zip(inputs, sampling_params, strict=True)
-            )
-            return list(await asyncio.gather(*calls))
+    ) -> list[Generation | ContextOverflowError]:
+        async with SGLangClient(**self._options) as client:
+
+            async def one(input_ids: Sequence[int], params: SamplingParams) -> Generation | ContextOverflowError:
+                try:
+                    return await client.generate(input_ids, params)
+                except ContextOverflowError as error:
+                    return error
+
+            pairs = zip(inputs, sampling_params, strict=True)
+            return list(await asyncio.gather(*(one(each["input_ids"], params) for each, params in pairs)))

@@ -7,7 +7,7 @@ import math
 import os
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ except ImportError as error:
     raise MissingDependencyError('the local trainer needs torch: pip install "agl-slime[local]"') from error
 
 from agl_slime.support.files import whole_directory
-from agl_slime.trainers.base import TrainData
-from agl_slime.trainers.local.batch import TrainBatch, samples_to_train_data
+from agl_slime.trainers.local.batch import TrainBatch
 from agl_slime.trainers.local.loss import Objective, token_entropy, token_log_probs, token_weights
 from agl_slime.trainers.local.model import load_model, logits_at, save_model, vocabulary_size
 from agl_slime.trainers.local.schedule import MicroBatch, make_microbatches, split_minibatches
@@ -35,12 +34,8 @@ _STATE_FORMAT = 1
 
 
 class LocalTrainer:
-    """Clipped policy-gradient steps on batches of slime's shape.
-
-    The batch dict's ``rewards`` are the advantages, one per sample and the same for all its tokens; given samples
-    instead, they are normalised per prompt group first. Weights, optimizer and log-probs are float32. Methods are
-    synchronous and must not run at the same time as one another.
-    """
+    """Clipped policy-gradient steps on slime's samples. Weights, optimizer and log-probs are float32. Methods are
+    synchronous and must not run at the same time as one another."""
 
     def __init__(self, *, model_path: str | os.PathLike[str], settings: LocalTrainerSettings | None = None) -> None:
         """Load the start policy from the Hugging Face checkpoint in the directory ``model_path``; raises
@@ -67,10 +62,8 @@ class LocalTrainer:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def train(
-        self, batch: TrainData | Sequence[Sample] | Sequence[Sequence[Sample]], *, iteration: int
-    ) -> dict[str, float]:
-        """Take ``epochs * n_minibatches`` optimizer steps on ``batch``.
+    def train(self, batch: Sequence[Sample] | Sequence[Sequence[Sample]], *, iteration: int) -> dict[str, float]:
+        """Take ``epochs * n_minibatches`` optimizer steps on ``batch``, samples that may be nested in groups.
 
         The order of the rollouts is drawn from ``(seed, iteration, epoch)``, so an iteration that is run again divides
         them alike.
@@ -197,22 +190,20 @@ class LocalTrainer:
     def _microbatches(self, batch: TrainBatch, samples: Sequence[int] | np.ndarray) -> list[MicroBatch]:
         return list(make_microbatches(batch, samples, max_tokens=self.settings.max_tokens_per_microbatch))
 
-    def _check(self, batch: TrainData | Sequence[Sample] | Sequence[Sequence[Sample]]) -> TrainBatch:
-        if not isinstance(batch, Mapping):
-            batch = samples_to_train_data(
-                batch,
-                reward_key=self.settings.reward_key,
-                rewards_normalization=self.settings.rewards_normalization,
-                std_normalization=self.settings.std_normalization,
-            )
-        checked = TrainBatch.from_train_data(batch)
+    def _check(self, batch: Sequence[Sample] | Sequence[Sequence[Sample]]) -> TrainBatch:
+        checked = TrainBatch.from_samples(
+            batch,
+            reward_key=self.settings.reward_key,
+            rewards_normalization=self.settings.rewards_normalization,
+            std_normalization=self.settings.std_normalization,
+        )
         if checked.n_tokens == 0:
             raise TrainerError(f"none of the {checked.n_samples} samples has a token under its loss mask to train on.")
         for i, ids in enumerate(checked.tokens):
             if ids.max() >= self._vocab_size:
                 found = f"{ids.max()}, but the model has {self._vocab_size}"
                 raise TrainerError(f"tokens of sample {i} hold the id {found}; was it sampled from this model?")
-        if checked.rollout_log_probs is None and self.settings.old_log_probs == "engine":
+        if checked.token_log_probs is None and self.settings.old_log_probs == "engine":
             raise TrainerError("the batch has no rollout_log_probs; set old_log_probs='recompute' to do without.")
         return checked
 

@@ -1,7 +1,7 @@
 """``python train.py --trainer slime`` on a CPU: the loop is ours, the manager, placement groups, actors' group and
 weight updates are slime's.
 
-python -m tests.slime.programs.driver DIRECTORY STEPS embedded|router
+python -m tests.slime.programs.driver DIRECTORY STEPS embedded|router [CHECKPOINT to load]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.slime.routers import sglang_router
 from tests.slime.support import model_flags, report
 
 
-def main(directory: Path, steps: int, engines: str) -> None:
+def main(directory: Path, steps: int, engines: str, *loaded: str) -> None:
     from tests.slime.cpu import register_cpu
 
     register_cpu()
@@ -53,7 +53,7 @@ def main(directory: Path, steps: int, engines: str) -> None:
                     str(steps),
                 ),
                 *("--rollout-batch-size", "16", "--n-samples-per-prompt", "4", "--eval-interval", "0"),
-                *("--output-dir", str(directory / "run"), "--"),
+                *("--output-dir", str(directory / "run"), "--overwrite", "--"),
                 *model_flags(model),
                 *("--num-gpus-per-node", "1", "--micro-batch-size", "1", "--custom-config-path", str(settings)),
                 *(
@@ -65,6 +65,7 @@ def main(directory: Path, steps: int, engines: str) -> None:
                     str(directory / "weights"),
                 ),
                 *("--save", str(directory / "checkpoint"), "--save-interval", str(steps)),
+                *(("--load", *loaded) if loaded else ()),
             ]
         )
         lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
@@ -76,6 +77,8 @@ def main(directory: Path, steps: int, engines: str) -> None:
                     line["train/tokens_trained"] == line["rollout/tokens_sampled"] for line in own
                 ),
                 "seconds": round(time.monotonic() - began, 1),
+                "steps": [line["step"] for line in lines],
+                "iterations": [line["iteration"] for line in own],
                 "rewards": [round(line["reward"], 3) for line in lines],
                 "versions": [
                     requests.get(f"{worker}/model_info", timeout=10).json()["weight_version"] for worker in workers
@@ -93,4 +96,4 @@ def main(directory: Path, steps: int, engines: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

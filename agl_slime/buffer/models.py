@@ -1,0 +1,181 @@
+"""What comes in over HTTP: pydantic models, their errors as one sentence, and the OpenAPI description made of them."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictInt, StringConstraints, ValidationError
+from pydantic.json_schema import SkipJsonSchema
+
+from agl_slime import __version__
+from agl_slime.buffer.errors import BufferRequestError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def _whole(value: Any) -> Any:
+    """3.0 is an integer in JSON Schema; beyond 2**53 it may have been another one."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value
+
+
+Whole = BeforeValidator(_whole)
+Name = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+Id = Name | Annotated[StrictInt, Field(ge=-(2**63), le=2**63 - 1), Whole]
+Digits = Annotated[str, StringConstraints(pattern="^[1-9][0-9]{0,5}$")]
+
+
+class ItemFields(BaseModel):
+    """What a rollout ended with. More fields may be there and come out again."""
+
+    uid: Id | None = Field(
+        None, description="Names the item; a repeated write of it is stored once. Made up if missing."
+    )
+    instance_id: Id = Field(description="Names the prompt: items of one instance form groups.")
+    group_id: Id | None = Field(None, description="Keeps groups of one instance apart, as those of several epochs.")
+    messages: list[dict[str, Any]] = Field(description="The conversation in OpenAI's format.")
+    reward: Any = Field(None, description="A number; an item without one is never trained on.")
+    extra_info: dict[str, Any] | None = Field(
+        None, description="Whatever is to be known later; `error` marks failures."
+    )
+    task_type: SkipJsonSchema[str | None] = None  # one for all items of a request, which no schema can say
+
+
+class ReadRequest(BaseModel):
+    """What a reader asks for."""
+
+    batch_size: Annotated[StrictInt, Field(ge=1), Whole] | None = Field(
+        None, description="Most items to return, in whole groups, at least one group."
+    )
+    task_type: str | None = Field(None, description="Needed only when several task types are in use.")
+    request_id: Name | None = Field(None, description="Asked again, it gets the same answer again.")
+    ack: list[str] | None = Field(None, description="Earlier request_ids whose items are held for good.")
+
+
+class StartRequest(BaseModel):
+    """The fields of ``/start_rollout`` that the buffer looks at; all of them go to the generator."""
+
+    task_type: str
+    num_repeat_per_sample: Annotated[StrictInt, Field(ge=1, le=1_000_000), Whole] | Digits = Field(
+        1, description="Items per group; slime's client sends it as text."
+    )
+    input_file: str | None = None
+    sampling_params: dict[str, Any] | None = None
+    skip_instance_ids: list[str | Annotated[StrictInt, Whole]] | None = Field(
+        None, description="What was trained before."
+    )
+    trained_groups: list[str] | None = Field(None, description="`buffer_group` of the items that were trained on.")
+    fresh: StrictBool = Field(False, description="Drop what is left of earlier runs, as each evaluation does.")
+
+    @property
+    def group_size(self) -> int:
+        return int(self.num_repeat_per_sample)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenItem:
+    """An item that may be stored. ``key`` names its group within the task type, ``body`` is its JSON."""
+
+    uid: str
+    instance_id: Any
+    key: str
+    reward: float | None
+    body: bytes
+
+
+def check(model: type[Model], value: Any, what: str = "the body") -> Model:
+    """``value`` as the model, or ``BufferRequestError`` naming the field, the value and what is expected."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_context=False)
+        place = errors[0]["loc"]
+        if not place:
+            raise BufferRequestError(f"{what} is of type {type(value).__name__}; expected an object") from None
+        field = ".".join(str(part) for at, part in enumerate(place) if at == 0 or isinstance(part, int))
+        if errors[0]["type"] == "missing":
+            raise BufferRequestError(f"{what} has no {field}") from None
+        expected = " or ".join(dict.fromkeys(entry["msg"] for entry in errors if entry["loc"][:1] == place[:1]))
+        given = repr(errors[0]["input"])
+        raise BufferRequestError(f"{what}: {field} is {given[:80]}; {expected}") from None
+
+
+def parse_json(raw: bytes) -> Any:
+    """Strict JSON (no NaN, no infinities). Raises ``BufferRequestError``."""
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BufferRequestError(f"the body is not JSON: {error}") from error
+
+
+def parse_items(raw: bytes) -> tuple[str | None, list[WrittenItem]]:
+    """The task type that the item or items of a body name, and the items, ready to store."""
+    value = parse_json(raw)
+    if isinstance(value, list):
+        if not value:
+            raise BufferRequestError("the list of items is empty; send at least one item")
+        checked = [(check(ItemFields, item, f"item {number}"), item, None) for number, item in enumerate(value)]
+    else:
+        checked = [(check(ItemFields, value, "item 0"), value, raw)]
+    tasks = {fields.task_type for fields, _, _ in checked}
+    if len(tasks) > 1:
+        raise BufferRequestError(f"the items name several values of task_type ({tasks}); send one per request")
+    return tasks.pop(), [_written(*entry) for entry in checked]
+
+
+def _written(fields: ItemFields, item: dict[str, Any], raw: bytes | None) -> WrittenItem:
+    if fields.uid is None:
+        item["uid"], raw = uuid.uuid4().hex, None
+    key = fields.instance_id if fields.group_id is None else [fields.instance_id, fields.group_id]
+    return WrittenItem(
+        uid=str(item["uid"] if fields.uid is None else fields.uid),
+        instance_id=fields.instance_id,
+        key=orjson.dumps(key).decode(),
+        reward=float(fields.reward) if isinstance(fields.reward, (int, float)) else None,
+        body=orjson.dumps(item) if raw is None else raw,
+    )
+
+
+def _object(required: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "required": list(required), "properties": required}
+
+
+def _operation(summary: str, answer: Any, body: Any = None, *, body_required: bool = True) -> dict[str, Any]:
+    def content(schema: Any) -> dict[str, Any]:
+        return {"content": {"application/json": {"schema": schema}}}
+
+    refusal = content(_object({"success": {"const": False}, "message": {"type": "string"}}))
+    refused = {"description": "Refused, with 400, 401, 403, 404, 405, 409 or 413; 503 says try again later", **refusal}
+    operation = {
+        "summary": summary,
+        "responses": {"200": {"description": "Done", **content(answer)}, "4XX": refused, "503": refused},
+    }
+    if body is not None:
+        operation["requestBody"] = {"required": body_required, **content(body)}
+    return operation
+
+
+def openapi_description() -> dict[str, Any]:
+    """The description as served at ``/openapi.json``."""
+    item = ItemFields.model_json_schema()
+    items = {"anyOf": [item, {"type": "array", "items": item, "minItems": 1}]}
+    data = _object({"data": {"type": "array", "items": {"type": "object"}}, "meta_info": {}})
+    answer = _object({"success": {"type": "boolean"}, "message": {"type": "string"}, "data": data})
+    read, start = ReadRequest.model_json_schema(), StartRequest.model_json_schema()
+    started = _object({"message": {"type": "string"}})
+    give = _operation("Take groups that are ready to train on", answer, read, body_required=False)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "agl-slime rollout buffer", "version": __version__},
+        "paths": {
+            "/start_rollout": {"post": _operation("Start the generator of a task type", started, start)},
+            "/buffer/write": {"post": _operation("Write an item or a list of items", answer, items)},
+            "/get_rollout_data": {"post": give},
+            "/stats": {"get": _operation("Everything that is counted", {"type": "object"})},
+            "/health": {"get": _operation("Whether the server runs", {"type": "object"})},
+        },
+        "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"token": []}],
+    }

@@ -1,0 +1,277 @@
+"""What a trainer's process keeps between two steps of an agent rollout: the buffer it asks, groups fetched ahead, and
+the numbers given to samples."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import logging
+import random
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from agl_slime.buffer.client import ask_buffer, is_passing
+from agl_slime.buffer.samples import SampleMaker, agree
+from agl_slime.buffer.stages import Item
+from agl_slime.errors import ConfigError, DataSourceError
+from agl_slime.support.backoff import Backoff
+from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.masks import LossMaskGenerator, get_loss_mask_generator
+from agl_slime.tokens.tokenizer import load_tokenizer
+from agl_slime.types import Sample
+
+logger = logging.getLogger(__name__)
+
+_REQUIRED_KEYS = frozenset({"uid", "instance_id", "messages", "reward", "extra_info"})
+
+# Between two questions to a buffer that has nothing: short at first, so that a fast generator is not waited for.
+_SHORTEST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+# How long nothing may come before the buffer is asked whether its generator still runs.
+ASK_ABOUT_RUN_S = 5.0
+START_PATIENCE_S = 600.0
+# A generator that writes nothing but what cannot be trained on is not waited for.
+_MOST_UNUSABLE = 32
+
+Payload = Callable[[], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentRolloutSettings:
+    """What slime's ``args`` and the environment say; see ``agl_slime.buffer.agent_rollout``."""
+
+    buffer_url: str = "http://127.0.0.1:8889"
+    token: str | None = None
+    task_type: str = "math"
+    eval_task_type: str | None = None
+    retry_times: int = -1
+    loss_mask_type: str = "auto"
+    hf_checkpoint: str | None = None
+    normalized: bool = False
+    batch_size: int = 1
+    group_size: int = 1
+
+
+class NothingMoreError(DataSourceError):
+    """The generator has ended and everything it made has been fetched."""
+
+
+@dataclass(slots=True)
+class FetchedGroup:
+    """A group that was fetched; ``name`` is what the buffer calls it."""
+
+    name: str | None
+    instance_id: Any
+    items: list[Item]
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step is made of: its groups of samples, the fetched groups behind them, those that cannot be used, and
+    what the buffer told meanwhile."""
+
+    groups: list[list[Sample]] = field(default_factory=list)
+    used: list[FetchedGroup] = field(default_factory=list)
+    unusable: list[FetchedGroup] = field(default_factory=list)
+    told: list[Mapping[str, Any]] = field(default_factory=list)
+    waited_s: float = 0.0
+
+
+@dataclass(slots=True)
+class AgentRolloutSession:
+    """A trainer's end of one buffer and task type. ``payload()`` is what a start of the generator sends."""
+
+    settings: AgentRolloutSettings
+    started: bool = False
+    surplus: deque[FetchedGroup] = field(default_factory=deque)
+    maker: SampleMaker | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    step: Step = field(default_factory=Step)
+    _loose: list[Item] = field(default_factory=list)
+
+    @property
+    def fetched(self) -> list[FetchedGroup]:
+        """The groups that are here and that nobody has been given yet."""
+        return [*self.step.used, *self.step.unusable, *self.surplus]
+
+    async def start(self, payload: Payload) -> dict[str, Any]:
+        answer = await start_generator(self.settings.buffer_url, payload(), token=self.settings.token)
+        self.started = True
+        return answer
+
+    async def take_step(self, payload: Payload) -> Step:
+        """The groups of one step; what was fetched stays here when something fails on the way."""
+        step = self.step = Step()
+        settings = self.settings
+        try:
+            maker = await self._get_maker()
+            while len(step.groups) < settings.batch_size:
+                if not self.surplus:
+                    asked = time.monotonic()
+                    missing = (settings.batch_size - len(step.groups)) * settings.group_size
+                    step.told.append(await self._fetch(missing, payload))
+                    step.waited_s += time.monotonic() - asked
+                    continue
+                fetched = self.surplus.popleft()
+                try:
+                    step.groups.append(await run_in_thread(maker.group, fetched.items))
+                    step.used.append(fetched)
+                except ValueError as error:
+                    step.unusable.append(fetched)
+                    logger.warning("A group of %s cannot be used: %s", fetched.instance_id, error)
+                    if len(step.unusable) >= _MOST_UNUSABLE:
+                        message = f"{len(step.unusable)} groups in one step cannot be used; the last: {error}"
+                        raise DataSourceError(message) from error
+        except BaseException:
+            self.surplus.extendleft(reversed(step.used))  # given to nobody: they are there for the next call
+            raise
+        finally:
+            self.step = Step()
+        lost = agree(step.groups)
+        if lost:
+            logger.warning("%d samples of this batch have log-probs and others none; all go without.", lost)
+        return step
+
+    async def everything(self, payload: Payload) -> list[list[Sample]]:
+        """The samples of all that the generator makes until it ends: for evaluations."""
+        maker = await self._get_maker()
+        with suppress(NothingMoreError):
+            while True:
+                await self._fetch(None, payload)
+        groups, self.surplus = self.surplus, deque()
+        return await run_in_thread(lambda: [maker.group(group.items) for group in groups])
+
+    # -- internals ----------------------------------------------------------------------------------------------------
+
+    async def _fetch(self, wanted: int | None, payload: Payload) -> dict[str, Any]:
+        """Wait until the buffer gives something; it goes to ``surplus``. Returns what was told about it."""
+        settings = self.settings
+        asked = {"batch_size": wanted, "task_type": settings.task_type, "request_id": uuid.uuid4().hex}
+        failures = Backoff(
+            f"the rollout buffer at {settings.buffer_url} failed",
+            DataSourceError,
+            cap_s=_LONGEST_PAUSE_S,
+            tries=None if settings.retry_times < 0 else settings.retry_times + 1,
+        )
+        pause, looked = _SHORTEST_PAUSE_S, time.monotonic()
+        while True:
+            try:
+                items, meta_info = await read_batch(settings.buffer_url, asked, token=settings.token)
+            except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
+                if not is_passing(error):  # the same request would be answered in the same way for ever
+                    message = f"the rollout buffer at {settings.buffer_url} cannot be read: {error}"
+                    raise DataSourceError(message) from error
+                logger.warning("The rollout buffer could not be read (%r); trying again.", error)
+                await failures.pause(error)
+                continue
+            self._sort_in(items)
+            if items:
+                return meta_info
+            if time.monotonic() - looked > ASK_ABOUT_RUN_S:
+                await self._look_at_run(payload)
+                looked = time.monotonic()
+            await asyncio.sleep(pause * random.uniform(0.8, 1.0))
+            pause = min(_LONGEST_PAUSE_S, 1.5 * pause)
+
+    def _sort_in(self, items: Sequence[Item]) -> None:
+        """Cut what came into groups. Items of one group come one after the other; a rest that is no whole group waits
+        for more."""
+        size = self.settings.group_size
+        self._loose.extend(items)
+        while len(self._loose) >= size:
+            group, self._loose = self._loose[:size], self._loose[size:]
+            instances = {json.dumps(item["instance_id"]) for item in group}
+            if len(instances) > 1:
+                raise DataSourceError(
+                    f"n_samples_per_prompt is {size}, but items of {', '.join(sorted(instances))} came as one group; "
+                    "it must be what the generator was started with"
+                )
+            self.surplus.append(FetchedGroup(group[0].get("buffer_group"), group[0]["instance_id"], group))
+
+    async def _look_at_run(self, payload: Payload) -> None:
+        """Raise when the generator has ended and nothing that it wrote can become a group any more; start it again when
+        the buffer has forgotten it. Other servers than ours do not tell."""
+        settings = self.settings
+        try:
+            stats = await ask_buffer(settings.buffer_url, "/stats", token=settings.token)
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError):
+            return
+        if not isinstance(stats, dict) or not isinstance(stats.get("task_types"), dict):
+            return
+        task = stats["task_types"].get(settings.task_type) or {}
+        run = task.get("run")
+        if run is None:
+            logger.warning(
+                "The buffer at %s was restarted and has forgotten its items and its run of %r, as without --run-dir; "
+                "the generator is started again for what was not trained on.",
+                settings.buffer_url,
+                settings.task_type,
+            )
+            await self.start(payload)
+        elif run.get("state") != "running" and not task.get("groups_undecided"):
+            why = f": {run['error']}" if run.get("error") else ""
+            raise NothingMoreError(
+                f"the generator of {settings.task_type!r} has ended ({run.get('state')}) and no group is left{why}"
+            )
+
+    async def _get_maker(self) -> SampleMaker:
+        if self.maker is None:
+            masks = await run_in_thread(_mask_generator, self.settings)
+            self.maker = SampleMaker(masks=masks, normalized=self.settings.normalized)
+        return self.maker
+
+
+async def start_generator(url: str, payload: Mapping[str, Any], *, token: str | None) -> dict[str, Any]:
+    """``POST /start_rollout``. A buffer that cannot be reached yet is waited for, up to ten minutes
+    (``DataSourceError``); one that refuses raises ``ConfigError``."""
+    what = f"the rollout buffer at {url} could not be started"
+    backoff = Backoff(what, DataSourceError, cap_s=10.0, patience_s=START_PATIENCE_S)
+    try:
+        return await backoff.run(lambda: ask_buffer(url, "/start_rollout", payload, token=token), is_passing)
+    except aiohttp.ClientResponseError as error:
+        raise ConfigError(f"{what}: {error.message}") from error
+
+
+async def read_batch(
+    url: str, asked: Mapping[str, Any], *, token: str | None, timeout_s: float = 100.0
+) -> tuple[list[Item], dict[str, Any]]:
+    """``POST /get_rollout_data``: the items and what is told about them, both empty when nothing is ready. Raises what
+    ``ask_buffer`` does, and ``ValueError`` when the answer does not have the documented form."""
+    body = {name: value for name, value in asked.items() if value is not None}
+    answer = await ask_buffer(url, "/get_rollout_data", body, token=token, timeout_s=timeout_s)
+    if not isinstance(answer, dict) or "success" not in answer:
+        raise ValueError(f"{url} answered {str(answer)[:200]!r}; expected an object with success and data")
+    if not answer["success"]:
+        return [], {}
+    content, meta_info = answer.get("data"), {}
+    if isinstance(content, dict):
+        content, meta_info = content.get("data"), content.get("meta_info") or {}
+    if not isinstance(content, list) or not isinstance(meta_info, dict):
+        raise ValueError(f"{url} answered without a list of items")
+    items = [item.get("data", item) if isinstance(item, dict) else item for item in content]  # slime's wraps them
+    for item in items:
+        missing = _REQUIRED_KEYS - item.keys() if isinstance(item, dict) else _REQUIRED_KEYS
+        if missing:
+            raise ValueError(f"an item of {url} has no {', '.join(sorted(missing))}: {str(item)[:200]}")
+    return items, meta_info
+
+
+def _mask_generator(settings: AgentRolloutSettings) -> LossMaskGenerator | None:
+    if settings.hf_checkpoint is None:
+        return None
+    tokenizer = load_tokenizer(settings.hf_checkpoint)
+    module_name, colon, name = settings.loss_mask_type.partition(":")
+    if not colon:
+        return get_loss_mask_generator(tokenizer, settings.loss_mask_type)
+    try:
+        return getattr(importlib.import_module(module_name), name)(tokenizer)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"loss_mask_type {settings.loss_mask_type!r} cannot be loaded: {error}") from error

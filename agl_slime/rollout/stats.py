@@ -1,0 +1,96 @@
+"""Why a rollout stopped, and what it reports about itself beside its turns and its reward."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from agl_slime.rollout.tools import ToolResult
+from agl_slime.trace import attributes as names
+
+
+class StopReason(str, Enum):
+    """The value is what stands in ``Sample.metadata["stop_reason"]``."""
+
+    STOP = "stop"
+    """The model ended its answer and nothing asked for more."""
+    LENGTH = "length"
+    """The last answer, or the whole trajectory, reached its limit of tokens."""
+    MAX_TURNS = "max_turns"
+    """More turns were wanted than are allowed."""
+    CONTEXT_OVERFLOW = "context_overflow"
+    """The conversation did not fit into the model's context any more; it would not fit the second time either."""
+    TOOL_ERROR = "tool_error"
+    """A tool failed and the agent is set to stop then; by default the model sees the error and goes on."""
+    ABORTED = "aborted"
+    """The engine broke the last answer off, and taking it up again did not help."""
+
+
+class RolloutStopped(Exception):
+    """Raised by ``RolloutSession.ask`` when the rollout is over: a limit was reached before the model could answer.
+
+    Not an error: ``SGLangLitAgent`` catches it and scores what there is. An agent that wants to do something else then
+    catches it in ``run``.
+    """
+
+    def __init__(self, reason: StopReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass
+class RolloutStats:
+    """Counts of one rollout, all its branches together.
+
+    ``tool_calls`` counts executed calls by tool, ``malformed_calls`` what looked like a call and was none,
+    ``unknown_tools`` calls of tools that do not exist, ``tool_errors`` and ``tool_timeouts`` those that failed.
+    ``untrained_turns`` are the turns that the loss scale leaves out, ``infos`` what the scheduler wants to be known.
+    """
+
+    stop_reason: StopReason | None = None
+    tools: tuple[str, ...] = ()
+    tool_calls: Counter[str] = field(default_factory=Counter)
+    malformed_calls: int = 0
+    unknown_tools: int = 0
+    tool_errors: int = 0
+    tool_timeouts: int = 0
+    open_seams: int = 0
+    untrained_turns: tuple[int, ...] = ()
+    infos: dict[str, Any] = field(default_factory=dict)
+
+    def count(self, results: Iterable[ToolResult]) -> None:
+        for result in results:
+            if result.error == "unknown_tool":
+                self.unknown_tools += 1
+                continue
+            self.tool_calls[result.call.name] += 1
+            self.tool_errors += result.error is not None
+            self.tool_timeouts += result.error == "timeout"
+
+    def tool_counts(self) -> dict[str, Any]:
+        """As ``Sample.metadata["tools"]`` has them."""
+        return {
+            "offered": list(self.tools),
+            "calls": dict(self.tool_calls),
+            "malformed": self.malformed_calls,
+            "unknown": self.unknown_tools,
+            "errors": self.tool_errors,
+            "timeouts": self.tool_timeouts,
+        }
+
+    def attributes(self) -> dict[str, Any]:
+        """As span attributes: none for what did not happen."""
+        attributes: dict[str, Any] = {}
+        if self.stop_reason is not None:
+            attributes[names.STOP_REASON] = self.stop_reason.value
+        if self.tools:
+            attributes[names.TOOLS] = json.dumps(self.tool_counts())
+        if self.open_seams:
+            attributes[names.OPEN_SEAMS] = self.open_seams
+        if self.untrained_turns:
+            attributes[names.UNTRAINED_TURNS] = json.dumps(list(self.untrained_turns))
+        return attributes

@@ -1,0 +1,203 @@
+"""A data source whose store is away, restarts or repeats itself, and whose groups are judged by others: the run goes on
+and each rollout counts once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime import AGLDataSource, slime_hooks
+from agl_slime.datasource import events
+from agl_slime.datasource.source import DataSourceSettings
+from agl_slime.errors import DataSourceError
+from agl_slime.groups.results import Outcome
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.types import Sample
+from tests.integration.test_slime_datasource import (
+    AGENT,
+    HeldAgent,
+    args_for,
+    service_with_runner,
+    wait_until,
+    write_tasks,
+)
+from tests.integration.test_slime_datasource import enqueue as enqueue_over_http
+from tests.store_cases import enqueue, finish
+
+QUICK = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
+
+
+async def get(source: AGLDataSource, n: int) -> list[list[Sample]]:
+    return await asyncio.to_thread(source.get_samples, n)
+
+
+# -- fault 2: a store that is away for a moment ----------------------------------------------------------------------
+
+
+class Flaky(BridgeStore):
+    """Reads fail as told."""
+
+    def __init__(self, *failures: Exception) -> None:
+        super().__init__()
+        self.failures = list(failures)
+        self.forever: Exception | None = None
+
+    async def get_latest_attempt(self, rollout_id: str) -> Any:
+        if self.failures:
+            raise self.failures.pop(0)
+        if self.forever is not None:
+            raise self.forever
+        return await super().get_latest_attempt(rollout_id)
+
+
+async def test_a_read_that_fails_while_the_store_restarts_is_made_again_fault_2() -> None:
+    store = Flaky(ConnectionError("refused"), asyncio.TimeoutError(), ConnectionResetError("reset"))
+    with AGLDataSource(store=store, settings=QUICK) as source:
+        ids = await enqueue(store, 2)
+        for rollout_id in ids:
+            await finish(store, rollout_id)
+        groups = await get(source, 2)
+        assert sorted(group[0].metadata["agl_rollout_id"] for group in groups) == sorted(ids)
+        assert source.ledger.counts().closed == {Outcome.TRAINED: 2}
+
+
+async def test_a_store_that_stays_away_ends_it_with_the_first_cause_fault_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_PATIENCE_S", 0.5)
+    store = Flaky(ConnectionError("the first cause"))
+    store.forever = ConnectionError("what came later")
+    with AGLDataSource(store=store, settings=QUICK) as source:
+        for rollout_id in await enqueue(store, 3):
+            await finish(store, rollout_id)
+        with pytest.raises(DataSourceError, match="the first cause"):
+            await get(source, 1)
+        with pytest.raises(DataSourceError, match="the first cause"):
+            await get(source, 1)
+
+
+def test_a_store_server_that_restarts_between_an_end_and_its_read_fault_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agent Lightning's client answers "there is no such rollout" for a server that cannot be reached."""
+    with service_with_runner() as (_, service):
+        source = AGLDataSource(args_for(agl_store_url=service.url))
+        request = source._store._request_json
+        calls = 0
+
+        async def interrupted(method: Any, path: str, **arguments: Any) -> Any:
+            nonlocal calls
+            if method == "get" and "/rollouts/" in path:
+                calls += 1
+                if calls <= 2:
+                    raise ConnectionError("the server is restarting")
+            return await request(method, path, **arguments)
+
+        monkeypatch.setattr(source._store, "_request_json", interrupted)
+        ids = enqueue_over_http(service.url, "g", 2)
+        with source:
+            [group] = source.get_samples(1)
+        assert sorted(sample.metadata["agl_rollout_id"] for sample in group) == sorted(ids)
+        assert calls > 2
+
+
+# -- fault 5: what slime's dynamic filter drops ----------------------------------------------------------------------
+
+
+def keep_odd(args: Any, samples: list[Sample], **_: Any) -> Any:
+    return Namespace(keep=bool((samples[0].group_index or 0) % 2), reason="even")
+
+
+def test_groups_that_slimes_dynamic_filter_drops_are_counted_as_filtered_fault_5() -> None:
+    with AGLDataSource(args_for(agl_agent=AGENT)) as source:
+        args = Namespace(rollout_batch_size=2, dynamic_sampling_filter_path=f"{__name__}.keep_odd")
+        output = slime_hooks.generate_rollout(args, 0, source)
+        assert len(output.samples) == 2
+        counts = source.ledger.counts()
+        assert counts.closed[Outcome.TRAINED] == 4
+        assert counts.reasons[Outcome.FILTERED, "even"] == 4
+        assert counts.opened == counts.open + counts.ready + sum(counts.closed.values())
+
+
+# -- fault 7: a feed that names a rollout twice ----------------------------------------------------------------------
+
+
+def test_an_end_that_is_reported_twice_does_not_freeze_the_saved_position_fault_7(tmp_path: Path) -> None:
+    with service_with_runner() as (_, service):
+        service.feed.append, append = lambda rollout: (append(rollout), append(rollout)), service.feed.append
+        source = AGLDataSource(args_for(agl_store_url=service.url, save=str(tmp_path)))
+        with source:
+            for n in range(5):
+                enqueue_over_http(service.url, f"g{n}", 2)
+                assert len(source.get_samples(1)) == 1
+            wait_until(source, 10)
+            follow: dict[str, Any] = {}
+            with source._changed:
+                source._changed.wait_for(lambda: follow.update(source.state()["follow"]) or follow["after"] >= 20, 20)
+                state = source.state()
+            assert follow["after"] == 20
+            assert len(state["ended"]) + len(state["follow"].get("settled", ())) == 0
+            assert source.ledger.counts().closed == {Outcome.TRAINED: 10}
+
+
+# -- fault 8: a store that restarts during an evaluation -------------------------------------------------------------
+
+
+def test_a_store_that_restarts_during_an_evaluation_fault_8(tmp_path: Path) -> None:
+    HeldAgent.release.clear()
+    evaluation: dict[str, Any] = {}
+    with service_with_runner(HeldAgent()) as (_, service):
+        port = int(service.url.rpartition(":")[2])
+        args = args_for(
+            agl_store_url=service.url, agl_eval_tasks=write_tasks(tmp_path / "e.jsonl", 3), agl_eval_rollouts=3
+        )
+        source = AGLDataSource(args)
+        evaluating = threading.Thread(target=lambda: evaluation.update(source.evaluate(0)), daemon=True)
+        evaluating.start()
+        wait_until(source, 3)
+    HeldAgent.release.set()
+    with service_with_runner(port=port), source:
+        evaluating.join(30)
+        assert not evaluating.is_alive(), "it waits for rollouts that the store has lost"
+        assert evaluation["agl"]["rewards"] == [0.25] * 3
+        counts = source.ledger.counts()
+        assert counts.reasons[Outcome.CANCELLED, "store_restarted"] == 3
+        assert counts.closed[Outcome.VALIDATED] == 3
+
+
+# -- fault 9: a state that is taken while groups are finalized -------------------------------------------------------
+
+
+def test_states_taken_at_any_moment_have_each_group_in_one_place_fault_9(tmp_path: Path) -> None:
+    """A task is under way, or its group is ready, or neither; and nothing is changed while it is written."""
+    prompts = 400
+    args = args_for(
+        agl_agent=AGENT,
+        agl_tasks=write_tasks(tmp_path / "t.jsonl", prompts),
+        n_samples_per_prompt=1,
+        rollout_function_path="x.fully_async_rollout.generate",
+        rollout_batch_size=40,
+    )
+    taken: list[str] = []
+    twice: list[Any] = []
+    with AGLDataSource(args) as source:
+        rng = random.Random(0)
+        while len(taken) < prompts // 2:
+            taken += [prompt_of(group[0].to_dict()) for group in source.get_samples(rng.randint(1, 3))]
+            state = json.loads(json.dumps(source.state()))
+            under_way = [task["prompt"] for task in state["demand"]["under_way"].values()]
+            again = [task["prompt"] for task in state["demand"]["again"]]
+            ready = [prompt_of(group[0]) for group in state["groups"]]
+            places = [*under_way, *again, *ready]
+            assert len(taken) + len(places) <= state["demand"]["drawn"]
+            if len(set(places)) < len(places) or set(taken) & set(places):
+                twice.append((state["demand"], ready))
+    assert twice == []
+
+
+def prompt_of(sample: dict[str, Any]) -> str:
+    prompt = sample["prompt"]
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
