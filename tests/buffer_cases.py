@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from agl_slime.buffer.pipeline import FinishedGroup, GroupPipeline, GroupSnapshot
+from agl_slime.buffer.pipeline import FinishedGroup, GroupPipeline
 from agl_slime.buffer.settings import BufferSettings
 
 
@@ -25,27 +25,43 @@ def make_item(uid: str, instance_id: Any = "math_001", reward: Any = 1.0, **fiel
     return {"uid": uid, "instance_id": instance_id, "messages": messages, "reward": reward, "extra_info": {}, **fields}
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A group at a moment."""
+
+    instance_id: Any
+    items: list[dict[str, Any]]
+    last_item_time: float
+
+
 @dataclass
 class Processed:
-    """What the five stages make of a snapshot."""
+    """What the five stages make of snapshots; ``finished`` has each finished one with its end."""
 
     meta_info: dict[str, Any]
-    finished: list[FinishedGroup]
+    finished: list[tuple[Snapshot, FinishedGroup]]
+
+    @property
+    def ends(self) -> list[FinishedGroup]:
+        return [group for _, group in self.finished]
 
     @property
     def valid(self) -> list[FinishedGroup]:
-        return [group for group in self.finished if group.valid]
+        return [group for group in self.ends if group.valid]
 
     @property
     def data(self) -> list[dict[str, Any]]:
-        return [item for group in self.finished for item in group.data]
+        return [item for group in self.ends for item in group.data]
 
 
-def process(pipeline: GroupPipeline, groups: Iterable[GroupSnapshot], *, now: float) -> Processed:
-    snapshots = list(groups)
-    meta_info = pipeline.meta_info(item for snapshot in snapshots for item in snapshot.items)
-    finished = [group for snapshot in snapshots if (group := pipeline.finish(snapshot, now=now)) is not None]
-    return Processed(meta_info, finished)
+def process(pipeline: GroupPipeline, snapshots: Iterable[Snapshot], *, now: float) -> Processed:
+    taken = list(snapshots)
+    meta_info = pipeline.meta_info(item for snapshot in taken for item in snapshot.items)
+    ends = [
+        (snapshot, pipeline.finish(snapshot.instance_id, snapshot.items, idle_s=now - snapshot.last_item_time))
+        for snapshot in taken
+    ]
+    return Processed(meta_info, [(snapshot, end) for snapshot, end in ends if end is not None])
 
 
 def settings_for(tmp_path: Path, **changes: Any) -> BufferSettings:

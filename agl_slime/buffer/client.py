@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import deque
-from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import aiohttp
 import orjson
 
+from agl_slime.buffer.batching import Batcher
 from agl_slime.buffer.errors import BufferRequestError
 from agl_slime.buffer.stages import Item
 from agl_slime.errors import AglSlimeError
@@ -81,21 +79,15 @@ class BufferWriter:
             self._headers["Authorization"] = f"Bearer {token}"
         self._give_up_s = give_up_s
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
-        self._waiting: deque[tuple[bytes, asyncio.Future[None]]] = deque()
-        self._arrived = asyncio.Event()
+        # one request is made while the other is answered
+        self._batches = Batcher(self._send, most=_MOST_ITEMS, parallel=2, size=len, most_size=_MOST_BYTES)
 
     async def __aenter__(self) -> BufferWriter:
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout)
-        # one request is made while the other is answered
-        self._senders = [asyncio.create_task(self._send_waiting()) for _ in range(2)]
         return self
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        for sender in self._senders:
-            sender.cancel()
-        await asyncio.gather(*self._senders, return_exceptions=True)
+    async def __aexit__(self, *_: object) -> None:
+        await self._batches.close(cancel=True)
         await self._session.close()
 
     async def write(self, item: Item) -> None:
@@ -104,55 +96,19 @@ class BufferWriter:
             body = orjson.dumps(item if item.get("uid") is not None else {**item, "uid": uuid.uuid4().hex})
         except TypeError as error:  # numpy's numbers, objects, lone surrogates
             raise BufferRequestError(f"item {item.get('uid')!r} is no JSON: {error}") from error
-        stored: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((body, stored))
-        self._arrived.set()
-        await stored
+        await self._batches.add(body)
 
-    async def _send_waiting(self) -> None:
-        while True:
-            await self._arrived.wait()
-            batch: list[tuple[bytes, asyncio.Future[None]]] = []
-            size = 0
-            while self._waiting and len(batch) < _MOST_ITEMS and size < _MOST_BYTES:
-                entry = self._waiting.popleft()
-                batch.append(entry)
-                size += len(entry[0])
-            if not self._waiting:
-                self._arrived.clear()
-            try:
-                await self._send(batch)
-            except BaseException as error:
-                ended = error if isinstance(error, Exception) else BufferUnreachableError("the writer was closed")
-                for _, stored in batch:
-                    if not stored.done():
-                        stored.set_exception(ended)
-                if not isinstance(error, Exception):
-                    raise
-
-    async def _send(self, batch: Sequence[tuple[bytes, asyncio.Future[None]]]) -> None:
-        if not batch:
-            return
-        body = b"[" + b",".join(body for body, _ in batch) + b"]"
-        backoff = Backoff(
-            f"the buffer at {self._url} took nothing",
-            BufferUnreachableError,
-            cap_s=_LONGEST_PAUSE_S,
-            patience_s=self._give_up_s,
-        )
+    async def _send(self, bodies: list[bytes]) -> list[BufferRequestError | None]:
+        what = f"the buffer at {self._url} took nothing"
+        backoff = Backoff(what, BufferUnreachableError, cap_s=_LONGEST_PAUSE_S, patience_s=self._give_up_s)
         try:
-            await backoff.run(lambda: self._post(body), is_passing)
+            await backoff.run(lambda: self._post(b"[" + b",".join(bodies) + b"]"), is_passing)
         except aiohttp.ClientResponseError as error:
-            if len(batch) > 1:  # a request is refused as a whole; one bad item must not cost the others
-                for entry in batch:
-                    await self._send([entry])
-                return
-            refusal = BufferRequestError(f"the buffer refused an item: {error.message}", status=error.status)
-            if not batch[0][1].done():
-                batch[0][1].set_exception(refusal)
-        for _, stored in batch:
-            if not stored.done():
-                stored.set_result(None)
+            if len(bodies) == 1:
+                return [BufferRequestError(f"the buffer refused an item: {error.message}", status=error.status)]
+            # a request is refused as a whole; one bad item must not cost the others
+            return [result for body in bodies for result in await self._send([body])]
+        return [None] * len(bodies)
 
     async def _post(self, body: bytes) -> None:
         async with self._session.post(self._url, data=body) as response:

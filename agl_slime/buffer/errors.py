@@ -6,15 +6,8 @@ from agl_slime.errors import AglSlimeError
 
 
 class BufferRequestError(AglSlimeError, ValueError):
-    """A request that is refused; ``status`` is the HTTP status, the text one sentence for the client."""
+    """A request that is refused; ``status`` is the HTTP status (503: later), the text one sentence for the client."""
 
     def __init__(self, message: str, *, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
-
-
-class BufferFullError(BufferRequestError):
-    """The buffer holds ``max_buffer_size`` items; the same write is welcome later."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, status=503)

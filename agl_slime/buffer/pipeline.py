@@ -1,4 +1,4 @@
-"""The group pipeline: from a snapshot of groups to a batch that is fit to train on.
+"""The group pipeline: from the items of a group to data that is fit to train on.
 
 Meta information over everything, then per group: is it complete and valid, which items are usable, normalise, pad.
 Valid groups are among the finished ones and finished ones among all; a finished group leaves the buffer, with its items
@@ -17,10 +17,12 @@ from agl_slime.buffer import stages
 from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.buffer.stages import Item
 
+Stage = Callable[..., Any]
+
 # The names under which a generator may bring its own stages, as slime documents them.
 STAGE_NAMES = ("get_group_data_meta_info", "is_valid_group", "filter_item", "normalize_group_data", "pad_group_data")
 
-# Reasons why a finished group is not trained on; a stage that breaks gives "stage_error".
+# Reasons why a finished group, or an item of a used one, is not trained on.
 REASON_TIMEOUT = "timeout"
 REASON_INVALID = "invalid_group"
 REASON_FILTERED = "too_few_valid_items"
@@ -29,43 +31,36 @@ REASON_STAGE_ERROR = "stage_error"
 REASON_ITEM_FILTERED = "filtered_item"
 REASON_SURPLUS = "surplus_item"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSnapshot:
-    """A group at a moment. ``key`` tells groups of one instance apart (epochs); ``last_item_time`` is in seconds of the
-    caller's clock."""
-
-    instance_id: Any
-    items: Sequence[Item]
-    last_item_time: float
-    key: Any = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedGroup:
-    """A group that leaves the buffer: ``valid`` with ``data`` to train on, or refused for ``reason`` (a short word;
-    ``detail`` is the sentence).
-
-    ``item_reasons`` has one entry per item of the snapshot: ``""`` for the ones that are used, else why not.
-    """
-
-    snapshot: GroupSnapshot
-    valid: bool
-    data: tuple[Item, ...] = ()
-    reason: str = ""
-    detail: str = ""
-    item_reasons: tuple[str, ...] = ()
-    timed_out: bool = False
-
-
-Stage = Callable[..., Any]
-
 # What a stage may take after the data.
 _PASSED = frozenset({"group_size", "min_valid_group_size", "task_type"})
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedGroup:
+    """A group that leaves the buffer: with ``data`` to train on, or refused for ``reason`` (a short word; ``detail`` is
+    the sentence). ``item_reasons`` has one entry per item: ``""`` for the ones that are used, else why not."""
+
+    data: Sequence[Item]
+    item_reasons: Sequence[str]
+    reason: str = ""
+    detail: str = ""
+
+    @property
+    def valid(self) -> bool:
+        return not self.reason
+
+    @classmethod
+    def refused(cls, size: int, reason: str, detail: str) -> FinishedGroup:
+        return cls((), [reason] * size, reason, detail)
+
+
+class _RefusedError(Exception):
+    """The group is not used: reason and detail."""
+
+
 class GroupPipeline:
-    """The five stages under one set of settings. A stage that is not given has its default.
+    """The five stages under one set of settings. A stage that ``functions`` does not have under its documented name has
+    its default.
 
     A stage takes its documented arguments, or only the first ones: ``filter_item(item)`` and ``filter_item(item,
     task_type)`` both do. ``is_valid_group`` may answer with one bool for both questions, as the generators in slime's
@@ -73,40 +68,20 @@ class GroupPipeline:
     """
 
     def __init__(
-        self,
-        *,
-        settings: PipelineSettings,
-        task_type: str = "",
-        get_group_data_meta_info: Stage | None = None,
-        is_valid_group: Stage | None = None,
-        filter_item: Stage | None = None,
-        normalize_group_data: Stage | None = None,
-        pad_group_data: Stage | None = None,
+        self, functions: Mapping[str, Stage] | None = None, *, settings: PipelineSettings, task_type: str = ""
     ) -> None:
         self.settings = settings
-        self.task_type = task_type
-        self.custom_meta_info = get_group_data_meta_info is not None
-        self.custom_validity = is_valid_group is not None
-        self._meta_info = _trimmed(get_group_data_meta_info or stages.get_group_data_meta_info)
-        self._is_valid = _trimmed(is_valid_group or stages.is_valid_group)
-        self._filter = _trimmed(filter_item or partial(stages.filter_item, reward_range=settings.reward_range))
-        self._normalize = _trimmed(
-            normalize_group_data or partial(stages.normalize_group_data, reward_range=settings.reward_range)
-        )
-        self._pad = _trimmed(pad_group_data or stages.pad_group_data)
-
-    @classmethod
-    def from_functions(
-        cls, functions: Mapping[str, Stage], *, settings: PipelineSettings, task_type: str = ""
-    ) -> GroupPipeline:
-        """A pipeline with the stages found under their documented names; other names are ignored."""
-        return cls(
-            settings=settings,
-            task_type=task_type,
-            **{name: functions[name] for name in STAGE_NAMES if name in functions},
-        )
-
-    # -- stage by stage -----------------------------------------------------------------------------------------------
+        self._task_type = task_type
+        given = functions or {}
+        marks = {"reward_range": settings.reward_range}
+        defaults: dict[str, Stage] = {
+            "filter_item": partial(stages.filter_item, **marks),
+            "normalize_group_data": partial(stages.normalize_group_data, **marks),
+        }
+        chosen = [_trimmed(given.get(name) or defaults.get(name) or getattr(stages, name)) for name in STAGE_NAMES]
+        self._meta_info, self._is_valid, self._filter, self._normalize, self._pad = chosen
+        self.custom_meta_info = "get_group_data_meta_info" in given
+        self.custom_validity = "is_valid_group" in given
 
     def meta_info(self, items: Iterable[Item]) -> dict[str, Any]:
         """Stage 1 over everything that is there. What a stage of somebody else's breaks is reported under ``error``,
@@ -115,86 +90,64 @@ class GroupPipeline:
         for item in items:
             data.setdefault(item["instance_id"], []).append(dict(item))
         try:
-            info = self._meta_info(data)
-            if not isinstance(info, Mapping):
-                raise TypeError(f"expected a dict, got {type(info).__name__}")
+            return dict(self._meta_info(data))
         except Exception as error:  # a stage of somebody else's must not stop the batch
-            return {
-                **stages.get_group_data_meta_info(data),
-                "error": f"get_group_data_meta_info raised {type(error).__name__}: {error}",
-            }
-        return dict(info)
+            told = f"get_group_data_meta_info raised {type(error).__name__}: {error}"
+            return {**stages.get_group_data_meta_info(data), "error": told}
 
-    def finish(self, snapshot: GroupSnapshot, *, now: float) -> FinishedGroup | None:
-        """Stages 2 to 5 for one group; ``None`` while it is to wait for more items."""
+    def finish(self, instance_id: Any, items: Iterable[Item], *, idle_s: float) -> FinishedGroup | None:
+        """Stages 2 to 5 for one group, ``idle_s`` seconds after its last item; ``None`` while it is to wait for more.
+        The items are not changed."""
         settings = self.settings
-        items = [dict(item) for item in snapshot.items]
-        timed_out = now - snapshot.last_item_time > settings.group_timeout_seconds
+        items = [dict(item) for item in items]
         try:
             needed = settings.min_valid_group_size
-            valid, done = self._judge(snapshot, items, needed)
-            if not done and not timed_out:
-                return None
-            late = not done
-            if late:
+            valid, done = self._judge(instance_id, items, needed)
+            if not done:
+                if idle_s <= settings.group_timeout_seconds:
+                    return None
                 needed = settings.items_for(settings.min_timeout_group_size_ratio)
-                valid, _ = self._judge(snapshot, items, needed)
+                valid, _ = self._judge(instance_id, items, needed)
             if not valid:
-                reason = REASON_TIMEOUT if late else REASON_INVALID
                 told = f"{len(items)} of {settings.group_size} items, at least {needed} valid ones are needed"
-                return self._refused(snapshot, reason, told, late)
-            return self._use(snapshot, items, late)
+                raise _RefusedError(REASON_INVALID if done else REASON_TIMEOUT, told)
+            return self._use(instance_id, items, late=not done)
+        except _RefusedError as refusal:
+            return FinishedGroup.refused(len(items), *refusal.args)
         except Exception as error:  # one group that breaks a stage is recorded; the others go on
-            return self._refused(snapshot, REASON_STAGE_ERROR, f"{type(error).__name__}: {error}", timed_out)
+            return FinishedGroup.refused(len(items), REASON_STAGE_ERROR, f"{type(error).__name__}: {error}")
 
-    # -- internals ----------------------------------------------------------------------------------------------------
-
-    def _judge(self, snapshot: GroupSnapshot, items: list[Item], needed: int) -> tuple[bool, bool]:
-        answer = self._is_valid((snapshot.instance_id, items), needed, self.task_type)
+    def _judge(self, instance_id: Any, items: list[Item], needed: int) -> tuple[bool, bool]:
+        answer = self._is_valid((instance_id, items), needed, self._task_type)
         valid, done = answer if isinstance(answer, tuple) else (answer, answer)
         return bool(valid), bool(done) or bool(valid)  # valid groups are among the finished ones
 
-    def _use(self, snapshot: GroupSnapshot, items: list[Item], timed_out: bool) -> FinishedGroup:
+    def _use(self, instance_id: Any, items: list[Item], *, late: bool) -> FinishedGroup:
         settings = self.settings
-        reasons = ["" if self._filter(item, self.task_type) else REASON_ITEM_FILTERED for item in items]
-        kept = [item for item, reason in zip(items, reasons, strict=True) if not reason]
-        ratios = [settings.min_valid_item_size_ratio] + ([settings.min_timeout_group_size_ratio] if timed_out else [])
-        needed = settings.items_for(max(ratios))
+        size = settings.group_size
+        reasons = ["" if self._filter(item, self._task_type) else REASON_ITEM_FILTERED for item in items]
+        kept = [at for at, reason in enumerate(reasons) if not reason]
+        needed = settings.items_for(settings.min_valid_item_size_ratio)
+        if late:
+            needed = max(needed, settings.items_for(settings.min_timeout_group_size_ratio))
         if len(kept) < needed:
-            reason = REASON_TIMEOUT if timed_out else REASON_FILTERED
-            told = f"{len(kept)} of {settings.group_size} items are valid, {needed} are needed"
-            return self._refused(snapshot, reason, told, timed_out)
-        if settings.drop_zero_variance and len(kept) > 1 and len({stages.numeric_reward(item) for item in kept}) == 1:
-            told = f"all {len(kept)} rewards are {kept[0].get('reward')}"
-            return self._refused(snapshot, REASON_ZERO_VARIANCE, told, timed_out)
-        if len(kept) > settings.group_size:
-            used = [at for at, reason in enumerate(reasons) if not reason]
-            for at in used[settings.group_size :]:
-                reasons[at] = REASON_SURPLUS
-            kept = kept[: settings.group_size]
-        _, normalized = self._normalize((snapshot.instance_id, kept))
-        _, padded = self._pad((snapshot.instance_id, list(normalized)), settings.group_size)
-        self._check(padded)
-        return FinishedGroup(
-            snapshot=snapshot, valid=True, data=tuple(padded), item_reasons=tuple(reasons), timed_out=timed_out
-        )
-
-    def _check(self, padded: Sequence[Item]) -> None:
-        """What is handed out must be trainable, whoever wrote the stages."""
-        size = self.settings.group_size
+            told = f"{len(kept)} of {size} items are valid, {needed} are needed"
+            raise _RefusedError(REASON_TIMEOUT if late else REASON_FILTERED, told)
+        rewards = {stages.numeric_reward(items[at]) for at in kept}
+        if settings.drop_zero_variance and len(kept) > 1 and len(rewards) == 1:
+            raise _RefusedError(REASON_ZERO_VARIANCE, f"all {len(kept)} rewards are {rewards.pop()}")
+        for at in kept[size:]:
+            reasons[at] = REASON_SURPLUS
+        _, normalized = self._normalize((instance_id, [items[at] for at in kept[:size]]))
+        _, padded = self._pad((instance_id, list(normalized)), size)
         if not padded or len(padded) % size:
             raise ValueError(f"the stages returned {len(padded)} items; expected a multiple of the group size {size}")
-        for item in padded:
+        for item in padded:  # what is delivered must be trainable, whoever wrote the stages
             if not isinstance(item.get("messages"), list):
                 raise ValueError(f"the stages returned messages {item.get('messages')!r}; expected a list")
             if stages.numeric_reward(item) is None:
                 raise ValueError(f"the stages returned reward {item.get('reward')!r}; expected a finite number")
-
-    def _refused(self, snapshot: GroupSnapshot, reason: str, detail: str, timed_out: bool) -> FinishedGroup:
-        reasons = tuple(reason for _ in snapshot.items)
-        return FinishedGroup(
-            snapshot=snapshot, valid=False, reason=reason, detail=detail, item_reasons=reasons, timed_out=timed_out
-        )
+        return FinishedGroup(padded, reasons)
 
 
 def _trimmed(function: Stage) -> Stage:
@@ -203,17 +156,12 @@ def _trimmed(function: Stage) -> Stage:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature takes what it is given
         return function
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return function
     count = 0
     for parameter in parameters:
-        if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            break
-        if parameter.default is not parameter.empty and parameter.name not in _PASSED:
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return function
+        own = parameter.default is not parameter.empty and parameter.name not in _PASSED
+        if own or parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             break  # a setting of the stage's own, such as `epsilon`, keeps its default
         count += 1
-
-    def call(*args: Any) -> Any:
-        return function(*args[:count])
-
-    return call
+    return lambda *args: function(*args[:count])

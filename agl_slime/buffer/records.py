@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
-import threading
+import uuid
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import orjson
 
-from agl_slime.buffer.models import WrittenItem
-from agl_slime.errors import AglSlimeError
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
@@ -94,18 +93,6 @@ class StoredGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteRequest:
-    task: str
-    items: Sequence[WrittenItem]
-
-
-@dataclass(frozen=True, slots=True)
-class WriteResult:
-    written: int
-    duplicates: int
-
-
-@dataclass(frozen=True, slots=True)
 class Batch:
     """What a reader gets: processed items, whole groups one after the other, as the JSON that goes out; and what is to
     be told about them."""
@@ -119,21 +106,6 @@ class Batch:
         return orjson.loads(self.data_json)
 
 
-class Claim:
-    """Who was first: the reader that commits a delivery, or the caller that gave up waiting for it. Only the first may
-    go on."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def take(self) -> bool:
-        return self._lock.acquire(blocking=False)
-
-
-class ReadAbandonedError(AglSlimeError):
-    """Nobody waits for this batch any more; its groups stay where they were."""
-
-
 class GroupTable:
     """The groups, and what is done with their items as a whole; inside a transaction of the caller's."""
 
@@ -144,7 +116,12 @@ class GroupTable:
             _make_tables(connection)
             # numbers of groups are names that trainers keep: none is given twice
             used = "(SELECT max(no) AS no FROM groups UNION SELECT max(group_no) FROM finished)"
-            self._next: int = 1 + connection.execute(f"SELECT coalesce(max(no), 0) FROM {used}").fetchone()[0]
+            self._next: int = 1 + self.one(f"SELECT coalesce(max(no), 0) FROM {used}")
+            connection.execute("INSERT OR IGNORE INTO identity VALUES (1, ?)", (uuid.uuid4().hex[:12],))
+            self._database_id: str = self.one("SELECT name FROM identity")
+
+    def one(self, query: str) -> Any:
+        return self._database.connection.execute(query).fetchone()[0]
 
     def where(self, condition: str, *values: Any) -> list[StoredGroup]:
         with self._database.reading() as connection:
@@ -191,3 +168,67 @@ class GroupTable:
             self._ledger.close_many(self.rollouts_of(group), outcome, reason)
             self.drop(group)
         return len(groups)
+
+    def name(self, group: StoredGroup) -> str:
+        """What trainers call the group: no other has this name, in this database or another."""
+        return f"{self._database_id}:{group.no}"
+
+    # -- what was delivered -------------------------------------------------------------------------------------------
+
+    def trained(self, groups: Sequence[StoredGroup]) -> int:
+        return self.close(groups, Outcome.TRAINED)
+
+    def trim(self, keep: int) -> None:
+        """Deliveries beyond the window can no longer be asked for again."""
+        newest = "delivery_no IS NOT NULL ORDER BY delivery_no DESC, no DESC LIMIT -1 OFFSET ?"
+        if self.trained(self.where(newest, keep)):
+            oldest = "SELECT min(delivery_no) FROM groups WHERE delivery_no IS NOT NULL"
+            self._database.connection.execute(f"DELETE FROM deliveries WHERE no < coalesce(({oldest}), no + 1)")
+
+    def discard(self, task: str) -> int:
+        """End all groups of a task type; returns how many of their items were not delivered."""
+        with self._database.transaction() as connection:
+            self.trained(self.where("task = ? AND delivery_no IS NOT NULL", task))
+            waiting = self.where("task = ?", task)
+            self.close(waiting, Outcome.CANCELLED, "replaced")
+            for table in ("deliveries", "finished"):
+                connection.execute(f"DELETE FROM {table} WHERE task = ?", (task,))
+        return sum(group.count for group in waiting)
+
+    def resume(
+        self, task: str, trained_instances: Iterable[Any], trained_groups: Iterable[str] | None
+    ) -> list[StoredGroup]:
+        """A trainer starts (again) and says what it has trained: what was delivered to it and it does not name is due
+        again. Returns those groups.
+
+        ``trained_groups`` are the ``buffer_group`` names of its items. A trainer that does not keep those is understood
+        by ``trained_instances``, each named as often as it was finished, less what it named at its last start and what
+        was acknowledged or refused since.
+        """
+        trained: list[StoredGroup] = []
+        lost: list[StoredGroup] = []
+        with self._database.transaction() as connection:
+            names = None if trained_groups is None else set(trained_groups)
+            left = self._trained_since_start(task, trained_instances) if names is None else Counter[str]()
+            for group in self.where("delivery_no IS NOT NULL AND task = ? ORDER BY delivery_no, no", task):
+                known = left[group.instance_json] > 0 if names is None else self.name(group) in names
+                left[group.instance_json] -= known
+                (trained if known else lost).append(group)
+            self.trained(trained)
+            for group in lost:
+                self._ledger.reopen_many(self.rollouts_of(group))
+                connection.execute("UPDATE groups SET delivery_no = NULL, due = 1 WHERE no = ?", (group.no,))
+                connection.execute("DELETE FROM finished WHERE group_no = ?", (group.no,))
+            connection.execute("DELETE FROM deliveries WHERE task = ?", (task,))
+        return lost
+
+    def _trained_since_start(self, task: str, trained_instances: Iterable[Any]) -> Counter[str]:
+        connection = self._database.connection
+        trained = Counter(orjson.dumps(instance).decode() for instance in trained_instances)
+        query = "SELECT payload, finished_before FROM runs WHERE task = ? ORDER BY no DESC LIMIT 1"
+        payload, before = connection.execute(query, (task,)).fetchone() or ("{}", 0)
+        named = orjson.loads(payload).get("skip_instance_ids") or ()
+        trained.subtract(orjson.dumps(instance).decode() for instance in named)
+        query = "SELECT instance_id FROM finished WHERE task = ? AND no > ? AND group_no NOT IN (SELECT no FROM groups)"
+        trained.subtract(row[0] for row in connection.execute(query, (task, before)))
+        return trained

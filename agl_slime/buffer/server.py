@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
+from yarl import URL
 
 from agl_slime import __version__
 from agl_slime.buffer.errors import BufferRequestError
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 _BUFFER = web.AppKey("buffer", RolloutBuffer)
 _OPEN_PATHS = frozenset({"/health", "/openapi.json"})
-_RETRY_AFTER_S = 5
+_RETRY_AFTER_S = "5"
 
 # An answer to a write repeats the item, as slime's server does; a client that does not want it says so (RFC 7240).
 _MINIMAL = "return=minimal"
@@ -40,13 +40,17 @@ def make_app(*, buffer: RolloutBuffer) -> web.Application:
     settings = buffer.settings
     app = web.Application(middlewares=[_gate(settings)], client_max_size=int(settings.max_body_mb * 1_000_000))
     app[_BUFFER] = buffer
-    app.router.add_post("/buffer/write", _write)
-    app.router.add_post("/runs/{key}/buffer/write", _write)
-    app.router.add_post("/get_rollout_data", _get_rollout_data)
-    app.router.add_post("/start_rollout", _start_rollout)
-    app.router.add_get("/stats", _stats)
-    app.router.add_get("/health", _health)
-    app.router.add_get("/openapi.json", _openapi)
+    app.add_routes(
+        [
+            web.post("/buffer/write", _write),
+            web.post("/runs/{key}/buffer/write", _write),
+            web.post("/get_rollout_data", _get_rollout_data),
+            web.post("/start_rollout", _start_rollout),
+            web.get("/stats", _stats),
+            web.get("/health", _health),
+            web.get("/openapi.json", _openapi),
+        ]
+    )
     return app
 
 
@@ -70,8 +74,8 @@ class BufferServer:
             await runner.setup()
             site = web.TCPSite(runner, host, self.settings.port, backlog=1024)
             await site.start()
-            port = runner.addresses[0][1]
-            self.url = f"http://{_written(host)}:{port}"
+            reached = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # by this machine
+            self.url = str(URL.build(scheme="http", host=reached, port=runner.addresses[0][1]))
             await self.buffer.start(self.url)
         except BaseException:
             await self.close()
@@ -91,18 +95,6 @@ class BufferServer:
         await self.close()
 
 
-def _written(host: str) -> str:
-    """How this machine reaches a server that listens on ``host``."""
-    if host in ("0.0.0.0", ""):
-        return "127.0.0.1"
-    if host == "::":
-        return "[::1]"
-    try:
-        return f"[{host}]" if ipaddress.ip_address(host).version == 6 else host
-    except ValueError:
-        return host
-
-
 # -- handlers --------------------------------------------------------------------------------------------------------
 
 
@@ -115,17 +107,11 @@ async def _write(request: web.Request) -> web.Response:
     named, written = await _parsed(parse_items, await _body(request))
     if task is None:
         task = await buffer.task_for(named)
-    result = await buffer.write(task, written)
-    minimal = _MINIMAL in request.headers.get("Prefer", "")
-    echo = b"" if minimal else b",".join(item.body for item in written)
-    told = b'"written":%d,"duplicates":%d' % (result.written, result.duplicates)
-    return _json_bytes(
-        b'{"success":true,"message":"Data has been successfully written to buffer","data":{"data":['
-        + echo
-        + b'],"meta_info":"write to buffer",'
-        + told
-        + b"}}"
-    )
+    new = await buffer.write(task, written)
+    echo = b"" if _MINIMAL in request.headers.get("Prefer", "") else b",".join(item.body for item in written)
+    begin = b'{"success":true,"message":"Data has been successfully written to buffer","data":{"data":['
+    told = b'],"meta_info":"write to buffer","written":%d,"duplicates":%d}}' % (new, len(written) - new)
+    return _json_bytes(begin + echo + told)
 
 
 async def _get_rollout_data(request: web.Request) -> web.Response:
@@ -172,47 +158,31 @@ async def _openapi(request: web.Request) -> web.Response:
 def _gate(settings: BufferSettings) -> Middleware:
     """One middleware before every handler: who may ask, and every refusal as JSON with one sentence."""
 
-    def check(request: web.Request) -> None:
-        if (
-            "Origin" in request.headers
-        ):  # only browsers send it: a page somewhere must not reach a server on this machine
-            raise BufferRequestError("requests from web pages are not served", status=403)
-        is_open = request.path in _OPEN_PATHS or "key" in request.match_info
-        if not is_open and not has_token(request.headers.get("Authorization"), settings.token):
-            raise BufferRequestError(
-                "the token is missing or wrong; send it as `Authorization: Bearer TOKEN`", status=401
-            )
+    def refuse(status: int, message: str, **headers: str) -> web.Response:
+        body = orjson.dumps({"success": False, "message": message})
+        return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
     @web.middleware
     async def gate(request: web.Request, handler: Handler) -> web.StreamResponse:
+        is_open = request.path in _OPEN_PATHS or "key" in request.match_info
+        if "Origin" in request.headers:  # only browsers send it: a page must not reach a server on this machine
+            return refuse(403, "requests from web pages are not served")
+        if not is_open and not has_token(request.headers.get("Authorization"), settings.token):
+            return refuse(401, "the token is missing or wrong; send it as `Authorization: Bearer TOKEN`")
         try:
-            check(request)
             return await handler(request)
         except BufferRequestError as error:
-            headers = {"Retry-After": str(_RETRY_AFTER_S)} if error.status == 503 else None
-            return _json({"success": False, "message": str(error)}, status=error.status, headers=headers)
+            return refuse(error.status, str(error), **({"Retry-After": _RETRY_AFTER_S} if error.status == 503 else {}))
         except web.HTTPRequestEntityTooLarge:
-            return _json(
-                {
-                    "success": False,
-                    "message": f"the body is larger than {settings.max_body_mb:g} MB; send fewer items per request",
-                },
-                status=413,
-            )
+            return refuse(413, f"the body is larger than {settings.max_body_mb:g} MB; send fewer items per request")
         except web.HTTPException as error:
-            headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-            return _json(
-                {"success": False, "message": f"{request.method} {request.path}: {error.reason}"},
-                status=error.status,
-                headers=headers,
-            )
+            allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+            return refuse(error.status, f"{request.method} {request.path}: {error.reason}", **allow)
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:
             logger.exception("%s %s failed.", request.method, request.path)
-            return _json(
-                {"success": False, "message": "the buffer failed to serve this request; its log says why"}, status=500
-            )
+            return refuse(500, "the buffer failed to serve this request; its log says why")
 
     return gate
 
@@ -221,25 +191,19 @@ async def _body(request: web.Request) -> bytes:
     """The whole body, or an end to a connection that does not deliver it."""
     timeout = request.app[_BUFFER].settings.request_timeout_s
 
-    def give_up() -> None:
-        if request.transport is not None:
-            request.transport.abort()
-
-    timer = asyncio.get_running_loop().call_later(timeout, give_up)
     try:
-        return await request.read()
+        return await asyncio.wait_for(request.read(), timeout)
     except web.RequestPayloadError as error:  # a broken encoding, or the other side went away
         raise BufferRequestError(f"the body could not be read: {error}") from error
-    finally:
-        timer.cancel()
+    except asyncio.TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"no whole body within {timeout:g} s") from None
 
 
-def _json(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, headers=headers, content_type="application/json")
+def _json(value: Any) -> web.Response:
+    return _json_bytes(orjson.dumps(value))
 
 
 def _json_bytes(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json")
-
-
-__all__ = ["BufferServer", "make_app"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import sqlite3
 import tempfile
 import threading
@@ -19,11 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from agl_slime.buffer.batching import Batcher
 from agl_slime.buffer.discovery import SHIPPED_GENERATORS, Discovery, discover_generators
 from agl_slime.buffer.errors import BufferRequestError
 from agl_slime.buffer.models import StartRequest, WrittenItem, check
 from agl_slime.buffer.pipeline import GroupPipeline
-from agl_slime.buffer.records import Batch, Claim, WriteRequest, WriteResult
+from agl_slime.buffer.records import Batch
 from agl_slime.buffer.runs import INTERRUPTED, GeneratorRun, RunRecords
 from agl_slime.buffer.settings import BufferSettings
 from agl_slime.buffer.store import ItemStore
@@ -67,7 +67,7 @@ class RolloutBuffer:
             database=database, max_items=settings.max_buffer_size, keep_delivered=settings.delivered_window, clock=clock
         )
         self.runs = RunRecords(database, clock=clock)
-        self._writer = _Writer(self.store)
+        self._writes = Batcher(self._store, most=_MOST_REQUESTS_PER_COMMIT)
         self._url = ""
 
     # -- start and end ------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class RolloutBuffer:
         """End the generators and the writer; what was written is kept when there is a run directory."""
         runs = [task.run for task in self._tasks.values() if task.run is not None]
         await asyncio.gather(*(run_in_thread(run.stop, INTERRUPTED) for run in runs))
-        await run_in_thread(self._writer.stop)
+        await self._writes.close()
         await run_in_thread(self.store.close)
         if self._own_logs is not None:
             self._own_logs.cleanup()
@@ -133,12 +133,16 @@ class RolloutBuffer:
                 return task.name
         return None
 
-    async def write(self, task: str, items: Sequence[WrittenItem]) -> WriteResult:
-        """Store items; returns when they are on disk."""
-        result = await self._writer.write(WriteRequest(task, items))
-        if isinstance(result, BaseException):
-            raise result
-        return result
+    async def write(self, task: str, items: Sequence[WrittenItem]) -> int:
+        """Store items; returns when they are on disk, and how many of them were new."""
+        return await self._writes.add((task, items))
+
+    async def _store(self, requests: list[tuple[str, Sequence[WrittenItem]]]) -> Sequence[int | Exception]:
+        try:
+            return await run_in_thread(self.store.write, requests)
+        except sqlite3.Error as error:  # answered to every writer; none of their items was stored
+            logger.exception("A write could not be stored.")
+            raise BufferRequestError(f"the items could not be stored: {error}", status=503) from error
 
     async def read(
         self, task: str, *, batch_size: int | None = None, request_id: str | None = None, ack: Iterable[str] = ()
@@ -147,7 +151,7 @@ class RolloutBuffer:
         ``None``."""
         entry = self._tasks[task]
         most = None if batch_size is None else max(1, batch_size // entry.group_size)
-        claim = Claim()
+        claim = threading.Lock()
         read = partial(self.store.read, task, max_groups=most, request_id=request_id, ack=ack, claim=claim)
         return await self._in_time(entry, read, f"the groups of {task!r} could not be decided", claim)
 
@@ -287,7 +291,7 @@ class RolloutBuffer:
     def _use_task(self, name: str, group_size: int, *, run_no: int | None = None, fresh: bool = False) -> None:
         """Decide the groups of a task type by its generator's stages. The uids of a fresh run are its own."""
         generator = self._discovery.generators.get(name)
-        pipeline = GroupPipeline.from_functions(
+        pipeline = GroupPipeline(
             generator.stages if generator is not None else {},
             settings=self.settings.with_group_size(group_size),
             task_type=name,
@@ -298,7 +302,9 @@ class RolloutBuffer:
         task.group_size = group_size
         task.started = task.started or run_no is not None
 
-    async def _in_time(self, task: _Task, function: Callable[[], T], failure: str, claim: Claim | None = None) -> T:
+    async def _in_time(
+        self, task: _Task, function: Callable[[], T], failure: str, claim: threading.Lock | None = None
+    ) -> T:
         """The result, or a 503 when it takes too long: a stage or a file of somebody else's that hangs must not hang
         its callers."""
 
@@ -309,7 +315,7 @@ class RolloutBuffer:
         work = asyncio.ensure_future(alone())
         done, _ = await asyncio.wait({work}, timeout=self.settings.request_timeout_s)
         if not done:
-            if claim is None or claim.take():
+            if claim is None or claim.acquire(blocking=False):
                 work.add_done_callback(_look_at)
                 raise BufferRequestError(f"{failure} within {self.settings.request_timeout_s:g} s", status=503)
             await asyncio.wait({work})  # the stages are done and the delivery is being stored: it must reach its reader
@@ -317,51 +323,6 @@ class RolloutBuffer:
             return work.result()
         except sqlite3.Error as error:
             raise BufferRequestError(f"{failure}: {error}", status=503) from error
-
-
-class _Writer:
-    """A thread that stores what has come in since it last looked, all in one transaction."""
-
-    def __init__(self, store: ItemStore) -> None:
-        self._store = store
-        self._queue: queue.SimpleQueue[tuple[WriteRequest, asyncio.Future[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._main, name="agl-slime-buffer-writer", daemon=True)
-        self._thread.start()
-
-    async def write(self, request: WriteRequest) -> WriteResult | BufferRequestError:
-        future: asyncio.Future[WriteResult | BufferRequestError] = asyncio.get_running_loop().create_future()
-        self._queue.put((request, future))
-        return await future
-
-    def stop(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
-
-    def _main(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            batch = []
-            while entry is not None:
-                batch.append(entry)
-                if len(batch) == _MOST_REQUESTS_PER_COMMIT or self._queue.empty():
-                    break
-                entry = self._queue.get()
-            try:
-                results: Sequence[Any] = self._store.write([request for request, _ in batch])
-            except Exception as error:  # answered to every writer; none of their items was stored
-                logger.exception("A write could not be stored.")
-                results = [BufferRequestError(f"the items could not be stored: {error}", status=503)] * len(batch)
-            futures = [future for _, future in batch]
-            loop = futures[0].get_loop()
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_resolve, futures, results)
-            if entry is None:
-                return
-
-
-def _resolve(futures: Sequence[asyncio.Future[Any]], results: Sequence[Any]) -> None:
-    for future, result in zip(futures, results, strict=True):
-        if not future.done():
-            future.set_result(result)
 
 
 def _look_at(work: asyncio.Future[Any]) -> None:

@@ -11,27 +11,19 @@ Indices over the groups that are due or idle make the cost of a write or a read 
 from __future__ import annotations
 
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any
 
 import orjson
 
-from agl_slime.buffer.errors import BufferFullError, BufferRequestError
+from agl_slime.buffer.errors import BufferRequestError
 from agl_slime.buffer.models import WrittenItem
-from agl_slime.buffer.pipeline import REASON_STAGE_ERROR, FinishedGroup, GroupPipeline, GroupSnapshot
-from agl_slime.buffer.records import (
-    Batch,
-    Claim,
-    GroupTable,
-    ReadAbandonedError,
-    StoredGroup,
-    WriteRequest,
-    WriteResult,
-    insert_many,
-)
+from agl_slime.buffer.pipeline import REASON_STAGE_ERROR, FinishedGroup, GroupPipeline
+from agl_slime.buffer.records import Batch, GroupTable, StoredGroup, insert_many
+from agl_slime.buffer.stages import Figures
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
@@ -43,23 +35,13 @@ _PAGE = 100
 
 
 @dataclass(slots=True)
-class _Gathered:
-    """What came in since the last batch, for stage 1; ``numbers`` only for a stage of somebody else's."""
-
-    items: int = 0
-    rewards: int = 0
-    reward_sum: float = 0.0
-    keys: set[str] = field(default_factory=set)
-    numbers: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class _Task:
     """What is known in memory about one task type. ``scope`` stands before the uids of its items in the ledger."""
 
     pipeline: GroupPipeline
     scope: str
-    gathered: _Gathered = field(default_factory=_Gathered)
+    figures: Figures = field(default_factory=Figures)  # of what came since the last batch, for stage 1
+    item_numbers: list[int] = field(default_factory=list)
     finished_since: list[Any] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     last_refusal: str = ""
@@ -97,12 +79,10 @@ class ItemStore:
         self._groups = GroupTable(self._database, self.ledger)
         self._tasks: dict[str, _Task] = {}
         with self._database.transaction() as connection:
-            connection.execute("INSERT OR IGNORE INTO identity VALUES (1, ?)", (uuid.uuid4().hex[:12],))
             # the wait for missing items starts anew: nobody could write while the buffer was down
             connection.execute("UPDATE groups SET last_time = ? WHERE delivery_no IS NULL", (clock(),))
-            self.database_id: str = self._one("SELECT name FROM identity")
-            self._next_item: int = 1 + self._one("SELECT coalesce(max(no), 0) FROM items")
-            self._held: int = self._one("SELECT coalesce(sum(count), 0) FROM groups WHERE delivery_no IS NULL")
+            self._next_item: int = 1 + self._groups.one("SELECT coalesce(max(no), 0) FROM items")
+            self._held: int = self._groups.one("SELECT coalesce(sum(count), 0) FROM groups WHERE delivery_no IS NULL")
 
     def close(self) -> None:
         self._database.close()
@@ -125,21 +105,11 @@ class ItemStore:
         with self._database.reading() as connection:
             return [row[0] for row in connection.execute("SELECT DISTINCT task FROM groups ORDER BY task")]
 
-    def discard(self, task: str) -> None:
-        """Forget all groups of a task type: what was delivered counts as trained, what was not is cancelled."""
-        with self._database.transaction() as connection:
-            self._confirmed(self._groups.where("task = ? AND delivery_no IS NOT NULL", task))
-            waiting = self._groups.where("task = ?", task)
-            self._groups.close(waiting, Outcome.CANCELLED, "replaced")
-            for table in ("deliveries", "finished"):
-                connection.execute(f"DELETE FROM {table} WHERE task = ?", (task,))
-            self._held -= sum(group.count for group in waiting)
-
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def write(self, requests: Sequence[WriteRequest]) -> list[WriteResult | BufferRequestError]:
-        """Store the items of several requests in one transaction. A request is stored as a whole or answered with an
-        error.
+    def write(self, requests: Sequence[tuple[str, Sequence[WrittenItem]]]) -> list[int | BufferRequestError]:
+        """Store the items of several requests, each of one task type, in one transaction: a request as a whole, or not
+        at all and answered with an error. Returns how many items of each were new.
 
         An item with a known ``uid`` is a duplicate when its content is the same (a repeated request) and a conflict
         when not.
@@ -147,37 +117,44 @@ class ItemStore:
         with self._database.reading():
             fresh: dict[str, tuple[str, WrittenItem]] = {}
             with self._database.transaction():
-                ids = [self._rollout_id(request.task, item) for request in requests for item in request.items]
-                known = self.ledger.known_among(ids)
-                results = [self._accept(request, known, fresh) for request in requests]
+                known = self.ledger.known_among(
+                    [self._rollout_id(task, item) for task, items in requests for item in items]
+                )
+                results = [self._accept(task, items, known, fresh) for task, items in requests]
                 self._insert(fresh)
             for number, (task, item) in enumerate(fresh.values(), self._next_item):
-                self._count_in(self._tasks[task], item, number)
+                self._tasks[task].figures.add(item.key, item.reward)
+                self._tasks[task].item_numbers.append(number)
             self._held += len(fresh)
             self._next_item += len(fresh)
             return results
 
     def _accept(
-        self, request: WriteRequest, known: Mapping[str, str | None], fresh: dict[str, tuple[str, WrittenItem]]
-    ) -> WriteResult | BufferRequestError:
+        self,
+        task: str,
+        items: Sequence[WrittenItem],
+        known: Mapping[str, str | None],
+        fresh: dict[str, tuple[str, WrittenItem]],
+    ) -> int | BufferRequestError:
         """Tell a request's items from those that are known; new ones go to ``fresh``."""
         new: dict[str, tuple[str, WrittenItem]] = {}
-        for item in request.items:
-            rollout_id = self._rollout_id(request.task, item)
+        for item in items:
+            rollout_id = self._rollout_id(task, item)
             twin = new.get(rollout_id) or fresh.get(rollout_id)
             if twin is None and rollout_id not in known:
-                new[rollout_id] = request.task, item
+                new[rollout_id] = task, item
                 continue
-            body = twin[1].body if twin is not None else self._stored_body(request.task, item, rollout_id)
+            body = twin[1].body if twin is not None else self._stored_body(task, item, rollout_id)
             # of an item that is gone nothing but its group is held against another: its uid is used up
             if (twin is None and known[rollout_id] != item.key) or (body is not None and not _same(body, item.body)):
                 message = f"uid {item.uid!r} is taken by an item with other content; a uid names one item"
                 return BufferRequestError(message, status=409)
         held = self._held + len(fresh)
         if held + len(new) > self._max_items:
-            return BufferFullError(f"the buffer holds {held} of at most {self._max_items} items; write again later")
+            message = f"the buffer holds {held} of at most {self._max_items} items; write again later"
+            return BufferRequestError(message, status=503)
         fresh.update(new)
-        return WriteResult(len(new), len(request.items) - len(new))
+        return len(new)
 
     def _stored_body(self, task: str, item: WrittenItem, rollout_id: str) -> bytes | None:
         query = (
@@ -206,16 +183,6 @@ class ItemStore:
         self._groups.save(touched.values())
         insert_many(self._database.connection, "items (no, group_no, rollout_id, time, body)", rows)
 
-    def _count_in(self, task: _Task, item: WrittenItem, number: int) -> None:
-        gathered = task.gathered
-        gathered.items += 1
-        gathered.keys.add(item.key)
-        if item.reward is not None:
-            gathered.rewards += 1
-            gathered.reward_sum += item.reward
-        if task.pipeline.custom_meta_info:
-            gathered.numbers.append(number)
-
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def read(
@@ -225,14 +192,14 @@ class ItemStore:
         max_groups: int | None = None,
         request_id: str | None = None,
         ack: Iterable[str] = (),
-        claim: Claim | None = None,
+        claim: Lock | None = None,
     ) -> Batch | None:
         """Decide the groups that are due or timed out and deliver up to ``max_groups`` valid ones, oldest first;
         ``None`` when there is none.
 
         The delivery is on disk before this returns: its items are never delivered again, except to the same
         ``request_id``, which gets the same answer again. ``ack`` names earlier requests whose items the reader holds
-        for good. Nothing is delivered when ``claim`` was taken by then.
+        for good. Whoever gives up waiting takes ``claim``; then nothing is delivered.
         """
         known = self._tasks[task]
         self.acknowledge(task, ack)
@@ -251,8 +218,8 @@ class ItemStore:
                 else:
                     decided[group.no] = decision
                     valid += decision.finished.valid
-        if claim is not None and not claim.take():
-            raise ReadAbandonedError("nobody waits for this batch any more")
+        if claim is not None and not claim.acquire(blocking=False):
+            return None  # nobody waits for this batch any more; its groups stay where they are
         with self._database.transaction() as connection:
             for group in waiting:  # until its next item, which may have come already
                 connection.execute("UPDATE groups SET due = 0 WHERE no = ? AND count = ?", (group.no, group.count))
@@ -272,21 +239,16 @@ class ItemStore:
         with self._database.reading() as connection:
             query = "SELECT body FROM items WHERE group_no = ? ORDER BY no"
             items = [orjson.loads(row[0]) for row in connection.execute(query, (group.no,))]
-        snapshot = GroupSnapshot(
-            instance_id=group.instance_id, items=items, last_item_time=group.last_time, key=group.key
-        )
-        finished = pipeline.finish(snapshot, now=self._clock())
+        finished = pipeline.finish(group.instance_id, items, idle_s=self._clock() - group.last_time)
         if finished is None:
             return None
         try:
-            told = {BUFFER_GROUP: self._group_name(group.no)}
-            data = orjson.dumps([{**item, **told} for item in finished.data], option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+            told = {BUFFER_GROUP: self._groups.name(group)}
+            data = orjson.dumps(
+                [{"extra_info": {}, **item, **told} for item in finished.data], option=orjson.OPT_SERIALIZE_NUMPY
+            )[1:-1]
         except TypeError as error:  # a stage put something into an item that JSON has no form for
-            refused = tuple(REASON_STAGE_ERROR for _ in items)
-            finished = replace(
-                finished, valid=False, data=(), reason=REASON_STAGE_ERROR, detail=str(error), item_reasons=refused
-            )
-            data = b""
+            finished, data = FinishedGroup.refused(len(items), REASON_STAGE_ERROR, str(error)), b""
         return _Decision(group, finished, data)
 
     def _deliver(self, task: str, known: _Task, decided: Sequence[_Decision], request_id: str | None) -> Batch | None:
@@ -305,7 +267,7 @@ class ItemStore:
                     ).lastrowid
                 for decision in decided:
                     self._finalize(decision, delivery_no)
-                self._trim()
+                self._groups.trim(self._keep)
             self._held -= sum(len(decision.finished.item_reasons) for decision in decided)
             for finished in (decision.finished for decision in decided):
                 if finished.valid:
@@ -349,16 +311,12 @@ class ItemStore:
         """Stage 1 over what came since the last batch. The default's figures are kept as running sums; a function of
         somebody else's sees the items."""
         with self._database.reading() as connection:
-            gathered, known.gathered = known.gathered, _Gathered()
+            figures, known.figures = known.figures, Figures()
+            numbers, known.item_numbers = known.item_numbers, []
             if not known.pipeline.custom_meta_info:
-                return {
-                    "total_samples": gathered.items,
-                    "num_groups": len(gathered.keys),
-                    "avg_group_size": gathered.items / len(gathered.keys) if gathered.keys else 0,
-                    "avg_reward": gathered.reward_sum / gathered.rewards if gathered.rewards else 0,
-                }
+                return figures.told()
             query = "SELECT body FROM items WHERE no = ?"
-            rows = [connection.execute(query, (number,)).fetchone() for number in gathered.numbers]
+            rows = [connection.execute(query, (number,)).fetchone() for number in numbers]
         return known.pipeline.meta_info([orjson.loads(row[0]) for row in rows if row is not None])
 
     # -- after the delivery -------------------------------------------------------------------------------------------
@@ -368,57 +326,19 @@ class ItemStore:
         groups."""
         query = "delivery_no IN (SELECT no FROM deliveries WHERE task = ? AND request_id = ?)"
         with self._database.transaction():
-            return sum(self._confirmed(self._groups.where(query, task, request_id)) for request_id in request_ids)
+            return sum(self._groups.trained(self._groups.where(query, task, request)) for request in request_ids)
 
     def resume(self, task: str, trained_instances: Iterable[Any], trained_groups: Iterable[str] | None = None) -> int:
-        """A trainer starts (again) and says what it has trained: what was delivered to it and it does not name goes out
-        again. Returns how many groups do.
-
-        ``trained_groups`` are the ``buffer_group`` names of its items. A trainer that does not keep those is understood
-        by ``trained_instances``, each named as often as it was finished, less what it named at its last start and what
-        was acknowledged or refused since.
-        """
-        with self._database.transaction() as connection:
-            delivered = self._groups.where("delivery_no IS NOT NULL AND task = ? ORDER BY delivery_no, no", task)
-            if trained_groups is not None:
-                names = set(trained_groups)
-                trained = [group for group in delivered if self._group_name(group.no) in names]
-            else:
-                left = self._trained_since_start(task, trained_instances)
-                trained = []
-                for group in delivered:
-                    if left[group.instance_json] > 0:
-                        left[group.instance_json] -= 1
-                        trained.append(group)
-            self._confirmed(trained)
-            lost = [group for group in delivered if group not in trained]
-            for group in lost:
-                self.ledger.reopen_many(self._groups.rollouts_of(group))
-                connection.execute("UPDATE groups SET delivery_no = NULL, due = 1 WHERE no = ?", (group.no,))
-                connection.execute("DELETE FROM finished WHERE group_no = ?", (group.no,))
-            connection.execute("DELETE FROM deliveries WHERE task = ?", (task,))
+        """See ``GroupTable.resume``."""
+        with self._database.reading():
+            lost = self._groups.resume(task, trained_instances, trained_groups)
             self._held += sum(group.count for group in lost)
-        return len(lost)
+            return len(lost)
 
-    def _trained_since_start(self, task: str, trained_instances: Iterable[Any]) -> Counter[str]:
-        connection = self._database.connection
-        trained = Counter(orjson.dumps(instance).decode() for instance in trained_instances)
-        query = "SELECT payload, finished_before FROM runs WHERE task = ? ORDER BY no DESC LIMIT 1"
-        payload, before = connection.execute(query, (task,)).fetchone() or ("{}", 0)
-        named = orjson.loads(payload).get("skip_instance_ids") or ()
-        trained.subtract(orjson.dumps(instance).decode() for instance in named)
-        query = "SELECT instance_id FROM finished WHERE task = ? AND no > ? AND group_no NOT IN (SELECT no FROM groups)"
-        trained.subtract(row[0] for row in connection.execute(query, (task, before)))
-        return trained
-
-    def _trim(self) -> None:
-        """Deliveries beyond the window can no longer be asked for again."""
-        surplus = self._groups.where(
-            "delivery_no IS NOT NULL ORDER BY delivery_no DESC, no DESC LIMIT -1 OFFSET ?", self._keep
-        )
-        if self._confirmed(surplus):
-            oldest = "SELECT min(delivery_no) FROM groups WHERE delivery_no IS NOT NULL"
-            self._database.connection.execute(f"DELETE FROM deliveries WHERE no < coalesce(({oldest}), no + 1)")
+    def discard(self, task: str) -> None:
+        """Forget all groups of a task type: what was delivered counts as trained, what was not is cancelled."""
+        with self._database.reading():
+            self._held -= self._groups.discard(task)
 
     def _repeat(self, task: str, request_id: str) -> Batch | None:
         query = "SELECT no, meta_info FROM deliveries WHERE task = ? AND request_id = ?"
@@ -464,21 +384,12 @@ class ItemStore:
 
     # -- internals ----------------------------------------------------------------------------------------------------
 
-    def _one(self, query: str) -> Any:
-        return self._database.connection.execute(query).fetchone()[0]
-
     def _touch(self, group: StoredGroup, now: float) -> None:
         due, full = _thresholds(self._tasks[group.task].pipeline)
         group.last_time, group.due, group.accepting = now, group.count >= due, group.count < full
 
-    def _confirmed(self, groups: Sequence[StoredGroup]) -> int:
-        return self._groups.close(groups, Outcome.TRAINED)
-
     def _rollout_id(self, task: str, item: WrittenItem) -> str:
         return f"{self._tasks[task].scope}/{item.uid}"
-
-    def _group_name(self, no: int) -> str:
-        return f"{self.database_id}:{no}"
 
 
 def _thresholds(pipeline: GroupPipeline) -> tuple[int, int]:

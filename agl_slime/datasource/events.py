@@ -240,7 +240,7 @@ class EndFollower:
         unsubscribe = None
         if self._tells:
             unsubscribe = self._store.subscribe_finished(lambda rollout: self._submit(self._look, rollout.rollout_id))
-        self._spawn(self._poll_open if self._tells else self._follow if self._feeds else self._poll)
+        self._spawn(self._follow if self._feeds else self._poll)
         self._spawn(self._tick)
         endless = set(self._tasks)
         self._running.set()
@@ -253,14 +253,6 @@ class EndFollower:
             await asyncio.wait(reading, timeout=1.0)
         if self._feeds:
             await self._store.close()
-
-    async def _poll_open(self) -> None:
-        """A safety net under the subscription: rollouts in flight are asked about now and then, so that the store's
-        watchdog runs and nothing that ended unseen is waited for."""
-        while True:
-            await asyncio.sleep(max(_POLL_OPEN_S, self._poll_interval_s))
-            for rollout_id in self._in_flight() or ():
-                self._spawn(self._look, rollout_id)
 
     async def _follow(self) -> None:
         """A remote store's feed, from the loaded position on; what comes twice is recognised by the ledger."""
@@ -279,19 +271,23 @@ class EndFollower:
                 self._spawn(self._look, rollout_id)
 
     async def _poll(self) -> None:
-        """Without a subscription: ask about the rollouts in flight, and look through the store for rollouts that nobody
-        announced."""
+        """Ask about the rollouts in flight, and look through a store that tells of nothing for rollouts that nobody
+        announced. Under a subscription it is a safety net: the store's watchdog runs, and nothing that ended unseen is
+        waited for."""
+        pause_s = max(_POLL_OPEN_S, self._poll_interval_s) if self._tells else self._poll_interval_s
         seen: set[str] = set()
+        cost_s = 0.0
         while True:
+            await asyncio.sleep(max(pause_s, 9 * cost_s))
             began = time.monotonic()
             ids = self._in_flight()
-            if ids is None and self._begun.is_set():
+            if ids is None and not self._tells and self._begun.is_set():
                 # walks every rollout that the store holds: for small runs and tests
                 ids = [rollout_id for rollout_id in await self._finished_ids() if rollout_id not in seen]
                 seen.update(ids)
             for rollout_id in ids or ():
                 self._spawn(self._look, rollout_id)
-            await asyncio.sleep(max(self._poll_interval_s, 9 * (time.monotonic() - began)))
+            cost_s = time.monotonic() - began
 
     async def _finished_ids(self) -> list[str]:
         while True:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -83,8 +84,6 @@ class GroupSource(EndFollower):
         reward_key: str | None = None,
         convert_validation: bool = False,
         hold: bool = False,
-        on_member: MemberListener | None = None,
-        on_group: GroupListener | None = None,
     ) -> None:
         self.settings = settings = settings or DataSourceSettings()
         tick_s = (getattr(settings.policy, "timeout_s", None) or 10.0) / 10
@@ -92,12 +91,11 @@ class GroupSource(EndFollower):
             store, hold=hold, release=settings.release, poll_interval_s=settings.poll_interval_s, tick_s=tick_s
         )
         self.n_samples_per_prompt = n_samples_per_prompt
-        self._reading_as = {
-            "tokenizer": tokenizer,
-            "reward_key": reward_key,
-            "convert_validation": convert_validation,
-        }
-        self._on_member, self._on_group = on_member, on_group
+        self._collect = partial(
+            collect, store, tokenizer=tokenizer, reward_key=reward_key, convert_validation=convert_validation
+        )
+        self._on_member: MemberListener | None = None
+        self._on_group: GroupListener | None = None
         self._groups = GroupAssembler(
             policy=settings.policy,
             group_filter=settings.group_filter,
@@ -262,7 +260,7 @@ class GroupSource(EndFollower):
             self._reading.add(rollout_id)
         member = None
         if not known:
-            member = await self._patiently(lambda: collect(self._store, rollout_id, **self._reading_as))
+            member = await self._patiently(lambda: self._collect(rollout_id))
         taken = None
         with self._changed:  # one step, so that a saved state has the rollout in one place
             self._reading.discard(rollout_id)

@@ -13,7 +13,7 @@ import json
 import os
 import random
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agl_slime.demo.formats import DEFAULT_SOURCES, DemonstrationSource
@@ -29,14 +29,13 @@ _FORMAT = 2  # raise when the code changes what the same spec gives
 
 
 @dataclass(frozen=True, kw_only=True)
-class WarmupSettings:
-    """How the warm-up trains (see ``agl_slime.demo.warmup``). Steps are optimiser steps of ``batch_size``
+class PolicySettings:
+    """How the model is warmed up (see ``agl_slime.demo.warmup``). Steps are optimiser steps of ``batch_size``
     conversations."""
 
     batch_size: int = 16
     learning_rate: float = 4e-3
     lr_warmup_steps: int = 10
-    betas: tuple[float, float] = (0.9, 0.99)
     grad_clip: float = 0.3
     probe_size: int = 64
     """Conversations in the probe, drawn once and never trained on."""
@@ -50,29 +49,6 @@ class WarmupSettings:
     right rises from 0.6 to 0.9."""
     imperfect_steps: int = 60
     imperfect_learning_rate: float = 1e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicySettings:
-    """The model's shape and how it is warmed up.
-
-    Two layers and hidden 64 are the smallest shape that learned to copy (one layer, or hidden 48, did not).
-    ``initializer_range`` is four times the usual one: at 0.02 the copying had not formed after 400 steps. A low
-    ``rope_theta`` suits the short contexts here and speeds it up.
-    """
-
-    vocab_size: int = 460
-    hidden_size: int = 64
-    intermediate_size: int = 192
-    num_hidden_layers: int = 2
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 16
-    initializer_range: float = 0.08
-    rope_theta: float = 1000.0
-    max_position_embeddings: int = 4096
-    """The context length in tokens, prompt and response together."""
-    warmup: WarmupSettings = field(default_factory=WarmupSettings)
 
 
 def make_policy(

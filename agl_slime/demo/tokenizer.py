@@ -65,9 +65,7 @@ CHAT_TEMPLATE = """\
 """
 
 
-def make_tokenizer(
-    source: DemonstrationSource, *, vocab_size: int = 460, max_length: int = 4096
-) -> PreTrainedTokenizerFast:
+def make_tokenizer(source: DemonstrationSource) -> PreTrainedTokenizerFast:
     """The tokenizer for ``source``; the two default tasks are always among its texts."""
     texts = [_GENERAL_TEXT] * 8
     for each in (*DEFAULT_SOURCES, source):
@@ -76,7 +74,7 @@ def make_tokenizer(
             for conversation in each.demonstrations(random.Random(0), 16, quality=quality):
                 for message in conversation:
                     texts += [str(message["role"]), str(message["content"])]
-    return train_tokenizer(texts, vocab_size=vocab_size, max_length=max_length)
+    return train_tokenizer(texts)
 
 
 def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 460, max_length: int = 4096) -> PreTrainedTokenizerFast:

@@ -45,11 +45,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--host", default="127.0.0.1", help="address to listen on; any other than this machine's own needs --token")
     add("--port", type=int, default=30000, help="0 takes a free one")
     add("--token", default=token, help=f"asked of every request as a bearer token (or {TOKEN_VARIABLE})")
-    add("--served-model-name", help="name in /v1/models; by default the model path")
     add("--context-length", type=int, help="tokens of prompt and response together; by default the model's")
     add("--max-running-requests", type=int, default=128, help="requests that are decoded together; more wait")
     add("--random-seed", type=int, default=0)
-    add("--threads", type=int, default=1, help="torch threads; a model this small is slower on more than one")
     add("--parent-pid", type=int, help="end when this process is no longer the parent")
     return parser.parse_args(argv)
 
@@ -66,14 +64,14 @@ async def _serve(args: argparse.Namespace) -> int:
         ) from error
     from aiohttp import web
 
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)  # a model this small is slower on more
     # The engine's thread gives the interpreter away at every tensor operation; with the default of 5 ms it would wait
     # that long to get it back from a busy event loop.
     sys.setswitchinterval(0.0002)
     settings = EngineSettings(
         max_running=args.max_running_requests, context_length=args.context_length, seed=args.random_seed
     )
-    server = load_server(args.model_path, settings=settings, served_model_name=args.served_model_name, token=args.token)
+    server = load_server(args.model_path, settings=settings, token=args.token)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -31,7 +31,6 @@ class EmbeddedEngineSettings:
     max_running_requests: int = 128
     context_length: int | None = None
     random_seed: int = 0
-    served_model_name: str | None = None
 
 
 class EmbeddedEngine:
@@ -97,7 +96,6 @@ class EmbeddedEngine:
             "max-running-requests": settings.max_running_requests,
             "random-seed": settings.random_seed,
             "context-length": settings.context_length,
-            "served-model-name": settings.served_model_name,
             "parent-pid": os.getpid(),
         }
         command = [sys.executable, "-m", "agl_slime.engine"]

@@ -46,13 +46,11 @@ class EmbeddedServer:
         tokenizer: PreTrainedTokenizerBase,
         *,
         model_path: str,
-        served_model_name: str | None = None,
         token: str | None = None,
     ) -> None:
         self.engine = engine
         self._tokenizer: Any = tokenizer
         self._model_path = model_path
-        self._name = served_model_name
         self._token = token
         self._worker_id = str(uuid.uuid4())
 
@@ -102,7 +100,7 @@ class EmbeddedServer:
 
     async def _openai(self, body: dict[str, Any], requests: list[Request], *, chat: bool) -> web.Response:
         await self._run(requests)
-        model = str(body.get("model") or self._served_name)
+        model = str(body.get("model") or self._model_path)
         return _answer(
             openai_answer(requests, body, chat=chat, model=model, tokenizer=self._tokenizer, text=self._text)
         )
@@ -222,17 +220,13 @@ class EmbeddedServer:
 
     # -- what it is and how it does -----------------------------------------------------------------------------------
 
-    @property
-    def _served_name(self) -> str:
-        return self._name or self._model_path
-
     async def _models(self, http: web.Request) -> web.Response:
         card = {
-            "id": self._served_name,
+            "id": self._model_path,
             "object": "model",
             "created": int(time.time()),
             "owned_by": "sglang",
-            "root": self._served_name,
+            "root": self._model_path,
             "max_model_len": self.engine.context_length,
         }
         return _answer({"object": "list", "data": [card]})
@@ -257,7 +251,7 @@ class EmbeddedServer:
         return _answer(
             {
                 "model_path": self._model_path,
-                "served_model_name": self._served_name,
+                "served_model_name": self._model_path,
                 "version": "embedded",
                 "status": "ready" if self.engine.alive else "failed",
                 "weight_version": self.engine.weight_version,
@@ -307,11 +301,11 @@ class EmbeddedServer:
         """Itself, in the form in which sglang-router lists its workers: a client need not know whether it talks to a
         router."""
         load = self.engine.load()
-        served = {"served_model_name": self._served_name, "model_path": self._model_path}
+        served = {"served_model_name": self._model_path, "model_path": self._model_path}
         worker = {
             "id": self._worker_id,
             "url": f"{http.scheme}://{http.host}",
-            "model_id": self._served_name,
+            "model_id": self._model_path,
             "priority": 50,
             "cost": 1.0,
             "worker_type": "regular",
@@ -358,9 +352,7 @@ def _answer(body: Any, *, status: int = 200) -> web.Response:
     return web.Response(body=encoded, status=status, content_type="application/json")
 
 
-def load_server(
-    model_path: str | Path, *, settings: EngineSettings, served_model_name: str | None, token: str | None
-) -> EmbeddedServer:
+def load_server(model_path: str | Path, *, settings: EngineSettings, token: str | None) -> EmbeddedServer:
     """The server for a checkpoint directory. Raises ``ConfigError`` when it cannot be loaded."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
@@ -373,4 +365,4 @@ def load_server(
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the checkpoint in {str(model_path)!r} cannot be loaded: {error}") from error
     engine = Engine(model, tokenizer, settings=settings)
-    return EmbeddedServer(engine, tokenizer, model_path=str(path), served_model_name=served_model_name, token=token)
+    return EmbeddedServer(engine, tokenizer, model_path=str(path), token=token)

@@ -75,11 +75,10 @@ class SlotLayer(CacheLayerMixin):
     def get_seq_length(self, *args: Any) -> int:
         return 0
 
-    def get_max_length(self) -> int:
+    def get_max_cache_shape(self) -> int:
         return int(self.keys.shape[2])
 
-    def get_max_cache_shape(self) -> int:
-        return self.get_max_length()
+    get_max_length = get_max_cache_shape
 
 
 class SlotModel:

@@ -15,15 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agl_slime.groups.ledger import Ledger
-from agl_slime.groups.policy import (
-    GroupAction,
-    GroupFilter,
-    GroupPolicy,
-    GroupProgress,
-    GroupVerdict,
-    LateGroupPolicy,
-)
-from agl_slime.groups.ready import PolicyVersion, ReadyGroup, ReadyGroups, versions_of
+from agl_slime.groups.policy import GroupAction, GroupFilter, GroupPolicy, GroupProgress, GroupVerdict
+from agl_slime.groups.ready import ReadyGroup, ReadyGroups
 from agl_slime.groups.results import STRAGGLER_REASONS, GroupResult, MemberResult, Outcome, instance_of
 from agl_slime.support.agl import Rollout
 from agl_slime.types import Sample, set_rollout_id
@@ -31,13 +24,6 @@ from agl_slime.types import Sample, set_rollout_id
 # Groups that were finalized with members in flight; reports of those come within moments of their cancellation.
 _REMEMBERED_EARLY = 10_000
 
-_MEANINGS = {
-    "timeout": "the rest came too late",
-    "floor_out_of_reach": "too few can still succeed",
-    "retries_exhausted": "no retries are left",
-    "zero_variance": "all rewards are the same",
-    "not_repeatable": "what failed cannot be run again",
-}
 _NUMBERS = ("index", "group_index", "rollout_number")
 
 
@@ -72,14 +58,11 @@ class GroupAssembler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ledger = ledger if ledger is not None else Ledger()
-        self.version = PolicyVersion(max_staleness=max_staleness)
         self.ready = ReadyGroups()
-        self.outdated = 0
-        """Groups that were ready and became too old."""
-        self._policy = policy
-        self._judging = policy if isinstance(policy, LateGroupPolicy) else None
-        self._filter = group_filter
-        self._clock = clock
+        self._policy, self._filter, self._clock = policy, group_filter, clock
+        self._may_be_late = getattr(policy, "timeout_s", None) is not None
+        self._max_staleness = max_staleness
+        self._version: int | None = None
         self._open: dict[str, _OpenGroup] = {}
         self._held: set[str] = set()  # rollouts that have ended and wait for their groups
         self._early: OrderedDict[str, None] = OrderedDict()  # groups that were finalized with members in flight
@@ -90,8 +73,6 @@ class GroupAssembler:
     def __len__(self) -> int:
         """Groups that are not finalized."""
         return len(self._open)
-
-    # -- on the way ---------------------------------------------------------------------------------------------------
 
     def announce(self, group_id: str, *, size: int, mode: str = "train") -> None:
         """Expect ``size`` members under ``group_id``. A second announcement changes nothing."""
@@ -144,21 +125,24 @@ class GroupAssembler:
 
     def late(self) -> list[GroupResult]:
         """The groups that are finalized because time has passed."""
-        if self._judging is None or self._judging.timeout_s is None:
+        if not self._may_be_late:
             return []
         waiting = [(group_id, group) for group_id, group in self._open.items() if group.last_end is not None]
         with self.ledger.batch():
             return [done for group_id, group in waiting if (done := self._judge(group_id, group)) is not None]
 
-    def advance(self, versions: Iterable[str | int]) -> None:
-        """The policy has one of these versions, at least. Groups that are too old for it are not delivered any more."""
-        news = [self.version.advance(version) for version in versions]
-        stale = self.ready.remove(self.version.too_old) if any(news) and self.version.max_staleness is not None else []
-        with self.ledger.batch():
-            for group in stale:
-                self.ledger.close_many(group.rollout_ids, Outcome.STALE, "waited_too_long")
-                self._finish(group.instance_id)
-        self.outdated += len(stale)
+    def advance(self, versions: Iterable[str | int | None]) -> None:
+        """The policy has one of these versions, at least: what the loop says, or a sample has seen. Those that are no
+        whole numbers cannot be compared. Groups that are too old for it are not delivered any more."""
+        newest = max(_numbers(versions), default=-1)
+        if newest <= (-1 if self._version is None else self._version):
+            return
+        self._version = newest
+        if self._max_staleness is not None:
+            with self.ledger.batch():
+                for group in self.ready.remove(self._too_old):
+                    self.ledger.close_many(group.rollout_ids, Outcome.STALE, "waited_too_long")
+                    self._finish(group.instance_id)
 
     def deliver(self, n: int) -> list[list[Sample]]:
         """Up to ``n`` groups to train on, oldest first."""
@@ -198,8 +182,7 @@ class GroupAssembler:
         return unwanted
 
     def take_retries(self) -> list[MemberResult]:
-        """Failed members that are to be run again, once each; whoever takes them enqueues their ``request`` and tells
-        ``opened`` of the new rollouts."""
+        """Failed members that are to be run again, once each: their ``request`` is to be enqueued."""
         retries, self._retries = self._retries, []
         return retries
 
@@ -212,22 +195,24 @@ class GroupAssembler:
             for group in range(first, first + n)
         ]
 
-    # -- state --------------------------------------------------------------------------------------------------------
-
     def state(self) -> dict[str, Any]:
         """Where the groups stand, for JSON. ``closed`` counts ends by outcome and reason, where the ledger is not on
         disk; ``waiting`` names the finished rollouts whose groups wait, ``early`` the groups that were finalized with
         members in flight."""
-        groups = self.ready.groups
+        groups, waiting = self.ready.groups, self.waiting()
+        closed = Counter(self.ledger.counts().reasons)
+        # those that wait are read, and counted, once more when the state is loaded
+        closed.subtract(end for member in waiting if (end := self.ledger.outcome_of(member.rollout_id)) is not None)
+        ends = [[outcome.value, reason, n] for (outcome, reason), n in closed.items() if n]
         return {
             "groups": [[sample.to_dict() for sample in group.samples] for group in groups],
             "members": [group.rollout_ids for group in groups],
             "instances": [group.instance_id for group in groups],
-            "waiting": [member.rollout_id for member in self.waiting()],
+            "waiting": [member.rollout_id for member in waiting],
             **self._next,
-            "closed": None if self.ledger.on_disk else self._closed(),
+            "closed": None if self.ledger.on_disk else ends,
             "early": list(self._early),
-            "version": self.version.newest,
+            "version": self._version,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -249,35 +234,33 @@ class GroupAssembler:
                 self.ready.groups.append(group)
                 self.ledger.open_many([(rollout_id, group.instance_id) for rollout_id in group.rollout_ids])
                 self.ledger.ready_many(group.rollout_ids)
-        self.version.advance(state.get("version"))
+        self.advance([state.get("version")])
         self._early.update(dict.fromkeys(state.get("early") or []))
         self._next = numbers
-
-    def _closed(self) -> list[list[Any]]:
-        closed = Counter(self.ledger.counts().reasons)
-        for member in self.waiting():  # which are read, and counted, once more when the state is loaded
-            if (end := self.ledger.outcome_of(member.rollout_id)) is not None:
-                closed[end] -= 1
-        return [[outcome.value, reason, n] for (outcome, reason), n in closed.items() if n]
-
-    # -- judging ------------------------------------------------------------------------------------------------------
 
     def _check_age(self, member: MemberResult) -> MemberResult:
         """The member, as a failure when it was sampled by weights that are too old."""
         if not member.ok:
             return member
-        self.advance(versions_of(member.samples))
-        if not self.version.too_old(member.samples):
+        self.advance(_versions_of(member.samples))
+        if not self._too_old(member.samples):
             return member
-        lag, most = self.version.lag(member.samples), self.version.max_staleness
-        message = f"{lag} versions behind the policy, {most} are allowed"
+        message = f"{self._lag(member.samples)} versions behind the policy, {self._max_staleness} are allowed"
         return replace(member, failure="stale", failure_message=message, outcome_if_failed=Outcome.STALE, samples=())
 
+    def _lag(self, samples: Iterable[Sample]) -> int:
+        """Versions between the oldest token of ``samples`` and the policy; 0 where that is not known."""
+        oldest = min(_numbers(_versions_of(samples)), default=self._version)
+        return max(0, self._version - oldest) if self._version is not None and oldest is not None else 0
+
+    def _too_old(self, samples: Iterable[Sample]) -> bool:
+        return self._max_staleness is not None and self._lag(samples) > self._max_staleness
+
     def _judge(self, group_id: str, group: _OpenGroup) -> GroupResult | None:
-        complete = len(group.members) >= group.size
         if group.mode != "train":
+            complete = len(group.members) >= group.size
             return self._finalize(group_id, group, reason="validation", code="validation") if complete else None
-        verdict = self._verdict(group, complete=complete)
+        verdict = self._verdict(group)
         if verdict.action is GroupAction.RETRY:
             if self._retry(group, verdict.retries):
                 return None
@@ -287,24 +270,23 @@ class GroupAssembler:
         members = list(group.members.values())
         if verdict.action is GroupAction.TRAIN:
             code = self._filter([member for member in members if member.ok]) if self._filter is not None else None
-            return self._finalize(
-                group_id, group, ready=code is None, reason=_MEANINGS.get(code or "", code or ""), code=code or ""
-            )
+            return self._finalize(group_id, group, ready=code is None, reason=code or "", code=code or "")
         code = verdict.reason or "group_incomplete"
         refusal = self._policy.refuse(size=group.size, members=members)
         sentence = refusal or f"{len(members)} of {group.size} rollouts have ended"
-        meaning = f" ({_MEANINGS[code]})" if code in _MEANINGS else ""
-        return self._finalize(group_id, group, reason=sentence + meaning, code=code)
+        reason = sentence if code == "group_incomplete" else f"{sentence} ({code})"
+        return self._finalize(group_id, group, reason=reason, code=code)
 
-    def _verdict(self, group: _OpenGroup, *, complete: bool) -> GroupVerdict:
+    def _verdict(self, group: _OpenGroup) -> GroupVerdict:
         members = list(group.members.values())
-        if self._judging is None:
-            if not complete:
+        judge = getattr(self._policy, "judge", None)
+        if judge is None:
+            if len(members) < group.size:
                 return GroupVerdict(action=GroupAction.WAIT)
             fit = self._policy.refuse(size=group.size, members=members) is None
             return GroupVerdict(action=GroupAction.TRAIN if fit else GroupAction.DROP)
         succeeded = sum(member.ok for member in members)
-        return self._judging.judge(
+        return judge(
             GroupProgress(
                 size=group.size,
                 succeeded=succeeded,
@@ -399,3 +381,11 @@ def _straggler(rollout_id: str, member: MemberResult, reason: str) -> MemberResu
         task=member.task,
         instance_id=member.instance_id,
     )
+
+
+def _versions_of(samples: Iterable[Sample]) -> set[str]:
+    return {name for sample in samples for name in getattr(sample, "weight_versions", None) or ()}
+
+
+def _numbers(versions: Iterable[str | int | None]) -> list[int]:
+    return [int(version) for version in versions if str(version).isdecimal()]

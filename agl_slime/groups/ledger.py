@@ -4,14 +4,14 @@ A rollout is *open* (in flight), *ready* (its group waits to be trained on) or *
 SQLite, in a file or in memory; every call is one transaction and costs the same however long the run. Closed rollouts
 are counts in the end: the ids of the newest ones are remembered, to recognise late and repeated reports.
 
-``checkpoint`` ties the account to a checkpoint of the trainer, and ``rewind`` takes back what was trained after it: a
-resumed trainer has forgotten those steps, so their rollouts are in flight again.
+``checkpoint`` ties the account to a checkpoint of the trainer, and ``resume`` takes back what was trained after it: a
+resumed trainer has forgotten those steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -62,8 +62,7 @@ class Ledger:
     """Thread-safe. In memory, in a file of its own (``path``), or in a ``Database`` whose transactions it joins.
 
     A rollout may name the *instance* (task) that it belongs to. An instance is finished as often as its owner says so
-    (epochs). Opening an existing file continues its account: rollouts that were open or ready when the process died
-    still are; the owner asks ``instances_in_flight`` what to enqueue again.
+    (epochs). Opening an existing file continues its account: what was open or ready when the process died still is.
     """
 
     def __init__(self, *, path: Path | str | None = None, database: Database | None = None) -> None:
@@ -72,25 +71,11 @@ class Ledger:
         with self._database.transaction() as connection:
             for statement in _SCHEMA.split(";"):
                 connection.execute(statement)
-            row = connection.execute("SELECT n FROM ledger_counts WHERE kind = 'closed_no'").fetchone()
-            self._closed_no: int = row[0] if row else 0
+        self.on_disk = self._database.path is not None
 
-    @property
-    def on_disk(self) -> bool:
-        return self._database.path is not None
-
-    @contextmanager
-    def batch(self) -> Iterator[None]:
+    def batch(self) -> AbstractContextManager[object]:
         """Calls inside share one transaction: cheaper, and kept or lost together."""
-        closed_no = self._closed_no
-        try:
-            with self._database.transaction():
-                yield
-        except BaseException:
-            self._closed_no = closed_no
-            raise
-
-    # -- a rollout's way ----------------------------------------------------------------------------------------------
+        return self._database.transaction()
 
     def open_many(self, rollouts: Sequence[tuple[str, str | None]]) -> int:
         """These pairs of rollout and instance are in flight; returns how many were not known already."""
@@ -115,35 +100,28 @@ class Ledger:
 
     def close_many(self, rollout_ids: Sequence[str], outcome: Outcome, reason: str = "") -> int:
         """Open or ready rollouts have reached their one end; returns how many had not ended before."""
-        closed = 0
-        with self.batch(), self._database.transaction() as connection:
-            before = self._closed_no
-            self._closed_no += len(rollout_ids)  # they end together: one place in the order
-            for state, name in enumerate(_STATES):
-                moved = 0
-                for chunk in _chunks(rollout_ids):
-                    moved += connection.execute(
-                        "UPDATE ledger_rollouts SET state = 2, outcome = ?, reason = ?, closed_no = ?"
-                        f" WHERE state = ? AND rollout_id IN ({_marks(chunk)})",
-                        (outcome.value, reason, self._closed_no, state, *chunk),
-                    ).rowcount
-                self._add((name, "", -moved))
-                closed += moved
+        with self._database.transaction() as connection:
+            before = self._closed_no()
+            number = before + len(rollout_ids)  # they end together: one place in the order
+            change = "state = 2, outcome = ?, reason = ?, closed_no = ?"
+            moved = [
+                self._update(change, (outcome.value, reason, number), f"state = {state}", rollout_ids)
+                for state in (_OPEN, _READY)
+            ]
+            closed = sum(moved)
+            self._add(*((name, "", -n) for name, n in zip(_STATES, moved, strict=True)))
             self._add((f"closed:{outcome.value}", reason, closed), ("closed_no", "", len(rollout_ids)))
-            if before // _FORGET_EVERY != self._closed_no // _FORGET_EVERY:
-                self._forget()
+            if before // _FORGET_EVERY != number // _FORGET_EVERY:
+                [(oldest,)] = self._ask("SELECT min(closed_no) FROM ledger_checkpoints")
+                limit = min(number - _REMEMBERED_CLOSED, number if oldest is None else oldest)
+                connection.execute("DELETE FROM ledger_rollouts WHERE state = 2 AND closed_no <= ?", (limit,))
         return closed
 
     def filter_trained(self, rollout_ids: Sequence[str], reason: str) -> int:
         """These were delivered to be trained on and were not: filtered for ``reason``. Returns how many."""
-        moved = 0
-        with self._database.transaction() as connection:
-            for chunk in _chunks(rollout_ids):
-                moved += connection.execute(
-                    "UPDATE ledger_rollouts SET outcome = 'filtered', reason = ?"
-                    f" WHERE state = 2 AND outcome = 'trained' AND reason = '' AND rollout_id IN ({_marks(chunk)})",
-                    (reason, *chunk),
-                ).rowcount
+        with self._database.transaction():
+            trained = "state = 2 AND outcome = 'trained' AND reason = ''"
+            moved = self._update("outcome = 'filtered', reason = ?", (reason,), trained, rollout_ids)
             self._add(("closed:trained", "", -moved), ("closed:filtered", reason, moved))
         return moved
 
@@ -152,15 +130,13 @@ class Ledger:
         late."""
         query = "INSERT OR IGNORE INTO ledger_rollouts (rollout_id, state, closed_no) VALUES (?, 2, ?)"
         with self._database.transaction() as connection:
-            connection.executemany(query, [(rollout_id, self._closed_no) for rollout_id in rollout_ids])
+            connection.executemany(query, [(rollout_id, self._closed_no()) for rollout_id in rollout_ids])
 
     def carry_over(self, closed: Iterable[tuple[Outcome, str, int]]) -> None:
         """So many rollouts closed with this outcome and reason before the restart."""
         with self._database.transaction():
             for outcome, reason, n in closed:
                 self._add(("opened", "", n), (f"closed:{outcome.value}", reason, n))
-
-    # -- questions ----------------------------------------------------------------------------------------------------
 
     def is_open(self, rollout_id: str) -> bool:
         """Whether the rollout is in flight."""
@@ -204,13 +180,11 @@ class Ledger:
                 reasons[outcome, reason] = n
         return LedgerCounts(**plain, closed=closed, reasons=reasons)
 
-    # -- instances ----------------------------------------------------------------------------------------------------
-
     def finish_instance(self, instance_id: str) -> None:
         """A group of this instance has been dealt with: a resumed run skips it, once per time said."""
         with self._database.transaction() as connection:
             connection.execute(
-                "INSERT INTO ledger_finished (instance_id, closed_no) VALUES (?, ?)", (instance_id, self._closed_no)
+                "INSERT INTO ledger_finished (instance_id, closed_no) VALUES (?, ?)", (instance_id, self._closed_no())
             )
 
     def finished_instances(self) -> list[str]:
@@ -218,27 +192,21 @@ class Ledger:
         ``skip_instance_ids``."""
         return [row[0] for row in self._ask("SELECT instance_id FROM ledger_finished ORDER BY no")]
 
-    def instances_in_flight(self) -> list[str]:
-        """The instances that have open or ready rollouts, each once: what a resumed run must enqueue again."""
-        query = "SELECT DISTINCT instance_id FROM ledger_rollouts WHERE state < 2 AND instance_id IS NOT NULL"
-        return [row[0] for row in self._ask(query)]
-
-    # -- checkpoints of the trainer -----------------------------------------------------------------------------------
-
     def checkpoint(self, step: int) -> None:
         """The trainer's checkpoint of ``step`` holds all that is closed now."""
         with self._database.transaction() as connection:
-            connection.execute("INSERT OR REPLACE INTO ledger_checkpoints VALUES (?, ?)", (step, self._closed_no))
+            connection.execute("INSERT OR REPLACE INTO ledger_checkpoints VALUES (?, ?)", (step, self._closed_no()))
             connection.execute(
                 "DELETE FROM ledger_checkpoints WHERE step NOT IN"
                 " (SELECT step FROM ledger_checkpoints ORDER BY closed_no DESC, step DESC LIMIT ?)",
                 (_KEPT_CHECKPOINTS,),
             )
 
-    def rewind(self, step: int) -> list[str]:
-        """The trainer resumed from its checkpoint of ``step``: what was trained after it is in flight again, and its
-        instances are not finished any more. Returns the rollouts. Raises ``ConfigError`` when that checkpoint is not
-        among the last ones."""
+    def resume(self, step: int, *, kept: Collection[str]) -> int:
+        """The trainer resumed from its checkpoint of ``step`` in a new process, whose data source holds the rollouts
+        ``kept`` ready and knows no others. What was trained after the checkpoint is taken back, and its instances are
+        not finished any more; with what else was in flight or ready it is cancelled as ``restarted``, to be run again.
+        Returns how many. Raises ``ConfigError`` when that checkpoint is not among the last ones."""
         with self._database.transaction() as connection:
             row = connection.execute("SELECT closed_no FROM ledger_checkpoints WHERE step = ?", (step,)).fetchone()
             if row is None:
@@ -256,37 +224,38 @@ class Ledger:
                     "DELETE FROM ledger_finished WHERE instance_id = ? AND closed_no > ?", (instance_id, row[0])
                 )
             connection.execute("DELETE FROM ledger_checkpoints WHERE closed_no > ? OR step > ?", (*row, step))
-            return [rollout_id for rollout_id, _, _ in undone]
-
-    def resume(self, step: int, *, kept: Collection[str], reason: str = "restarted") -> int:
-        """``rewind`` to the checkpoint of ``step`` in a new process, whose data source holds the rollouts ``kept``
-        ready and knows of no others: what else was in flight or ready is cancelled for ``reason``. Returns how many
-        were; their instances are to be run again."""
-        with self.batch():
-            self.rewind(step)
             unfinished = [row[0] for row in self._ask("SELECT rollout_id FROM ledger_rollouts WHERE state < 2")]
             here = set(kept)
             self.ready_many([rollout_id for rollout_id in unfinished if rollout_id in here])
             lost = [rollout_id for rollout_id in unfinished if rollout_id not in here]
-            return self.close_many(lost, Outcome.CANCELLED, reason)
+            return self.close_many(lost, Outcome.CANCELLED, "restarted")
 
     def shut(self) -> None:
         """Close the file, if it is this ledger's own."""
         if self._owns_database:
             self._database.close()
 
-    # -- internals ----------------------------------------------------------------------------------------------------
-
     def _ask(self, query: str, *values: object) -> list[tuple]:
         with self._database.reading() as connection:
             return connection.execute(query, values).fetchall()
 
+    def _closed_no(self) -> int:
+        """The place of the last end in the order."""
+        return next((n for (n,) in self._ask("SELECT n FROM ledger_counts WHERE kind = 'closed_no'")), 0)
+
+    def _update(self, change: str, values: Sequence[object], where: str, rollout_ids: Sequence[str]) -> int:
+        """Change those of ``rollout_ids`` that are as in ``where``; returns how many."""
+        return sum(
+            self._database.connection.execute(
+                f"UPDATE ledger_rollouts SET {change} WHERE {where} AND rollout_id IN ({_marks(chunk)})",
+                (*values, *chunk),
+            ).rowcount
+            for chunk in _chunks(rollout_ids)
+        )
+
     def _move(self, rollout_ids: Sequence[str], origin: int, target: int) -> int:
-        moved = 0
-        with self._database.transaction() as connection:
-            for chunk in _chunks(rollout_ids):
-                query = f"UPDATE ledger_rollouts SET state = ? WHERE state = ? AND rollout_id IN ({_marks(chunk)})"
-                moved += connection.execute(query, (target, origin, *chunk)).rowcount
+        with self._database.transaction():
+            moved = self._update("state = ?", (target,), f"state = {origin}", rollout_ids)
             self._add((_STATES[origin], "", -moved), (_STATES[target], "", moved))
         return moved
 
@@ -295,12 +264,6 @@ class Ledger:
         for count in counts:
             if count[2]:
                 self._database.connection.execute(query, count)
-
-    def _forget(self) -> None:
-        [(oldest,)] = self._ask("SELECT min(closed_no) FROM ledger_checkpoints")
-        limit = self._closed_no - _REMEMBERED_CLOSED
-        limit = limit if oldest is None else min(limit, oldest)
-        self._database.connection.execute("DELETE FROM ledger_rollouts WHERE state = 2 AND closed_no <= ?", (limit,))
 
 
 def _chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol
 
 from agl_slime.errors import ConfigError
 from agl_slime.groups.results import MemberResult
@@ -59,21 +59,11 @@ class GroupVerdict:
 
 
 class GroupPolicy(Protocol):
+    """What decides about groups. A policy may also have ``judge(progress: GroupProgress) -> GroupVerdict``, to be asked
+    before all members have ended, and ``timeout_s``, after which its answer may change."""
+
     def refuse(self, *, size: int, members: Sequence[MemberResult]) -> str | None:
         """Why the group of ``size`` expected members is not fit to train on; ``None`` when it is."""
-        ...
-
-
-@runtime_checkable
-class LateGroupPolicy(GroupPolicy, Protocol):
-    """A policy that may be asked before all members have ended. ``timeout_s``: after such a wait its answer may change;
-    ``None`` is never."""
-
-    @property
-    def timeout_s(self) -> float | None: ...
-
-    def judge(self, progress: GroupProgress) -> GroupVerdict:
-        """What to do with the group now."""
         ...
 
 

@@ -1,13 +1,9 @@
-"""The groups that wait to be trained on, in the order in which they were finalized, and how old their weights are.
-
-Weight versions are names; those that are whole numbers, as this package and slime give them, can be compared. The
-policy's version is what the loop says, or the newest one that any sample has seen, whichever is newer.
-"""
+"""The groups that wait to be trained on, in the order in which they were finalized."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from agl_slime.types import Sample
@@ -50,10 +46,9 @@ class ReadyGroups:
 
     def put_back(self, groups: Sequence[list[Sample]]) -> None:
         """These come before all others again; what was known of them when they were delivered still is."""
-        back = [(samples, self.origin(samples)) for samples in groups]
-        self.groups.extendleft(
-            ReadyGroup(samples, origin.rollout_ids, origin.instance_id) for samples, origin in reversed(back)
-        )
+        for samples in reversed(groups):
+            origin = self.origin(samples)
+            self.groups.appendleft(ReadyGroup(samples, origin.rollout_ids, origin.instance_id))
 
     def remove(self, unfit: Callable[[Sequence[Sample]], bool]) -> list[ReadyGroup]:
         """Take out the groups whose samples are ``unfit``."""
@@ -64,40 +59,3 @@ class ReadyGroups:
 
 def _index(samples: Sequence[Sample]) -> int:
     return samples[0].group_index if samples and samples[0].group_index is not None else -1
-
-
-class PolicyVersion:
-    """The newest known version, and how many versions behind it tokens may be (``None`` is any number)."""
-
-    def __init__(self, *, max_staleness: int | None = None) -> None:
-        self.max_staleness = max_staleness
-        self.newest: int | None = None
-
-    def advance(self, version: str | int | None) -> bool:
-        """The policy is at ``version`` now, at least; whether that is news."""
-        number = _number(version)
-        if number is None or (self.newest is not None and number <= self.newest):
-            return False
-        self.newest = number
-        return True
-
-    def lag(self, samples: Iterable[Sample]) -> int:
-        """Versions between the oldest token of ``samples`` and the policy; 0 where that is not known."""
-        versions = [number for number in map(_number, versions_of(samples)) if number is not None]
-        return max(0, self.newest - min(versions)) if versions and self.newest is not None else 0
-
-    def too_old(self, samples: Iterable[Sample]) -> bool:
-        """Whether some token of ``samples`` is older than allowed."""
-        return self.max_staleness is not None and self.lag(samples) > self.max_staleness
-
-
-def versions_of(samples: Iterable[Sample]) -> list[str]:
-    """The weight versions that ``samples`` were sampled with, each once."""
-    return list(dict.fromkeys(name for sample in samples for name in getattr(sample, "weight_versions", None) or ()))
-
-
-def _number(version: str | int | None) -> int | None:
-    try:
-        return int(version) if version is not None else None
-    except ValueError:
-        return None

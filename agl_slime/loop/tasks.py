@@ -7,8 +7,9 @@ import json
 import random
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -30,35 +31,24 @@ class ShuffledTasks:
     def __init__(self, *, tasks: Sequence[Task], seed: int = 0) -> None:
         if not tasks:
             raise ConfigError("there are no tasks; give at least one")
-        self._tasks = list(tasks)
-        self._seed = seed
-        self._epoch = 0
-        self._order = self._shuffled()
-        self._position = 0
+        self._row = self._endless(list(tasks), seed)
 
     def next_batch(self, n: int) -> list[Task]:
-        batch: list[Task] = []
-        while len(batch) < n:
-            if self._position == len(self._order):
-                self._epoch += 1
-                self._order = self._shuffled()
-                self._position = 0
-            batch.append(self._tasks[self._order[self._position]])
-            self._position += 1
-        return batch
+        return list(islice(self._row, n))
 
-    def _shuffled(self) -> list[int]:
-        order = list(range(len(self._tasks)))
-        random.Random(f"{self._seed}:{self._epoch}").shuffle(order)
-        return order
+    @staticmethod
+    def _endless(tasks: list[Task], seed: int) -> Iterator[Task]:
+        for epoch in count():
+            order = list(range(len(tasks)))
+            random.Random(f"{seed}:{epoch}").shuffle(order)
+            yield from (tasks[i] for i in order)
 
 
 class GeneratedTasks:
     """Tasks made as they are needed by ``make_task(rng)``."""
 
     def __init__(self, *, make_task: Callable[[random.Random], Task], seed: int = 0) -> None:
-        self._make_task = make_task
-        self._rng = random.Random(seed)
+        self._make_task, self._rng = make_task, random.Random(seed)
 
     def next_batch(self, n: int) -> list[Task]:
         return [self._make_task(self._rng) for _ in range(n)]

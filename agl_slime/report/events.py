@@ -1,4 +1,4 @@
-"""What a run reports, as small frozen events, and the protocol of those that take them.
+"""What a run reports, as small frozen events, and the protocols of those that take them.
 
 Iterations count from 1; iteration 0 is what happens before the first step (the start validation). ``at`` is
 ``time.monotonic()``.
@@ -10,10 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
-
-if TYPE_CHECKING:
-    from agl_slime.report.transcripts import TranscriptItem
+from typing import Any, Literal, Protocol
 
 Phase = Literal["collect", "train", "sync", "eval"]
 Mode = Literal["train", "val"]
@@ -22,8 +19,7 @@ MetricValue = float | int | str | None
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted:
-    """The run begins. ``num_iterations`` and ``rollouts_per_iteration`` are what progress counts up to, when they are
-    known."""
+    """The run begins. ``num_iterations`` and ``rollouts_per_iteration`` are what progress counts up to."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     output_dir: Path | None = None
@@ -34,8 +30,7 @@ class RunStarted:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseStarted:
-    """The iteration enters a phase; ``rollouts`` is how many this phase runs, where that differs from the run's usual
-    number."""
+    """The iteration enters a phase; ``rollouts`` is how many this phase runs, where that is not the usual number."""
 
     iteration: int
     phase: Phase
@@ -45,10 +40,8 @@ class PhaseStarted:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFinished:
-    """One rollout ended. ``outcome`` is the ledger's word and ``"failed"`` counts as a failure, with ``reason``.
-
-    ``tokens`` are sampled tokens, ``turns`` model calls.
-    """
+    """One rollout ended. ``outcome`` is the ledger's word and ``"failed"`` counts as a failure, with ``reason``;
+    ``tokens`` are sampled tokens, ``turns`` model calls."""
 
     iteration: int
     rollout_id: str
@@ -71,10 +64,10 @@ class GroupsCollected:
 
 @dataclass(frozen=True, kw_only=True)
 class TranscriptsSampled:
-    """Some rollouts of the iteration, in full, for people to read."""
+    """Some rollouts of the iteration, in full, for people to read (see ``agl_slime.report.transcripts``)."""
 
     iteration: int
-    items: Sequence[TranscriptItem]
+    items: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +89,8 @@ class Warning:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFinished:
-    """The run ended. ``reason`` is ``"finished"``, ``"interrupted"`` or the sentence that says why it stopped.
-
-    What ``summary`` holds goes into ``summary.json`` and stands before what the reporters counted themselves (see
-    ``agl_slime.report.summary``).
-    """
+    """The run ended. ``reason`` is ``"finished"``, ``"interrupted"`` or the sentence that says why it stopped;
+    ``summary`` goes into ``summary.json``, before what the reporters counted themselves."""
 
     summary: Mapping[str, Any] = field(default_factory=dict)
     reason: str = "finished"
@@ -131,6 +121,20 @@ class Reporter(Observer, Protocol):
     """An observer behind ``Reporters``: an exception of ``handle`` drops it from the run, and nothing else."""
 
     def close(self) -> object:
-        """Release files and threads; called once, also without a ``RunFinished`` before it. What it returns is not
-        used."""
+        """Release files and threads; called once, also without a ``RunFinished`` before it."""
         ...
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A file or directory that a reporter leaves; ``note`` is the sentence to show when it is not there."""
+
+    label: str
+    path: Path
+    note: str = ""
+
+
+class LeavesArtifact(Protocol):
+    """A reporter that writes files."""
+
+    def artifact(self) -> Artifact: ...

@@ -7,19 +7,18 @@ matplotlib is loaded at the first drawing.
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.report import metrics as m
-from agl_slime.report.artifact import Artifact
-from agl_slime.report.events import Event, IterationFinished, RunFinished
-from agl_slime.report.rundir import RunDir
+from agl_slime.report.events import Artifact, Event, IterationFinished, RunFinished
+from agl_slime.report.files import RunDir
 from agl_slime.support.files import whole_file
 
 if TYPE_CHECKING:
@@ -30,6 +29,8 @@ MOST_OF_THE_TIME = 0.05  # drawings during the run take at most this share of th
 INK, MUTED, GRID = "#1f2933", "#52606d", "#e4e7eb"
 REWARD_COLOR, VAL_COLOR, HEALTH_COLOR = "#2166ac", "#d6604d", "#7b6ca8"
 
+Points = Sequence[tuple[float, float]]
+
 
 def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.PathLike[str], *, title: str = "") -> bool:
     """Draw the image from ``metrics.jsonl``; False when no iteration has a reward yet. Raises
@@ -37,25 +38,42 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
     if find_spec("matplotlib") is None:
         raise MissingDependencyError(NOT_INSTALLED)
     rows = m.read_metrics(metrics_path)
-    reward, val = _column(rows, m.REWARD_MEAN), _column(rows, m.VAL_START_REWARD_MEAN)
-    val += [
-        (iteration + 1, value) for iteration, value in _column(rows, m.VAL_REWARD_MEAN)
-    ]  # after the step: with what the next one samples with
+    reward, val = _points(rows, m.REWARD_MEAN), _points(rows, m.VAL_START_REWARD_MEAN)
+    # after the step: with what the next iteration samples with
+    val = [*val, *((iteration + 1, value) for iteration, value in _points(rows, m.VAL_REWARD_MEAN))]
     if not (reward or val):
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    health = _health(rows)
+    diffs = [point for point in _points(rows, m.LOGPROB_DIFF_MAX) if point[1] > 0]
+    health = diffs or _points(rows, m.RESPONSE_TOKENS)
     figure = Figure(figsize=(8, 5.2 if health else 3.9), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     if health:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-        _draw_health(bottom, *health)
+        _style(bottom, "max log-prob diff\ntrainer vs engine" if diffs else "tokens per rollout")
+        bottom.plot(*_columns(health), color=HEALTH_COLOR, linewidth=1.3, marker="o" if len(health) == 1 else None)
+        if diffs:
+            bottom.set_yscale("log")
+            bottom.set_ylim(min(y for _, y in diffs) / 3, max(y for _, y in diffs) * 3)  # noise looks like noise
+            bottom.minorticks_off()
     else:
         top = bottom = figure.subplots()
-    _draw_reward(top, rows, reward, val)
+    _style(top, "reward")
+    if band := _band(rows):
+        top.fill_between(*_columns(band), color=REWARD_COLOR, alpha=0.14, linewidth=0, label="± 1 std over rollouts")
+    if reward:
+        line: dict[str, Any] = {"color": REWARD_COLOR, "linewidth": 2, "label": "training rollouts, mean"}
+        top.plot(*_columns(reward), marker="o" if len(reward) <= 60 else None, markersize=3.5, **line)
+        label: dict[str, Any] = {"va": "center", "color": REWARD_COLOR, "fontweight": "bold"}
+        top.annotate(f"{reward[-1][1]:.2f}", reward[-1], xytext=(6, 0), textcoords="offset points", **label)
+    if val:
+        diamond: dict[str, Any] = {"marker": "D", "markersize": 6, "markeredgecolor": "white", "linestyle": "none"}
+        top.plot(*_columns(val), color=VAL_COLOR, label="validation, mean", zorder=4, **diamond)
+    top.margins(x=0.03, y=0.08)
+    top.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
     top.set_title(title or "Reward per iteration", loc="left", color=INK, fontsize=12, fontweight="bold")
     bottom.set_xlabel("iteration", color=MUTED)
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -67,112 +85,37 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
 def draw_run(run_dir: Path) -> Path:
     """Draw ``reward.png`` of the run in the directory, whether it has ended or not; returns its path. Raises
     ``ConfigError`` when there is nothing to draw."""
-    run = RunDir(path=run_dir)
+    run = RunDir(run_dir)
     if not run.metrics.is_file():
         raise ConfigError(f"{run_dir} holds no {run.metrics.name}; give the directory of a run")
-    if not plot_metrics(run.metrics, run.plot, title=run.agent):
+    if not plot_metrics(run.metrics, run.plot, title=str((run.settings() or {}).get("agent", ""))):
         raise ConfigError(f"{run.metrics} has no iteration with a reward yet")
     return run.plot
 
 
-def _column(rows: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
+def _points(rows: list[dict[str, Any]], key: str) -> Points:
     points = ((row["iteration"], m.number(row, key)) for row in rows)
     return [(iteration, value) for iteration, value in points if value is not None]
 
 
-def _band(rows: list[dict[str, Any]]) -> tuple[str, list[tuple[int, float, float]]]:
-    """Mean ± std, within min..max where these are known (rewards of 0 and 1 would otherwise pass their limits); else
-    min..max."""
-    band: list[tuple[int, float, float]] = []
+def _band(rows: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
+    """Mean ± std, within min..max where these are known: rewards of 0 and 1 would otherwise pass their limits."""
+    band = []
     for row in rows:
         mean, std, low, high = (m.number(row, key) for key in (m.REWARD_MEAN, m.REWARD_STD, m.REWARD_MIN, m.REWARD_MAX))
         if mean is not None and std is not None:
             below, above = mean - std, mean + std
-            band.append(
-                (
-                    row["iteration"],
-                    below if low is None else max(below, low),
-                    above if high is None else min(above, high),
-                )
-            )
-    if band:
-        return "± 1 std over rollouts", band
-    spans = ((row["iteration"], m.number(row, m.REWARD_MIN), m.number(row, m.REWARD_MAX)) for row in rows)
-    return "lowest to highest", [
-        (iteration, low, high) for iteration, low, high in spans if low is not None and high is not None
-    ]
+            below, above = below if low is None else max(below, low), above if high is None else min(above, high)
+            band.append((row["iteration"], below, above))
+    return band
 
 
-def _health(rows: list[dict[str, Any]]) -> tuple[str, list[tuple[int, float]], bool] | None:
-    """Label, points and whether they are on a log scale."""
-    if diffs := [(iteration, value) for iteration, value in _column(rows, m.LOGPROB_DIFF_MAX) if value > 0]:
-        return "max log-prob diff\ntrainer vs engine", diffs, True
-    if lengths := _column(rows, m.RESPONSE_TOKENS):
-        return "tokens per rollout", lengths, False
-    return None
+def _columns(points: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    return list(zip(*points, strict=True))
 
 
-def _draw_reward(
-    axes: Axes, rows: list[dict[str, Any]], reward: list[tuple[int, float]], val: list[tuple[int, float]]
-) -> None:
-    _style(axes)
-    label, band = _band(rows)
-    if band:
-        xs, lows, highs = zip(*band, strict=True)
-        axes.fill_between(xs, lows, highs, color=REWARD_COLOR, alpha=0.14, linewidth=0, label=label)
-    if reward:
-        xs, ys = zip(*reward, strict=True)
-        few = len(xs) <= 60
-        axes.plot(
-            xs,
-            ys,
-            color=REWARD_COLOR,
-            linewidth=2,
-            marker="o" if few else None,
-            markersize=3.5,
-            label="training rollouts, mean",
-        )
-        axes.annotate(
-            f"{ys[-1]:.2f}",
-            (xs[-1], ys[-1]),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            color=REWARD_COLOR,
-            fontweight="bold",
-        )
-    if val:
-        xs, ys = zip(*val, strict=True)
-        axes.plot(
-            xs,
-            ys,
-            color=VAL_COLOR,
-            linestyle="none",
-            marker="D",
-            markersize=6,
-            markeredgecolor="white",
-            label="validation, mean",
-            zorder=4,
-        )
-    axes.set_ylabel("reward", color=MUTED)
-    axes.margins(x=0.03, y=0.08)
-    axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
-
-
-def _draw_health(axes: Axes, label: str, points: list[tuple[int, float]], log: bool) -> None:
-    _style(axes)
-    xs, ys = zip(*points, strict=True)
-    axes.plot(xs, ys, color=HEALTH_COLOR, linewidth=1.3, marker="o" if len(xs) == 1 else None)
-    if log:  # whole powers of ten, so that ordinary noise looks like noise
-        axes.set_yscale("log")
-        axes.set_ylim(
-            10.0 ** (math.floor(math.log10(min(ys))) - 0.2), 10.0 ** (math.ceil(math.log10(max(ys)) + 1e-9) + 0.2)
-        )
-        axes.minorticks_off()
-    axes.set_ylabel(label, color=MUTED, fontsize=8.5)
-
-
-def _style(axes: Axes) -> None:
+def _style(axes: Axes, label: str) -> None:
+    axes.set_ylabel(label, color=MUTED, fontsize=9)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

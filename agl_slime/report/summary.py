@@ -1,14 +1,12 @@
 """The closing summary: on the console, and as ``summary.json``.
 
 What concerns iterations is taken from ``metrics.jsonl``, so that a resumed run is summed up as a whole; rollouts by
-outcome and the wall time by phase are those of this session. Entries of ``RunFinished.summary`` with the names below
-stand before what is counted here; any others are added to ``summary.json``. Its ``ledger`` (``opened`` and how many
-ended how) is shown where the run gives one.
+outcome and the wall time by phase are those of this session. Entries of ``RunFinished.summary`` stand before what is
+counted here; its ``ledger`` (``opened`` and how many ended how) is shown where the run gives one.
 """
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,13 +17,29 @@ from rich.table import Table
 from rich.text import Text
 
 from agl_slime.report import metrics as m
-from agl_slime.report.artifact import LeavesArtifact
-from agl_slime.report.counts import count_reason
-from agl_slime.report.events import Event, PhaseStarted, RolloutFinished, RunFinished, RunStarted, Warning
-from agl_slime.report.jsonl import iter_jsonl, write_json
-from agl_slime.report.progress import spell_reasons, spell_seconds
+from agl_slime.report.console import count_reason, latest_validation, spell_reasons, spell_seconds
+from agl_slime.report.events import (
+    Event,
+    LeavesArtifact,
+    PhaseStarted,
+    RolloutFinished,
+    RunFinished,
+    RunStarted,
+    Warning,
+)
+from agl_slime.report.files import dump, iter_jsonl
+from agl_slime.support.files import write_file
 
-START_UP = "start-up"
+_SUMS = {
+    "rollouts": m.COUNT,
+    "rollouts_failed": m.FAILED,
+    "tokens_under_mask": m.TOKENS_UNDER_MASK,
+    "tokens_trained": m.TOKENS_TRAINED,
+    "forks": m.FORKS,
+    "retokenized": m.RETOKENIZED,
+}
+_FIGURES = "reward_first reward_last reward_best reward_best_iteration val_first val_last logprob_diff_first"
+_FIGURES += " first_ratio_dev_max weights_version"
 
 
 def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -33,40 +47,27 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     ``logprob_diff_first`` is that of the first batch that was trained on, before any step.
     """
-    total: dict[str, Any] = {
-        "iterations": 0,
-        "reward_first": None,
-        "reward_last": None,
-        "reward_best": None,
-        "reward_best_iteration": None,
-        "val_first": None,
-        "val_last": None,
-        "rollouts": None,
-        "rollouts_failed": None,
-        "tokens_under_mask": None,
-        "tokens_trained": None,
-        "logprob_diff_first": None,
-        "first_ratio_dev_max": None,
-        "forks": None,
-        "retokenized": None,
-        "weights_version": None,
-    }
-    sums = {
-        "rollouts": m.COUNT,
-        "rollouts_failed": m.FAILED,
-        "tokens_under_mask": m.TOKENS_UNDER_MASK,
-        "tokens_trained": m.TOKENS_TRAINED,
-        "forks": m.FORKS,
-        "retokenized": m.RETOKENIZED,
-    }
+    total: dict[str, Any] = {"iterations": 0, **dict.fromkeys([*_FIGURES.split(), *_SUMS])}
+
+    def first(name: str, value: float | None) -> None:
+        if total[name] is None:
+            total[name] = value
+
     for row in rows:
         total["iterations"] += row["iteration"] > 0
-        for name, key in sums.items():
+        for name, key in _SUMS.items():
             if (value := m.number(row, key)) is not None:
                 total[name] = int((total[name] or 0) + value)
-        _reward(total, row)
-        if total["logprob_diff_first"] is None:
-            total["logprob_diff_first"] = m.number(row, m.LOGPROB_DIFF_MAX)
+        if (reward := m.number(row, m.REWARD_MEAN)) is not None:
+            first("reward_first", reward)
+            total["reward_last"] = reward
+            if total["reward_best"] is None or reward > total["reward_best"]:
+                total["reward_best"], total["reward_best_iteration"] = reward, row["iteration"]
+        first("val_first", m.number(row, m.VAL_START_REWARD_MEAN))
+        first("val_first", m.number(row, m.VAL_REWARD_MEAN))
+        if (val := latest_validation(row)) is not None:
+            total["val_last"] = val
+        first("logprob_diff_first", m.number(row, m.LOGPROB_DIFF_MAX))
         if (deviation := m.number(row, m.FIRST_RATIO_DEV_MAX)) is not None:
             total["first_ratio_dev_max"] = max(deviation, total["first_ratio_dev_max"] or 0.0)
         if row.get(m.WEIGHTS_VERSION) is not None:
@@ -74,27 +75,9 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return total
 
 
-def _reward(total: dict[str, Any], row: Mapping[str, Any]) -> None:
-    reward = m.number(row, m.REWARD_MEAN)
-    if reward is not None:
-        total["reward_last"] = reward
-        if total["reward_first"] is None:
-            total["reward_first"] = reward
-        if total["reward_best"] is None or reward > total["reward_best"]:
-            total["reward_best"], total["reward_best_iteration"] = reward, row["iteration"]
-    for key in (m.VAL_START_REWARD_MEAN, m.VAL_REWARD_MEAN):
-        if (val := m.number(row, key)) is not None:
-            total["val_last"] = val
-            if total["val_first"] is None:
-                total["val_first"] = val
-
-
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Label and text of each line that is shown; figures that are None are left out."""
-
-    def get(name: str) -> Any:
-        return summary.get(name)
-
+    get = summary.get
     rows = [
         ("run", "finished" if get("reason") == "finished" else f"stopped: {get('reason')}"),
         ("iterations", str(get("iterations"))),
@@ -108,33 +91,23 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ends = {name: count for name, count in ledger.items() if name != "opened" and count}
         rows.append(("rollouts", f"{ledger.get('opened', 0):,} enqueued: {spell_reasons(ends, most=10)}"))
     elif get("outcomes"):
-        rows.append(("rollouts", spell_reasons(get("outcomes"), most=10)))
+        rows.append(("rollouts", spell_reasons(summary["outcomes"], most=10)))
     if get("reasons"):
-        rows.append(("failures", spell_reasons(get("reasons"), most=5)))
+        rows.append(("failures", spell_reasons(summary["reasons"], most=5)))
     sampled, trained = get("tokens_under_mask"), get("tokens_trained")
     if sampled is not None or trained is not None:
         verdict = "equal" if sampled == trained else "NOT EQUAL"
         rows.append(("tokens", f"{_count(sampled)} sampled under mask, {_count(trained)} trained: {verdict}"))
-    if get("logprob_diff_first") is not None:
-        rows.append(
-            ("log-prob difference", f"{get('logprob_diff_first'):.1e} at most between trainer and engine, first batch")
-        )
-    if get("first_ratio_dev_max") is not None:
-        rows.append(("first ratio", f"within {get('first_ratio_dev_max'):.1e} of 1"))
+    if (diff := get("logprob_diff_first")) is not None:
+        rows.append(("log-prob difference", f"{diff:.1e} at most between trainer and engine, first batch"))
+    if (deviation := get("first_ratio_dev_max")) is not None:
+        rows.append(("first ratio", f"within {deviation:.1e} of 1"))
     if get("forks") is not None or get("retokenized") is not None:
         rows.append(("samples", f"{_count(get('forks'))} forks, {_count(get('retokenized'))} retokenized"))
     if get("wall_s") is not None:
-        phases = sorted(
-            ((name, seconds) for name, seconds in (get("phase_s") or {}).items() if seconds >= 0.005),
-            key=lambda item: -item[1],
-        )
-        rows.append(
-            (
-                "wall time",
-                spell_seconds(get("wall_s"))
-                + "".join(f"  {name} {spell_seconds(seconds)}" for name, seconds in phases),
-            )
-        )
+        phases = sorted((get("phase_s") or {}).items(), key=lambda item: -item[1])
+        parts = [f"{name} {spell_seconds(seconds)}" for name, seconds in phases if seconds >= 0.005]
+        rows.append(("wall time", "  ".join([spell_seconds(summary["wall_s"]), *parts])))
     rows += [("warning", text + (f" (x{times})" if times > 1 else "")) for text, times in get("warnings") or ()]
     rows += [(label, path) for label, path in (get("files") or {}).items()]
     rows += [("note", note) for note in get("notes") or ()]
@@ -162,27 +135,21 @@ def show(rows: Sequence[tuple[str, str]], console: Console) -> None:
 
 
 class SummaryReporter:
-    """Counts rollouts, phases and warnings, and sums the run up when it ends. Put it last: it says what the reporters
-    in ``artifacts`` have left."""
+    """Sums the run up when it ends, and says where its files are. Comes last among the reporters, so that it finds what
+    those in ``artifacts`` have left."""
 
     def __init__(
-        self,
-        *,
-        metrics_path: str | os.PathLike[str],
-        summary_path: str | os.PathLike[str],
-        artifacts: Sequence[LeavesArtifact] = (),
-        console: Console | None = None,
+        self, metrics_path: Path, summary_path: Path, *, artifacts: Sequence[LeavesArtifact] = (), console: Console
     ) -> None:
-        self._metrics_path = Path(metrics_path)
-        self._summary_path = Path(summary_path)
+        self._metrics_path = metrics_path
+        self._summary_path = summary_path
         self._artifacts = artifacts
-        self._console = console or Console()
-        self._outcomes: Counter[str] = Counter()
-        self._val_outcomes: Counter[str] = Counter()
+        self._console = console
+        self._outcomes: dict[str, Counter[str]] = {"train": Counter(), "val": Counter()}
         self._reasons: Counter[str] = Counter()
-        self._phase_s: Counter[str] = Counter()
+        self._phase_s: dict[str, float] = {}
         self._warnings: dict[str, list[Any]] = {}
-        self._phase = START_UP
+        self._phase = "start-up"
         self._phase_at: float | None = None
         self._started_at: float | None = None
 
@@ -192,14 +159,12 @@ class SummaryReporter:
         elif isinstance(event, PhaseStarted):
             self._enter(event.phase, event.at)
         elif isinstance(event, RolloutFinished):
-            count_reason(self._outcomes if event.mode == "train" else self._val_outcomes, event.outcome)
+            count_reason(self._outcomes[event.mode], event.outcome)
             if event.outcome == "failed":
                 count_reason(self._reasons, event.reason or "unknown")
         elif isinstance(event, Warning):
-            if event.key in self._warnings:
-                self._warnings[event.key][1] += 1
-            elif len(self._warnings) < 100:
-                self._warnings[event.key] = [event.text, 1]
+            if event.key in self._warnings or len(self._warnings) < 100:
+                self._warnings.setdefault(event.key, [event.text, 0])[1] += 1
         elif isinstance(event, RunFinished):
             self._finish(event)
 
@@ -208,28 +173,27 @@ class SummaryReporter:
 
     def _enter(self, phase: str, at: float) -> None:
         if self._phase_at is not None:
-            self._phase_s[self._phase] += at - self._phase_at  # type: ignore[assignment]  # a Counter of seconds
+            self._phase_s[self._phase] = self._phase_s.get(self._phase, 0.0) + at - self._phase_at
         self._phase, self._phase_at = phase, at
 
     def _finish(self, event: RunFinished) -> None:
         self._enter("end", event.at)
         found = [source.artifact() for source in self._artifacts]
+        files = {artifact.label: str(artifact.path) for artifact in found if artifact.path.exists()}
         summary: dict[str, Any] = {
             "reason": event.reason,
             **sum_up(iter_jsonl(self._metrics_path) if self._metrics_path.exists() else ()),
-            "outcomes": dict(self._outcomes),
-            "val_outcomes": dict(self._val_outcomes),
+            "outcomes": dict(self._outcomes["train"]),
+            "val_outcomes": dict(self._outcomes["val"]),
             "reasons": dict(self._reasons),
             "wall_s": None if self._started_at is None else event.at - self._started_at,
-            "phase_s": dict(self._phase_s),
+            "phase_s": self._phase_s,
             "warnings": list(self._warnings.values()),
-            "files": {artifact.label: str(artifact.path) for artifact in found if artifact.exists},
-            "notes": [artifact.note for artifact in found if not artifact.exists and artifact.note],
+            "files": {**files, "summary": str(self._summary_path)},
+            "notes": [artifact.note for artifact in found if artifact.label not in files and artifact.note],
             **event.summary,
         }
-        summary["files"] = {**summary["files"], "summary": str(self._summary_path)}
         try:
-            self._summary_path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self._summary_path, summary)
+            write_file(self._summary_path, dump(summary, indent=2))
         finally:
             show(summary_rows(summary), self._console)

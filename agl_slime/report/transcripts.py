@@ -1,73 +1,35 @@
 """Sample transcripts: a few rollouts per iteration in full, as Markdown for people (a file per iteration) and as JSON
 lines for programs.
 
-The loop asks ``TranscriptWriter.wanted(iteration)``, picks rollouts with ``choose_rollouts``, describes only these
-(``transcript_sample``) and passes them on in a ``TranscriptsSampled`` event.
+Who knows the rollouts asks ``TranscriptWriter.wanted(iteration)``, picks some with ``choose_rollouts``, describes only
+these (``describe_sample``) and passes them on in a ``TranscriptsSampled`` event. An item of it is a dict: ``rollout_id``,
+``label`` (why it was chosen), ``reward``, and where they are known ``task``, ``messages`` (chat messages), ``samples``
+(see ``describe_sample``), ``rewards``, ``outcome`` and ``reason``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.errors import TraceError
-from agl_slime.report.artifact import Artifact
-from agl_slime.report.events import Event, Mode, TranscriptsSampled
-from agl_slime.report.jsonl import IterationFile, dump_line, jsonable
-from agl_slime.report.transcript_markdown import shorten, to_markdown
+from agl_slime.report.events import Artifact, Event, TranscriptsSampled
+from agl_slime.report.files import IterationFile, dump, jsonable
 
 if TYPE_CHECKING:
     from agl_slime.types import Sample
 
 MOST_MESSAGES, MOST_SAMPLES = 200, 8  # per rollout
 MOST_TOKENS = 4000  # per segment; the middle of a longer one is left out before it is decoded
-
-
-@dataclass(frozen=True, kw_only=True)
-class Segment:
-    """Neighbouring tokens with the same loss mask, as text. ``left_out`` tokens in the middle are not shown."""
-
-    text: str
-    trained: bool
-    tokens: int
-    left_out: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class TranscriptSample:
-    """One training sample of a rollout: prompt and response as segments, in order."""
-
-    segments: Sequence[Segment]
-    prompt_tokens: int
-    response_tokens: int
-    trained_tokens: int
-    stop_reason: str
-    weight_versions: Sequence[str]
-    token_source: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class TranscriptItem:
-    """One rollout to show.
-
-    ``label`` says why it was chosen, ``messages`` are chat messages (role, content), ``rewards`` the named rewards
-    where there are several.
-    """
-
-    rollout_id: str
-    label: str
-    task: Any = None
-    messages: Sequence[Mapping[str, Any]] = ()
-    samples: Sequence[TranscriptSample] = ()
-    reward: float | None = None
-    rewards: Mapping[str, float] = field(default_factory=dict)
-    outcome: str = ""
-    reason: str = ""
-    mode: Mode = "train"
+MOST_CHARACTERS = 20_000  # per text
+OPEN, CLOSE = "⟦", "⟧"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def choose_rollouts(rewards: Mapping[str, float | None], *, iteration: int, seed: int = 0) -> dict[str, str]:
@@ -90,46 +52,38 @@ def choose_rollouts(rewards: Mapping[str, float | None], *, iteration: int, seed
     return chosen
 
 
-def transcript_sample(sample: Sample, decode: Callable[[Sequence[int]], str]) -> TranscriptSample:
-    """Describe a training sample; ``decode`` turns token ids into text, special tokens included.
+def describe_sample(sample: Sample, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """A training sample for a transcript: prompt and response as ``segments`` of neighbouring tokens with the same loss
+    mask, in order, and its figures. ``decode`` turns token ids into text, special tokens included.
 
     Without a loss mask the whole response is trained, as in slime. Raises ``TraceError`` when mask and response differ
     in length.
     """
     tokens, length = sample.tokens, sample.response_length
-    prompt = tokens[: len(tokens) - length]
-    response = tokens[len(tokens) - length :]
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * length
     if len(mask) != length:
-        raise TraceError(
-            f"loss_mask has {len(mask)} entries, the response {length} tokens; a transcript cannot show which were trained"
-        )
-    segments = [_segment(prompt, False, decode)] if prompt else []
-    start = 0
-    for end in range(1, length + 1):
-        if end == length or bool(mask[end]) != bool(mask[start]):
-            segments.append(_segment(response[start:end], bool(mask[start]), decode))
-            start = end
+        raise TraceError(f"loss_mask has {len(mask)} entries, the response {length} tokens")
+    n_prompt = len(tokens) - length
+    segments = [_segment(tokens[:n_prompt], False, decode)] if n_prompt else []
+    for trained, part in groupby(range(length), key=lambda at: bool(mask[at])):
+        segments.append(_segment([tokens[n_prompt + at] for at in part], trained, decode))
     metadata = sample.metadata or {}
-    return TranscriptSample(
-        segments=segments,
-        prompt_tokens=len(prompt),
-        response_tokens=length,
-        trained_tokens=sum(1 for value in mask if value),
-        stop_reason=str(metadata.get("finish_reason") or sample.status.value),
-        weight_versions=tuple(str(version) for version in sample.weight_versions),
-        token_source=str(metadata.get("token_source") or "engine"),
-    )
+    return {
+        "segments": segments,
+        "prompt_tokens": n_prompt,
+        "response_tokens": length,
+        "trained_tokens": sum(1 for value in mask if value),
+        "stop_reason": str(metadata.get("finish_reason") or sample.status.value),
+        "weight_versions": [str(version) for version in sample.weight_versions],
+        "token_source": str(metadata.get("token_source") or "engine"),
+    }
 
 
-def _segment(ids: Sequence[int], trained: bool, decode: Callable[[Sequence[int]], str]) -> Segment:
-    left_out = max(len(ids) - MOST_TOKENS, 0)
-    if left_out:
-        half = MOST_TOKENS // 2
-        text = f"{decode(ids[:half])} … {left_out} tokens left out … {decode(ids[-half:])}"
-    else:
-        text = decode(ids)
-    return Segment(text=text, trained=trained, tokens=len(ids), left_out=left_out)
+def _segment(ids: Sequence[int], trained: bool, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    left_out, half = max(len(ids) - MOST_TOKENS, 0), MOST_TOKENS // 2
+    shown = (decode(ids[:half]), f"{left_out} tokens left out", decode(ids[-half:])) if left_out else (decode(ids),)
+    text = " … ".join(shown)
+    return {"text": text, "trained": trained, "tokens": len(ids), "left_out": left_out}
 
 
 class TranscriptWriter:
@@ -143,7 +97,7 @@ class TranscriptWriter:
         self._directory = Path(directory)
         self._jsonl = IterationFile(self._directory / "transcripts.jsonl")
         self._stride = 1
-        self._room = most_bytes - _size(self._directory)
+        self._room = most_bytes - sum(path.stat().st_size for path in self._directory.glob("*"))
         self._next_halving = self._room // 2
 
     def wanted(self, iteration: int) -> bool:
@@ -161,13 +115,14 @@ class TranscriptWriter:
         return Artifact("transcripts", self._directory, "no rollout was sampled")
 
     def _write(self, event: TranscriptsSampled) -> None:
+        limits = {"messages": MOST_MESSAGES, "samples": MOST_SAMPLES}
         items = [
-            replace(item, messages=item.messages[:MOST_MESSAGES], samples=item.samples[:MOST_SAMPLES])
+            jsonable({key: value[: limits[key]] if key in limits else value for key, value in item.items()})
             for item in event.items
         ]
         page = to_markdown(event.iteration, items).encode("utf-8", "backslashreplace")
-        records = [_shortened(jsonable(item)) for item in items]
-        size = len(page) + sum(len(dump_line({"iteration": event.iteration, **record})) for record in records)
+        records = [_shortened(item) for item in items]
+        size = len(page) + sum(len(dump({"iteration": event.iteration, **record})) for record in records)
         if size > self._room:  # ask ever more rarely: a smaller one may still fit
             self._stride *= 2
             return
@@ -181,12 +136,82 @@ class TranscriptWriter:
 
 
 def _shortened(value: Any) -> Any:
-    if isinstance(value, str):
-        return shorten(value)
     if isinstance(value, dict):
         return {key: _shortened(item) for key, item in value.items()}
-    return [_shortened(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_shortened(item) for item in value]
+    return _shorten(value, MOST_CHARACTERS) if isinstance(value, str) else value
 
 
-def _size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.glob("*") if path.is_file()) if directory.is_dir() else 0
+def _shorten(text: str, most: int) -> str:
+    half = most // 2
+    left_out = len(text) - 2 * half
+    return text if len(text) <= most else f"{text[:half]}\n… {left_out} characters left out …\n{text[-half:]}"
+
+
+# -- Markdown ---------------------------------------------------------------------------------------------------------
+
+
+def to_markdown(iteration: int, items: Sequence[Mapping[str, Any]]) -> str:
+    """The page of one iteration."""
+    return "\n".join([f"# Iteration {iteration}", "", *(_rollout(item) for item in items)])
+
+
+def marked(sample: Mapping[str, Any]) -> str:
+    """The text of what ``describe_sample`` gives, with trained tokens between ``⟦`` and ``⟧``."""
+    pieces = ((segment["text"], segment["trained"]) for segment in sample["segments"])
+    return "".join(f"{OPEN}{text}{CLOSE}" if trained else text for text, trained in pieces)
+
+
+def _rollout(item: Mapping[str, Any]) -> str:
+    reward = "no reward" if item["reward"] is None else f"reward {item['reward']:g}"
+    lines = [f"## {_inline(item['label'])}: {reward}", "", f"- rollout `{_inline(item['rollout_id'])}`"]
+    if outcome := item.get("outcome"):
+        lines.append(f"- outcome: {_inline(outcome)}" + (f" ({_inline(item['reason'])})" if item.get("reason") else ""))
+    if rewards := item.get("rewards"):
+        lines.append("- rewards: " + ", ".join(f"{_inline(name)} {value:g}" for name, value in rewards.items()))
+    lines.append("")
+    if item.get("task") is not None:
+        lines += ["### Task", "", _fence(_json(item["task"]), "json")]
+    if messages := item.get("messages"):
+        lines += ["### Conversation", ""]
+        for message in messages:
+            lines += [f"**{_inline(str(message.get('role', '?')))}**", "", _fence(_content(message))]
+    samples = item.get("samples") or ()
+    for number, sample in enumerate(samples, start=1):
+        which = f"Sample {number} of {len(samples)}" if len(samples) > 1 else "Sample"
+        title = f"### {which}: trained tokens between {OPEN} and {CLOSE}"
+        lines += [title, "", _figures(sample), "", _fence(marked(sample))]
+    return "\n".join(lines)
+
+
+def _figures(sample: Mapping[str, Any]) -> str:
+    versions = ", ".join(dict.fromkeys(sample["weight_versions"])) or "unknown"
+    counts = f"{sample['prompt_tokens']} prompt tokens, {sample['response_tokens']} response tokens, "
+    return (
+        f"{counts}{sample['trained_tokens']} trained; stop reason {_inline(sample['stop_reason'])}; "
+        f"weights {_inline(versions)}; token ids: {_inline(sample['token_source'])}"
+    )
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content, calls = message.get("content"), message.get("tool_calls")
+    text = content if isinstance(content, str) else "" if content is None else _json(content)
+    return "\n".join(part for part in (text, _json(calls) if calls else "") if part)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=2, default=str)
+
+
+def _fence(text: str, language: str = "text") -> str:
+    """A code block whose fence is longer than any run of backticks in the text; control characters are spelled out."""
+    shown = _shorten(text, MOST_CHARACTERS)
+    body = _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", shown)
+    fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`+", body))])
+    return f"{fence}{language}\n{body}\n{fence}\n"
+
+
+def _inline(text: str) -> str:
+    """One line of text that cannot end the line, the code span or the heading it stands in."""
+    return re.sub(r"\s+", " ", _CONTROL.sub(" ", _shorten(text, 400))).replace("`", "'")

@@ -1,8 +1,7 @@
 """``SGLangLitAgent``: the base class of agents that talk to SGLang.
 
 A user writes ``compute_reward``, perhaps ``build_prompt``, and for more than one turn declares ``tools`` or a
-``scheduler``, or writes ``run``. Everything else (prompt ids, log-probs, weight versions, spans, the reward span) is
-done here.
+``scheduler``, or writes ``run``. Users' sync code runs in threads; an async method runs on the loop of all rollouts.
 """
 
 from __future__ import annotations
@@ -45,50 +44,39 @@ _SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__) - {"extra"}
 class SGLangLitAgent(LitAgent[dict[str, Any]]):
     """Runs one task as a conversation with SGLang and scores it.
 
-    Subclass and implement ``compute_reward``::
+    Subclass and implement ``compute_reward``; more than one turn by declaration::
 
-        class MyAgent(SGLangLitAgent):
+        class Searcher(SGLangLitAgent):
+            tools = [search, OpenPage]      # functions, objects with a schema, or classes made for each rollout
+            max_turns = 6
+
             def compute_reward(self, task, response):
                 return 1.0 if response.strip() == task["label"] else 0.0
 
-    More than one turn by declaration: ``tools`` that the model may call, a ``scheduler`` that decides what follows an
-    answer, and limits::
-
-        class Searcher(SGLangLitAgent):
-            tools = [search, open_page]      # functions, objects with a schema, or classes that are made for each rollout
-            max_turns = 6
-
     The engine, the model (whose tokenizer is loaded from ``LLM.model``) and the sampling parameters come from the
-    resource ``main_llm``. ``tokenizer``, ``sampling``, ``client`` and ``client_settings`` override what the resource
-    says.
+    resource ``main_llm``; ``tokenizer``, ``sampling``, ``client`` and ``client_settings`` override what it says.
     """
 
     tools: Sequence[Any] = ()
-    """What the model may call; see ``agl_slime.rollout.tools``. For tools that depend on the task override
-    ``build_tools``."""
+    """What the model may call; see ``agl_slime.rollout.tools``, and ``build_tools`` for tools that depend on the
+    task."""
     tools_in_prompt: bool = True
-    """Show the tools' schemas to the model through its chat template; ``False`` where the prompt itself says what there
-    is."""
+    """Show the tools' schemas through the chat template; ``False`` where the prompt itself says what there is."""
     tool_parser: str | ToolParser | None = None
-    """How the model writes calls ("hermes", "qwen_xml", "glm", "kimi", "llama_json"); ``None``: as its chat template
-    shows."""
-    tool_timeout_s: float = 60.0
-    """Seconds that a call may take."""
-    max_tool_result_chars: int | None = None
-    """Longer results are cut."""
+    """How the model writes calls, by name (``tool_parser_names``); ``None``: as its chat template shows."""
+    tool_timeout_s: float = 60.0  # that a call may take
+    max_tool_result_chars: int | None = None  # longer results are cut
     stop_on_tool_error: bool = False
     """End the rollout when a tool fails; by default the model sees the error and goes on."""
     scheduler: MultiTurnScheduler | type[MultiTurnScheduler] | str | None = None
     """Decides what follows an answer without calls: a scheduler, its class, or its registered name. One object serves
     all rollouts."""
-    max_turns: int | None = None
-    """Most answers of a rollout; ``None``: no limit."""
+    max_turns: int | None = None  # most answers of a rollout
     max_trajectory_tokens: int | None = None
     """Most tokens of a conversation, prompt and answers; ``None``: what the model's context holds."""
     loss_scale: LossScale = "default"
-    """Which answers are trained: "default" (all), "last_round", or a function; see ``agl_slime.rollout.loss_scale``."""
-    template_kwargs: Mapping[str, Any] = {}
-    """Passed to the chat template, ``{"enable_thinking": False}`` for example."""
+    """Which answers are trained: "default" (all), "last_round", or a function; see ``agl_slime.rollout.outcome``."""
+    template_kwargs: Mapping[str, Any] = {}  # of the chat template: {"enable_thinking": False}
 
     def __init__(
         self,
@@ -107,16 +95,12 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         self._clients: dict[str, SGLangClient] = {}
         self._templates: dict[str, ChatTemplate] = {}
 
-    # -- what a user writes -------------------------------------------------------------------------------------------
-
     def compute_reward(self, task: dict[str, Any], response: str) -> Any:
-        """The reward of the last answer: a number, or a dict of named numbers whose first is the primary one. May be
-        async; a sync one runs in a thread."""
+        """The reward of the last answer: a number, or a dict of named numbers whose first is the primary one."""
         raise NotImplementedError(f"{type(self).__name__} must implement compute_reward(task, response)")
 
     def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]]:
-        """Chat messages for a task. The default takes ``task["messages"]``, or ``task["prompt"]`` (a string, or chat
-        messages)."""
+        """Chat messages for a task; by default ``task["messages"]``, or ``task["prompt"]`` (a string, or messages)."""
         prompt = task.get("messages", task.get("prompt"))
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt}]
@@ -130,8 +114,8 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         return self.tools
 
     async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
-        """The conversation. The default asks, runs the tools that the answer calls, follows the scheduler, and asks
-        again until neither wants more; with neither it asks once. Override it to do otherwise."""
+        """The conversation. The default asks until neither the tools that are called nor the scheduler want more; with
+        neither it asks once."""
         await run_turns(
             session, task=task, scheduler=self._scheduler(session), stop_on_tool_error=self.stop_on_tool_error
         )
@@ -140,11 +124,8 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         """The reward of the whole rollout. The default calls ``compute_reward`` on the last answer."""
         return await call_user_code(self.compute_reward, task, trajectory.response)
 
-    # -- what Agent Lightning calls -----------------------------------------------------------------------------------
-
     async def rollout_async(self, task: dict[str, Any], resources: NamedResources, rollout: Rollout) -> None:
-        """One rollout: the conversation, then the reward, each as spans. Raises what went wrong; the runner records it
-        as the attempt's failure."""
+        """One rollout: the conversation, then the reward, each as spans. Raises what went wrong."""
         tools = ToolManager(timeout_s=self.tool_timeout_s, max_result_chars=self.max_tool_result_chars, task=task)
         try:
             session = await self._open_session(task, resources, rollout, tools)
@@ -190,8 +171,6 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         # connections belong to a process; a copy in another one opens its own
         return {**self.__dict__, "_clients": {}, "_templates": {}}
 
-    # -- internals ----------------------------------------------------------------------------------------------------
-
     async def _open_session(
         self, task: dict[str, Any], resources: NamedResources, rollout: Rollout, tools: ToolManager
     ) -> RolloutSession:
@@ -203,7 +182,8 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
                 tools.register(tool)
             return self.build_prompt(task)
 
-        ours = type(self).build_prompt is SGLangLitAgent.build_prompt and not self._makes_tools()
+        own, base = type(self), SGLangLitAgent
+        ours = (own.build_prompt, own.build_tools) == (base.build_prompt, base.build_tools) and not self.tools
         messages = prepare() if ours else await call_user_code(prepare)
         offered = bool(tools.names)
         parser = self.tool_parser or parser_for_template(getattr(tokenizer, "chat_template", None))
@@ -221,9 +201,6 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             max_trajectory_tokens=self.max_trajectory_tokens,
         )
 
-    def _makes_tools(self) -> bool:
-        return type(self).build_tools is not SGLangLitAgent.build_tools or any(isinstance(t, type) for t in self.tools)
-
     def _template(self, tokenizer: ChatTokenizer, tools: list[dict[str, Any]] | None) -> ChatTemplate:
         """One template for all rollouts with these tools: what it has found out about itself is known to all."""
         key = f"{id(tokenizer)} {json.dumps(tools, sort_keys=True, default=repr)}"
@@ -239,7 +216,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             self.scheduler = scheduler = make_scheduler(scheduler, max_turns=self.max_turns)
         elif isinstance(scheduler, type):
             self.scheduler = scheduler = scheduler(max_turns=self.max_turns)
-        if scheduler is not None and scheduler.tokenizer is None:
+        if scheduler is not None and getattr(scheduler, "tokenizer", None) is None:
             scheduler.tokenizer = session.tokenizer
         return scheduler
 
@@ -259,15 +236,13 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
 def sampling_of(llm: LLM) -> SamplingParams:
     """``LLM.sampling_parameters`` as ``SamplingParams``; OpenAI's ``max_tokens`` is taken for ``max_new_tokens``, names
     that are not ours are passed to SGLang as they are."""
-    given: Mapping[str, Any] = llm.sampling_parameters
-    values = {name: value for name, value in given.items() if name in _SAMPLING_FIELDS}
-    if "max_tokens" in given:
-        values.setdefault("max_new_tokens", given["max_tokens"])
-    for name in ("stop", "stop_token_ids"):
-        if name in values:
-            value = values[name]
-            values[name] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
-    extra = {name: value for name, value in given.items() if name not in _SAMPLING_FIELDS and name != "max_tokens"}
+    extra = dict(llm.sampling_parameters)
+    values = {name: extra.pop(name) for name in [*extra] if name in _SAMPLING_FIELDS}
+    if "max_tokens" in extra:
+        values.setdefault("max_new_tokens", extra.pop("max_tokens"))
+    for name in {"stop", "stop_token_ids"} & values.keys():
+        value = values[name]
+        values[name] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
     return SamplingParams(**values, extra=extra)
 
 

@@ -1,9 +1,8 @@
 """What a rollout is trained on: its reward, decided where it enters, and which of its answers.
 
-``loss_scale`` "default" trains every sampled answer, "last_round" the last one. A function is asked for each answer:
-``scale(messages, turn, turns)`` gets the conversation up to and including that answer, its number from 1 and how many
-there are, and returns 1 to train it or 0 to keep it as context. Other weights are refused: slime's loss masks are 0 or
-1.
+``loss_scale`` "default" trains every sampled answer, "last_round" the last one. A function ``scale(messages, turn,
+turns)`` gets the conversation up to and including an answer, its number from 1 and how many there are, and returns 1 to
+train it or 0 to keep it as context. Other weights are refused: slime's loss masks are 0 or 1.
 """
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ LossScale: TypeAlias = Literal["default", "last_round"] | Callable[[list[dict[st
 
 
 def check_reward(value: Any, *, source: str) -> dict[str, float]:
-    """The named rewards of ``value``, the primary first; a plain number is named ``primary``.
-
-    Numbers of numpy and torch are taken too. ``None``, strings, NaN and infinities raise ``RewardError``: a reward is
-    never invented.
-    """
+    """The named rewards of ``value``, the primary first; a plain number (numpy's and torch's too) is named
+    ``primary``. ``None``, strings, NaN and infinities raise ``RewardError``: a reward is never invented."""
     if isinstance(value, Mapping):
         if not value:
             raise RewardError(f"{source} returned an empty dict; name at least one reward.")

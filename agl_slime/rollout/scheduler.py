@@ -1,13 +1,8 @@
 """What happens after each answer: whether the rollout goes on, and with which messages.
 
 A scheduler is written as for ms-swift: ``check_finished`` decides whether the rollout ends, ``step`` builds the next
-request from the last. Two styles::
-
-    # a new round: the feedback is a message
-    infer_request.messages.append({"role": "user", "content": "Your answer is wrong, try again."})
-
-    # continuation: the feedback is part of the answer, which the model then goes on with
-    infer_request.messages[-1]["content"] += " But wait, something is wrong."
+request from the last, by a new message (``infer_request.messages.append({"role": "user", …})``) or in the answer, which
+the model then goes on with (``infer_request.messages[-1]["content"] += " But wait,"``).
 
 One scheduler object serves all rollouts of an agent, in flight at the same time: keep the state of a rollout in
 ``infer_request.data_dict``, or under its ``uuid``. Every method may be async; others run in threads, as rewards do.
@@ -16,12 +11,12 @@ One scheduler object serves all rollouts of an agent, in flight at the same time
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from agl_slime.errors import ConfigError
 from agl_slime.rollout.stats import StopReason
+from agl_slime.support.registry import Registry
 
 Messages = list[dict[str, Any]]
 
@@ -38,12 +33,9 @@ class ChatMessage:
 
 @dataclass
 class RolloutInferRequest:
-    """The conversation that the next answer is asked for.
-
-    ``messages`` are the history, the last answer included. ``data_dict`` holds the other columns of the task, and is
-    the rollout's own: a scheduler may keep things in it. ``uuid`` is the rollout's id. ``stop_reason`` is set by
-    ``check_finished`` when something else than the model ended the rollout.
-    """
+    """The conversation that the next answer is asked for: ``messages``, the last answer included; ``data_dict``, the
+    other columns of the task, in which a scheduler may keep things; ``uuid``, the rollout's id. ``check_finished`` sets
+    ``stop_reason`` when something else than the model ended the rollout."""
 
     messages: Messages
     images: list[Any] = field(default_factory=list)
@@ -70,12 +62,10 @@ class RolloutResponseChoice:
 
 
 class MultiTurnScheduler(ABC):
-    """Derive from it and implement ``step``. ``max_turns`` ends a rollout whatever ``check_finished`` says;
-    ``tokenizer`` is the model's, known once the first rollout has begun. ms-swift's engine, which its schedulers get as
-    first argument, there is none."""
+    """Derive from it and implement ``step``. ``max_turns`` ends a rollout whatever ``check_finished`` says."""
 
-    tokenizer: Any = None
-    infer_engine: Any = None
+    tokenizer: Any = None  # the model's, once the first rollout has begun
+    infer_engine: Any = None  # ms-swift's; there is none here
 
     def __init__(self, max_turns: int | None = None, *args: Any, **kwargs: Any) -> None:
         if max_turns is None and args:  # ms-swift's order: infer_engine, max_turns
@@ -87,11 +77,8 @@ class MultiTurnScheduler(ABC):
     @abstractmethod
     def step(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> Any:
         """The request for the next answer, the given one, changed, or a new one; or a dict with it as
-        ``infer_request`` and perhaps ``rollout_infos``. ``current_turn`` counts from 1.
-
-        ms-swift's ``response_token_ids``, ``response_loss_mask`` and ``rollout_logprobs`` are not needed: what was
-        sampled is trained as it was sampled, what was added is not.
-        """
+        ``infer_request`` and perhaps ``rollout_infos``. ``current_turn`` counts from 1. ms-swift's token ids, masks and
+        log-probs are not needed in it: what was sampled is trained as it was sampled, what was added is not."""
 
     def check_finished(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
@@ -121,37 +108,13 @@ class MultiTurnScheduler(ABC):
         """Called when the rollout has ended, whatever ended it (``error``, where it failed): close what was opened."""
 
 
-# -- the registry ----------------------------------------------------------------------------------------------------
-
-S = TypeVar("S", bound=Callable[..., MultiTurnScheduler])
-
-_schedulers: dict[str, Callable[..., MultiTurnScheduler]] = {}
-
-
-def register_scheduler(name: str) -> Callable[[S], S]:
-    """Make a scheduler known as ``--multi-turn-scheduler name``::
-
-    @register_scheduler("math_retry")
-    class MathRetry(MultiTurnScheduler): ...
-    """
-
-    def register(scheduler: S) -> S:
-        if name in _schedulers:
-            raise ConfigError(f"a scheduler named {name!r} is registered already; choose another name")
-        _schedulers[name] = scheduler
-        return scheduler
-
-    return register
+_schedulers: Registry[MultiTurnScheduler] = Registry("scheduler")
+register_scheduler = _schedulers.register
+"""A decorator that makes a scheduler known as ``--multi-turn-scheduler name``."""
 
 
 def make_scheduler(name: str, *, max_turns: int | None = None) -> MultiTurnScheduler:
     """The scheduler that was registered under ``name``. Raises ``ConfigError`` when there is none."""
-    if name not in _schedulers:
-        known = ", ".join(sorted(_schedulers)) or "none"
-        raise ConfigError(
-            f"--multi-turn-scheduler {name} is not among those registered ({known}); "
-            "name its file with --external-plugins"
-        )
     return _schedulers[name](max_turns=max_turns)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -52,34 +53,48 @@ class Answer:
         return self.finish_reason == "length"
 
 
-class Session(Protocol):
+class Session(ABC):
     """What the loop of turns asks of a conversation; ``RolloutSession`` is the one that knows tokens."""
 
-    tools: ToolManager | None
-    parser: ToolParser | None
-    stats: RolloutStats
-    max_turns: int | None
-    rollout_id: str
+    messages: Any  # a list of chat messages
+    turns: list[Any]
 
-    @property
-    def turns(self) -> Sequence[Any]: ...
-    @property
-    def messages(self) -> list[Message]: ...
-    @messages.setter
-    def messages(self, messages: list[Message]) -> None: ...
-    def add(self, *messages: Mapping[str, Any]) -> None: ...
-    async def ask(self) -> Answer: ...
+    def __init__(
+        self,
+        *,
+        messages: Sequence[Mapping[str, Any]],
+        tools: ToolManager | None = None,
+        parser: ToolParser | None = None,
+        rollout_id: str = "",
+        max_turns: int | None = None,
+    ) -> None:
+        self.messages = [dict(message) for message in messages]
+        self.tools, self.parser = tools, parser
+        self.rollout_id = rollout_id
+        self.max_turns = max_turns
+        self.turns = []
+        self.stats = RolloutStats(tools=tuple(getattr(tools, "names", ())))
+
+    def add(self, *messages: Mapping[str, Any]) -> None:
+        """Append what the user, a tool or the environment said."""
+        self.messages.extend(map(dict, messages))
+
+    @abstractmethod
+    async def ask(self) -> Answer:
+        """Let the model answer, append the answer, set ``stats.stop_reason`` by how it ended."""
 
 
-class RolloutSession:
+class RolloutSession(Session):
     """The conversation of one rollout with one engine. Not for concurrent ``ask`` calls: a rollout that branches opens
     one session per branch with ``branch``.
 
     ``tools`` are shown to the model; ``SGLangLitAgent.run`` runs what ``parser`` finds in its answers. ``max_turns``
     limits the answers of the rollout, all branches together; ``max_trajectory_tokens`` the tokens of one conversation,
-    prompt and answers: an answer gets no more tokens than are left. Where there is no room for another answer, ``ask``
-    raises ``RolloutStopped``. Each turn is written as a span, unless ``traced`` is off.
+    prompt and answers: an answer gets no more tokens than are left. Each turn is written as a span, unless ``traced``
+    is off.
     """
+
+    turns: list[Turn]
 
     def __init__(
         self,
@@ -89,23 +104,17 @@ class RolloutSession:
         sampling: SamplingParams,
         messages: Sequence[Mapping[str, Any]],
         tools: ToolManager | None = None,
-        parser: ToolParser | None = None,
-        rollout_id: str = "",
         model: str = "",
-        max_turns: int | None = None,
         max_trajectory_tokens: int | None = None,
         template: ChatTemplate | None = None,
         traced: bool = True,
+        **options: Any,
     ) -> None:
         if template is None:
             template = ChatTemplate(tokenizer=tokenizer, tools=tools.schemas if tools is not None else None)
-        self.tools, self.parser = tools, parser
         self.context = ChatContext(tokenizer=tokenizer, messages=messages, template=template)
+        super().__init__(messages=messages, tools=tools, **options)
         self.sampling = sampling
-        self.rollout_id = rollout_id
-        self.turns: list[Turn] = []
-        self.stats = RolloutStats(tools=tuple(getattr(tools, "names", ())))
-        self.max_turns = max_turns
         self.max_trajectory_tokens = max_trajectory_tokens
         self.tokenizer = tokenizer
         self._client = client
@@ -122,16 +131,10 @@ class RolloutSession:
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self.context.messages = [dict(message) for message in messages]
 
-    def add(self, *messages: Mapping[str, Any]) -> None:
-        """Append what the user, a tool or the environment said."""
-        self.context.add(*messages)
-
     async def ask(self, *messages: Mapping[str, Any], sampling: SamplingParams | None = None) -> Answer:
-        """Append ``messages``, let the model answer, append the answer.
-
-        When the conversation ends with an assistant message, the model goes on with that message. Raises
-        ``RolloutStopped`` when a limit leaves no room for an answer, and the client's typed errors.
-        """
+        """Append ``messages``, let the model answer, append the answer; a conversation that ends with an assistant
+        message goes on with that. Raises ``RolloutStopped`` when a limit leaves no room for an answer, and the client's
+        typed errors."""
         self.add(*messages)
         if self.max_turns is not None and len(self.turns) >= self.max_turns:
             raise self._stopped(StopReason.MAX_TURNS, f"the rollout has had its {self.max_turns} turns")

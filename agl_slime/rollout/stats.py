@@ -16,26 +16,17 @@ from agl_slime.trace import attributes as names
 class StopReason(str, Enum):
     """The value is what stands in ``Sample.metadata["stop_reason"]``."""
 
-    STOP = "stop"
-    """The model ended its answer and nothing asked for more."""
-    LENGTH = "length"
-    """The last answer, or the whole trajectory, reached its limit of tokens."""
-    MAX_TURNS = "max_turns"
-    """More turns were wanted than are allowed."""
-    CONTEXT_OVERFLOW = "context_overflow"
-    """The conversation did not fit into the model's context any more; it would not fit the second time either."""
-    TOOL_ERROR = "tool_error"
-    """A tool failed and the agent is set to stop then; by default the model sees the error and goes on."""
-    ABORTED = "aborted"
-    """The engine broke the last answer off, and taking it up again did not help."""
+    STOP = "stop"  # the model ended its answer and nothing asked for more
+    LENGTH = "length"  # the last answer, or the whole trajectory, reached its limit of tokens
+    MAX_TURNS = "max_turns"  # more turns were wanted than are allowed
+    CONTEXT_OVERFLOW = "context_overflow"  # the conversation did not fit into the model's context; never retried
+    TOOL_ERROR = "tool_error"  # a tool failed, and the agent is set to stop then
+    ABORTED = "aborted"  # the engine broke the last answer off, and taking it up again did not help
 
 
 class RolloutStopped(Exception):
-    """Raised by ``RolloutSession.ask`` when the rollout is over: a limit was reached before the model could answer.
-
-    Not an error: ``SGLangLitAgent`` catches it and scores what there is. An agent that wants to do something else then
-    catches it in ``run``.
-    """
+    """Raised by ``RolloutSession.ask`` when a limit was reached before the model could answer. Not an error:
+    ``SGLangLitAgent`` catches it and scores what there is, unless the agent catches it in ``run``."""
 
     def __init__(self, reason: StopReason, message: str) -> None:
         super().__init__(message)
@@ -44,12 +35,9 @@ class RolloutStopped(Exception):
 
 @dataclass
 class RolloutStats:
-    """Counts of one rollout, all its branches together.
-
-    ``tool_calls`` counts executed calls by tool, ``malformed_calls`` what looked like a call and was none,
-    ``unknown_tools`` calls of tools that do not exist, ``tool_errors`` and ``tool_timeouts`` those that failed.
-    ``untrained_turns`` are the turns that the loss scale leaves out, ``infos`` what the scheduler wants to be known.
-    """
+    """Counts of one rollout, all its branches together. ``tool_calls`` counts executed calls by tool,
+    ``malformed_calls`` what looked like a call and was none, ``untrained_turns`` are the turns that the loss scale
+    leaves out, ``infos`` what the scheduler wants to be known."""
 
     stop_reason: StopReason | None = None
     tools: tuple[str, ...] = ()

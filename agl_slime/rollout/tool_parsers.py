@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from agl_slime.errors import ConfigError
+from agl_slime.support.registry import Registry
 
 _THINK, _END_OF_THINKING = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call as the model wrote it. ``arguments`` by name; formats without types give strings, which the tool's
-    schema turns into what it wants."""
+    """One call as the model wrote it. Formats without types give strings, which the tool's schema turns into what it
+    wants."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -50,31 +50,12 @@ class ParsedAnswer:
     malformed: tuple[MalformedCall, ...] = ()
 
 
-@dataclass
-class _Found:
-    calls: list[ToolCall] = field(default_factory=list)
-    malformed: list[MalformedCall] = field(default_factory=list)
+class ToolParser(ABC):
+    """Finds the calls in an answer. Calls inside of thinking are thoughts, and not made. Derive from ``BlockParser``
+    where calls stand between two marks."""
 
-
-class ToolParser:
-    """Finds the calls in an answer. Calls inside of thinking are thoughts, and not made.
-
-    A parser of your own derives from ``BlockParser`` where calls stand between two marks; else it implements ``parse``,
-    or ``_take_calls`` for what stands after the last ``</think>``.
-    """
-
-    def parse(self, text: str) -> ParsedAnswer:
-        at = text.rfind(_END_OF_THINKING)
-        start = at + len(_END_OF_THINKING) if at >= 0 else 0
-        if _THINK in text[start:]:  # cut off while thinking
-            return ParsedAnswer(text)
-        found = _Found()
-        content = self._take_calls(text[start:], found)
-        return ParsedAnswer(text[:start] + content, tuple(found.calls), tuple(found.malformed))
-
-    def _take_calls(self, text: str, found: _Found) -> str:
-        """Put the calls of ``text`` into ``found``; returns the text without those that are well-formed."""
-        raise NotImplementedError
+    @abstractmethod
+    def parse(self, text: str) -> ParsedAnswer: ...
 
 
 class BlockParser(ToolParser):
@@ -138,58 +119,34 @@ def _numbered(calls: list[ToolCall]) -> tuple[ToolCall, ...]:
 def _call_of_json(text: str, *keys: str) -> ToolCall:
     """A call from ``{"name": …, "arguments": {…}}``, the arguments under the first of ``keys`` that is there. Arguments
     may be JSON in a string."""
-    value = _read_json(text)
-    if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
+    value = _read_object(text)
     name = value.get("name")
     if not isinstance(name, str) or not name:
         raise ValueError("no name")
-    arguments = next((value[key] for key in keys if key in value), {})
-    if isinstance(arguments, str):
-        arguments = _read_json(arguments)
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict):
-        raise ValueError("the arguments are not an object")
+    arguments = next((value[key] for key in keys if key in value), None)
+    arguments = {} if arguments is None else _read_object(arguments)
     return ToolCall(name=name, arguments=arguments, id=str(value.get("id") or ""))
 
 
-def _read_json(text: str) -> Any:
+def _read_object(written: Any) -> dict[str, Any]:
     try:
-        return json.loads(text)
-    except ValueError as error:
+        value = json.loads(written) if isinstance(written, str) else written
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
-    except RecursionError as error:
-        raise ValueError("JSON that is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
 
 
 # -- the registry ----------------------------------------------------------------------------------------------------
 
-P = TypeVar("P", bound=Callable[[], ToolParser])
-
-_parsers: dict[str, Callable[[], ToolParser]] = {}
-
-
-def register_tool_parser(*names: str) -> Callable[[P], P]:
-    """Make a parser class known under ``names``."""
-
-    def register(parser: P) -> P:
-        for name in names:
-            if name in _parsers:
-                raise ConfigError(f"a tool parser named {name!r} is registered already; choose another name")
-            _parsers[name] = parser
-        return parser
-
-    return register
+_parsers: Registry[ToolParser] = Registry("tool parser")
+register_tool_parser = _parsers.register
 
 
 def get_tool_parser(name: str | ToolParser) -> ToolParser:
     """The parser of that name; a parser is given back as it is."""
-    if isinstance(name, ToolParser):
-        return name
-    if name not in _parsers:
-        raise ConfigError(f"there is no tool parser {name!r}; there are {', '.join(sorted(_parsers))}")
-    return _parsers[name]()
+    return name if isinstance(name, ToolParser) else _parsers[name]()
 
 
 def tool_parser_names() -> list[str]:
@@ -200,11 +157,8 @@ def parser_for_template(chat_template: Any) -> str:
     """The name of the format that a chat template asks the model for; Hermes' when it says nothing or is no text."""
     source = chat_template if isinstance(chat_template, str) else ""
     marks = {"<|tool_call_argument_begin|>": "kimi", "<arg_key>": "glm", "<function=": "qwen_xml"}
-    for mark, name in marks.items():
-        if mark in source:
-            return name
-    says_llama = re.search(r'"parameters":\s', source) and "<|python_tag|>" in source and "<tool_call>" not in source
-    return "llama_json" if says_llama else "hermes"
+    marks |= {"<tool_call>": "hermes", "<|python_tag|>": "llama_json"}
+    return next((name for mark, name in marks.items() if mark in source), "hermes")
 
 
 # -- the formats -----------------------------------------------------------------------------------------------------
@@ -280,10 +234,7 @@ class KimiParser(BlockParser):
         name = self._id.fullmatch(head)
         if not mark or name is None:
             raise ValueError("no <|tool_call_argument_begin|> after the name")
-        arguments = _read_json(body)
-        if not isinstance(arguments, dict):
-            raise ValueError("the arguments are not an object")
-        return ToolCall(name=name[1], arguments=arguments, id=head.strip())
+        return ToolCall(name=name[1], arguments=_read_object(body), id=head.strip())
 
     def _tidy(self, content: str, malformed: tuple[MalformedCall, ...]) -> str:
         return content if malformed else self._sections.sub("", content)

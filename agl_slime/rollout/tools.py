@@ -1,19 +1,10 @@
 """Tools that a model may call: Python functions, and objects that bring a JSON schema.
 
-A function's schema is told from its signature and docstring by pydantic, which also checks what the model gives::
-
-    def lookup(key: str, limit: int | None = 3, mode: Mode = Mode.FAST) -> str:
-        '''Look a key up in the table.
-
-        Args:
-            key: The key, three letters.
-            limit: Most results to return.
-        '''
-
-An object has ``schema`` (``{"name", "description", "parameters"}``, or OpenAI's form around it) and is called with the
-arguments. A class is instantiated for each rollout, with the task when its constructor takes one parameter: that is how
-a tool has a state, and a sandbox that its ``aclose`` closes when the rollout has ended. Functions and methods may be
-async; others run in threads.
+A function's schema is told from its signature and docstring (``Args:``) by pydantic, which also checks what the model
+gives: numbers, strings, lists, ``Literal``, ``Optional``, enums, dataclasses, pydantic models. An object has ``schema``
+(``{"name", "description", "parameters"}``, or OpenAI's form around it) and is called with the arguments. A class is
+instantiated for each rollout, with the task when its constructor takes one parameter: that is how a tool has a state,
+and a sandbox that its ``aclose`` closes. Functions and methods may be async; others run in threads.
 """
 
 from __future__ import annotations
@@ -41,16 +32,10 @@ from agl_slime.support.threads import call_user_code, run_blocking
 logger = logging.getLogger(__name__)
 
 ToolError = Literal["exception", "timeout", "unknown_tool", "bad_arguments"]
+_Arguments = TypeAdapter[dict[str, Any]]
 
-_PYTHON_TYPES: dict[str, Any] = {
-    "string": str,
-    "integer": int,
-    "number": Union[int, float],  # noqa: UP007  made at run time
-    "boolean": bool,
-    "array": list[Any],
-    "object": dict[str, Any],
-    "null": None,
-}
+_PYTHON_TYPES: dict[str, Any] = {"string": str, "integer": int, "boolean": bool, "null": None}
+_PYTHON_TYPES |= {"number": Union[int, float], "array": list[Any], "object": dict[str, Any]}  # noqa: UP007
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +55,7 @@ class ToolResult:
 class _Tool:
     schema: dict[str, Any]
     function: Callable[..., Any]
-    arguments: TypeAdapter[dict[str, Any]]
+    arguments: _Arguments
 
 
 class ToolManager:
@@ -79,8 +64,7 @@ class ToolManager:
 
     Args:
         tools: Functions, objects with a ``schema``, or classes; see the module's text.
-        timeout_s: Seconds that a call may take. A function that runs in a thread then is abandoned, since a thread
-            cannot be stopped.
+        timeout_s: Seconds that a call may take; a thread that takes longer is abandoned.
         max_result_chars: Longer results are cut, with a note that they were.
         task: Given to classes that want it.
     """
@@ -107,7 +91,9 @@ class ToolManager:
     def register(self, tool: Any, *, name: str | None = None) -> None:
         """Add a tool. ``ConfigError`` when it has no usable schema or the name is taken."""
         if isinstance(tool, type):
-            tool = _instance(tool, self._task)
+            parameters = inspect.signature(tool).parameters.values()
+            wants_task = any(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
+            tool = tool(self._task) if wants_task else tool()
         if hasattr(tool, "aclose"):
             self._open.append(tool)
         if self._closed:  # its rollout ended while it was being made
@@ -129,7 +115,7 @@ class ToolManager:
 
     async def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Run the calls of one answer at the same time; results in the order of the calls."""
-        return list(await asyncio.gather(*(self.call(call) for call in calls)))
+        return list(await asyncio.gather(*map(self.call, calls)))
 
     async def call(self, call: ToolCall) -> ToolResult:
         """Run one call. Raises ``RolloutError`` only when so many calls hang that none is made any more."""
@@ -174,12 +160,6 @@ class ToolManager:
             logger.warning("Tool %.100r could not be closed: %s: %s", tool, type(error).__name__, error)
 
 
-def _instance(tool_class: type, task: Mapping[str, Any] | None) -> Any:
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    wanted = [p for p in inspect.signature(tool_class).parameters.values() if p.kind in positional]
-    return tool_class(task) if wanted else tool_class()
-
-
 # -- schemas ---------------------------------------------------------------------------------------------------------
 
 
@@ -202,11 +182,8 @@ def _tool_of(tool: Any, name: str | None) -> _Tool:
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """``{"name", "description", "parameters"}`` of a function, from its annotations and its docstring (Google style).
-
-    A type may be any that pydantic has a JSON schema for: numbers, strings, lists, ``Literal``, ``Optional``, enums,
-    dataclasses, pydantic models. Raises ``ConfigError`` for a parameter without a type, or of another.
-    """
+    """``{"name", "description", "parameters"}`` of a function. ``ConfigError`` for a parameter without a type, or with
+    one that has no JSON schema."""
     return _inspected(function)[0]
 
 
@@ -215,12 +192,11 @@ class _JsonSchema(GenerateJsonSchema):
         return False  # it would be the parameter's name once more
 
 
-_inspections: WeakKeyDictionary[Any, tuple[dict[str, Any], TypeAdapter[dict[str, Any]]]] = WeakKeyDictionary()
+_inspections: WeakKeyDictionary[Any, tuple[dict[str, Any], _Arguments]] = WeakKeyDictionary()
 
 
-def _inspected(function: Callable[..., Any]) -> tuple[dict[str, Any], TypeAdapter[dict[str, Any]]]:
-    known = _inspections.get(function)
-    if known is not None:
+def _inspected(function: Callable[..., Any]) -> tuple[dict[str, Any], _Arguments]:
+    if (known := _inspections.get(function)) is not None:
         return known
     name = function.__name__
     description, described = _read_docstring(inspect.getdoc(function) or "")
@@ -241,18 +217,17 @@ def _inspected(function: Callable[..., Any]) -> tuple[dict[str, Any], TypeAdapte
         raise ConfigError(f"tool {name!r} has a parameter whose type cannot be used: {error}") from error
     for made_up in ("title", "additionalProperties"):
         parameters.pop(made_up, None)
-    schema = {"name": name, "description": description, "parameters": parameters}
-    _inspections[function] = schema, arguments
-    return schema, arguments
+    _inspections[function] = {"name": name, "description": description, "parameters": parameters}, arguments
+    return _inspections[function]
 
 
-def _adapter(fields: dict[str, Any], *, extra: Literal["allow", "forbid"] = "forbid") -> TypeAdapter[dict[str, Any]]:
+def _adapter(fields: dict[str, Any], *, extra: Literal["allow", "forbid"] = "forbid") -> _Arguments:
     made: Any = TypedDict("Arguments", fields)  # type: ignore[operator]  # not a model: a parameter may have any name
     made.__pydantic_config__ = ConfigDict(extra=extra)
     return TypeAdapter(made)
 
 
-def _arguments_of_schema(parameters: Mapping[str, Any]) -> TypeAdapter[dict[str, Any]]:
+def _arguments_of_schema(parameters: Mapping[str, Any]) -> _Arguments:
     """Checks which arguments there are, and the types of the outermost level; the tool itself checks the rest."""
 
     def type_of(schema: Mapping[str, Any]) -> Any:
@@ -262,9 +237,10 @@ def _arguments_of_schema(parameters: Mapping[str, Any]) -> TypeAdapter[dict[str,
         kinds = [*([kinds] if isinstance(kinds, str) else kinds), *(["null"] if schema.get("nullable") else [])]
         return Union[tuple(_PYTHON_TYPES.get(kind, Any) for kind in kinds)] if kinds else Any  # noqa: UP007
 
-    required = {*parameters.get("required", ())}
     hints = {name: type_of(schema) for name, schema in parameters.get("properties", {}).items()}
-    fields = {name: hint if name in required else NotRequired[hint] for name, hint in hints.items()}
+    fields = {
+        name: hint if name in parameters.get("required", ()) else NotRequired[hint] for name, hint in hints.items()
+    }
     return _adapter(fields, extra="allow" if parameters.get("additionalProperties") else "forbid")
 
 
@@ -295,13 +271,10 @@ def _fit(given: Mapping[str, Any], tool: _Tool) -> dict[str, Any]:
     try:
         return tool.arguments.validate_python(read)
     except ValidationError:
-        raise ValueError("; ".join(_told(problem, tool.schema["name"]) for problem in problems)) from None
-
-
-def _told(problem: Any, tool: str) -> str:
-    path = ".".join(map(str, problem["loc"]))
-    if problem["type"] == "missing":
-        return f"{tool} needs the argument {path!r}"
-    if problem["type"] == "extra_forbidden":
-        return f"{tool} has no argument {path!r}"
-    return f"argument {path!r} of {tool}: {problem['msg']}, got {problem['input']!r:.80}"
+        name, told = (
+            tool.schema["name"],
+            [(".".join(map(str, each["loc"])), each["msg"], each["input"]) for each in problems],
+        )
+        raise ValueError(
+            "; ".join(f"argument {at!r} of {name}: {msg}, got {it!r:.80}" for at, msg, it in told)
+        ) from None

@@ -82,11 +82,8 @@ class SlimeAlgorithm(Algorithm):
         slime_flags: slime's own command-line flags, for ``trainer="slime"``.
         settings: see ``AlgorithmSettings``; ``store_host`` is where slime's manager reaches the store.
 
-    With ``trainer="slime"`` the Trainer needs ``store=agl_slime.BridgeStore()``, which slime's manager reaches over
-    HTTP; with any store it is what tells of finished rollouts at once, where others are asked about those in flight.
-
-    Raises:
-        ConfigError: a setting that cannot be used, is not there, or is the Trainer's or the agent's.
+    The Trainer's store should be ``agl_slime.BridgeStore()``: slime's manager reaches it over HTTP, and it tells of
+    finished rollouts at once. Raises ``ConfigError`` for a setting that is the Trainer's or the agent's, or nobody's.
     """
 
     def __init__(
@@ -100,19 +97,14 @@ class SlimeAlgorithm(Algorithm):
         **settings: Unpack[AlgorithmSettings],
     ) -> None:
         super().__init__()
-        for name in settings:
-            if name in _OTHERS:
-                raise ConfigError(f"{name} is not SlimeAlgorithm's, whose rollouts the Trainer runs: {_OTHERS[name]}")
-            if name not in AlgorithmSettings.__annotations__:
-                known = ", ".join(AlgorithmSettings.__annotations__)
-                raise ConfigError(f"SlimeAlgorithm has no setting {name!r}; the settings are {known}")
+        known = AlgorithmSettings.__annotations__
+        for name in settings.keys() - known.keys():
+            hint = _OTHERS.get(name, f"the settings are {', '.join(known)}")
+            raise ConfigError(f"SlimeAlgorithm has no setting {name!r}: {hint}")
         if trainer not in ("slime", "local"):
             raise ConfigError(f"trainer must be 'slime' or 'local', got {trainer!r}")
         if trainer == "local" and "store_host" in settings:
-            raise ConfigError(
-                f"store_host {settings['store_host']!r} with trainer='local': nobody reaches the store there"
-            )
-        settings.setdefault("local", LocalTrainerSettings())  # torch's threads are the program's, not ours
+            raise ConfigError(f"store_host {settings['store_host']!r} is of no use with trainer='local': leave it out")
         self.config = TrainConfig(model_path=Path(model_path), sglang_url=sglang_url, trainer=trainer, **settings)
         self.slime_flags = tuple(slime_flags)
         self.result: RunResult | None = None

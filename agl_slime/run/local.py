@@ -22,9 +22,8 @@ from agl_slime.groups.policy import MinimumViableGroup, zero_variance
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.report import open_run_dir
-from agl_slime.report.jsonl import IterationFile
+from agl_slime.report.files import IterationFile, RunDir
 from agl_slime.report.metrics import TOKENS_TRAINED
-from agl_slime.report.rundir import RunDir
 from agl_slime.run.parts import GivenParts, RunReports, agent_parts, make_loop, step
 from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.client import SGLangClient

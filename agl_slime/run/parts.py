@@ -16,15 +16,10 @@ from agl_slime.errors import ConfigError
 from agl_slime.loop.online import OnlineRLLoop, StepFn, Tasks
 from agl_slime.loop.settings import LoopSettings, LoopState
 from agl_slime.loop.tasks import read_tasks
-from agl_slime.report import (
-    StandardReporters,
-    TranscriptItem,
-    TranscriptsSampled,
-    choose_rollouts,
-    transcript_sample,
-)
-from agl_slime.report.events import Event, GroupsCollected, RunStarted
-from agl_slime.report.rundir import RunDir
+from agl_slime.report import StandardReporters
+from agl_slime.report.events import Event, GroupsCollected, RunStarted, TranscriptsSampled
+from agl_slime.report.files import RunDir
+from agl_slime.report.transcripts import choose_rollouts, describe_sample
 from agl_slime.rollout.configure import configure_agent
 from agl_slime.rollout.loading import load_agent
 from agl_slime.run.settings import TrainConfig
@@ -150,17 +145,17 @@ class RunReports(StandardReporters):
         rewards = {rollout_id: member.reward for rollout_id, member in members.items()}
         chosen = choose_rollouts(rewards, iteration=event.iteration, seed=self._seed)
         items = [
-            TranscriptItem(
-                rollout_id=rollout_id,
-                label=label,
-                task=member.task,
-                messages=member.trajectory.messages if member.trajectory is not None else (),
-                samples=[transcript_sample(sample, self.tokenizer.decode) for sample in member.samples],
-                reward=member.reward,
-                rewards=member.rewards,
-                outcome="succeeded" if member.ok else member.outcome_if_failed.value,
-                reason=member.failure_message or member.failure or "",
-            )
+            {
+                "rollout_id": rollout_id,
+                "label": label,
+                "task": member.task,
+                "messages": member.trajectory.messages if member.trajectory is not None else (),
+                "samples": [describe_sample(sample, self.tokenizer.decode) for sample in member.samples],
+                "reward": member.reward,
+                "rewards": member.rewards,
+                "outcome": "succeeded" if member.ok else member.outcome_if_failed.value,
+                "reason": member.failure_message or member.failure or "",
+            }
             for rollout_id, label in chosen.items()
             for member in (members[rollout_id],)
         ]

@@ -133,13 +133,8 @@ async def run_slime_training(
 def loop_flags(
     config: TrainConfig, *, engines: Sequence[str] = (), router: tuple[str | None, int] | None = None
 ) -> list[str]:
-    """slime's flags for what the loop decides.
-
-    Args:
-        engines: URLs of engines that run already; without them slime launches its own.
-        router: host and port of the router that agents use; slime registers its engines there. Without a host slime
-            launches it at that port.
-    """
+    """slime's flags for what the loop decides. ``engines`` are URLs of those that run already, else slime launches its
+    own; slime registers them at the ``router`` that agents use, which it launches where the host is ``None``."""
     values = {
         "--hf-checkpoint": config.model_path.resolve() if config.model_path is not None else "",
         "--num-rollout": config.num_iterations,
@@ -197,12 +192,8 @@ class SlimeSteps:
         """Tells how many tasks the loop has drawn."""
 
     def start(self, num_iterations: int) -> tuple[LoopState, int]:
-        """Where the loop goes on after slime has loaded its checkpoint, and how many tasks were drawn before. Without
-        a file of ours the checkpoint is another program's, and each of its steps counts as an iteration.
-
-        Raises:
-            ConfigError: all iterations are done, or the file cannot be read.
-        """
+        """Where the loop goes on after slime has loaded its checkpoint, and how many tasks were drawn before; each step
+        of a checkpoint without a file of ours is an iteration. Raises ``ConfigError`` when all iterations are done."""
         state, drawn = LoopState(iteration=self._next), self._next * self._batch_size
         path = _state_path(getattr(self._trainer.args, "load", None) or "", self._next - 1)
         if self._next and path.exists():

@@ -87,7 +87,8 @@ class SingleRollouts(GroupSource):
         self._connection = connection
         self._runs: dict[str, _Run] = {}  # by group id
         tokenizer = connection.tokenizer()
-        super().__init__(store=connection.store, tokenizer=tokenizer, convert_validation=True, on_member=self._ended)
+        super().__init__(store=connection.store, tokenizer=tokenizer, convert_validation=True)
+        self.listen(on_member=self._ended)
         self._begin()
         connection.start()
 

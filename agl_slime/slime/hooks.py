@@ -7,13 +7,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
 from statistics import fmean
 from typing import Any
 
 from agl_slime.errors import DataSourceError
 from agl_slime.groups import normalize
 from agl_slime.groups.policy import all_equal
-from agl_slime.slime.versions import filter_output, load_by_path
+from agl_slime.slime.versions import filter_output
 from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, flat_samples, get_rollout_id
 
 logger = logging.getLogger(__name__)
@@ -21,9 +22,6 @@ logger = logging.getLogger(__name__)
 # Estimators for which slime normalises rewards per group, and those of them that also divide by the standard deviation.
 _GROUP_RELATIVE = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
 _STD_NORMALIZED = frozenset({"grpo", "gspo", "cispo"})
-# Between polls of a data source that returns an empty list instead of waiting, and all of them together.
-_EMPTY_PAUSE_S = 0.2
-_EMPTY_PATIENCE_S = 600.0
 
 
 # -- rollouts --------------------------------------------------------------------------------------------------------
@@ -50,9 +48,9 @@ def generate_rollout(
     kept, everything, dropped = _collect_groups(args, rollout_id, data_source)
     kept.sort(key=lambda group: _first(group).group_index or 0)
     if (path := getattr(args, "rollout_sample_filter_path", None)) is not None:
-        load_by_path(path)(args, kept)
+        resolve_name(path)(args, kept)
     if (path := getattr(args, "rollout_all_samples_process_path", None)) is not None:
-        load_by_path(path)(args, everything, data_source)
+        resolve_name(path)(args, everything, data_source)
     metrics: dict[str, Any] = {"agl/wait_s": time.monotonic() - started}
     metrics.update({f"rollout/dynamic_filter/drop_{reason}": count for reason, count in dropped.items()})
     if (own := getattr(data_source, "metrics", None)) is not None:
@@ -83,48 +81,38 @@ def _collect_groups(
 
     wanted = getattr(args, "rollout_batch_size", None) or 1
     path = getattr(args, "dynamic_sampling_filter_path", None)
-    keep = load_by_path(path) if path is not None else None
+    keep = resolve_name(path) if path is not None else lambda args, group: True
     kept: list[list[Sample]] = []
     everything: list[list[Sample]] = []
     dropped: Counter[str] = Counter()
-    demand, reject = getattr(data_source, "demand", None), getattr(data_source, "reject", None)
+    demand, reject = (getattr(data_source, name, lambda *_: None) for name in ("demand", "reject"))
     try:
         with tqdm(total=wanted, desc=f"rollout {rollout_id}", unit="group") as bar:
             while len(kept) < wanted:
-                if demand is not None:
-                    demand(wanted - len(kept))  # all that is missing may be under way while one group is waited for
-                group = _next_group(data_source)
+                demand(wanted - len(kept))  # all that is missing may be under way while one group is waited for
+                group = next(iter(data_source.get_samples(1)), None)
+                if group is None:
+                    raise DataSourceError("the data source gave no group; generate_rollout needs one that waits")
                 if _first(group).status == Sample.Status.PENDING:
                     raise DataSourceError(
                         "the data source gave samples that nobody has sampled: set agl_store_url or agl_agent, "
                         "or use slime's default rollout function, which samples them"
                     )
                 everything.append(group)
-                output = keep(args, group) if keep is not None else True
-                if bool(getattr(output, "keep", output)):
+                output = keep(args, group)
+                if getattr(output, "keep", output):
                     kept.append(group)
                     bar.update()
                 else:
                     reason = str(getattr(output, "reason", None) or "filtered")
                     dropped[reason] += 1
-                    if reject is not None:
-                        reject([group], reason)
+                    reject([group], reason)
                     bar.set_postfix(dropped=sum(dropped.values()), refresh=False)
     except DataSourceError:
         if kept:
             data_source.add_samples(kept)
         raise
     return kept, everything, dropped
-
-
-def _next_group(data_source: Any) -> list[Sample]:
-    """The next group; patient with data sources that return an empty list."""
-    deadline = time.monotonic() + _EMPTY_PATIENCE_S
-    while not (groups := data_source.get_samples(1)):
-        if time.monotonic() > deadline:
-            raise DataSourceError(f"the data source had no group for {_EMPTY_PATIENCE_S:g} s")
-        time.sleep(_EMPTY_PAUSE_S)  # a slime data source has nothing to wait on
-    return groups[0]
 
 
 def eval_entry(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agl_slime.datasource.source import DataSourceSettings, GroupListener, GroupSource, MemberListener, spell_ends
-from agl_slime.datasource.state import load_state, not_a_state, save_state
+from agl_slime.datasource.source import DataSourceSettings, GroupSource, spell_ends
+from agl_slime.datasource.state import load_state, save_state
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import GroupResult
@@ -41,8 +41,6 @@ class AGLDataSource(GroupSource, DataSource):
         n_samples_per_prompt: int | None = None,
         settings: DataSourceSettings | None = None,
         ledger: Ledger | None = None,
-        on_member: MemberListener | None = None,
-        on_group: GroupListener | None = None,
     ) -> None:
         if store is None and args is None:
             raise ConfigError("AGLDataSource needs a store: pass store=… (an Agent Lightning LightningStore)")
@@ -68,8 +66,6 @@ class AGLDataSource(GroupSource, DataSource):
             convert_validation=connection is not None,
             # slime with --save and without --save-interval never saves
             hold=None not in (getattr(args, "save", None), getattr(args, "save_interval", None)),
-            on_member=on_member,
-            on_group=on_group,
         )
         if connection is not None:
             connection.start()
@@ -129,13 +125,8 @@ class AGLDataSource(GroupSource, DataSource):
 
     def load(self, rollout_id: Any = None) -> None:
         """Read what ``save`` wrote for that step (``args.load``); nothing where there is none, as on a fresh start."""
-        if (directory := getattr(self._args, "load", None)) is None:
-            return
-        if (state := load_state(Path(directory), rollout_id)) is not None:
-            try:
-                self.restore(state)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise not_a_state(Path(directory), rollout_id, error) from error
+        if (directory := getattr(self._args, "load", None)) is not None:
+            load_state(Path(directory), rollout_id, self.restore)
 
     def __len__(self) -> int:
         """Number of tasks in an epoch where this data source has a file of them, from which slime computes

@@ -13,10 +13,11 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
+from pkgutil import resolve_name
 from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError, TrainerError
-from agl_slime.slime.versions import INSTALL_SLIME, load_by_path, logging_function, periodic_action
+from agl_slime.slime.versions import INSTALL_SLIME, logging_function, periodic_action
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class SlimeTrainer:
         )
 
         actor = getattr(self.args, "agl_actor_cls", None)
-        options = {"actor_cls": load_by_path(actor)} if actor else {}
+        options = {"actor_cls": resolve_name(actor)} if actor else {}
         if not ray.is_initialized():
             ray.init()
             self._cleanup.callback(ray.shutdown)

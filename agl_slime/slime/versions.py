@@ -21,12 +21,6 @@ INSTALL_SLIME = (
 )
 
 
-def load_by_path(path: str) -> Any:
-    """The object at ``package.module.name``, as slime's own ``load_function`` finds it."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
 def filter_output(keep: bool, reason: str | None) -> Any:
     """slime's ``DynamicFilterOutput``; the plain bool, which slime takes as well, where slime is not installed."""
     try:

@@ -16,11 +16,12 @@ context.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from agl_slime.errors import ConfigError, TraceError
+from agl_slime.support.registry import Registry
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -108,27 +109,9 @@ def is_trained(message: Message) -> bool:
 
 # -- the registry ----------------------------------------------------------------------------------------------------
 
-Factory = Callable[[Any], LossMaskGenerator]
-F = TypeVar("F", bound=Factory)
-
-_factories: dict[str, Factory] = {}
-
-
-def register_loss_mask_generator(name: str) -> Callable[[F], F]:
-    """Make a class (or a function of the tokenizer) known as ``--loss-mask-type name``::
-
-    @register_loss_mask_generator("mine")
-    class Mine(MaskGenerator):
-        def get_loss_mask(self, messages, tools=None): ...
-    """
-
-    def register(factory: F) -> F:
-        if name in _factories:
-            raise ConfigError(f"a loss mask generator named {name!r} is registered already; choose another name")
-        _factories[name] = factory
-        return factory
-
-    return register
+_generators: Registry[LossMaskGenerator] = Registry("loss mask type")
+register_loss_mask_generator = _generators.register
+"""A decorator that makes a class (or a function of the tokenizer) known as ``--loss-mask-type name``."""
 
 
 def get_loss_mask_generator(tokenizer: Any, tokenizer_type: str = "auto") -> LossMaskGenerator:
@@ -136,10 +119,7 @@ def get_loss_mask_generator(tokenizer: Any, tokenizer_type: str = "auto") -> Los
     from agl_slime.tokens import mask_generators  # registers the named ones
 
     assert mask_generators
-    factory = _factories.get(tokenizer_type)
-    if factory is None:
-        raise ConfigError(f"there is no loss mask type {tokenizer_type!r}; there are {', '.join(sorted(_factories))}")
-    return factory(tokenizer)
+    return _generators[tokenizer_type](tokenizer)
 
 
 # -- auto ------------------------------------------------------------------------------------------------------------

@@ -18,15 +18,15 @@ torch = pytest.importorskip("torch", reason='the tiny policy needs torch: pip in
 transformers = pytest.importorskip("transformers")
 
 from agl_slime.demo import LookupDemonstrations, PolicySettings, ReverseDemonstrations, make_policy  # noqa: E402
-from agl_slime.demo.policy import SHIPPED, SPEC_FILE, WarmupSettings  # noqa: E402
+from agl_slime.demo.policy import SHIPPED, SPEC_FILE  # noqa: E402
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 
-QUICK = PolicySettings(warmup=WarmupSettings(target=0.0, probe_every=1, imperfect_steps=1, batch_size=2, probe_size=2))
+QUICK = PolicySettings(target=0.0, probe_every=1, imperfect_steps=1, batch_size=2, probe_size=2)
 """One step of each phase: for what does not depend on what was learned."""
 
 
 def quick(steps: int = 1) -> PolicySettings:
-    return dataclasses.replace(QUICK, warmup=dataclasses.replace(QUICK.warmup, imperfect_steps=steps))
+    return dataclasses.replace(QUICK, imperfect_steps=steps)
 
 
 def weights(directory: Path) -> bytes:
@@ -62,7 +62,7 @@ def test_a_directory_with_something_else_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_a_warm_up_that_does_not_learn_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
-    settings = PolicySettings(warmup=WarmupSettings(max_steps=2, probe_every=1, batch_size=2, probe_size=4))
+    settings = PolicySettings(max_steps=2, probe_every=1, batch_size=2, probe_size=4)
     with pytest.raises(TrainerError, match="the warm-up's probe is at"):
         make_policy(tmp_path / "p", settings=settings)
     assert list(tmp_path.iterdir()) == []
@@ -82,7 +82,7 @@ def test_the_first_commands_policy_is_shipped_and_needs_no_torch(tmp_path: Path)
     assert sum(map(len, files.values())) < 600_000
     # transformers 4 reads another field than transformers 5
     config = json.loads(files["config.json"])
-    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == PolicySettings().rope_theta
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 1000.0
 
 
 @pytest.mark.slow

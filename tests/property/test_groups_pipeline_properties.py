@@ -7,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime.buffer import stages
-from agl_slime.buffer.pipeline import GroupPipeline, GroupSnapshot
+from agl_slime.buffer.pipeline import GroupPipeline
 from agl_slime.buffer.settings import PipelineSettings
-from tests.buffer_cases import process
+from tests.buffer_cases import Snapshot, process
 
 rewards = st.one_of(st.floats(0, 1), st.just(-1.0), st.just(math.nan), st.none(), st.just("broken"))
 ratios = st.floats(0.01, 1.0)
 
 
 @st.composite
-def snapshots(draw: st.DrawFn) -> list[GroupSnapshot]:
+def snapshots(draw: st.DrawFn) -> list[Snapshot]:
     groups = draw(st.lists(st.tuples(st.lists(rewards, max_size=7), st.floats(0, 600)), max_size=6))
     return [
-        GroupSnapshot(
+        Snapshot(
             instance_id=f"i{number}",
             items=[
                 {"uid": f"{number}.{n}", "instance_id": f"i{number}", "messages": [], "reward": reward}
@@ -43,18 +43,16 @@ def test_what_comes_out_is_whole_trainable_and_accounted_for(
     )
     result = process(GroupPipeline(settings=settings), groups, now=1000.0)
     ids = [group.instance_id for group in groups]
-    finished = [group.snapshot.instance_id for group in result.finished]
-    valid = [group.snapshot.instance_id for group in result.valid]
+    finished = [snapshot.instance_id for snapshot, _ in result.finished]
+    valid = [snapshot.instance_id for snapshot, group in result.finished if group.valid]
     assert set(valid) <= set(finished) <= set(ids)
     assert len(set(finished)) == len(finished)
     assert len(result.data) == len(valid) * group_size
     uids = [item["uid"] for item in result.data]
     assert len(set(uids)) == len(uids)
-    for group in result.finished:
-        assert len(group.item_reasons) == len(group.snapshot.items)
-        used = [
-            item["uid"] for item, reason in zip(group.snapshot.items, group.item_reasons, strict=True) if not reason
-        ]
+    for snapshot, group in result.finished:
+        assert len(group.item_reasons) == len(snapshot.items)
+        used = [item["uid"] for item, reason in zip(snapshot.items, group.item_reasons, strict=True) if not reason]
         assert [item["uid"] for item in group.data if "padding_of" not in item] == used
         assert {item["padding_of"] for item in group.data if "padding_of" in item} <= set(used)
         assert bool(group.reason) != group.valid

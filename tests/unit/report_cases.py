@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agl_slime.report.events import Event, MetricValue
-from agl_slime.report.jsonl import IterationFile
+from agl_slime.report.files import IterationFile
 
 METRICS: dict[str, MetricValue] = {
     "rollout/reward_mean": 0.41,
@@ -72,5 +72,5 @@ def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     def find_spec(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
         return None if name in names else real(name, package)
 
-    for room in ("plot", "tensorboard"):
+    for room in ("plot", "metrics"):
         monkeypatch.setattr(f"agl_slime.report.{room}.find_spec", find_spec)

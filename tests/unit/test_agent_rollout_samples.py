@@ -136,7 +136,8 @@ def test_a_custom_mask_generator_is_found_by_its_name(monkeypatch):
     from agl_slime.tokens.masks import MaskGenerator, register_loss_mask_generator
 
     get_loss_mask_generator(chat_tokenizer("anthropic", "chatml"))  # the named ones are registered now
-    monkeypatch.setattr(registry, "_factories", dict(registry._factories))  # other tests list what is registered
+    monkeypatch.setitem(registry._generators, "custom_task_of_this_test", list)  # taken out again at the end
+    del registry._generators["custom_task_of_this_test"]
 
     @register_loss_mask_generator("custom_task_of_this_test")
     class CustomTaskLossMaskGenerator(MaskGenerator):

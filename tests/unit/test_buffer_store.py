@@ -9,10 +9,10 @@ from typing import Any
 import orjson
 import pytest
 
-from agl_slime.buffer.errors import BufferFullError, BufferRequestError
+from agl_slime.buffer.errors import BufferRequestError
 from agl_slime.buffer.models import parse_items
 from agl_slime.buffer.pipeline import GroupPipeline
-from agl_slime.buffer.records import Batch, WriteRequest, WriteResult
+from agl_slime.buffer.records import Batch
 from agl_slime.buffer.runs import RunRecords
 from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.buffer.store import ItemStore
@@ -48,15 +48,13 @@ def open_store(
     **kwargs: Any,
 ) -> ItemStore:
     store = ItemStore(database=Database(path=path, exclusive=path is not None), clock=clock or Clock(), **kwargs)
-    store.set_task(
-        "math", GroupPipeline.from_functions(functions or {}, settings=PipelineSettings(group_size=group_size))
-    )
+    store.set_task("math", GroupPipeline(functions or {}, settings=PipelineSettings(group_size=group_size)))
     return store
 
 
-def write(store: ItemStore, *items: dict[str, Any], task: str = "math") -> WriteResult:
+def write(store: ItemStore, *items: dict[str, Any], task: str = "math") -> int:
     _, written = parse_items(orjson.dumps(list(items)))
-    (result,) = store.write([WriteRequest(task, written)])
+    (result,) = store.write([(task, written)])
     if isinstance(result, BufferRequestError):
         raise result
     return result
@@ -93,9 +91,9 @@ def test_a_group_comes_out_when_it_is_complete_and_only_once():
 
 def test_a_repeated_write_is_stored_once():
     store = open_store()
-    assert write(store, item("1")) == WriteResult(1, 0)
-    assert write(store, item("1")) == WriteResult(0, 1)
-    assert write(store, item("2"), item("2")) == WriteResult(1, 1)
+    assert write(store, item("1")) == 1
+    assert write(store, item("1")) == 0
+    assert write(store, item("2"), item("2")) == 1
     assert uids(store.read("math")) == ["1", "2"]
 
 
@@ -103,7 +101,7 @@ def test_a_late_repetition_of_an_item_that_is_gone_is_a_duplicate_still():
     store = open_store(keep_delivered=0)
     write(store, item("1"), item("2"))
     store.read("math")
-    assert write(store, item("1")) == WriteResult(0, 1)
+    assert write(store, item("1")) == 0
 
 
 def test_a_uid_with_other_content_is_refused_and_nothing_of_the_request_is_stored():
@@ -201,10 +199,11 @@ def test_hand_outs_beyond_the_window_count_as_trained():
 def test_a_full_buffer_refuses_until_something_is_read():
     store = open_store(max_items=2)
     write(store, item("1"), item("2"))
-    with pytest.raises(BufferFullError, match="holds 2 of at most 2"):
+    with pytest.raises(BufferRequestError, match="2 of at most 2") as caught:
         write(store, item("3"))
+    assert caught.value.status == 503
     store.read("math")
-    assert write(store, item("3")).written == 1
+    assert write(store, item("3")) == 1
 
 
 def test_everything_is_there_after_a_restart(tmp_path):
@@ -327,7 +326,7 @@ def test_a_write_that_cannot_be_stored_leaves_no_trace(tmp_path, monkeypatch):
         write(store, item("2"))
     monkeypatch.undo()
     assert store.held_items == 1
-    assert write(store, item("2")).written == 1
+    assert write(store, item("2")) == 1
     assert uids(store.read("math")) == ["1", "2"]
 
 
@@ -379,7 +378,7 @@ def test_a_discarded_task_begins_anew_and_the_account_adds_up():
     assert store.ledger.counts().closed == {Outcome.TRAINED: 2, Outcome.CANCELLED: 1}
     assert store.held_items == 0
     store.set_task("math", GroupPipeline(settings=PipelineSettings(group_size=2)), scope="math#2")
-    assert write(store, item("1"), item("2", reward=0.0)) == WriteResult(2, 0)
+    assert write(store, item("1"), item("2", reward=0.0)) == 2
     assert uids(store.read("math")) == ["1", "2"]
     assert counts_add_up(store)
 

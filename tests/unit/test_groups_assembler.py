@@ -90,7 +90,7 @@ def test_a_group_is_dropped_as_soon_as_it_cannot_be_saved() -> None:
     settled = add(groups, member("c", failure="timeout"))
     assert settled is not None
     assert (settled.ready, settled.code) == (False, "floor_out_of_reach")
-    assert settled.reason == "1 of 4 rollouts succeeded, 3 are needed (too few can still succeed)"
+    assert settled.reason == "1 of 4 rollouts succeeded, 3 are needed (floor_out_of_reach)"
     assert [one.rollout_id for one in settled.succeeded] == ["a"]
     assert [(one.rollout_id, one.outcome_if_failed) for one in settled.members if one.straggler] == [
         ("d", Outcome.CANCELLED)
@@ -172,7 +172,7 @@ def test_a_filter_drops_what_a_policy_would_train_on() -> None:
     add(groups, member("a", "same"))
     same = add(groups, member("b", "same"))
     assert same is not None
-    assert (same.ready, same.code, same.reason) == (False, "zero_variance", "all rewards are the same")
+    assert (same.ready, same.code, same.reason) == (False, "zero_variance", "zero_variance")
     groups.announce("differs", size=3)
     add(groups, member("c", "differs"))
     add(groups, replace(member("d", "differs"), reward=0.0))

@@ -44,13 +44,11 @@ def test_instances_are_finished_as_often_as_they_are_said_to_be(ledger):
     for rollout_id, instance_id in (("r1", "a"), ("r2", "a"), ("r3", "b"), ("r4", None)):
         ledger.open_many([(rollout_id, instance_id)])
     ledger.ready_many(["r3"])
-    assert sorted(ledger.instances_in_flight()) == ["a", "b"]
     ledger.close_many(["r1"], Outcome.TRAINED)
     ledger.close_many(["r2"], Outcome.FAILED, "timeout")
     ledger.finish_instance("a")
     ledger.finish_instance("a")
     assert ledger.finished_instances() == ["a", "a"]
-    assert ledger.instances_in_flight() == ["b"]
     assert ledger.open_ids() == ["r4"]
 
 
@@ -75,7 +73,6 @@ def test_the_account_goes_on_after_the_file_is_opened_again(tmp_path):
     assert again.counts() == before
     assert again.outcome_of("r2") == (Outcome.FILTERED, "zero_variance")
     assert again.outcome_of("r1") is None
-    assert sorted(again.instances_in_flight()) == ["a", "b"]
     assert not again.open_many([("r2", None)])
 
 
@@ -95,7 +92,7 @@ def test_a_batch_is_kept_or_lost_together(tmp_path):
     assert ledger.close_many(["r1"], Outcome.TRAINED)
 
 
-def test_rewinding_to_a_checkpoint_puts_later_steps_in_flight_again(tmp_path):
+def test_resuming_from_a_checkpoint_takes_later_steps_back(tmp_path):
     ledger = Ledger(path=tmp_path / "ledger.sqlite")
     for step, instance_id in enumerate("abc"):
         ledger.open_many([(f"r{step}", instance_id)])
@@ -105,13 +102,15 @@ def test_rewinding_to_a_checkpoint_puts_later_steps_in_flight_again(tmp_path):
     ledger.open_many([("bad", "d")])
     ledger.close_many(["bad"], Outcome.FAILED, "timeout")
     ledger.finish_instance("d")
-    assert ledger.rewind(0) == ["r1", "r2"]
+    ledger.open_many([("kept", "e")])
+    assert ledger.resume(0, kept=["kept", "unknown"]) == 2
+    assert ledger.outcome_of("r1") == ledger.outcome_of("r2") == (Outcome.CANCELLED, "restarted")
     assert ledger.finished_instances() == ["a", "d"]
-    assert ledger.instances_in_flight() == ["b", "c"]
     counts = ledger.counts()
-    assert (counts.opened, counts.open, counts.closed) == (4, 2, {Outcome.TRAINED: 1, Outcome.FAILED: 1})
+    assert (counts.opened, counts.open, counts.ready) == (5, 0, 1)
+    assert counts.closed == {Outcome.TRAINED: 1, Outcome.FAILED: 1, Outcome.CANCELLED: 2}
     with pytest.raises(ConfigError, match="no checkpoint of step 2; it has 0"):
-        ledger.rewind(2)
+        ledger.resume(2, kept=[])
 
 
 def test_old_closed_rollouts_are_forgotten_but_counted(ledger, monkeypatch):

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from agl_slime.buffer import stages
-from agl_slime.buffer.pipeline import GroupPipeline, GroupSnapshot
+from agl_slime.buffer.pipeline import GroupPipeline
 from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.errors import ConfigError
-from tests.buffer_cases import process
+from tests.buffer_cases import Snapshot, process
 
 NOW = 1000.0
 
@@ -22,18 +22,16 @@ def item(uid: int, reward: Any = 1.0, instance_id: str = "math_001") -> dict[str
     return {"uid": f"u{uid}", "instance_id": instance_id, "messages": messages, "reward": reward, "extra_info": {}}
 
 
-def snapshot(rewards: list[Any], *, age: float = 0.0, instance_id: str = "math_001") -> GroupSnapshot:
+def snapshot(rewards: list[Any], *, age: float = 0.0, instance_id: str = "math_001") -> Snapshot:
     items = [item(n, reward, instance_id) for n, reward in enumerate(rewards)]
-    return GroupSnapshot(instance_id=instance_id, items=items, last_item_time=NOW - age)
+    return Snapshot(instance_id=instance_id, items=items, last_item_time=NOW - age)
 
 
 def pipeline(group_size: int = 4, *, functions: dict[str, Any] | None = None, **settings: Any) -> GroupPipeline:
     """With -1 as the mark of failed items, as slime's documentation has it."""
     settings.setdefault("reward_range", (0.0, 1.0))
     task_type = settings.pop("task_type", "")
-    return GroupPipeline.from_functions(
-        functions or {}, settings=PipelineSettings(group_size=group_size, **settings), task_type=task_type
-    )
+    return GroupPipeline(functions, settings=PipelineSettings(group_size=group_size, **settings), task_type=task_type)
 
 
 def test_the_defaults_are_the_documented_ones():
@@ -67,8 +65,7 @@ def test_an_incomplete_group_waits():
 
 def test_a_late_group_with_enough_items_is_used_and_padded():
     result = process(pipeline(group_timeout_seconds=300), [snapshot([1, 0, 1], age=301)], now=NOW)
-    (group,) = result.valid
-    assert group.timed_out
+    assert len(result.valid) == 1
     assert len(result.data) == 4
 
 
@@ -78,26 +75,26 @@ def test_the_timeout_counts_from_the_last_item_and_is_exclusive():
 
 def test_a_late_group_with_too_few_items_is_dropped_with_its_reason():
     result = process(pipeline(), [snapshot([1, 0], age=301)], now=NOW)
-    (group,) = result.finished
-    assert (group.valid, group.reason, group.item_reasons) == (False, "timeout", ("timeout", "timeout"))
+    (group,) = result.ends
+    assert (group.valid, group.reason, group.item_reasons) == (False, "timeout", ["timeout", "timeout"])
     assert group.detail == "2 of 4 items, at least 3 valid ones are needed"
 
 
 def test_failed_items_of_a_late_group_do_not_count_as_valid_data():
-    (group,) = process(pipeline(), [snapshot([1, 0, -1], age=301)], now=NOW).finished
+    (group,) = process(pipeline(), [snapshot([1, 0, -1], age=301)], now=NOW).ends
     assert (group.valid, group.reason) == (False, "timeout")
 
 
 def test_failed_items_are_filtered_and_the_gap_is_padded():
     result = process(pipeline(), [snapshot([1, 0, -1, 1])], now=NOW)
     (group,) = result.valid
-    assert group.item_reasons == ("", "", "filtered_item", "")
+    assert group.item_reasons == ["", "", "filtered_item", ""]
     assert len(result.data) == 4
     assert {entry.get("padding_of") for entry in result.data} == {None, "u0"}
 
 
 def test_a_group_with_too_few_usable_items_is_refused():
-    (group,) = process(pipeline(), [snapshot([1, -1, -1, 0])], now=NOW).finished
+    (group,) = process(pipeline(), [snapshot([1, -1, -1, 0])], now=NOW).ends
     assert (group.valid, group.reason) == (False, "too_few_valid_items")
 
 
@@ -140,14 +137,14 @@ def test_a_group_of_one_is_complete_with_one_item():
 
 
 def test_groups_with_equal_rewards_can_be_dropped():
-    (group,) = process(pipeline(drop_zero_variance=True), [snapshot([1, 1, 1, 1])], now=NOW).finished
+    (group,) = process(pipeline(drop_zero_variance=True), [snapshot([1, 1, 1, 1])], now=NOW).ends
     assert (group.valid, group.reason) == (False, "zero_variance")
 
 
 def test_more_items_than_a_group_holds_are_surplus():
     result = process(pipeline(2), [snapshot([1, 0, 1])], now=NOW)
     assert len(result.data) == 2
-    assert result.finished[0].item_reasons == ("", "", "surplus_item")
+    assert result.ends[0].item_reasons == ["", "", "surplus_item"]
 
 
 def test_the_snapshot_is_left_as_it_was():
@@ -191,7 +188,7 @@ def test_stages_can_be_replaced_one_by_one_in_the_documented_forms():
         "run_rollout": None,
     }
     result = process(pipeline(3, functions=functions, task_type="sums"), [snapshot([5, -1, 7])], now=NOW)
-    assert result.finished[0].reason == "too_few_valid_items"  # 2 of 3 are left, 3 are needed
+    assert result.ends[0].reason == "too_few_valid_items"  # 2 of 3 are left, 3 are needed
     result = process(
         pipeline(3, functions=functions, task_type="sums", min_valid_item_size_ratio=0.6),
         [snapshot([5, -1, 7])],
@@ -211,7 +208,7 @@ def test_a_validity_that_answers_with_one_bool_means_both():
 
 def test_a_group_that_claims_to_be_valid_is_finished():
     functions = {"is_valid_group": lambda group: (True, False)}
-    (group,) = process(pipeline(2, functions=functions), [snapshot([1, 0])], now=NOW).finished
+    (group,) = process(pipeline(2, functions=functions), [snapshot([1, 0])], now=NOW).ends
     assert group.valid
 
 
@@ -237,8 +234,8 @@ def test_a_group_that_claims_to_be_valid_is_finished():
 def test_a_broken_stage_costs_its_group_and_is_told(functions, detail):
     groups = [snapshot([1, 0], instance_id="a"), snapshot([1, 0], instance_id="b")]
     result = process(pipeline(2, functions=functions), groups, now=NOW)
-    assert [(group.valid, group.reason) for group in result.finished] == [(False, "stage_error")] * 2
-    assert result.finished[0].detail.startswith(detail)
+    assert [(group.valid, group.reason) for group in result.ends] == [(False, "stage_error")] * 2
+    assert result.ends[0].detail.startswith(detail)
 
 
 def test_a_broken_meta_stage_does_not_stop_the_batch():

@@ -129,7 +129,8 @@ def test_distill_qwen_has_one_question_and_one_answer() -> None:
 
 
 def test_a_custom_generator_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "_factories", dict(masks._factories))
+    monkeypatch.setitem(masks._generators, "last_only", list)  # taken out again at the end
+    del masks._generators["last_only"]
 
     @register_loss_mask_generator("last_only")
     class LastOnly(MaskGenerator):
@@ -138,7 +139,7 @@ def test_a_custom_generator_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch
             return get_loss_mask_generator(self.tokenizer).get_loss_mask(marked, tools)
 
     assert trained(chat_tokenizer("anthropic", "chatml"), CONVERSATION, "last_only") == ["Yes.<|im_end|>"]
-    with pytest.raises(ConfigError, match="registered already"):
+    with pytest.raises(ConfigError, match="'last_only'"):
         register_loss_mask_generator("last_only")(LastOnly)
 
 

@@ -363,15 +363,13 @@ def test_alarms_for_tools_that_never_fire_and_answers_that_are_all_alike() -> No
         ]
 
     silent, calling = members([["One."], ["One."], [CALL.replace("}}", "}")]]), members([["Two."], [CALL, "Three."]])
-    assert tool_never_fired(silent, min_rollouts=3) == [
-        "tool 'look' was never called in 3 rollouts; 1 calls could not be parsed, so compare the tool_parser with the model's format"
-    ]
+    (told,) = tool_never_fired(silent, min_rollouts=3)
+    assert "'look' was never called in 3 rollouts; 1 calls" in told
     assert tool_never_fired(silent, min_rollouts=4) == []
     assert tool_never_fired(silent + calling, min_rollouts=3) == []
     assert answers_all_alike(silent[:2])
     assert not answers_all_alike(silent)
     assert not answers_all_alike(silent[:1])
-    assert alike_answers([silent[:2]] * 3 + [calling], min_groups=4) == [
-        "in 3 of 4 groups all answers are the same to the token: the policy has collapsed, or its temperature is too low"
-    ]
+    (told,) = alike_answers([silent[:2]] * 3 + [calling], min_groups=4)
+    assert "in 3 of 4 groups" in told
     assert alike_answers([silent[:2]] * 2 + [calling] * 2) == []

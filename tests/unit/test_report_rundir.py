@@ -24,8 +24,7 @@ def fill(run: RunDir) -> None:
 
 def test_default_name_is_time_and_agent_and_never_taken_twice(tmp_path: Path) -> None:
     runs = [
-        open_run_dir(None, agent="agents.lookup:Look up/Agent", settings=SETTINGS, root=tmp_path / "runs")
-        for _ in range(3)
+        open_run_dir(None, agent="my.agents:Look up/Agent", settings=SETTINGS, root=tmp_path / "runs") for _ in range(3)
     ]
     assert len({run.path for run in runs}) == 3
     for run in runs:
@@ -55,10 +54,7 @@ def test_settings_may_be_a_dataclass_and_secrets_are_not_written(tmp_path: Path)
 def test_a_run_with_other_settings_is_refused_and_untouched(tmp_path: Path) -> None:
     fill(open_run_dir(tmp_path, agent="a", settings=SETTINGS))
     other = {**SETTINGS, "seed": 1, "trainer": {"lr": 1e-3, "clip": 0.2}}
-    with pytest.raises(
-        ConfigError,
-        match=r"holds a run with other settings \(seed, trainer\.lr\); choose another --output-dir, or replace that run with --overwrite",
-    ):
+    with pytest.raises(ConfigError, match=r"\(seed, trainer\.lr\)"):
         open_run_dir(tmp_path, agent="a", settings=other)
     assert json.loads((tmp_path / "config.json").read_text()) == SETTINGS
     assert (tmp_path / "metrics.jsonl").exists()

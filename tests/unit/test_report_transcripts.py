@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime.errors import TraceError
-from agl_slime.report import TranscriptItem, TranscriptsSampled, TranscriptWriter, choose_rollouts, transcript_sample
-from agl_slime.report.transcript_markdown import marked, to_markdown
+from agl_slime.report.events import TranscriptsSampled
+from agl_slime.report.transcripts import TranscriptWriter, choose_rollouts, describe_sample, marked, to_markdown
 from agl_slime.types import Sample
 
 
@@ -32,8 +32,8 @@ def sample(prompt: str, *parts: tuple[str, int], **fields: object) -> Sample:
     )
 
 
-def item(**fields: object) -> TranscriptItem:
-    return TranscriptItem(**{"rollout_id": "ro-1", "label": "best", "reward": 1.0, **fields})  # type: ignore[arg-type]
+def item(**fields: object) -> dict[str, object]:
+    return {"rollout_id": "ro-1", "label": "best", "reward": 1.0, **fields}
 
 
 def test_choice_is_best_worst_random_failed() -> None:
@@ -62,7 +62,7 @@ def test_choice_is_among_the_rollouts_and_as_many_as_there_are(
 
 
 def test_trained_tokens_are_marked() -> None:
-    shown = transcript_sample(
+    shown = describe_sample(
         sample(
             "Q?",
             ("call", 1),
@@ -74,11 +74,18 @@ def test_trained_tokens_are_marked() -> None:
         decode,
     )
     assert marked(shown) == "Q?⟦call⟧[obs]⟦answer⟧"
-    assert (shown.prompt_tokens, shown.response_tokens, shown.trained_tokens) == (2, 15, 10)
-    assert (shown.stop_reason, shown.weight_versions, shown.token_source) == ("length", ("3", "4"), "engine")
+    figures = {name: value for name, value in shown.items() if name != "segments"}
+    assert figures == {
+        "prompt_tokens": 2,
+        "response_tokens": 15,
+        "trained_tokens": 10,
+        "stop_reason": "length",
+        "weight_versions": ["3", "4"],
+        "token_source": "engine",
+    }
     without_mask = sample("Q?", ("abc", 0))
     without_mask.loss_mask = None
-    assert marked(transcript_sample(without_mask, decode)) == "Q?⟦abc⟧"
+    assert marked(describe_sample(without_mask, decode)) == "Q?⟦abc⟧"
 
 
 @given(
@@ -86,18 +93,18 @@ def test_trained_tokens_are_marked() -> None:
     st.lists(st.tuples(st.text(st.characters(codec="ascii"), max_size=5), st.integers(0, 1))),
 )
 def test_segments_hold_every_token_once(prompt: str, parts: list[tuple[str, int]]) -> None:
-    shown = transcript_sample(sample(prompt, *parts), decode)
-    assert "".join(segment.text for segment in shown.segments) == prompt + "".join(text for text, _ in parts)
-    trained = "".join(segment.text for segment in shown.segments if segment.trained)
+    shown = describe_sample(sample(prompt, *parts), decode)
+    assert "".join(segment["text"] for segment in shown["segments"]) == prompt + "".join(text for text, _ in parts)
+    trained = "".join(segment["text"] for segment in shown["segments"] if segment["trained"])
     assert trained == "".join(text for text, value in parts if value)
-    assert shown.trained_tokens == len(trained)
+    assert shown["trained_tokens"] == len(trained)
 
 
 def test_a_mask_of_another_length_is_an_error() -> None:
     bad = sample("Q", ("abc", 1))
     bad.loss_mask = [1]
     with pytest.raises(TraceError, match="loss_mask has 1 entries, the response 3 tokens"):
-        transcript_sample(bad, decode)
+        describe_sample(bad, decode)
 
 
 def test_long_segments_are_cut_before_they_are_decoded() -> None:
@@ -107,10 +114,10 @@ def test_long_segments_are_cut_before_they_are_decoded() -> None:
         lengths.append(len(ids))  # type: ignore[arg-type]
         return decode(ids)
 
-    shown = transcript_sample(sample("p" * 100_000, ("r", 1)), counting)
+    shown = describe_sample(sample("p" * 100_000, ("r", 1)), counting)
     assert max(lengths) == 2000
-    assert shown.segments[0].left_out == 96_000
-    assert "… 96000 tokens left out …" in shown.segments[0].text
+    assert shown["segments"][0]["left_out"] == 96_000
+    assert "… 96000 tokens left out …" in shown["segments"][0]["text"]
 
 
 def test_the_page_can_be_read_whatever_the_model_wrote() -> None:
@@ -137,7 +144,7 @@ def test_the_page_can_be_read_whatever_the_model_wrote() -> None:
 def test_files_for_people_and_for_programs(tmp_path: Path) -> None:
     writer = TranscriptWriter(tmp_path / "t")
     first = item(
-        samples=[transcript_sample(sample("Q", ("A\ud800", 1)) if False else sample("Q", ("A", 1)), decode)],
+        samples=[describe_sample(sample("Q", ("A", 1)), decode)],
         messages=[{"content": "\ud800"}],
     )
     writer.handle(TranscriptsSampled(iteration=1, items=[first, item(rollout_id="ro-2", label="worst", reward=None)]))

@@ -67,13 +67,9 @@ def test_groups_that_the_dynamic_filter_drops_are_replaced_and_counted():
     assert [value for name, value in (output.metrics or {}).items() if "dynamic_filter" in name] == [1]
 
 
-def test_an_empty_answer_is_asked_again_with_a_pause(monkeypatch: pytest.MonkeyPatch):
-    pauses: list[float] = []
-    monkeypatch.setattr("agl_slime.slime.hooks.time.sleep", pauses.append)
-    output = slime_hooks.generate_rollout(Namespace(rollout_batch_size=1), 0, ListedSource([], [], *groups(1)))
-    assert len(output.samples) == 1
-    assert len(pauses) == 2
-    assert all(pause > 0 for pause in pauses)
+def test_a_data_source_that_does_not_wait_is_refused():
+    with pytest.raises(DataSourceError, match="no group"):
+        slime_hooks.generate_rollout(Namespace(rollout_batch_size=1), 0, ListedSource([]))
 
 
 def test_what_had_come_is_given_back_when_the_rest_does_not():

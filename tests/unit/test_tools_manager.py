@@ -280,7 +280,7 @@ async def test_calls_of_one_answer_run_at_the_same_time() -> None:
 
 BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({}, "'key'"),
-    ({"key": "a", "page": 1}, "no argument 'page'"),
+    ({"key": "a", "page": 1}, "'page' of look"),
     ({"key": 3}, "'key' of look: Input should be a valid string, got 3"),
     ({"key": "a", "limit": "x"}, "'limit' of look: Input should be a valid integer"),
     ({"key": "a", "mode": "none"}, "'mode' of look: Input should be 'fast' or 'slow', got 'none'"),

@@ -205,12 +205,13 @@ def test_the_format_is_told_from_the_chat_template() -> None:
 
 
 def test_a_custom_parser_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parsers, "_parsers", dict(parsers._parsers))
+    monkeypatch.setitem(parsers._parsers, "mine", list)  # taken out again at the end
+    del parsers._parsers["mine"]
 
     @register_tool_parser("mine")
     class Mine(ToolParser):
-        def _take_calls(self, text: str, found: Any) -> str:
-            return text
+        def parse(self, text: str) -> ParsedAnswer:
+            return ParsedAnswer(text)
 
     assert isinstance(get_tool_parser("mine"), Mine)
     with pytest.raises(ConfigError, match="'mine'"):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.run.settings import TrainConfig
 from agl_slime.trainers import LocalTrainerSettings
 
 
@@ -90,7 +89,7 @@ def test_torchs_threads_are_left_alone_unless_asked_for(tmp_path: Path):
         torch.set_num_threads(3)
         LocalTrainer(model_path=policy)
         assert torch.get_num_threads() == 3
-        LocalTrainer(model_path=policy, settings=TrainConfig().local)
+        LocalTrainer(model_path=policy, settings=LocalTrainerSettings(torch_threads=1))
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)

@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.rollout.batched.base import ToolRollout, Trajectory
-from agl_slime.rollout.session import Answer
-from agl_slime.rollout.stats import RolloutStats, StopReason
-from agl_slime.rollout.tool_parsers import MalformedCall, ParsedAnswer, ToolCall, ToolParser, get_tool_parser
+from agl_slime.rollout.session import Answer, Session
+from agl_slime.rollout.stats import StopReason
+from agl_slime.rollout.tool_parsers import MalformedCall, ParsedAnswer, ToolCall, get_tool_parser
 from agl_slime.rollout.turns import run_turns
-from agl_slime.sglang.generation import Generation, SamplingParams
+from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
 from agl_slime.support.threads import run_blocking
 
 logger = logging.getLogger(__name__)
@@ -40,28 +40,23 @@ class OpenAI:
     api_key: str = "none"
     timeout_s: float = 600.0
     max_retries: int = 2
-    _client: Any = field(default=None, repr=False, compare=False)
-    _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
-        """The completion of a conversation; ``options`` go to ``chat.completions.create``. Raises ``openai``'s
-        errors."""
-        with self._lock:
-            if self._client is None:
-                try:
-                    import openai
-                except ImportError as error:
-                    raise MissingDependencyError("an OpenAI-compatible API needs openai: pip install openai") from error
-                self._client = openai.OpenAI(
-                    base_url=self.base_url, api_key=self.api_key, timeout=self.timeout_s, max_retries=self.max_retries
-                )
+        """The completion of a conversation; ``options`` go to ``chat.completions.create``, whose errors are raised."""
         return self._client.chat.completions.create(model=self.model, messages=list(messages), **options)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_client": None, "_lock": None}  # connections and locks belong to a process
+    @cached_property
+    def _client(self) -> Any:
+        try:
+            import openai
+        except ImportError as error:
+            raise MissingDependencyError("an OpenAI-compatible API needs openai: pip install openai") from error
+        return openai.OpenAI(
+            base_url=self.base_url, api_key=self.api_key, timeout=self.timeout_s, max_retries=self.max_retries
+        )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_client"}  # belongs to a process
 
 
 class APIMultiTurnRollout(ToolRollout):
@@ -110,12 +105,13 @@ class APIMultiTurnRollout(ToolRollout):
             return list(pool.map(run, trajectories, tools))
 
     async def _run_one(self, trajectory: Trajectory, tools: Any, made: bool, options: Mapping[str, Any]) -> Trajectory:
+        session = _ApiSession(
+            messages=trajectory.get("messages") or [], tools=tools, parser=self._parser, max_turns=self._max_turns
+        )
         failure: dict[str, str] = {}
-        session = _ApiSession(self._api, [*map(dict, trajectory.get("messages") or [])], tools, self._parser)
-        session.max_turns = self._max_turns
         try:
             schemas = trajectory.get("tools") or (tools.schemas if tools is not None else None)
-            session.options = {**options, **({"tools": schemas} if schemas else {})}
+            session.call = partial(self._api.chat, **options, **({"tools": schemas} if schemas else {}))
             await run_turns(session, task={})
         except Exception as error:  # whatever goes wrong with one trajectory is its own end and no other's
             logger.warning("A trajectory ended with an error of the API or a tool: %s: %s", type(error).__name__, error)
@@ -135,41 +131,21 @@ class APIMultiTurnRollout(ToolRollout):
         }
 
 
-@dataclass
-class _ApiSession:
-    """A conversation as messages alone; see ``Session``."""
+class _ApiSession(Session):
+    """A conversation as messages alone, in a thread and a loop of its own: its calls block."""
 
-    api: OpenAI
-    messages: list[dict[str, Any]]
-    tools: Any
-    parser: ToolParser | None
-    turns: list[Answer] = field(default_factory=list)
-    stats: RolloutStats = field(default_factory=RolloutStats)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    max_turns: int | None = None
-    rollout_id: str = ""
-
-    def __post_init__(self) -> None:
-        self.stats.tools = tuple(getattr(self.tools, "names", ()))
-
-    def add(self, *messages: Mapping[str, Any]) -> None:
-        self.messages.extend(map(dict, messages))
+    call: Callable[..., Any]
 
     async def ask(self) -> Answer:
-        # a loop and a thread of its own: nothing else waits
-        choice = self.api.chat(self.messages, **self.options).choices[0]
+        choice = self.call(self.messages).choices[0]
         content, listed = choice.message.content or "", choice.message.tool_calls or []
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if listed:
-            message["tool_calls"] = [call.model_dump(exclude_none=True) for call in listed]
-        self.add(message)
-        cut_off = choice.finish_reason == "length"
-        self.stats.stop_reason = StopReason.LENGTH if cut_off else StopReason.STOP
-        generation = Generation(
-            output_ids=(), log_probs=(), text=content, finish_reason="length" if cut_off else "stop"
-        )
+        calls = {"tool_calls": [call.model_dump(exclude_none=True) for call in listed]} if listed else {}
+        self.add({"role": "assistant", "content": content, **calls})
+        finish: FinishReason = "length" if choice.finish_reason == "length" else "stop"
+        self.stats.stop_reason = StopReason(finish)
+        generation = Generation(output_ids=(), log_probs=(), text=content, finish_reason=finish)
         parsed = _parsed(content, listed) if listed or self.parser is None else None
-        self.turns.append(Answer(content, generation.finish_reason, generation, parsed))
+        self.turns.append(Answer(content, finish, generation, parsed))
         return self.turns[-1]
 
 

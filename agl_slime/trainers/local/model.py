@@ -58,12 +58,6 @@ def logits_at(model: PreTrainedModel, input_ids: Tensor, *, rows: Tensor, column
         hook.remove()
 
 
-def vocabulary_size(model: PreTrainedModel) -> int:
-    """How many token ids the model takes; the output layer has as many."""
-    embeddings: Any = model.get_input_embeddings()
-    return int(embeddings.weight.shape[0])
-
-
 def save_model(model: PreTrainedModel, directory: Path, *, source: Path) -> None:
     """Write the weights as safetensors, and every other file of the checkpoint in ``source`` (config, tokenizer, chat
     template) as it is there, but for ``agl_slime_...``, which say how the weights in ``source`` were made."""

@@ -22,10 +22,9 @@ except ImportError as error:
     raise MissingDependencyError('the local trainer needs torch: pip install "agl-slime[local]"') from error
 
 from agl_slime.support.files import whole_directory
-from agl_slime.trainers.local.batch import TrainBatch
+from agl_slime.trainers.local.batch import MicroBatch, TrainBatch, make_microbatches, split_minibatches
 from agl_slime.trainers.local.loss import Objective, token_entropy, token_log_probs, token_weights
-from agl_slime.trainers.local.model import load_model, logits_at, save_model, vocabulary_size
-from agl_slime.trainers.local.schedule import MicroBatch, make_microbatches, split_minibatches
+from agl_slime.trainers.local.model import load_model, logits_at, save_model
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 from agl_slime.types import Sample
 
@@ -46,7 +45,7 @@ class LocalTrainer:
         self._source = Path(model_path)
         self.model = load_model(self._source, device=self._device)
         self._start_model = copy.deepcopy(self.model).requires_grad_(False) if self.settings.kl_coef > 0 else None
-        self._vocab_size = vocabulary_size(self.model)
+        self._vocab_size = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[arg-type, union-attr]
         matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
         others = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
         self._optimizer = torch.optim.AdamW(

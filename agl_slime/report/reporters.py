@@ -1,8 +1,4 @@
-"""Brings the events of a run to its reporters.
-
-The loop calls ``Reporters.handle`` and goes on: a thread hands the events on in order, so that no disk or terminal
-stands on an event loop that serves rollouts.
-"""
+"""Brings the events of a run to its reporters, and the usual set of these for one run directory."""
 
 from __future__ import annotations
 
@@ -10,10 +6,17 @@ import logging
 import queue
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
+from agl_slime.report.console import ProgressReporter, View
 from agl_slime.report.events import Event, Reporter, RolloutFinished, RunFinished, Warning
+from agl_slime.report.files import RunDir
+from agl_slime.report.metrics import MetricsWriter, TensorBoardWriter
+from agl_slime.report.plot import RewardPlot
+from agl_slime.report.summary import SummaryReporter
+from agl_slime.report.transcripts import TranscriptWriter
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -21,13 +24,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Flush:
-    done: threading.Event
-
-
 class Reporters:
-    """Hands each event to every reporter, on a thread of its own, in the order of the calls.
+    """Hands each event to every reporter, on a thread of its own, in the order of the calls: no disk or terminal stands
+    on an event loop that serves rollouts.
 
     A reporter that raises is dropped with one ``Warning``; the others and the run go on. When reporting falls more than
     ``backlog`` events behind, rollout events are left out and counted, so that memory stays bounded; the other events,
@@ -38,10 +37,10 @@ class Reporters:
         self._reporters: tuple[Reporter, ...] = tuple(reporters)
         self._backlog = backlog
         self._left_out = 0
-        self._queue: queue.SimpleQueue[Event | _Flush | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
         self._closed = False
+        self._thread = threading.Thread(target=self._work, name="agl-slime-report", daemon=True)
 
     def __enter__(self) -> Self:
         return self
@@ -57,8 +56,8 @@ class Reporters:
         """Pass the event on; after ``close`` it is ignored."""
         if isinstance(event, RolloutFinished) and self._queue.qsize() >= self._backlog:
             self._left_out += 1
-            return
-        self._put(event)
+        else:
+            self._put(event)
 
     def warn(self, text: str, key: str) -> None:
         """Report a ``Warning``. From a reporter it reaches the others at once, so that it is not overtaken by the end
@@ -71,51 +70,39 @@ class Reporters:
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until the events passed so far are handled; False when that takes longer than ``timeout_s``."""
-        if self._closed or self._thread is None:
-            return True
-        marker = _Flush(threading.Event())
-        self._queue.put(marker)
-        return marker.done.wait(timeout_s)
+        done = threading.Event()
+        self._put(done)
+        return self._closed or done.wait(timeout_s)
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Handle what is left, close the reporters; False when that takes longer than ``timeout_s``. A second call only
         waits again."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._start()
-                self._queue.put(None)
-        assert self._thread is not None
+        self._put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _put(self, event: Event) -> None:
+    def _put(self, item: Event | threading.Event | None) -> None:
         with self._lock:
             if not self._closed:
-                self._start()
-                self._queue.put(event)
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="agl-slime-report", daemon=True)
-            self._thread.start()
+                self._closed = item is None
+                if self._thread.ident is None:
+                    self._thread.start()
+                self._queue.put(item)
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            if isinstance(item, _Flush):
-                item.done.set()
+            if isinstance(item, threading.Event):
+                item.set()
                 continue
             if isinstance(item, RunFinished) and self._left_out:
-                self.warn(
-                    f"{self._left_out} rollout events were left out because reporting fell behind; counts by outcome are too low by that many.",
-                    "left_out",
-                )
+                why = "because reporting fell behind; counts by outcome are too low by that many."
+                self.warn(f"{self._left_out} rollout events were left out {why}", "left_out")
             self._dispatch(item)
         for reporter in self._reporters:
             try:
                 reporter.close()
             except Exception as error:
-                logger.warning("%s could not be closed: %s: %s", type(reporter).__name__, type(error).__name__, error)
+                logger.warning("%s could not be closed: %r", type(reporter).__name__, error)
 
     def _dispatch(self, event: Event) -> None:
         for reporter in self._reporters:
@@ -139,3 +126,19 @@ class Reporters:
             self.warn(text, f"reporter:{name}")
         else:
             logger.warning("%s", text)
+
+
+class StandardReporters(Reporters):
+    """Everything a run directory gets; ``transcripts`` says which iterations it wants."""
+
+    def __init__(self, run: RunDir, *, console: Console | None = None, view: View = "auto", title: str = "") -> None:
+        console = console or Console()
+        metrics = MetricsWriter(run.metrics, warn=self.warn)
+        tensorboard = TensorBoardWriter(run.tensorboard)
+        plot = RewardPlot(metrics_path=run.metrics, image_path=run.plot, title=title)
+        self.transcripts = TranscriptWriter(run.transcripts)
+        progress = ProgressReporter(console=console, view=view)
+        files = (metrics, plot, self.transcripts, tensorboard)
+        summary = SummaryReporter(run.metrics, run.summary, artifacts=files, console=console)
+        # the metrics first: nothing of an iteration is lost while others work; the summary last: every file is there
+        super().__init__((metrics, tensorboard, self.transcripts, plot, progress, summary))

@@ -1,0 +1,238 @@
+"""The directory of a run and the JSON in it: a kill leaves it whole, and runs with different settings never mix."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from enum import Enum
+from pathlib import Path
+from typing import IO, Any
+
+from agl_slime.errors import ConfigError
+from agl_slime.support.files import whole_file, write_file
+
+# Settings that say where or how to start and not what is run; they may differ between a run and its continuation.
+_NOT_COMPARED = frozenset({"output_dir", "overwrite", "resume"})
+_SECRET = re.compile(r"(^|[_-])(api_?key|auth_?token|access_?token|bearer|password|secret)$|^token$", re.IGNORECASE)
+
+# -- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def jsonable(value: Any) -> Any:
+    """``value`` as what JSON can hold: NaN and infinity become None, scalars of numpy and torch numbers, and what is
+    not known text."""
+    if isinstance(value, Enum):
+        return jsonable(value.value)
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, AbstractSet):
+        return sorted((jsonable(item) for item in value), key=str)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [jsonable(item) for item in value]
+    return jsonable(value.item()) if getattr(value, "ndim", None) == 0 else str(value)
+
+
+def dump(value: Any, indent: int | None = None) -> bytes:
+    """JSON and a newline, as UTF-8; a lone surrogate becomes its JSON escape."""
+    text = json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    return (text + "\n").encode("utf-8", "backslashreplace")
+
+
+def iter_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The records of the file in order.
+
+    A last line that is no JSON object was torn by a kill and is left out; any other such line is a ``ConfigError``.
+    """
+    bad: int | None = None
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if bad is not None:
+                raise ConfigError(f"line {bad} of {os.fspath(path)} is not a JSON object; remove that line")
+            if line.strip():
+                try:
+                    record = json.loads(line)
+                except ValueError:  # JSONDecodeError, or UTF-8 cut in the middle of a character
+                    record = None
+                if isinstance(record, dict):
+                    yield record
+                else:
+                    bad = number
+
+
+class IterationFile:
+    """Appends records that belong to an iteration, as JSON lines. Writing an iteration again replaces it and every
+    later one, so a resumed run leaves no duplicates. Nothing is touched before the first ``append``."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file: IO[bytes] | None = None
+        self._last = -math.inf
+
+    def append(self, iteration: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write the records, each with ``iteration`` first, and hand them to the operating system before returning."""
+        if self._file is None or iteration <= self._last:
+            self.close()
+            self._file = self._open(iteration)
+        self._file.write(b"".join(dump({"iteration": iteration, **record}) for record in records))
+        self._file.flush()
+        self._last = iteration
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self, iteration: int) -> IO[bytes]:
+        """Keep the whole records of earlier iterations, then append."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            with whole_file(self.path, durable=False) as kept:
+                for record in iter_jsonl(self.path):
+                    if record.get("iteration", iteration) < iteration:
+                        kept.write(dump(record))
+        return self.path.open("ab")
+
+
+# -- the directory ----------------------------------------------------------------------------------------------------
+
+
+class RunDir:
+    """The paths of a run. ``changed`` names the settings that differ from those of the run that was resumed."""
+
+    def __init__(self, path: Path, changed: tuple[str, ...] = ()) -> None:
+        self.path = path
+        self.changed = changed
+        self.config = path / "config.json"
+        self.metrics = path / "metrics.jsonl"
+        self.plot = path / "reward.png"
+        self.tensorboard = path / "tensorboard"
+        self.transcripts = path / "transcripts"
+        self.summary = path / "summary.json"
+        self.trained = path / "trained.jsonl"
+        """Which instances and rollouts each iteration trained on."""
+        self.ledger = path / "ledger.sqlite"
+        self.checkpoints = path / "checkpoints"
+        reports = (self.metrics, self.plot, self.summary, self.tensorboard, self.transcripts, self.trained)
+        database = (self.ledger.with_name(self.ledger.name + suffix) for suffix in ("", "-wal", "-shm"))
+        self.reports = (*reports, self.checkpoints, *database)
+        """What a new run in the same place replaces."""
+
+    def settings(self) -> dict[str, Any] | None:
+        """What ``config.json`` holds; ``None`` when it is not there or no JSON object."""
+        try:
+            settings = json.loads(self.config.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return settings if isinstance(settings, dict) else None
+
+
+def open_run_dir(
+    path: str | os.PathLike[str] | None,
+    *,
+    agent: str,
+    settings: Any,
+    resume: bool = False,
+    overwrite: bool = False,
+    root: str | os.PathLike[str] = "runs",
+) -> RunDir:
+    """Make or open the directory of a run and write ``config.json`` into it; ``settings`` is a mapping or a dataclass.
+
+    ``path=None`` makes a new ``<root>/<time>-<agent>``. A directory that holds a run with other settings is refused,
+    unless ``resume`` continues that run (its files are kept) or ``overwrite`` replaces it. A run with the same settings
+    is replaced: the reports, checkpoints and ledger of the old run are removed, nothing else in the directory. Values
+    of settings named like a password or an API key are not written.
+
+    Raises ``ConfigError`` when the directory is refused, cannot be written, or ``resume`` finds no run in it.
+    """
+    wanted = _redact(jsonable(settings))
+    if path is None:
+        if resume:
+            raise ConfigError("resume needs the output directory of the run to continue; name it")
+        return _write(RunDir(_new(Path(root), agent)), wanted)
+    run = RunDir(Path(path))
+    if run.path.exists() and not run.path.is_dir():
+        raise ConfigError(f"output directory {run.path} is a file; choose another path")
+    if run.config.exists():
+        known = run.settings()
+        if known is None and not overwrite:
+            raise ConfigError(f"{run.config} is not a JSON object; choose another --output-dir or overwrite it")
+        changed = _differences(known or {}, wanted)
+        if changed and not (resume or overwrite):
+            some = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
+            fix = "choose another --output-dir, or replace that run with --overwrite"
+            raise ConfigError(f"output directory {run.path} holds a run with other settings ({some}); {fix}")
+        run.changed = changed if resume else ()
+    elif resume:
+        raise ConfigError(f"output directory {run.path} holds no run to resume ({run.config.name} is missing)")
+    elif not overwrite and (foreign := [path.name for path in run.reports if path.exists()]):
+        raise ConfigError(
+            f"output directory {run.path} holds {foreign[0]} but no {run.config.name}, so it may not be a run's; "
+            "choose another --output-dir or overwrite it"
+        )
+    return _write(run, wanted, clear=not resume)
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
+    """The settings that differ, nested ones with dots, in alphabetical order."""
+    found: list[str] = []
+    for key in sorted({*old, *new} - (_NOT_COMPARED if not prefix else frozenset())):
+        left, right = old.get(key), new.get(key)
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            found += _differences(left, right, f"{prefix}{key}.")
+        elif left != right:
+            found.append(f"{prefix}{key}")
+    return tuple(found)
+
+
+def _redact(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: "(not written)" if item and _SECRET.search(key) else _redact(item) for key, item in value.items()}
+    return [_redact(item) for item in value] if isinstance(value, list) else value
+
+
+def _new(root: Path, agent: str) -> Path:
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", agent.rpartition(":")[2]).strip("-.") or "agent"
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
+        path = root / f"{stem}{suffix}"
+        try:
+            path.mkdir(parents=True, exist_ok=False)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise _unusable(path, "made", error) from error
+        return path
+    raise ConfigError(f"{root} holds 999 runs of this second already; choose an output directory")
+
+
+def _write(run: RunDir, settings: dict[str, Any], *, clear: bool = False) -> RunDir:
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+        for path in run.reports if clear else ():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        write_file(run.config, dump(settings, indent=2))
+    except OSError as error:
+        raise _unusable(run.path, "written", error) from error
+    return run
+
+
+def _unusable(path: Path, verb: str, error: OSError) -> ConfigError:
+    return ConfigError(f"output directory {path} cannot be {verb}: {error.strerror}; choose another with --output-dir")
