@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,3 +48,15 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     program = "import sys, agl_slime; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert not {"agentlightning", "aiohttp", "numpy", *HEAVY} & set(loaded)
+
+
+def test_what_the_architecture_page_names_is_there() -> None:
+    """Each `room/file.py:name` of docs/architecture.md, with methods that a class inherits."""
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`([a-z_/]+\.py)(?::([A-Za-z_.]+))?`", page)
+    assert len(named) > 40
+    for file, name in named:
+        where: Any = importlib.import_module("agl_slime." + file.removesuffix(".py").replace("/", "."))
+        for part in filter(None, name.split(".")):
+            assert hasattr(where, part), f"{file} has no {name}"
+            where = getattr(where, part)
