@@ -37,25 +37,29 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
-    from agl_slime.loop.online import OnlineRLLoop
-    from agl_slime.loop.settings import LoopSettings
-    from agl_slime.rollout.agent import SGLangLitAgent
-    from agl_slime.rollout.batched.api_multi_turn import APIMultiTurnRollout
-    from agl_slime.rollout.batched.multi_turn import MultiTurnRollout
-    from agl_slime.rollout.scheduler import MultiTurnScheduler, register_scheduler
-    from agl_slime.rollout.session import Answer, RolloutSession
-    from agl_slime.rollout.tools import ToolManager
-    from agl_slime.run.algorithm import SlimeAlgorithm
-    from agl_slime.runner.concurrent import ConcurrentRunner
-    from agl_slime.runner.thread import RunnerThread
-    from agl_slime.sglang.client import SGLangClient
-    from agl_slime.sglang.generation import Generation, SamplingParams
-    from agl_slime.sglang.weights import DiskWeightSync
-    from agl_slime.slime.source import AGLDataSource
-    from agl_slime.store.bridge import BridgeStore
-    from agl_slime.trace.converter import rollout_to_sample, rollout_to_samples
-    from agl_slime.trace.trajectory import Trajectory
-    from agl_slime.types import Sample
+    from agl_slime.loop.online import OnlineRLLoop as OnlineRLLoop
+    from agl_slime.loop.settings import LoopSettings as LoopSettings
+    from agl_slime.rollout.agent import SGLangLitAgent as SGLangLitAgent
+    from agl_slime.rollout.batched.api_multi_turn import APIMultiTurnRollout as APIMultiTurnRollout
+    from agl_slime.rollout.batched.multi_turn import MultiTurnRollout as MultiTurnRollout
+    from agl_slime.rollout.scheduler import MultiTurnScheduler as MultiTurnScheduler
+    from agl_slime.rollout.scheduler import register_scheduler as register_scheduler
+    from agl_slime.rollout.session import Answer as Answer
+    from agl_slime.rollout.session import RolloutSession as RolloutSession
+    from agl_slime.rollout.tools import ToolManager as ToolManager
+    from agl_slime.run.algorithm import SlimeAlgorithm as SlimeAlgorithm
+    from agl_slime.runner.concurrent import ConcurrentRunner as ConcurrentRunner
+    from agl_slime.runner.thread import RunnerThread as RunnerThread
+    from agl_slime.sglang.client import SGLangClient as SGLangClient
+    from agl_slime.sglang.generation import Generation as Generation
+    from agl_slime.sglang.generation import SamplingParams as SamplingParams
+    from agl_slime.sglang.weights import DiskWeightSync as DiskWeightSync
+    from agl_slime.slime.source import AGLDataSource as AGLDataSource
+    from agl_slime.store.bridge import BridgeStore as BridgeStore
+    from agl_slime.trace.converter import rollout_to_sample as rollout_to_sample
+    from agl_slime.trace.converter import rollout_to_samples as rollout_to_samples
+    from agl_slime.trace.trajectory import Trajectory as Trajectory
+    from agl_slime.types import Sample as Sample
 
 
 def __getattr__(name: str) -> Any:
@@ -69,28 +73,4 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_HOME])
 
 
-__all__ = [
-    "AGLDataSource",
-    "APIMultiTurnRollout",
-    "Answer",
-    "BridgeStore",
-    "ConcurrentRunner",
-    "DiskWeightSync",
-    "Generation",
-    "LoopSettings",
-    "MultiTurnRollout",
-    "MultiTurnScheduler",
-    "OnlineRLLoop",
-    "RolloutSession",
-    "RunnerThread",
-    "SGLangClient",
-    "SGLangLitAgent",
-    "Sample",
-    "SamplingParams",
-    "SlimeAlgorithm",
-    "ToolManager",
-    "Trajectory",
-    "register_scheduler",
-    "rollout_to_sample",
-    "rollout_to_samples",
-]
+__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]

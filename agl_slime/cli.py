@@ -9,6 +9,7 @@ the output any more.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
@@ -101,8 +102,8 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _train(arguments: list[str]) -> int:
-    own, slime_flags = _split_at_dashes(arguments)
-    config = tyro.cli(TrainConfig, prog="train.py", args=own)
+    at = arguments.index("--") if "--" in arguments else len(arguments)  # what follows is slime's
+    config, slime_flags = tyro.cli(TrainConfig, prog="train.py", args=arguments[:at]), arguments[at + 1 :]
     if config.trainer == "local" and config.local.torch_threads is None:  # more slow small models down
         config = replace(config, local=replace(config.local, torch_threads=1))
     return _reported(lambda console: _run(config, slime_flags, console))
@@ -112,7 +113,8 @@ def _run(config: TrainConfig, slime_flags: list[str], console: Console) -> None:
     config.check_files()
     with console.status("loading ...") if console.is_terminal else nullcontext():
         from agl_slime.run.local import run_training  # Agent Lightning takes seconds to import; --help should not
-
+        from agl_slime.runner.process import own_this_process
+    own_this_process()
     _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
 
 
@@ -147,14 +149,6 @@ def _reported(command: Callable[[Console], None]) -> int:
     return 0
 
 
-def _split_at_dashes(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Our flags, and after ``--`` slime's."""
-    if "--" not in arguments:
-        return arguments, []
-    at = arguments.index("--")
-    return arguments[:at], arguments[at + 1 :]
-
-
 def _tell(console: Console, text: str, error: BaseException, debug: bool) -> None:
     # as Text: rich would take parts of paths for markup and :names: for emoji
     console.print(Text(f"error: {' '.join(text.split())}", style="red"), soft_wrap=True)
@@ -168,13 +162,11 @@ def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
     async def run() -> None:
         loop = asyncio.get_running_loop()
         task = asyncio.ensure_future(work)
-        interrupted = False
+        interrupts = itertools.count()
 
         def interrupt() -> None:
-            nonlocal interrupted
-            if interrupted:
+            if next(interrupts):
                 os._exit(130)
-            interrupted = True
             task.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -190,25 +182,19 @@ def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
 
 def _configure_logging(console: Console, *, debug: bool) -> None:
     handler = RichHandler(console=console, show_time=False, show_path=False, rich_tracebacks=False, markup=False)
-    handler.setFormatter(logging.Formatter("%(message)s") if debug else _OneLine("%(message)s"))
+    handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     if debug:
         logging.getLogger("agl_slime").setLevel(logging.DEBUG)
         return
-    handler.addFilter(_not_reported_elsewhere)
+    handler.addFilter(_without_tracebacks)
     for noisy in ("agentlightning", "httpx", "LiteLLM", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
 
 
-class _OneLine(logging.Formatter):
-    """What happened, without its traceback."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return record.getMessage()
-
-
-def _not_reported_elsewhere(record: logging.LogRecord) -> bool:
-    # a failed rollout is counted and explained in the reports; Agent Lightning would add a traceback for each
+def _without_tracebacks(record: logging.LogRecord) -> bool:
+    """What happened, in one line; a failed rollout is counted and explained in the reports, and told nowhere else."""
+    record.exc_info = record.exc_text = record.stack_info = None
     return not (record.name.startswith("agentlightning.runner") and "Exception during rollout" in record.getMessage())
 
 

@@ -19,18 +19,12 @@ class AglSlimeError(Exception):
     """Root of all errors raised by this package."""
 
 
-# -- what the person who starts a run can put right ------------------------------------------------------------------
-
-
 class ConfigError(AglSlimeError, ValueError):
     """A setting, flag or file that cannot be used; the text names the field, the value and the fix."""
 
 
 class MissingDependencyError(AglSlimeError, ImportError):
     """An optional system was asked for and is not installed; the text says what to install."""
-
-
-# -- the engine ------------------------------------------------------------------------------------------------------
 
 
 class EngineError(AglSlimeError):
@@ -69,9 +63,6 @@ class WeightSyncError(EngineError):
     """New weights did not reach every worker, or a worker reports another version afterwards."""
 
 
-# -- rollouts and what is made of them -------------------------------------------------------------------------------
-
-
 class RolloutError(AglSlimeError):
     """A rollout cannot be used; ``reason`` is a short stable word for counting."""
 
@@ -99,9 +90,6 @@ class RolloutTimeoutError(RolloutError, TimeoutError):
     """An agent ran past its time limit and was cancelled."""
 
     reason = "timeout"
-
-
-# -- the loop and the trainer ----------------------------------------------------------------------------------------
 
 
 class LoopError(AglSlimeError, RuntimeError):

@@ -29,7 +29,7 @@ import threading
 import time
 from typing import Any
 
-from agl_slime.runner.garbage import tune_garbage_collector
+from agl_slime.runner.process import own_this_process, tune_garbage_collector
 from benchmarks.common import (
     PATIENCE_S,
     REPO,
@@ -153,11 +153,13 @@ async def processes(engine: str, count: int, rounds: int) -> dict[str, Any]:
 
 
 async def bridge(plan: str, engine: str, count: int, rounds: int) -> dict[str, Any]:
+    from agl_slime.runner import make_runners
     from agl_slime.runner.base import RunnerPlan
     from agl_slime.runner.concurrent import RunnerSettings
-    from agl_slime.runner.processes import make_runners
-    from agl_slime.store.bridge import BridgeStore, Retention
+    from agl_slime.store.bridge import BridgeStore
+    from agl_slime.store.retention import Retention
 
+    own_this_process()
     store = BridgeStore(retention=Retention(released_rollouts=0))
     await store.add_resources(llm_resources(engine))
     settings = RunnerSettings(max_concurrent=count // (RunnerPlan.parse(plan).count or 1))
@@ -250,6 +252,7 @@ async def bare(engine: str, count: int, rounds: int) -> dict[str, Any]:
     }
     ends: list[float] = []
     left = iter(range(count * rounds))
+    own_this_process()
     tune_garbage_collector()
 
     async def place(session: aiohttp.ClientSession) -> None:

@@ -31,7 +31,8 @@ from agl_slime.support.agl import Rollout, Span
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.trace.attributes import GENERATE_SPAN
 from agl_slime.trace.converter import convert_rollout
-from agl_slime.trace.turn import Turn, TurnEncoder
+from agl_slime.trace.span_codec import TurnEncoder
+from agl_slime.trace.turn import Turn
 
 WORDS = (
     "look",

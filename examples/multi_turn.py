@@ -86,7 +86,7 @@ def main() -> None:
         tokenizer = load_tokenizer(model)
         tasks = [DEMONSTRATIONS.make_task(rng) for _ in range(16)]
         rollout = MultiTurnRollout(
-            sampler=SGLangSampler(base_url=url),
+            sampler=SGLangSampler(base_url=url, tokenizer=tokenizer),
             template=tokenizer,
             tool_manager=lambda trajectory: ToolManager([LookupTable], task=trajectory["task"]),
             sampling_params=SamplingParams(temperature=1.0, max_new_tokens=48),

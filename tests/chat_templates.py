@@ -126,6 +126,32 @@ FORGETS_RESULTS = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 
+# a finished conversation ends with a token of its own, which is not there when an answer follows
+ENDS_WITH_TOKEN = """\
+{%- for message in messages %}{{- '<|' + message.role + '|>\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- else %}{{- '<|endoftext|>' }}{%- endif %}"""
+
+# each answer is opened with an empty block, which only answers after the last question keep
+DROPS_EMPTY_BLOCKS = """\
+{%- set turn = namespace(last=-1) %}
+{%- for message in messages %}{%- if message.role == 'user' %}{%- set turn.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and loop.index0 > turn.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{{- message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}{%- endif %}"""
+
+# what is written for a question depends on how many came before it
+COUNTS_ROUNDS = """\
+{%- set round = namespace(n=0) %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{%- set round.n = round.n + 1 %}{{- '[Round ' ~ round.n ~ ']\\n' }}{%- endif %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
 @dataclass(frozen=True)
 class Shape:
     """``stops`` are the tokens that end an answer, the usual one first. ``opens_thinking``: an answer begins inside a
@@ -148,5 +174,8 @@ TEMPLATES = {
     "role_markers": Shape(ROLE_MARKERS, ("<|user|>", "<|observation|>", "<|endoftext|>")),
     "default_system": Shape(DEFAULT_SYSTEM, ("<|im_end|>",)),
     "forgets_results": Shape(FORGETS_RESULTS, ("<|im_end|>",)),
+    "ends_with_token": Shape(ENDS_WITH_TOKEN, ("<|im_end|>",)),
+    "drops_empty_blocks": Shape(DROPS_EMPTY_BLOCKS, ("<|im_end|>",)),
+    "counts_rounds": Shape(COUNTS_ROUNDS, ("<|im_end|>",)),
     "bare": Shape(BARE, ("<|endoftext|>",)),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
@@ -42,11 +43,6 @@ def answer(context: ChatContext, tokenizer: Any, text: str, **how: Any) -> tuple
     return prompt, generation
 
 
-def replaced(turn: Turn, **fields: Any) -> Turn:
-    """``turn`` with other ``fields``."""
-    return Turn(**{**{name: getattr(turn, name) for name in Turn.__dataclass_fields__}, **fields})
-
-
 def linked(turns: Sequence[Turn]) -> list[Turn]:
     """``turns`` as their conversation would have recorded them: each says which earlier turn it goes on from."""
     made: list[Turn] = []
@@ -61,7 +57,7 @@ def linked(turns: Sequence[Turn]) -> list[Turn]:
             extends = shared[base] == len(made[base].token_ids)
             fork = ForkReason.BRANCH if shared[base] else ForkReason.NEW_CONTEXT
             fields = {"base_turn": base, "kept_tokens": shared[base], "fork": None if extends else fork}
-        made.append(replaced(turn, **fields))
+        made.append(replace(turn, **fields))
     return made
 
 

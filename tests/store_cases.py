@@ -8,7 +8,8 @@ from typing import Any
 from agl_slime.sglang.generation import WeightSpan
 from agl_slime.support.agl import EnqueueRolloutRequest, LightningStore, Rollout, RolloutConfig, Span, emit_reward
 from agl_slime.trace import attributes as names
-from agl_slime.trace.turn import Turn, TurnEncoder
+from agl_slime.trace.span_codec import TurnEncoder
+from agl_slime.trace.turn import Turn
 
 RESPONSE = (4, 5)
 

@@ -92,7 +92,7 @@ class GroupSource(EndFollower):
         )
         self.n_samples_per_prompt = n_samples_per_prompt
         self._collect = partial(
-            collect, store, tokenizer=tokenizer, reward_key=reward_key, convert_validation=convert_validation
+            collect, self._store, tokenizer=tokenizer, reward_key=reward_key, convert_validation=convert_validation
         )
         self._on_member: MemberListener | None = None
         self._on_group: GroupListener | None = None

@@ -24,7 +24,7 @@ from agl_slime.types import Sample, set_rollout_id
 # Groups that were finalized with members in flight; reports of those come within moments of their cancellation.
 _REMEMBERED_EARLY = 10_000
 
-_NUMBERS = ("index", "group_index", "rollout_number")
+_NUMBERS = "index", "group_index", "rollout_number"
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class GroupAssembler:
         self._early: OrderedDict[str, None] = OrderedDict()  # groups that were finalized with members in flight
         self._unwanted: list[str] = []
         self._retries: list[MemberResult] = []
-        self._next = dict.fromkeys(_NUMBERS, 0)
+        self._next: dict[str, int] = dict.fromkeys(_NUMBERS, 0)
 
     def __len__(self) -> int:
         """Groups that are not finalized."""
@@ -388,4 +388,4 @@ def _versions_of(samples: Iterable[Sample]) -> set[str]:
 
 
 def _numbers(versions: Iterable[str | int | None]) -> list[int]:
-    return [int(version) for version in versions if str(version).isdecimal()]
+    return [int(text) for text in map(str, versions) if text.isdecimal()]

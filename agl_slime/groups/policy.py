@@ -71,14 +71,10 @@ class GroupPolicy(Protocol):
 class MinimumViableGroup:
     """At least ``min_ratio`` of the members, and never fewer than ``min_members``, must have succeeded.
 
-    A baseline from the survivors is still a baseline of the same prompt; 0.7 is the ratio that slime's rollout buffer
-    documents for filtered groups. With one member there is nothing to compare, so ``min_members`` is 2 for groups that
-    were meant to have more than one.
-
-    Failed members are run again while the floor is out of reach without them, up to ``max_retries`` in the whole group.
-    ``timeout_s`` after the last member ended, a group does not wait for the others any more: it is used when the floor
-    is reached and dropped when not (``None``: wait for all). A group that cannot reach the floor any more is dropped at
-    once with ``drop_early``, else when all its members have ended.
+    A baseline from the survivors is still one of the same prompt; 0.7 is what slime's rollout buffer documents. Failed
+    members are run again while the floor is out of reach without them, up to ``max_retries`` in the whole group.
+    ``timeout_s`` after its last member ended a group is used if the floor is reached, else dropped (``None``: wait for
+    all). One that cannot reach the floor any more is dropped at once with ``drop_early``, else when all have ended.
     """
 
     codes: ClassVar[tuple[str, str]] = ("floor_out_of_reach", "group_incomplete")
@@ -93,10 +89,9 @@ class MinimumViableGroup:
     def __post_init__(self) -> None:
         if not 0 < self.min_ratio <= 1:
             raise ConfigError(f"min_ratio must lie in (0, 1], got {self.min_ratio}")
-        if self.max_retries < 0:
-            raise ConfigError(f"max_retries must not be negative, got {self.max_retries}")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError(f"timeout_s must be positive or None, got {self.timeout_s}")
+        if self.max_retries < 0 or (self.timeout_s is not None and not self.timeout_s > 0):
+            given = f"got {self.max_retries} and {self.timeout_s}"
+            raise ConfigError(f"max_retries must not be negative and timeout_s must be positive or None, {given}")
 
     def floor(self, size: int) -> int:
         """How many members of a group of ``size`` must succeed."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from agl_slime.datasource.source import GroupSource
 from agl_slime.errors import ConfigError, TrainerError, spell_exception
@@ -25,8 +25,6 @@ from agl_slime.support.files import whole_directory
 from agl_slime.trainers.base import Trainer
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _LOOP, _DATA_SOURCE, _TRAINER = "loop.json", "data_source.json", "trainer"
 
@@ -54,15 +52,12 @@ class CheckpointWriter:
     """Writes checkpoints of a run into ``directory`` and keeps the newest ``keep``."""
 
     def __init__(self, *, directory: Path, trainer: Trainer, source: GroupSource, keep: int = 2) -> None:
-        self._directory = directory
-        self._trainer = trainer
-        self._source = source
-        self._keep = keep
+        self._directory, self._trainer, self._source, self._keep = directory, trainer, source, keep
 
     def save(self, state: LoopState) -> None:
         """Write one; nothing trains meanwhile. Raises ``TrainerError`` or ``OSError`` when it cannot be written; the
         older ones are kept then."""
-        target = _path(self._directory, state.iteration)
+        target = self._directory / f"step_{state.iteration:06d}"
         held = self._source.state(checkpoint=state.iteration)
         with whole_directory(target) as fresh:
             self._trainer.save(fresh / _TRAINER)
@@ -82,15 +77,10 @@ def read_checkpoints(directory: Path) -> list[Checkpoint]:
     damaged: ConfigError | None = None
     for path in reversed(_steps(directory)):
         try:
-            loop = _read(
-                path / _LOOP, lambda given: LoopState(**{**given, "reward_means": tuple(given["reward_means"])})
-            )
-            data_source = _read(path / _DATA_SOURCE, lambda given: {**given})
+            found.append(_read(path))
         except ConfigError as error:
             damaged = error
             logger.warning("%s; an older checkpoint is looked for.", error)
-        else:
-            found.append(Checkpoint(path=path, loop=loop, data_source=data_source))
     if damaged is not None and not found:
         raise damaged
     return found
@@ -112,24 +102,15 @@ def load_newest(checkpoints: Sequence[Checkpoint], trainer: Trainer) -> Checkpoi
     raise first
 
 
-def _read(path: Path, make: Callable[[dict[str, Any]], T]) -> T:
+def _read(path: Path) -> Checkpoint:
     try:
-        return make(json.loads(path.read_text()))
+        loop = json.loads((path / _LOOP).read_text())
+        loop = LoopState(**{**loop, "reward_means": tuple(loop["reward_means"])})
+        return Checkpoint(path=path, loop=loop, data_source={**json.loads((path / _DATA_SOURCE).read_text())})
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path} is not part of a checkpoint of this version: {spell_exception(error)}") from error
-
-
-def _loop_state(given: dict[str, Any]) -> LoopState:
-    return LoopState(**{**given, "reward_means": tuple(given["reward_means"])})
-
-
-def _path(directory: Path, step: int) -> Path:
-    return directory / f"step_{step:06d}"
+        raise ConfigError(f"{path} is not a checkpoint of this version: {spell_exception(error)}") from error
 
 
 def _steps(directory: Path) -> list[Path]:
     """The whole checkpoints, oldest first."""
-    return sorted(
-        (path for path in directory.glob("step_*") if path.is_dir()),
-        key=lambda path: int(path.name.removeprefix("step_")),
-    )
+    return sorted(directory.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))

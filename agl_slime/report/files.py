@@ -44,7 +44,8 @@ def jsonable(value: Any) -> Any:
         return sorted((jsonable(item) for item in value), key=str)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [jsonable(item) for item in value]
-    return jsonable(value.item()) if getattr(value, "ndim", None) == 0 else str(value)
+    scalar: Any = value
+    return jsonable(scalar.item()) if getattr(value, "ndim", None) == 0 else str(value)
 
 
 def dump(value: Any, indent: int | None = None) -> bytes:

@@ -63,7 +63,8 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
         top = bottom = figure.subplots()
     _style(top, "reward")
     if band := _band(rows):
-        top.fill_between(*_columns(band), color=REWARD_COLOR, alpha=0.14, linewidth=0, label="± 1 std over rollouts")
+        xs, lows, highs = _columns(band)
+        top.fill_between(xs, lows, highs, color=REWARD_COLOR, alpha=0.14, linewidth=0, label="± 1 std over rollouts")
     if reward:
         line: dict[str, Any] = {"color": REWARD_COLOR, "linewidth": 2, "label": "training rollouts, mean"}
         top.plot(*_columns(reward), marker="o" if len(reward) <= 60 else None, markersize=3.5, **line)
@@ -124,10 +125,8 @@ def _style(axes: Axes, label: str) -> None:
 
 
 class RewardPlot:
-    """Draws at the end and, during the run, at most every ``every`` iterations and for at most 5 % of the wall time.
-
-    ``final_timeout_s`` bounds the wait for the last drawing; an interrupted run waits ``interrupted_timeout_s``.
-    """
+    """Draws at the end and, during the run, at most every ``every`` iterations and for at most 5 % of the wall time. An
+    interrupted run waits ``interrupted_timeout_s`` for the last drawing, any other 20 s."""
 
     def __init__(
         self,
@@ -136,14 +135,12 @@ class RewardPlot:
         image_path: str | os.PathLike[str],
         title: str = "",
         every: int = 10,
-        final_timeout_s: float = 20.0,
         interrupted_timeout_s: float = 2.0,
     ) -> None:
         self._metrics_path = Path(metrics_path)
         self._image_path = Path(image_path)
         self._title = title
         self._every = every
-        self._final_timeout_s = final_timeout_s
         self._interrupted_timeout_s = interrupted_timeout_s
         self._installed = find_spec("matplotlib") is not None
         self._thread: threading.Thread | None = None
@@ -154,13 +151,19 @@ class RewardPlot:
     def handle(self, event: Event) -> None:
         if not self._installed:
             return
-        if self._error is not None:
-            raise self._error
         if isinstance(event, IterationFinished) and event.iteration > 0 and event.iteration % self._every == 0:
             if time.monotonic() >= self._next_at and not self._drawing():
                 self._start()
         elif isinstance(event, RunFinished):
-            self._finish(self._final_timeout_s if event.reason == "finished" else self._interrupted_timeout_s)
+            deadline = time.monotonic() + (20.0 if event.reason == "finished" else self._interrupted_timeout_s)
+            if self._thread is not None:
+                self._thread.join(deadline - time.monotonic())
+            if not self._drawing():
+                self._start().join(max(deadline - time.monotonic(), 0.0))
+            if self._drawing():
+                self._note = f"reward.png was not drawn in time; agl-slime plot {self._image_path.parent} draws it"
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         """Nothing to release: a drawing under way is on a daemon thread and replaces the file only when whole."""
@@ -171,22 +174,10 @@ class RewardPlot:
     def _drawing(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _start(self) -> None:
+    def _start(self) -> threading.Thread:
         self._thread = threading.Thread(target=self._draw, name="agl-slime-plot", daemon=True)
         self._thread.start()
-
-    def _finish(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-        if not self._drawing():
-            self._start()
-            assert self._thread is not None
-            self._thread.join(max(deadline - time.monotonic(), 0.0))
-        if self._drawing():
-            self._note = f"reward.png was not drawn in time; agl-slime plot {self._image_path.parent} draws it"
-        if self._error is not None:
-            raise self._error
+        return self._thread
 
     def _draw(self) -> None:
         began = time.monotonic()

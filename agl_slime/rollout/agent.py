@@ -57,25 +57,17 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
     resource ``main_llm``; ``tokenizer``, ``sampling``, ``client`` and ``client_settings`` override what it says.
     """
 
-    tools: Sequence[Any] = ()
-    """What the model may call; see ``agl_slime.rollout.tools``, and ``build_tools`` for tools that depend on the
-    task."""
-    tools_in_prompt: bool = True
-    """Show the tools' schemas through the chat template; ``False`` where the prompt itself says what there is."""
-    tool_parser: str | ToolParser | None = None
-    """How the model writes calls, by name (``tool_parser_names``); ``None``: as its chat template shows."""
+    tools: Sequence[Any] = ()  # what the model may call; see agl_slime.rollout.tools
+    tools_in_prompt: bool = True  # False where the prompt itself, and not the chat template, says what tools there are
+    tool_parser: str | ToolParser | None = None  # how the model writes calls; None: as its chat template shows
     tool_timeout_s: float = 60.0  # that a call may take
     max_tool_result_chars: int | None = None  # longer results are cut
-    stop_on_tool_error: bool = False
-    """End the rollout when a tool fails; by default the model sees the error and goes on."""
+    stop_on_tool_error: bool = False  # end the rollout when a tool fails; else the model sees the error and goes on
     scheduler: MultiTurnScheduler | type[MultiTurnScheduler] | str | None = None
-    """Decides what follows an answer without calls: a scheduler, its class, or its registered name. One object serves
-    all rollouts."""
+    """Decides what follows an answer without calls: one object for all rollouts, its class, or its registered name."""
     max_turns: int | None = None  # most answers of a rollout
-    max_trajectory_tokens: int | None = None
-    """Most tokens of a conversation, prompt and answers; ``None``: what the model's context holds."""
-    loss_scale: LossScale = "default"
-    """Which answers are trained: "default" (all), "last_round", or a function; see ``agl_slime.rollout.outcome``."""
+    max_trajectory_tokens: int | None = None  # prompt and answers; None: what the model's context holds
+    loss_scale: LossScale = "default"  # which answers are trained: all, "last_round", or as a function says
     template_kwargs: Mapping[str, Any] = {}  # of the chat template: {"enable_thinking": False}
 
     def __init__(
@@ -114,11 +106,9 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         return self.tools
 
     async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
-        """The conversation. The default asks until neither the tools that are called nor the scheduler want more; with
-        neither it asks once."""
-        await run_turns(
-            session, task=task, scheduler=self._scheduler(session), stop_on_tool_error=self.stop_on_tool_error
-        )
+        """The conversation. The default asks until neither the tools that are called nor the scheduler want more."""
+        scheduler = self._scheduler(session)
+        await run_turns(session, task=task, scheduler=scheduler, stop_on_tool_error=self.stop_on_tool_error)
 
     async def score(self, task: dict[str, Any], trajectory: Trajectory) -> Any:
         """The reward of the whole rollout. The default calls ``compute_reward`` on the last answer."""
@@ -174,8 +164,12 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
     async def _open_session(
         self, task: dict[str, Any], resources: NamedResources, rollout: Rollout, tools: ToolManager
     ) -> RolloutSession:
-        llm = _llm_of(resources)
-        tokenizer = self._tokenizer or await _tokenizer_of(llm.model)
+        llm = resources.get(LLM_RESOURCE)
+        if not isinstance(llm, LLM):
+            raise ConfigError(f"the resources must hold an LLM named {LLM_RESOURCE!r}, they hold {sorted(resources)}")
+        if self._tokenizer is None and not llm.model:
+            raise ConfigError(f"LLM.model of {LLM_RESOURCE!r} is empty; name a checkpoint, or give a tokenizer")
+        tokenizer = self._tokenizer or await run_in_thread(load_tokenizer, llm.model)
 
         def prepare() -> Any:
             for tool in self.build_tools(task) or ():
@@ -244,20 +238,3 @@ def sampling_of(llm: LLM) -> SamplingParams:
         value = values[name]
         values[name] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
     return SamplingParams(**values, extra=extra)
-
-
-def _llm_of(resources: NamedResources) -> LLM:
-    llm = resources.get(LLM_RESOURCE)
-    if not isinstance(llm, LLM):
-        raise ConfigError(
-            f"the store's resources must hold an LLM named {LLM_RESOURCE!r}, they hold {sorted(resources)}"
-        )
-    return llm
-
-
-async def _tokenizer_of(model: str) -> ChatTokenizer:
-    if not model:
-        raise ConfigError(
-            f"LLM.model of the resource {LLM_RESOURCE!r} is empty; name a checkpoint, or give a tokenizer"
-        )
-    return await run_in_thread(load_tokenizer, model)

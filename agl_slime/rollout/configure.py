@@ -10,15 +10,12 @@ from typing import Any
 from agl_slime.errors import ConfigError, spell_exception
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.rollout.by_file import import_file
-from agl_slime.rollout.scheduler import make_scheduler
+from agl_slime.rollout.scheduler import make_scheduler, scheduler_names
 
 
 def load_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
     """Run the named files, once each; what they register (schedulers, tool parsers, loss masks) is known afterwards.
-
-    Only files that the person who starts the process names are loaded. Raises ``ConfigError`` when one is not there or
-    fails.
-    """
+    Raises ``ConfigError`` when one is not there or fails."""
     modules = []
     for path in paths:
         if Path(path).suffix != ".py" or not Path(path).expanduser().is_file():
@@ -40,15 +37,15 @@ def configure_agent(
         raise ConfigError(f"--max-turns must be at least 1, got {max_turns}")
     if scheduler is None and max_turns is None:
         return
+    name = type(agent).__name__
     if not isinstance(agent, SGLangLitAgent):
-        raise ConfigError(
-            f"--multi-turn-scheduler and --max-turns need an SGLangLitAgent, not a {type(agent).__name__}"
-        )
+        raise ConfigError(f"--multi-turn-scheduler and --max-turns need an SGLangLitAgent, not a {name}")
     if scheduler is not None:
         if type(agent).run is not SGLangLitAgent.run:
-            raise ConfigError(
-                f"--multi-turn-scheduler {scheduler}: {type(agent).__name__} has a run of its own, which asks without a scheduler"
-            )
+            raise ConfigError(f"--multi-turn-scheduler {scheduler}: {name} has a run of its own, without a scheduler")
+        if scheduler not in scheduler_names():
+            known = ", ".join(scheduler_names()) or "none"
+            raise ConfigError(f"--multi-turn-scheduler {scheduler}: there are {known}; name its --external-plugins")
         agent.scheduler = make_scheduler(scheduler, max_turns=max_turns)
     if max_turns is not None:
         agent.max_turns = max_turns

@@ -25,7 +25,8 @@ from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace.attributes import GENERATE_SPAN
-from agl_slime.trace.turn import Turn, TurnEncoder
+from agl_slime.trace.span_codec import TurnEncoder
+from agl_slime.trace.turn import Turn
 
 _ENDS = {"length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 
@@ -160,10 +161,10 @@ class RolloutSession(Session):
             if kept < len(first):
                 fork = ForkReason.BRANCH if kept == len(prompt) else ForkReason.NEW_CONTEXT
         self._last_turn = len(self.turns)
-        turn = Turn.from_generation(
-            prompt, generation, messages=asked, base_turn=base_turn, kept_tokens=kept, fork=fork
-        )
-        self._record(turn, started)
+        place: Any = {"base_turn": base_turn, "kept_tokens": kept, "fork": fork}
+        self.turns.append(Turn.from_generation(prompt, generation, messages=asked, **place))
+        if self._encoder is not None:
+            self._write_span(self._encoder.encode(self.turns[-1]), started)
         self.stats.stop_reason = _ENDS.get(generation.finish_reason, StopReason.STOP)
         return Answer(generation.text, generation.finish_reason, generation)
 
@@ -189,16 +190,9 @@ class RolloutSession(Session):
         self.stats.stop_reason = reason
         return RolloutStopped(reason, message)
 
-    def _record(self, turn: Turn, started: float) -> None:
-        self.turns.append(turn)
-        if self._encoder is None:
-            return
+    def _write_span(self, attributes: dict[str, Any], started: float) -> None:
         tracer = get_active_tracer()
         if tracer is None:
             raise RolloutError("no tracer is active: run the agent in an Agent Lightning runner", reason="no_tracer")
-        tracer.create_span(
-            GENERATE_SPAN,
-            attributes=self._encoder.encode(turn),
-            timestamp=started,
-            status=TraceStatus(status_code="OK"),
-        )
+        status = TraceStatus(status_code="OK")
+        tracer.create_span(GENERATE_SPAN, attributes=attributes, timestamp=started, status=status)

@@ -35,50 +35,35 @@ class RolloutStopped(Exception):
 
 @dataclass
 class RolloutStats:
-    """Counts of one rollout, all its branches together. ``tool_calls`` counts executed calls by tool,
-    ``malformed_calls`` what looked like a call and was none, ``untrained_turns`` are the turns that the loss scale
-    leaves out, ``infos`` what the scheduler wants to be known."""
+    """Counts of one rollout, all its branches together. ``tool_calls`` counts executed calls by tool, ``calls`` those
+    that were ``malformed``, of ``unknown`` tools, ``errors`` and among them ``timeouts``; ``untrained_turns`` are the
+    turns that the loss scale leaves out, ``infos`` what the scheduler wants to be known."""
 
     stop_reason: StopReason | None = None
     tools: tuple[str, ...] = ()
     tool_calls: Counter[str] = field(default_factory=Counter)
-    malformed_calls: int = 0
-    unknown_tools: int = 0
-    tool_errors: int = 0
-    tool_timeouts: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
     open_seams: int = 0
     untrained_turns: tuple[int, ...] = ()
     infos: dict[str, Any] = field(default_factory=dict)
 
     def count(self, results: Iterable[ToolResult]) -> None:
         for result in results:
-            if result.error == "unknown_tool":
-                self.unknown_tools += 1
-                continue
-            self.tool_calls[result.call.name] += 1
-            self.tool_errors += result.error is not None
-            self.tool_timeouts += result.error == "timeout"
+            unknown = result.error == "unknown_tool"
+            self.tool_calls[result.call.name] += not unknown
+            self.calls.update(unknown=unknown, errors=bool(result.error) - unknown, timeouts=result.error == "timeout")
 
     def tool_counts(self) -> dict[str, Any]:
         """As ``Sample.metadata["tools"]`` has them."""
-        return {
-            "offered": list(self.tools),
-            "calls": dict(self.tool_calls),
-            "malformed": self.malformed_calls,
-            "unknown": self.unknown_tools,
-            "errors": self.tool_errors,
-            "timeouts": self.tool_timeouts,
-        }
+        counts = {name: self.calls[name] for name in ("malformed", "unknown", "errors", "timeouts")}
+        return {"offered": list(self.tools), "calls": dict(+self.tool_calls), **counts}
 
     def attributes(self) -> dict[str, Any]:
         """As span attributes: none for what did not happen."""
-        attributes: dict[str, Any] = {}
-        if self.stop_reason is not None:
-            attributes[names.STOP_REASON] = self.stop_reason.value
-        if self.tools:
-            attributes[names.TOOLS] = json.dumps(self.tool_counts())
-        if self.open_seams:
-            attributes[names.OPEN_SEAMS] = self.open_seams
-        if self.untrained_turns:
-            attributes[names.UNTRAINED_TURNS] = json.dumps(list(self.untrained_turns))
-        return attributes
+        attributes = {
+            names.STOP_REASON: self.stop_reason.value if self.stop_reason is not None else None,
+            names.TOOLS: json.dumps(self.tool_counts()) if self.tools else None,
+            names.OPEN_SEAMS: self.open_seams,
+            names.UNTRAINED_TURNS: json.dumps(self.untrained_turns) if self.untrained_turns else None,
+        }
+        return {name: value for name, value in attributes.items() if value}

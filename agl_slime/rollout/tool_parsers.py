@@ -20,8 +20,7 @@ _THINK, _END_OF_THINKING = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call as the model wrote it. Formats without types give strings, which the tool's schema turns into what it
-    wants."""
+    """One call as the model wrote it; formats without types give strings, which the tool's schema turns into others."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -51,8 +50,7 @@ class ParsedAnswer:
 
 
 class ToolParser(ABC):
-    """Finds the calls in an answer. Calls inside of thinking are thoughts, and not made. Derive from ``BlockParser``
-    where calls stand between two marks."""
+    """Finds the calls in an answer. Calls inside of thinking are thoughts, and not made."""
 
     @abstractmethod
     def parse(self, text: str) -> ParsedAnswer: ...
@@ -138,8 +136,6 @@ def _read_object(written: Any) -> dict[str, Any]:
     return value
 
 
-# -- the registry ----------------------------------------------------------------------------------------------------
-
 _parsers: Registry[ToolParser] = Registry("tool parser")
 register_tool_parser = _parsers.register
 
@@ -159,9 +155,6 @@ def parser_for_template(chat_template: Any) -> str:
     marks = {"<|tool_call_argument_begin|>": "kimi", "<arg_key>": "glm", "<function=": "qwen_xml"}
     marks |= {"<tool_call>": "hermes", "<|python_tag|>": "llama_json"}
     return next((name for mark, name in marks.items() if mark in source), "hermes")
-
-
-# -- the formats -----------------------------------------------------------------------------------------------------
 
 
 @register_tool_parser("hermes", "qwen")

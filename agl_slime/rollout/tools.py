@@ -160,9 +160,6 @@ class ToolManager:
             logger.warning("Tool %.100r could not be closed: %s: %s", tool, type(error).__name__, error)
 
 
-# -- schemas ---------------------------------------------------------------------------------------------------------
-
-
 def _tool_of(tool: Any, name: str | None) -> _Tool:
     given = getattr(tool, "schema", None)
     if given is not None:
@@ -252,9 +249,6 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     indent = said[: len(said) - len(said.lstrip(" \t"))]
     entry = rf"^{indent}(\w+)[ \t]*(?:\([^)\n]*\))?:(.*(?:\n{indent}[ \t]+.*)*)"
     return head.strip(), {name: " ".join(body.split()) for name, body in re.findall(entry, said, re.MULTILINE)}
-
-
-# -- arguments -------------------------------------------------------------------------------------------------------
 
 
 def _fit(given: Mapping[str, Any], tool: _Tool) -> dict[str, Any]:

@@ -55,16 +55,12 @@ async def run_turns(
         raise
     finally:
         request.messages = session.messages
-        await _end(scheduler, request, error)
-
-
-async def _end(scheduler: MultiTurnScheduler, request: RolloutInferRequest, error: BaseException | None) -> None:
-    try:
-        await asyncio.wait_for(call_user_code(scheduler.on_trajectory_end, [request], error), _END_HOOK_S)
-    except Exception:
-        if error is None:
-            raise
-        logger.exception("on_trajectory_end of %s failed, after its rollout.", type(scheduler).__name__)
+        try:
+            await asyncio.wait_for(call_user_code(scheduler.on_trajectory_end, [request], error), _END_HOOK_S)
+        except Exception:
+            if error is None:
+                raise
+            logger.exception("on_trajectory_end of %s failed, after its rollout.", type(scheduler).__name__)
 
 
 @dataclass
@@ -86,7 +82,7 @@ class _Turns:
             parsed = answer.parsed or ParsedAnswer(content)
             if answer.parsed is None and session.parser is not None and session.tools is not None:
                 parsed = session.parser.parse(content)
-            session.stats.malformed_calls += len(parsed.malformed)
+            session.stats.calls["malformed"] += len(parsed.malformed)
             result = RolloutResponseChoice(
                 index=0,
                 message=ChatMessage("assistant", content, [call.to_message() for call in parsed.calls] or None),
@@ -115,7 +111,13 @@ class _Turns:
             return None  # the session has set the stop reason by how the answer ended
         if scheduler is not None and done is None and not calls:
             request.stop_reason = None
-            if await self._is_finished(scheduler, request, result):
+            check: Any = scheduler.check_finished
+            ours = getattr(check, "__func__", None) is MultiTurnScheduler.check_finished  # which needs no thread
+            if (
+                check(request, result, self.number)
+                if ours
+                else await call_user_code(check, request, result, self.number)
+            ):
                 stats.stop_reason = request.stop_reason or stats.stop_reason
                 return None
         limits = (session.max_turns, len(session.turns)), (scheduler and scheduler.max_turns, self.number)
@@ -147,11 +149,3 @@ class _Turns:
             return said
         self.session.stats.infos.update(said.get("rollout_infos") or {})
         return said.get(key)
-
-    async def _is_finished(
-        self, scheduler: MultiTurnScheduler, request: RolloutInferRequest, result: RolloutResponseChoice
-    ) -> bool:
-        check = scheduler.check_finished
-        if getattr(check, "__func__", None) is MultiTurnScheduler.check_finished:  # ours: needs no thread
-            return check(request, result, self.number)
-        return await call_user_code(check, request, result, self.number)

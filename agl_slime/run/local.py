@@ -7,8 +7,8 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -71,59 +71,52 @@ async def run_training(
         config.output_dir, agent=config.agent, settings=asdict(config), resume=config.resume, overwrite=config.overwrite
     )
     checkpoints = _checkpoints(config, run) if config.resume else []
-    reports = RunReports(run, config, console=console, began=began)
-    try:
+    async with AsyncExitStack() as stack:
+        reports = RunReports(run, config, console=console, began=began)
+        stack.callback(reports.close)
         model_path = await _model_path(config, parts.agent, described, run.path, console, made=bool(checkpoints))
         reports.tokenizer = tokenizer = await run_in_thread(load_tokenizer, model_path)
         # while the engine starts, in a process of its own; if the engine fails first, nobody asks
         loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path))
         loading.add_done_callback(lambda task: task.cancelled() or task.exception())
-        async with _engine(config, model_path, console) as (url, check_engine):
-            trainer = await loading
-            checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
-            start = checkpoint.loop if checkpoint is not None else LoopState()
-            weights = WeightPublisher(trainer=trainer, base_url=url, directory=run.path / "weights")
-            # engine and trainer start from the same weights, whatever the server had loaded
-            await weights.push(int(start.version))
-            store = given.store if given is not None else BridgeStore()
-            with (
-                _ledger(run) as ledger,
-                closing(IterationFile(run.trained)) as trained,
-                GroupSource(
-                    store=store, tokenizer=tokenizer, settings=data_source_settings(config), ledger=ledger
-                ) as source,
-            ):
-                if checkpoint is not None:
-                    checkpoint.rewind(ledger)
-                    source.restore(checkpoint.data_source)
-                saver = CheckpointWriter(directory=run.checkpoints, trainer=trainer, source=source)
-                loop = make_loop(
-                    config,
-                    parts,
-                    store=store,
-                    source=source,
-                    url=url,
-                    model_path=model_path,
-                    train=TrainStep(
-                        trainer=trainer, source=source, batch_size=config.rollout_batch_size, trained=trained
-                    ),
-                    sync=weights.push,
-                    reports=reports,
-                    save=saver.save,
-                    start=start,
-                    check_alive=check_engine,
-                )
-                return await loop.run_async()
-    finally:
-        reports.close()
+        url, check_engine = await stack.enter_async_context(_engine(config, model_path, console))
+        trainer = await loading
+        checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
+        start = checkpoint.loop if checkpoint is not None else LoopState()
+        weights = WeightPublisher(trainer=trainer, base_url=url, directory=run.path / "weights")
+        # engine and trainer start from the same weights, whatever the server had loaded
+        await weights.push(int(start.version))
+        store = given.store if given is not None else BridgeStore()
+        ledger = Ledger(path=run.ledger)
+        stack.callback(ledger.shut)
+        trained = stack.enter_context(closing(IterationFile(run.trained)))
+        source = stack.enter_context(
+            GroupSource(store=store, tokenizer=tokenizer, settings=_source_settings(config), ledger=ledger)
+        )
+        if checkpoint is not None:
+            checkpoint.rewind(ledger)
+            source.restore(checkpoint.data_source)
+        loop = make_loop(
+            config,
+            parts,
+            store=store,
+            source=source,
+            url=url,
+            model_path=model_path,
+            train=TrainStep(trainer=trainer, source=source, batch_size=config.rollout_batch_size, trained=trained),
+            sync=weights.push,
+            reports=reports,
+            save=CheckpointWriter(directory=run.checkpoints, trainer=trainer, source=source).save,
+            start=start,
+            check_alive=check_engine,
+        )
+        return await loop.run_async()
 
 
 class TrainStep:
     """Takes the groups that are ready and trains on them; ``trained`` is told on which."""
 
-    def __init__(
-        self, *, trainer: Trainer, source: GroupSource, batch_size: int, trained: IterationFile | None = None
-    ) -> None:
+    def __init__(self, *, trainer: Trainer, source: GroupSource, batch_size: int, trained: IterationFile) -> None:
         self._trainer = trainer
         self._source = source
         self._batch_size = batch_size
@@ -132,8 +125,7 @@ class TrainStep:
     def __call__(self, iteration: int) -> dict[str, float]:
         groups = self._source.get_samples(self._batch_size)
         metrics = self._trainer.train(groups, iteration=iteration)
-        if self._trained is not None:
-            self._trained.append(iteration, [_origin(group) for group in groups])
+        self._trained.append(iteration, [_origin(group) for group in groups])
         metrics[TOKENS_TRAINED] = metrics.pop("train/tokens")
         return metrics
 
@@ -172,7 +164,7 @@ async def _probe(url: str) -> EngineDescription:
         return await client.probe()
 
 
-def data_source_settings(config: TrainConfig) -> DataSourceSettings:
+def _source_settings(config: TrainConfig) -> DataSourceSettings:
     """When a group of this run is fit to train on."""
     return DataSourceSettings(
         policy=MinimumViableGroup(
@@ -181,15 +173,6 @@ def data_source_settings(config: TrainConfig) -> DataSourceSettings:
         group_filter=zero_variance if config.drop_zero_variance else None,
         max_staleness=config.max_staleness,
     )
-
-
-@contextmanager
-def _ledger(run: RunDir) -> Iterator[Ledger]:
-    ledger = Ledger(path=run.ledger)
-    try:
-        yield ledger
-    finally:
-        ledger.shut()
 
 
 def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
@@ -221,16 +204,14 @@ async def _model_path(
         served = Path(described.model_path)
         if (served / "config.json").is_file():
             return served.resolve()
-        raise ConfigError(
-            f"--model-path is needed: the server at {described.base_url} serves {described.model_path!r}, which is not a directory on this machine"
-        )
+        where = f"the server at {described.base_url} serves {described.model_path!r}"
+        raise ConfigError(f"--model-path is needed: {where}, which is not a directory on this machine")
     if made:
         return (run_dir / "policy").resolve()
     demonstrations = getattr(agent, "demonstrations", None)
     if demonstrations is None:
-        raise ConfigError(
-            f"--model-path is needed: {config.agent} has no `demonstrations` that a tiny policy could learn its format from"
-        )
+        why = f"{config.agent} has no `demonstrations` that a tiny policy could learn its format from"
+        raise ConfigError(f"--model-path is needed: {why}")
     from agl_slime.demo.policy import make_policy
 
     with step(console, "making a tiny policy"):

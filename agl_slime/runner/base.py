@@ -1,9 +1,11 @@
-"""Where runners run, as one word on the command line: ``inproc``, ``process:4``, ``ray:16``."""
+"""Where runners run, as one word on the command line (``inproc``, ``process:4``, ``ray:16``), and what each kind can
+do."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from agl_slime.errors import ConfigError
 
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
     from agl_slime.runner.concurrent import RunnerSettings
 
 RunnerKind = Literal["inproc", "process", "ray"]
+FinishedListener = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +33,34 @@ class RunnerPlan:
         kind, colon, count = text.partition(":")
         number = int(count) if count.isascii() and count.isdigit() else 0
         if kind not in get_args(RunnerKind) or (kind == "inproc") == bool(colon) or (colon and number < 1):
-            raise ConfigError(
-                f"--runners {text!r}: expected inproc, process:N or ray:N with N at least 1, for example process:4"
-            )
+            raise ConfigError(f"--runners {text!r}: expected inproc, process:N or ray:N with N at least 1")
         return cls(kind=kind, count=number or 1)  # type: ignore[arg-type]  # checked above
 
     def __str__(self) -> str:
         return self.kind if self.kind == "inproc" else f"{self.kind}:{self.count}"
 
 
-__all__ = ["RunnerKind", "RunnerPlan"]
+class RunnerPool(Protocol):
+    """Runners that execute the rollouts of one store."""
+
+    def start(self) -> Any:
+        """Start; returns when rollouts can be executed. Raises ``LoopError`` or ``ConfigError``. Blocks, for seconds
+        where processes start."""
+        ...
+
+    def wake(self) -> None:
+        """Look at the queue now."""
+        ...
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why no rollouts are executed any more, when ``stop`` is not the reason."""
+        ...
+
+    def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
+        """End all runners, with what is in flight cancelled or finished; nothing is left running. ``False`` when force
+        was needed."""
+        ...
+
+
+__all__ = ["FinishedListener", "RunnerKind", "RunnerPlan", "RunnerPool"]

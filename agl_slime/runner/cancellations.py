@@ -19,13 +19,11 @@ logger = logging.getLogger(__name__)
 def listen_for_cancellations(
     store: LightningStore, *, cancel: Callable[[str], None], claimed: Callable[[], set[str]]
 ) -> Callable[[], None]:
-    """Call ``cancel(rollout_id)`` for each rollout that is cancelled in the store from now on; the returned function
-    ends that.
+    """Call ``cancel(rollout_id)`` for each rollout that is cancelled in the store from now on, perhaps twice, on any
+    thread, and for rollouts of other runners too; the returned function ends that.
 
-    A store of this process calls, on whatever thread; one elsewhere is followed by a task of the running event loop.
-    Stores that tell of no cancellations are not asked. ``cancel`` may be called twice for a rollout, and for rollouts
-    of other runners. ``claimed`` are the ids of this runner's own, which are looked at after a time in which the store
-    could not be heard.
+    ``claimed`` are the ids of this runner's own, which are looked at after a time in which a store elsewhere could not
+    be heard. Stores that tell of no cancellations are not asked.
     """
     subscribe: Any = getattr(store, "subscribe_finished", None)
     if subscribe is not None:
@@ -46,15 +44,12 @@ async def _follow(store: Any, cancel: Callable[[str], None], claimed: Callable[[
         async for page in store.follow_cancelled(position):
             for rollout_id in page["rollout_ids"]:
                 cancel(rollout_id)
-            # another life of the server: what was cancelled between the two is in neither's feed
+            # another instance of the server: what was cancelled between the two is in neither's feed
             if page["missed"] or position.instance_id not in ("", page["instance_id"]):
                 try:
                     await _look(store, cancel, claimed())
                 except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-                    logger.debug(
-                        "The store did not say what was cancelled while it could not be heard (%s); asking again.",
-                        error,
-                    )
+                    logger.debug("The store did not say what was cancelled (%s); asking again.", error)
                     continue  # the position stays, so the same page comes again
             position.instance_id, position.after = page["instance_id"], page["last"]
     except DataSourceError as error:

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from agl_slime.errors import ConfigError
+from agl_slime.runner.base import FinishedListener
 from agl_slime.runner.cancellations import listen_for_cancellations
-from agl_slime.runner.guard import GuardedAgent
+from agl_slime.runner.guard import GuardedAgent, contain_tasks
 from agl_slime.runner.lag import LagMonitor
+from agl_slime.runner.process import tune_garbage_collector
 from agl_slime.runner.recording import current_recording
 from agl_slime.runner.tracer import ContextTracer
 from agl_slime.support.agl import AttemptedRollout, ExecutionEvent, Hook, LitAgent, LitAgentRunner
 
 logger = logging.getLogger(__name__)
-
-FinishedListener = Callable[[str], None]
 
 _RESTARTS_PER_WORKER = 3
 
@@ -55,19 +55,17 @@ class RunnerSettings:
     max_restarts: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_concurrent", "max_sync_threads", "claim_batch", "flush_spans"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("poll_interval_s", "flush_interval_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
-        for name in ("heartbeat_interval_s", "lag_warning_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be 0 (off) or more seconds, got {getattr(self, name)}")
-        if self.max_restarts is not None and self.max_restarts < 0:
-            raise ConfigError(f"max_restarts must be 0 or more, or None for three per worker, got {self.max_restarts}")
-        if self.timeout_s is not None and self.timeout_s <= 0:
-            raise ConfigError(f"timeout_s must be positive or None, got {self.timeout_s}")
+        at_least_1 = ("max_concurrent", "max_sync_threads", "claim_batch", "flush_spans")
+        for names, bound, fits in (
+            (at_least_1, "at least 1", lambda value: value >= 1),
+            (("poll_interval_s", "flush_interval_s"), "above 0 seconds", lambda value: value > 0),
+            (("heartbeat_interval_s", "lag_warning_s"), "0 (off) or more seconds", lambda value: value >= 0),
+            (("max_restarts",), "0 or more, or None for three per worker", lambda value: value is None or value >= 0),
+            (("timeout_s",), "above 0 seconds or None", lambda value: value is None or value > 0),
+        ):
+            for name in names:
+                if not fits(value := getattr(self, name)):
+                    raise ConfigError(f"{name} must be {bound}, got {value}")
 
     def restarts(self, workers: int) -> int:
         """How many dead workers a pool of so many replaces."""
@@ -121,19 +119,25 @@ class ConcurrentRunner(LitAgentRunner[Any]):
     def init(self, agent: LitAgent[Any], *, hooks: Sequence[Hook] | None = None, **kwargs: Any) -> None:
         super().init(agent, hooks=hooks, **kwargs)
         settings = self.settings
-        self._guard = GuardedAgent(
-            agent=agent, default_timeout_s=settings.timeout_s, flush_interval_s=settings.flush_interval_s
-        )
         if not agent.is_async():
             self._limit = min(settings.max_concurrent, settings.max_sync_threads)
+        self._guard = GuardedAgent(
+            agent=agent,
+            max_threads=settings.max_sync_threads,
+            default_timeout_s=settings.timeout_s,
+            flush_interval_s=settings.flush_interval_s,
+        )
         if settings.lag_warning_s:
             self.lag = LagMonitor(agent_name=type(agent).__name__, threshold_s=settings.lag_warning_s)
 
     def get_agent(self) -> LitAgent[Any]:
         """The agent under guard: what Agent Lightning's step calls."""
+        return self._guarded()  # type: ignore[return-value]  # the guard passes everything else through
+
+    def _guarded(self) -> GuardedAgent:
         if self._guard is None:
             raise ValueError("The runner has no agent yet: call init() first.")
-        return self._guard  # type: ignore[return-value]  # the guard passes everything else through
+        return self._guard
 
     def get_worker_id(self) -> str:
         return self._name or super().get_worker_id()
@@ -157,20 +161,16 @@ class ConcurrentRunner(LitAgentRunner[Any]):
     def cancel(self, rollout_id: str) -> None:
         """Cancel the agent that runs this rollout, or is about to, if one does; its attempt then fails with the reason
         ``cancelled``."""
-        self._on_loop(lambda: self._guard.cancel(rollout_id) if self._guard is not None else None)
+        self._on_loop(lambda: self._guarded().cancel(rollout_id))
 
     def stop(self, *, cancel: bool = True) -> None:
         """End ``iter``: claim nothing more, and either cancel what is in flight or let it finish."""
         self._stopping = True
         self._cancelling = self._cancelling or cancel
 
-        def act() -> None:
-            if cancel and self._guard is not None:
-                self._guard.cancel_all()
-            if self._wake is not None:
-                self._wake.set()
-
-        self._on_loop(act)
+        if cancel:
+            self._on_loop(lambda: self._guarded().cancel_all())
+        self.wake()
 
     def _on_loop(self, callback: Callable[[], Any]) -> None:
         loop = self._loop
@@ -191,6 +191,8 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self._wake = asyncio.Event()
         stop_heartbeat = self._start_heartbeat_loop(store)
         unsubscribe = listen_for_cancellations(store, cancel=self.cancel, claimed=self._claimed)
+        tune_garbage_collector()
+        stop_containing = contain_tasks(self._loop)
         flusher = asyncio.create_task(self._context_tracer.flush_for_ever(), name=f"{self.get_worker_id()}-flusher")
         if self.lag is not None:
             self.lag.start()
@@ -201,14 +203,13 @@ class ConcurrentRunner(LitAgentRunner[Any]):
                     await self._idle()
             await self._drain()
         except asyncio.CancelledError:
-            self.stop(cancel=True)
-            if self._guard is not None:
-                self._guard.cancel_all()
+            self._stopping = self._cancelling = True
             await self._drain()
             raise
         finally:
             flusher.cancel()
             unsubscribe()
+            stop_containing()
             if self.lag is not None:
                 self.lag.stop()
             if stop_heartbeat is not None:
@@ -219,11 +220,11 @@ class ConcurrentRunner(LitAgentRunner[Any]):
                 await close()
 
     async def _drain(self) -> None:
-        # what was claimed just before the end may not have reached its agent yet, where cancel_all finds it
         while self._in_flight:
+            # again and again: what was claimed just before the end may not have reached its agent yet
+            if self._cancelling:
+                self._guarded().cancel_all()
             await asyncio.wait(self._in_flight, timeout=0.2)
-            if self._cancelling and self._guard is not None:
-                self._guard.cancel_all()
 
     def _claimed(self) -> set[str]:
         return {task.get_name() for task in self._in_flight}
@@ -233,9 +234,8 @@ class ConcurrentRunner(LitAgentRunner[Any]):
 
     async def _claim(self) -> bool:
         """Claim and start what there is room for; whether anything was claimed."""
-        if self._guard is not None:
-            # a rollout that was cancelled before it is asked for will not be handed out
-            self._guard.forget_refusals(claimed=self._claimed)
+        # a rollout that was cancelled before it is asked for will not be delivered
+        self._guarded().forget_refusals(claimed=self._claimed)
         limit = min(self._room(), self._next_claim)
         if limit <= 0:
             return False
@@ -252,11 +252,9 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         return bool(claimed)
 
     def _room(self) -> int:
-        room = self._limit - len(self._in_flight)
-        if self._guard is not None and self._guard.sync_threads.running:
-            # threads that were abandoned still run: as many may hang as may run, and not one more
-            room = min(room, 2 * self._limit - self._guard.sync_threads.running)
-        return room
+        # threads of a sync agent that hang, abandoned: with those that run, twice as many as may run, and not one more
+        hung = self._guarded().threads.abandoned
+        return min(self._limit, 2 * self._limit - hung) - len(self._in_flight)
 
     async def _idle(self) -> None:
         assert self._wake is not None

@@ -10,14 +10,14 @@ knows why.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from agl_slime.errors import RewardError, RolloutError, RolloutTimeoutError
+from agl_slime.rollout.outcome import check_reward
 from agl_slime.runner.recording import current_recording
-from agl_slime.runner.sync_threads import SyncThreads
 from agl_slime.support.agl import LitAgent, NamedResources, Rollout, emit_exception
+from agl_slime.support.threads import ThreadPool
 
 # Attribute of the exception span that names why the attempt failed, as one stable word for counting.
 FAILURE_REASON = "agl_slime.failure.reason"
@@ -49,17 +49,27 @@ class _Run:
 
 
 class GuardedAgent:
-    """Runs one agent's rollouts under guard; everything else is the agent's own (hooks see it as the agent)."""
+    """Runs one agent's rollouts under guard; everything else is the agent's own (hooks see it as the agent).
+
+    Args:
+        max_threads: threads of a sync agent that run at once; twice as many may hang, abandoned at their rollouts' time
+            limits, before further calls are refused.
+    """
 
     def __init__(
-        self, *, agent: LitAgent[Any], default_timeout_s: float | None = None, flush_interval_s: float | None = None
+        self,
+        *,
+        agent: LitAgent[Any],
+        max_threads: int,
+        default_timeout_s: float | None = None,
+        flush_interval_s: float | None = None,
     ) -> None:
         self._agent = agent
         self._default_timeout_s = default_timeout_s
         self._flush_interval_s = flush_interval_s
         self._running: dict[str, _Run] = {}
         self._refused: set[str] = set()
-        self.sync_threads = SyncThreads()
+        self.threads = ThreadPool(name="agl-slime-agent", max_running=max_threads, max_abandoned=2 * max_threads)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
@@ -69,27 +79,27 @@ class GuardedAgent:
 
     async def training_rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
         agent = self._agent
-        return await self._run(agent.training_rollout_async, agent.training_rollout, task, resources, rollout)
+        method: Any = agent.training_rollout_async if agent.is_async() else agent.training_rollout
+        return await self._run(method, task, resources, rollout)
 
     async def validation_rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
         agent = self._agent
-        return await self._run(agent.validation_rollout_async, agent.validation_rollout, task, resources, rollout)
+        method: Any = agent.validation_rollout_async if agent.is_async() else agent.validation_rollout
+        return await self._run(method, task, resources, rollout)
 
-    def cancel_all(self) -> int:
-        """Cancel every agent that is running; each attempt then fails with the reason ``cancelled``. Returns how many."""
+    def cancel_all(self) -> None:
+        """Cancel every agent that is running; each attempt then fails with the reason ``cancelled``."""
         for run in self._running.values():
             run.cancel()
-        return len(self._running)
 
-    def cancel(self, rollout_id: str) -> bool:
-        """Cancel the agent that runs this rollout; ``False`` when none does. One that is about to begin with it will
-        not, until ``forget_refusals`` says that nobody is."""
+    def cancel(self, rollout_id: str) -> None:
+        """Cancel the agent that runs this rollout. One that is about to begin with it will not, until
+        ``forget_refusals`` says that nobody is."""
         run = self._running.get(rollout_id)
         if run is not None:
             run.cancel()
         else:
             self._refused.add(rollout_id)
-        return run is not None
 
     def forget_refusals(self, *, claimed: Callable[[], set[str]]) -> None:
         """Of what was cancelled and had no agent, only what is among the ``claimed`` can still get one. Costs nothing
@@ -97,27 +107,15 @@ class GuardedAgent:
         if self._refused:
             self._refused &= claimed()
 
-    async def _run(
-        self,
-        method: Callable[..., Coroutine[Any, Any, Any]],
-        sync_method: Callable[..., Any],
-        task: Any,
-        resources: NamedResources,
-        rollout: Rollout,
-    ) -> Any:
-        work: Coroutine[Any, Any, Any]
+    async def _run(self, method: Callable[..., Any], task: Any, resources: NamedResources, rollout: Rollout) -> Any:
         if (recording := current_recording.get()) is not None:
             recording.flush_after_s = self._flush_after_s(rollout)
         try:
             if rollout.rollout_id in self._refused:
                 raise RolloutError("The rollout was cancelled before its agent had begun.", reason="cancelled")
-            if self._agent.is_async():
-                work = method(task, resources, rollout)
-            else:
-                work = self.sync_threads.run(
-                    f"agl-slime-agent-{rollout.rollout_id}", sync_method, task, resources, rollout
-                )
-            result = await self._with_time_limit(_contained(work), rollout)
+            is_async = self._agent.is_async()
+            work = method(task, resources, rollout) if is_async else self.threads.run(method, task, resources, rollout)
+            result = await self._with_time_limit(work, rollout)
             check_result(result)
         except Exception as error:
             emit_exception(error, {FAILURE_REASON: failure_reason(error)})
@@ -127,12 +125,8 @@ class GuardedAgent:
     def _flush_after_s(self, rollout: Rollout) -> float | None:
         # the store takes an attempt without new spans for dead after unresponsive_seconds: show life well within them
         silence = rollout.config.unresponsive_seconds
-        limits = [
-            limit
-            for limit in (self._flush_interval_s, silence / 3 if silence is not None else None)
-            if limit is not None
-        ]
-        return min(limits) if limits else None
+        limits = [self._flush_interval_s, silence / 3 if silence is not None else None]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     async def _with_time_limit(self, work: Coroutine[Any, Any, Any], rollout: Rollout) -> Any:
         limit = rollout.config.timeout_seconds or self._default_timeout_s
@@ -147,9 +141,7 @@ class GuardedAgent:
                 how = "was cancelled" if inner.done() else "ignored its cancellation; it was abandoned"
                 raise RolloutTimeoutError(f"The agent ran past its limit of {limit:g} s and {how}.")
             if not inner.done():
-                raise RolloutError(
-                    "The rollout was cancelled; its agent ignored that and was abandoned.", reason="cancelled"
-                )
+                raise RolloutError("The rollout was cancelled; its agent was abandoned.", reason="cancelled")
             if inner.cancelled():
                 raise RolloutError("The rollout was cancelled.", reason="cancelled")
             return inner.result()
@@ -159,15 +151,6 @@ class GuardedAgent:
         finally:
             if self._running.get(rollout.rollout_id) is run:
                 del self._running[rollout.rollout_id]
-
-
-async def _contained(work: Coroutine[Any, Any, Any]) -> Any:
-    """``work``, whose ``sys.exit()`` is its own end and not the runner's: asyncio lets ``SystemExit`` through to
-    whoever runs the loop."""
-    try:
-        return await work
-    except SystemExit as error:
-        raise RolloutError(f"The agent called sys.exit({error.code!r}).", reason="SystemExit") from error
 
 
 def failure_reason(error: BaseException) -> str:
@@ -182,8 +165,56 @@ def check_result(result: Any) -> None:
         return
     if not isinstance(result, (int, float)):
         raise RewardError(f"The agent returned {result!r}; expected a number (the reward), None or a list of spans.")
-    if not math.isfinite(result):
-        raise RewardError(f"The agent returned the reward {result!r}; a reward must be a finite number.")
+    check_reward(result, source="The agent")
 
 
-__all__ = ["FAILURE_REASON", "GuardedAgent", "check_result", "failure_reason"]
+# -- tasks that agents start -----------------------------------------------------------------------------------------
+
+
+class _Contained(Coroutine[Any, Any, Any]):
+    """A coroutine whose ``SystemExit`` and ``KeyboardInterrupt`` are its own end: asyncio lets those two through to
+    whoever runs the loop, which would be the end of all rollouts."""
+
+    def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __await__(self) -> Any:
+        return self
+
+    def send(self, value: Any) -> Any:
+        try:
+            return self._inner.send(value)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise _ended_by(error) from error
+
+    def throw(self, *exception: Any) -> Any:
+        try:
+            return self._inner.throw(*exception)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise _ended_by(error) from error
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _ended_by(error: BaseException) -> RolloutError:
+    return RolloutError(f"The agent raised {error!r}.", reason=type(error).__name__)
+
+
+def contain_tasks(loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
+    """From now on tasks of this loop that belong to a rollout cannot end the loop; the returned function ends that."""
+    before = loop.get_task_factory()
+
+    def make_task(loop: asyncio.AbstractEventLoop, work: Any, **kwargs: Any) -> Any:
+        if current_recording.get() is not None and asyncio.iscoroutine(work):
+            work = _Contained(work)
+        return asyncio.Task(work, loop=loop, **kwargs) if before is None else before(loop, work, **kwargs)
+
+    loop.set_task_factory(make_task)
+    return lambda: loop.set_task_factory(before)
+
+
+__all__ = ["FAILURE_REASON", "GuardedAgent", "check_result", "contain_tasks", "failure_reason"]

@@ -2,7 +2,8 @@
 
 One agent that sleeps, computes or asks a slow judge on the event loop stops thousands of rollouts. A task on the loop
 notes the time every quarter of a second; a thread looks at the note, and when it is old, at what the loop's thread is
-doing.
+doing. A busy machine makes the note old as well: the thread is accused only when it runs somebody's code, and has spent
+its time there or stands still in it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 import traceback
 from types import FrameType
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -36,21 +38,21 @@ class LagMonitor:
     def __init__(self, *, agent_name: str, threshold_s: float = 1.0) -> None:
         self._agent_name = agent_name
         self._threshold_s = threshold_s
-        self._ticked = time.monotonic()
+        self._ticked = self._ticked_cpu = 0.0
         self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
         self._ticker: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
+        self._clock: int | None = None
         self.warning: str | None = None
         """What was warned about."""
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
+        self._clock = _own_cpu_clock()
         self._tick()
-        self._thread = threading.Thread(target=self._watch, name="agl-slime-lag-monitor", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._watch, name="agl-slime-lag-monitor", daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
@@ -59,33 +61,60 @@ class LagMonitor:
 
     def _tick(self) -> None:
         assert self._loop is not None
-        self._ticked = time.monotonic()
+        self._ticked, self._ticked_cpu = time.monotonic(), self._cpu_s()
         self._ticker = self._loop.call_later(_TICK_S, self._tick)
 
     def _watch(self) -> None:
+        before: tuple[float, str] | None = None
         while not self._stopped.wait(_TICK_S):
-            if time.monotonic() - self._ticked > self._threshold_s + _TICK_S:
-                self._warn()
+            ticked, late_s = self._ticked, time.monotonic() - self._ticked - _TICK_S
+            frame = sys._current_frames().get(self._loop_thread)
+            if late_s <= self._threshold_s or frame is None or not _runs_a_callback(frame):
+                before = None  # in time, or waiting in its selector for the machine
+                continue
+            place = _place_of(frame)
+            computes = self._cpu_s() - self._ticked_cpu >= late_s / 2
+            if computes or before == (ticked, place):
+                self._warn(place)
                 return
+            before = ticked, place
 
-    def _warn(self) -> None:
-        place = _place_of(sys._current_frames().get(self._loop_thread))
+    def _cpu_s(self) -> float:
+        """CPU time of the loop's thread; where the system does not tell, the time of day, as if it never waited."""
+        return time.monotonic() if self._clock is None else time.clock_gettime(self._clock)
+
+    def _warn(self, place: str) -> None:
         try:
             task = asyncio.current_task(self._loop)
         except RuntimeError:
             task = None
         rollout = f" in rollout {task.get_name()}" if task is not None else ""
         self.warning = (
-            f"{self._agent_name} blocks the runner's event loop: nothing else ran for {self._threshold_s:g} s{rollout}, at {place}. "
-            "All rollouts of this process wait meanwhile; use async calls, `asyncio.to_thread`, or a sync rollout()."
+            f"{self._agent_name} blocks the runner's event loop: nothing else ran for {self._threshold_s:g} s{rollout}, "
+            f"at {place}. All rollouts of this process wait meanwhile; use async calls, "
+            "`asyncio.to_thread`, or a sync rollout()."
         )
         logger.warning(self.warning)
 
 
-def _place_of(frame: FrameType | None) -> str:
+def _own_cpu_clock() -> int | None:
+    """The clock of the calling thread's CPU time; it can be read from other threads."""
+    clock_of: Any = getattr(time, "pthread_getcpuclockid", None)
+    return clock_of(threading.get_ident()) if clock_of is not None else None
+
+
+def _runs_a_callback(frame: FrameType) -> bool:
+    innermost: FrameType | None = frame
+    while innermost is not None:
+        code = innermost.f_code
+        if code.co_name == "_run" and code.co_filename.endswith("events.py"):
+            return True
+        innermost = innermost.f_back
+    return False
+
+
+def _place_of(frame: FrameType) -> str:
     """The innermost line that is neither plumbing nor the standard library's, else the innermost line."""
-    if frame is None:
-        return "an unknown place"
     stack = traceback.extract_stack(frame)
     library = sys.prefix, sys.base_prefix
     own = [entry for entry in stack if not any(part in entry.filename.replace("\\", "/") for part in _PLUMBING)]

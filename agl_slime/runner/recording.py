@@ -2,7 +2,7 @@
 
 The current recording lives in a ``contextvars.ContextVar``: asyncio tasks and ``asyncio.to_thread`` inherit it, so
 spans of nested tasks and of threads land on the rollout that started them, however many rollouts share the process.
-``agl_slime.runner.propagation`` carries it into threads and executors that Python starts without a context.
+``agl_slime.runner.process`` carries it into threads and executors that Python starts without a context.
 """
 
 from __future__ import annotations

@@ -6,12 +6,11 @@ import asyncio
 import logging
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from agl_slime.errors import LoopError
-from agl_slime.runner.concurrent import ConcurrentRunner, FinishedListener, RunnerSettings
-from agl_slime.runner.garbage import tune_garbage_collector
+from agl_slime.runner.base import FinishedListener
+from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
 from agl_slime.support.agl import Hook, LightningStore, LitAgent
 
 logger = logging.getLogger(__name__)
@@ -32,21 +31,18 @@ class RunnerThread:
         settings: RunnerSettings | None = None,
         hooks: Sequence[Hook] = (),
         on_finished: FinishedListener | None = None,
-        worker_id: int = 0,
         name: str | None = None,
     ) -> None:
         self.runner = ConcurrentRunner(settings=settings, on_finished=on_finished, name=name)
         self._agent = agent
         self._store = store
         self._hooks = hooks
-        self._worker_id = worker_id
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     def start(self) -> RunnerThread:
         if self._thread is not None:
             raise LoopError("The runner was started already; make a new RunnerThread to run again.")
-        tune_garbage_collector()
         ready = threading.Event()
         self._thread = threading.Thread(target=self._main, args=(ready,), name="agl-slime-runner", daemon=True)
         self._thread.start()
@@ -79,9 +75,7 @@ class RunnerThread:
     def __enter__(self) -> RunnerThread:
         return self.start()
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
     def _main(self, ready: threading.Event) -> None:
@@ -94,15 +88,6 @@ class RunnerThread:
             ready.set()
 
     async def _serve(self, ready: threading.Event) -> None:
-        runner = self.runner
-        runner.init(self._agent, hooks=self._hooks)
-        runner.init_worker(self._worker_id, self._store)
-        try:
+        with self.runner.run_context(agent=self._agent, store=self._store, hooks=self._hooks):
             asyncio.get_running_loop().call_soon(ready.set)
-            await runner.iter()
-        finally:
-            close = getattr(self._agent, "aclose", None)
-            if close is not None:
-                await close()
-            runner.teardown_worker(self._worker_id)
-            runner.teardown()
+            await self.runner.iter()

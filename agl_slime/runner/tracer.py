@@ -26,10 +26,7 @@ from opentelemetry import trace as trace_api
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace import Span as SdkSpan
-from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.trace import format_span_id, format_trace_id
 
-from agl_slime.runner.propagation import propagate, stop_propagating
 from agl_slime.runner.recording import Recording, SpanBuilder, current_recording
 from agl_slime.support.agl import (
     LightningStore,
@@ -65,10 +62,8 @@ class ContextTracer(Tracer):
         super().init_worker(worker_id, store)
         _attach_processor()
         _activate(self)
-        propagate()
 
     def teardown_worker(self, worker_id: int) -> None:
-        stop_propagating()
         _deactivate()
         super().teardown_worker(worker_id)
 
@@ -138,12 +133,17 @@ class ContextTracer(Tracer):
         now = timestamp if timestamp is not None else time.time()
         core = SpanCoreFields(
             name=name,
-            attributes=dict(attributes or {}),
+            attributes={key: _writable(value) for key, value in (attributes or {}).items()},
             start_time=now,
             end_time=now,
             status=status or TraceStatus(status_code="UNSET"),
         )
-        _record(lambda rollout_id, attempt_id, sequence_id: _from_core(core, rollout_id, attempt_id, sequence_id), name)
+        _record(
+            lambda rollout_id, attempt_id, sequence_id: Span.from_core_fields(
+                core, rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=sequence_id
+            ),
+            name,
+        )
         return core
 
     @contextmanager
@@ -222,38 +222,19 @@ def _key_of(span: ReadableSpan) -> tuple[int, int]:
     return (context.trace_id, context.span_id) if context is not None else (0, 0)
 
 
-# What all spans of Agent Lightning's form have in common, validated once.
-_BLANK = Span.from_attributes(attributes={})
-_ids = RandomIdGenerator()
-
-
-def _from_core(core: SpanCoreFields, rollout_id: str, attempt_id: str, sequence_id: int) -> Span:
-    """``Span.from_core_fields`` without validating again what ``core`` has validated: half of its time. No two spans
-    share a part that may change."""
-    assert _BLANK.context is not None
-    trace_id, span_id = format_trace_id(_ids.generate_trace_id()), format_span_id(_ids.generate_span_id())
-    return _BLANK.model_copy(
-        update={
-            "rollout_id": rollout_id,
-            "attempt_id": attempt_id,
-            "sequence_id": sequence_id,
-            "trace_id": trace_id,
-            "span_id": span_id,
-            "name": core.name or _BLANK.name,
-            "status": core.status,
-            "attributes": core.attributes,
-            "events": [],
-            "links": [],
-            "start_time": core.start_time or time.time(),
-            "end_time": core.end_time,
-            "context": _BLANK.context.model_copy(update={"trace_id": trace_id, "span_id": span_id, "trace_state": {}}),
-            "resource": _BLANK.resource.model_copy(update={"attributes": {}}),
-        }
-    )
-
-
 def _from_otel(span: ReadableSpan, rollout_id: str, attempt_id: str, sequence_id: int) -> Span:
     return Span.from_opentelemetry(span, rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=sequence_id)
+
+
+def _writable(value: Any) -> Any:
+    """``value`` with lone surrogates spelled out as backslash and number: no JSON and no database takes them."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+    return (
+        [_writable(item) for item in value]
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], str)
+        else value
+    )
 
 
 def _record(builder: SpanBuilder, name: str) -> None:

@@ -1,30 +1,31 @@
-"""A runner in a process of its own: what ``ProcessPool`` starts and Ray actors run."""
+"""Runners outside of this process: what such a worker runs, and what pools of processes and of Ray actors share.
+
+Workers claim their work from the store over HTTP like any other runner; nothing is scheduled here. The rollouts of a
+worker that dies are tried again by others at once, and it is replaced while there are replacements left.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import signal
+import secrets
+import socket
 import threading
-import time
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any
 
+from typing_extensions import Self
+
+from agl_slime.errors import ConfigError, LoopError
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
-from agl_slime.runner.garbage import tune_garbage_collector
+from agl_slime.runner.process import own_this_process
+from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import WorkerStore
-from agl_slime.support.agl import LitAgent
+from agl_slime.store.server import TOKEN_VARIABLE, StoreService
+from agl_slime.support.agl import LightningStore, LightningStoreClient, LitAgent
+from agl_slime.support.threads import run_blocking
 
 logger = logging.getLogger(__name__)
-
-# What the pool says to a worker, one word at a time. The end of the pipe means that the pool is gone.
-Command = Literal["wake", "stop", "drain"]
-READY = "ready"
-
-# A worker whose pool is gone gives its agents this long to be cancelled, and then ends whatever they do.
-_ORPHAN_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,61 +40,157 @@ class WorkerSpec:
 
 
 class Worker:
-    """One ``ConcurrentRunner`` against a store over HTTP."""
+    """One ``ConcurrentRunner`` against a store over HTTP, in a process that is all its own."""
 
     def __init__(self, spec: WorkerSpec) -> None:
+        own_this_process()
         self._spec = spec
-        self._store = WorkerStore(spec.store_url, token=spec.store_token)
         self.runner = ConcurrentRunner(settings=spec.settings, name=spec.name)
 
     async def run(self) -> None:
         """Execute rollouts until the runner is stopped."""
-        runner, agent = self.runner, self._spec.agent
-        runner.init(agent)
-        runner.init_worker(0, self._store)
+        store = WorkerStore(self._spec.store_url, token=self._spec.store_token)
         try:
-            await runner.iter()
+            with self.runner.run_context(agent=self._spec.agent, store=store):
+                await self.runner.iter()
         finally:
-            close = getattr(agent, "aclose", None)
-            if close is not None:
-                await close()
-            runner.teardown_worker(0)
-            runner.teardown()
-            await self._store.close()
+            await store.close()
 
 
-def process_main(spec: WorkerSpec, control: Connection) -> None:
-    """The main function of a worker process."""
-    # Ctrl-C reaches every process of the terminal; the pool decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {spec.name}: %(message)s")
-    logging.getLogger("agentlightning").setLevel(logging.CRITICAL)  # failures are in the store, with their reasons
-    tune_garbage_collector()
-    worker = Worker(spec)
-    signal.signal(signal.SIGTERM, lambda *_: worker.runner.stop())
-    threading.Thread(target=_obey, args=(worker.runner, control), name="agl-slime-control", daemon=True).start()
-    try:
-        control.send(READY)
-        asyncio.run(worker.run())
-    finally:
-        control.close()
+class StoreAccess:
+    """How workers outside of this process reach a store: served from here, with a random token, or where it is served
+    already."""
+
+    def __init__(self, store: LightningStore, *, host: str = "127.0.0.1") -> None:
+        if not isinstance(store, (BridgeStore, LightningStoreClient)):
+            kind = type(store).__name__
+            raise ConfigError(f"runners in other processes need a BridgeStore or a client of one, got a {kind}")
+        self._store = store
+        self.host = host
+        self._service: StoreService | None = None
+        self.token: str | None = getattr(store, "_token", None)
+
+    @property
+    def url(self) -> str:
+        if self._service is not None:
+            return self._service.url
+        assert isinstance(self._store, LightningStoreClient)
+        return self._store.server_address_root
+
+    def open(self) -> None:
+        if isinstance(self._store, BridgeStore) and self._service is None:
+            self.token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+            self._service = StoreService(store=self._store, host=self.host, token=self.token).start()
+
+    def close(self) -> None:
+        service, self._service = self._service, None
+        if service is not None:
+            service.stop()
+
+    def fail_worker(self, name: str, reason: str) -> None:
+        """Have others try the rollouts of a dead worker. A store elsewhere notices by itself, when the worker's
+        heartbeats stop."""
+        if isinstance(self._store, BridgeStore):
+            run_blocking(self._store.fail_worker(name, reason=reason, gone=True))
 
 
-def _obey(runner: ConcurrentRunner, control: Connection) -> None:
-    while True:
+class WorkerPool:
+    """``count`` workers that are replaced when they die; base of the pools, which start, watch and stop them.
+
+    Args:
+        agent: travels to the workers by pickle; its class must be importable there.
+    """
+
+    kind: str
+
+    def __init__(
+        self, *, agent: LitAgent[Any], access: StoreAccess, count: int, settings: RunnerSettings | None = None
+    ) -> None:
+        self._agent = agent
+        self._access = access
+        self._count = count
+        self._settings = settings or RunnerSettings()
+        self._replacements = self._settings.restarts(count)
+        self._changed = threading.Condition()
+        self._stopping = threading.Event()
+        self._failure: BaseException | None = None
+        self._watcher: threading.Thread | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
+
+    def start(self) -> Self:
+        if self._watcher is not None:
+            raise LoopError("The pool was started already; make a new one to run again.")
         try:
-            command: Command = control.recv()
-        except (EOFError, OSError):
-            if not runner.stopping:
-                logger.warning("The process that started this runner is gone; the runner ends.")
-                runner.stop()
-                time.sleep(_ORPHAN_GRACE_S)
-                os._exit(1)
-            return
-        if command == "wake":
-            runner.wake()
-        else:
-            runner.stop(cancel=command == "stop")
+            self._open()
+            for _ in range(self._count):
+                self._launch(self._new_spec())
+            self._watcher = threading.Thread(target=self._watch_until_stopped, name="agl-slime-pool", daemon=True)
+            self._watcher.start()
+            self._wait_for_the_first()
+        except BaseException:
+            self.stop(timeout_s=0.0)
+            raise
+        return self
+
+    def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
+        """As ``RunnerPool.stop``."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def _open(self) -> None:
+        self._access.open()
+
+    def _launch(self, spec: WorkerSpec) -> None:
+        raise NotImplementedError
+
+    def _wait_for_the_first(self) -> None:
+        raise NotImplementedError
+
+    def _watch(self) -> None:
+        """Notice what happens to the workers, until there is none or the pool is stopped."""
+        raise NotImplementedError
+
+    def _watch_until_stopped(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:  # a replacement that could not be started: who waits for rollouts must hear of it
+            logger.error("The runners are not watched any more: %s", error, exc_info=error)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _new_spec(self) -> WorkerSpec:
+        # a name that no other runner of the store has, nor had: what the dead one has sent may still be under way
+        return WorkerSpec(
+            agent=self._agent,
+            store_url=self._access.url,
+            store_token=self._access.token,
+            settings=self._settings,
+            name=f"{self.kind}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
+        )
+
+    def _replace(self, reason: str, *, left: int) -> None:
+        """A worker has ended, and ``left`` others have not."""
+        if self._replacements > 0:
+            self._replacements -= 1
+            self._launch(self._new_spec())
+        elif not left:
+            self._fail(LoopError(f"all runners ({self.kind}) have ended, the last one with {reason}"))
+
+    def _bury(self, name: str, reason: str) -> None:
+        self._access.fail_worker(name, reason)
+        logger.warning("Runner %s has ended (%s).", name, reason)
 
 
-__all__ = ["READY", "Command", "Worker", "WorkerSpec", "process_main"]
+__all__ = ["StoreAccess", "Worker", "WorkerPool", "WorkerSpec"]

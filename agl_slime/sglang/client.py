@@ -13,7 +13,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ from agl_slime.sglang.generation import (
     parse_generation,
 )
 from agl_slime.sglang.retry import classify_exception, context_limit
-from agl_slime.sglang.transport import ClientSettings, HttpTransport, Response
+from agl_slime.sglang.transport import ClientSettings, HttpTransport
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.threads import run_in_thread
 
@@ -204,12 +204,14 @@ class SGLangClient:
             "return_logprob": True,
         }
 
+        where = f"{self.base_url}/generate"
+
         async def attempt() -> Generation:
             rid = next(rids)
             sent = time.monotonic()
             try:
                 answer = await self._http.send(
-                    "POST", "/generate", payload={**payload, "rid": rid}, headers=headers, deadline=deadline
+                    "POST", "/generate", {**payload, "rid": rid}, headers=headers, deadline=deadline
                 )
             except aiohttp.ClientConnectorError:
                 raise  # it never arrived
@@ -217,9 +219,9 @@ class SGLangClient:
                 # it may still run there, for nobody, and hold its place in the batch
                 self._abort_soon(rid)
                 raise
-            return parse_generation(answer.json(), latency_s=time.monotonic() - sent, where=answer.where)
+            return parse_generation(answer, latency_s=time.monotonic() - sent, where=where)
 
-        return await self._http.retrying(attempt, path="/generate", deadline=deadline)
+        return await self._http.retrier.run(attempt, where=where, deadline=deadline)
 
     def _check_prompt(self, input_ids: Sequence[int]) -> None:
         if len(input_ids) == 0:
@@ -286,13 +288,9 @@ class SGLangClient:
             EngineRequestError: The server could not load it; the text has its reason.
         """
         payload = {"model_path": path, "weight_version": version, "flush_cache": flush_cache}
-
-        def read(answer: Response) -> None:
-            found = answer.json_object()
-            if found.get("success") is not True:
-                raise EngineRequestError(f"{answer.where} answered {str(found)[:500]}")
-
-        await self._post("/update_weights_from_disk", payload, timeout_s=timeout_s, read=read)
+        found = await self._http.call("POST", "/update_weights_from_disk", payload, timeout_s=timeout_s)
+        if found.get("success") is not True:
+            raise EngineRequestError(f"{self.base_url}/update_weights_from_disk answered {str(found)[:500]}")
 
     async def probe(self, *, timeout_s: float = _PROBE_TIMEOUT_S) -> EngineDescription:
         """Look at the server once, at start-up, and say what it is; a failure is one sentence for the person who gave
@@ -308,15 +306,8 @@ class SGLangClient:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    async def _post(
-        self,
-        path: str,
-        payload: Any = None,
-        *,
-        timeout_s: float | None = None,
-        read: Callable[[Response], None] = lambda _: None,
-    ) -> None:
-        await self._http.call("POST", path, payload=payload, timeout_s=timeout_s, read=read)
+    async def _post(self, path: str, payload: Any = None, *, timeout_s: float | None = None) -> None:
+        await self._http.call("POST", path, payload, timeout_s=timeout_s, json=False)
 
     def _abort_soon(self, rid: str) -> None:
         """Ask the engine to abort ``rid`` without waiting for it. Best effort: SGLang also notices by itself, some
@@ -335,9 +326,8 @@ class SGLangClient:
         while self._unwanted:
             rid = self._unwanted.popleft()
             try:
-                await self._http.send(
-                    "POST", "/abort_request", payload={"rid": rid}, deadline=time.monotonic() + _ABORT_TIMEOUT_S
-                )
+                deadline = time.monotonic() + _ABORT_TIMEOUT_S
+                await self._http.send("POST", "/abort_request", {"rid": rid}, deadline=deadline, json=False)
             except Exception as exc:
                 # unreachable, or a router, which does not pass aborts on: asking for the rest would be as vain
                 logger.debug("abort of %s not sent: %s", rid, classify_exception(exc, where=self.base_url).error)

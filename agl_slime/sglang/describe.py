@@ -19,7 +19,7 @@ from agl_slime.errors import (
     EngineUnreachableError,
 )
 from agl_slime.sglang.retry import status_of
-from agl_slime.sglang.transport import HttpTransport, Response
+from agl_slime.sglang.transport import HttpTransport
 
 _DP_RANK = re.compile(r"@\d+/?$")
 
@@ -59,11 +59,11 @@ async def describe(http: HttpTransport, *, timeout_s: float) -> EngineDescriptio
 async def model_info(http: HttpTransport, **limits: Any) -> dict[str, Any]:
     """``/model_info``, or ``/get_model_info``: sglang-router passes only the older path on, to one of its workers."""
     try:
-        return await http.call("GET", "/model_info", read=Response.json_object, **limits)
+        return await http.call("GET", "/model_info", **limits)
     except EngineRequestError as error:
         if status_of(error) not in (404, 405):
             raise
-        return await http.call("GET", "/get_model_info", read=Response.json_object, **limits)
+        return await http.call("GET", "/get_model_info", **limits)
 
 
 def version_of(info: Mapping[str, Any], base_url: str) -> str:
@@ -77,7 +77,7 @@ def version_of(info: Mapping[str, Any], base_url: str) -> str:
 async def find_workers(http: HttpTransport) -> tuple[str, ...]:
     """See ``SGLangClient.workers``."""
     try:
-        listed = await http.call("GET", "/workers", read=Response.json_object)
+        listed = await http.call("GET", "/workers")
     except EngineRequestError:
         return (http.base_url,)  # plain SGLang has no /workers
     workers = parse_workers(listed, where=f"{http.base_url}/workers")

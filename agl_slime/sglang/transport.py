@@ -10,9 +10,9 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -22,8 +22,6 @@ from agl_slime.errors import ConfigError, EngineProtocolError
 from agl_slime.sglang.retry import HttpStatusError, Retrier, error_message
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # uvicorn under SGLang closes a connection that was idle for 5 s (SGLANG_TIMEOUT_KEEP_ALIVE); letting go of it first
 # avoids sending into a closing socket.
@@ -84,32 +82,6 @@ def check_positive(settings: object, *names: str) -> None:
             raise ConfigError(f"{name} must be more than 0 seconds, got {getattr(settings, name)!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
-    """An answer with status 200."""
-
-    where: str
-    body: bytes
-    content_type: str
-
-    def json(self) -> Any:
-        """The body as JSON. Raises ``EngineProtocolError`` when it is none (a page of some other server, half an
-        answer)."""
-        try:
-            return _decoded(self.body)
-        except ValueError:
-            start = error_message(self.body[:200].decode(errors="replace"))
-            raise EngineProtocolError(
-                f"{self.where} answered {self.content_type or 'a body without a type'}, which is not JSON: {start!r}"
-            ) from None
-
-    def json_object(self) -> dict[str, Any]:
-        found = self.json()
-        if not isinstance(found, dict):
-            raise EngineProtocolError(f"{self.where} answered a JSON {type(found).__name__}; expected an object")
-        return found
-
-
 class HttpTransport:
     """Requests to one base URL from any number of event loops: each loop gets its own connection pool when it first
     sends something.
@@ -120,50 +92,47 @@ class HttpTransport:
     def __init__(self, *, base_url: str, settings: ClientSettings) -> None:
         self.base_url = checked_url(base_url)
         self.settings = settings
-        self._retrier = Retrier(
-            max_attempts=settings.max_attempts,
-            base_s=settings.backoff_base_s,
-            cap_s=settings.backoff_cap_s,
+        self.retrier = Retrier(
+            max_attempts=settings.max_attempts, base_s=settings.backoff_base_s, cap_s=settings.backoff_cap_s
         )
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self._lock = threading.Lock()
-
-    async def retrying(
-        self, attempt: Callable[[], Awaitable[T]], *, path: str, deadline: float, max_attempts: int | None = None
-    ) -> T:
-        """``attempt`` again until it succeeds or cannot (see ``Retrier``)."""
-        where = self.base_url + path
-        return await self._retrier.run(attempt, where=where, deadline=deadline, max_attempts=max_attempts)
 
     async def call(
         self,
         method: str,
         path: str,
-        *,
         payload: Any = None,
+        *,
         timeout_s: float | None = None,
         max_attempts: int | None = None,
-        read: Callable[[Response], T],
-    ) -> T:
-        """One control call with retries; ``read`` turns the answer into what the caller wants and may raise
-        ``EngineProtocolError``, which is retried as well."""
+        json: bool = True,
+    ) -> dict[str, Any]:
+        """One control call with retries. Returns the JSON object of the answer; nothing of it without ``json``."""
         deadline = time.monotonic() + (timeout_s or self.settings.control_timeout_s)
+        where = self.base_url + path
 
-        async def attempt() -> T:
-            return read(await self.send(method, path, payload=payload, deadline=deadline))
+        async def attempt() -> dict[str, Any]:
+            found = await self.send(method, path, payload, deadline=deadline, json=json)
+            if not isinstance(found, dict):
+                raise EngineProtocolError(f"{where} answered a JSON {type(found).__name__}; expected an object")
+            return found
 
-        return await self.retrying(attempt, path=path, deadline=deadline, max_attempts=max_attempts)
+        return await self.retrier.run(attempt, where=where, deadline=deadline, max_attempts=max_attempts)
 
     async def send(
         self,
         method: str,
         path: str,
-        *,
         payload: Any = None,
+        *,
         headers: Mapping[str, str] | None = None,
         deadline: float,
-    ) -> Response:
-        """Send once. Raises ``HttpStatusError`` for any status but 200, and what aiohttp raises."""
+        json: bool = True,
+    ) -> Any:
+        """Send once. Returns the answer's JSON, or an empty object without ``json``. Raises ``HttpStatusError`` for any
+        status but 200, ``EngineProtocolError`` for a body that is no JSON (a page of some other server, half an
+        answer), and what aiohttp raises."""
         where = self.base_url + path
         remaining = max(0.001, deadline - time.monotonic())
         timeout = aiohttp.ClientTimeout(
@@ -180,11 +149,16 @@ class HttpTransport:
             method, where, data=body, headers=headers, timeout=timeout, allow_redirects=False
         ) as answer:
             content = await answer.read()
-            if answer.status != 200:
-                raise HttpStatusError(
-                    answer.status, content.decode(errors="replace"), where=where, headers=answer.headers
-                )
-            return Response(where, content, answer.content_type)
+            status, kind, told = answer.status, answer.content_type, answer.headers
+        if status != 200:
+            raise HttpStatusError(status, content.decode(errors="replace"), where=where, headers=told)
+        try:
+            return _decoded(content) if json else {}
+        except ValueError:
+            start = error_message(content[:200].decode(errors="replace"))
+            raise EngineProtocolError(
+                f"{where} answered {kind or 'a body without a type'}, which is not JSON: {start!r}"
+            ) from None
 
     async def aclose(self) -> None:
         """Close the connections of every loop. May be called more than once; a later request opens new ones."""

@@ -8,20 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, ValidationError
 
 from agl_slime.errors import ConfigError
 
-# How each setting is read.
-_READ: dict[str, type] = {
-    **dict.fromkeys(("store_url", "store_token", "agent", "llm_url"), str),
-    **dict.fromkeys(("tasks", "eval_tasks"), Path),
-    **dict.fromkeys(("get_timeout_s", "rollout_timeout_s", "group_timeout_s"), float),
-    **dict.fromkeys(("max_attempts", "eval_rollouts", "group_max_retries", "max_staleness"), int),
-    "drop_zero_variance": bool,
-}
 # slime's sampling flags, without rollout_ or eval_ before them, by SGLang's names.
 _SAMPLING = {
     "temperature": "temperature",
@@ -34,11 +27,16 @@ _SAMPLING = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PluginSettings:
-    """Where rollouts come from when slime builds the data source. Raises ``ConfigError`` naming what cannot be used."""
+_Seconds = Annotated[FiniteFloat, Field(gt=0)]
+_Count = Annotated[int, Field(ge=0)]
 
-    store_url: str | None = None
+
+class PluginSettings(BaseModel):
+    """Where rollouts come from when slime builds the data source."""
+
+    model_config = ConfigDict(frozen=True)
+
+    store_url: Annotated[str, StringConstraints(pattern="^https?://")] | None = None
     """Store that runners elsewhere write to, served by ``StoreService``; instead of ``agent``."""
     store_token: str | None = None
     agent: str | None = None
@@ -47,21 +45,21 @@ class PluginSettings:
     """Tasks as JSON lines; else slime's ``--prompt-data``, else the agent's ``make_task``."""
     eval_tasks: Path | None = None
     """Tasks of evaluations as JSON lines; else the agent's ``make_task`` with another seed."""
-    eval_rollouts: int = 32
+    eval_rollouts: Annotated[int, Field(ge=1)] = 32
     """Rollouts of an evaluation."""
     llm_url: str | None = None
     """Where agents find the model; else slime's router."""
-    get_timeout_s: float = 1800.0
+    get_timeout_s: _Seconds = 1800.0
     """Longest wait for a group, or for an evaluation."""
-    max_attempts: int = 2
+    max_attempts: Annotated[int, Field(ge=1)] = 2
     """How often a rollout is tried, the first time included."""
-    rollout_timeout_s: float = 1800.0
+    rollout_timeout_s: _Seconds = 1800.0
     """Time limit of a rollout."""
-    group_max_retries: int = 0
+    group_max_retries: _Count = 0
     """Failed rollouts of a group that are run again, beside the attempts of each."""
-    group_timeout_s: float | None = None
+    group_timeout_s: _Seconds | None = None
     """A group is replaced when so long after its last rollout ended others are still out."""
-    max_staleness: int | None = None
+    max_staleness: _Count | None = None
     """Most weight versions that tokens may be behind the newest that was seen."""
     drop_zero_variance: bool = False
     """Groups whose rewards are all the same are replaced."""
@@ -77,19 +75,6 @@ class PluginSettings:
     """Whether ``get_samples`` waits for groups. It must not under slime's fully-async rollout function, which calls it
     on its event loop and takes an empty list for "ask again in a second"; it must everywhere else."""
 
-    def __post_init__(self) -> None:
-        if self.store_url is not None and self.agent is not None:
-            both = f"agl_store_url {self.store_url!r} and agl_agent {self.agent!r}"
-            raise ConfigError(f"{both} are both set: the agent runs here, or elsewhere on a store; leave one out")
-        if self.store_url is not None and not self.store_url.startswith(("http://", "https://")):
-            raise ConfigError(f"agl_store_url must begin with http:// or https://, got {self.store_url!r}")
-        for name in ("get_timeout_s", "rollout_timeout_s", "group_timeout_s"):
-            if (seconds := getattr(self, name)) is not None and not seconds > 0:
-                raise ConfigError(f"agl_{name} must be above 0 seconds, got {seconds}")
-        for name, least in {"group_max_retries": 0, "max_staleness": 0, "max_attempts": 1, "eval_rollouts": 1}.items():
-            if (number := getattr(self, name)) is not None and number < least:
-                raise ConfigError(f"agl_{name} must be at least {least}, got {number}")
-
     @property
     def connected(self) -> bool:
         """Whether there is a store or an agent at all."""
@@ -98,35 +83,33 @@ class PluginSettings:
     @classmethod
     def from_args(cls, args: Any, environ: Mapping[str, str] = os.environ) -> PluginSettings:
         """Read the settings. Raises ``ConfigError`` naming a setting that cannot be used."""
-        values = {
-            name: value for name, kind in _READ.items() if (value := _read(args, environ, name, kind)) is not None
-        }
+        values: dict[str, Any] = {}
+        for name in cls.model_fields:
+            value = getattr(args, f"agl_{name}", None)
+            if value is not None or (value := environ.get(f"AGL_SLIME_{name.upper()}")):
+                values[name] = value
+        if values.get("store_url") is not None and values.get("agent") is not None:
+            both = f"agl_store_url {values['store_url']!r} and agl_agent {values['agent']!r}"
+            raise ConfigError(f"{both} are both set: the agent runs here, or elsewhere on a store; leave one out")
         if getattr(args, "rollout_global_dataset", False) and getattr(args, "prompt_data", None) is not None:
             values.setdefault("tasks", Path(args.prompt_data))
         host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
         if host is not None and port is not None:
             values.setdefault("llm_url", f"http://{host}:{port}")
         sampling = _sampling(args, "rollout")
-        return cls(
-            **values,
-            model=getattr(args, "hf_checkpoint", None),
-            sampling=sampling,
-            eval_sampling=sampling | _sampling(args, "eval"),
-            seed=int(getattr(args, "rollout_seed", None) or 0),
-            blocking="fully_async" not in (getattr(args, "rollout_function_path", None) or ""),
-        )
-
-
-def _read(args: Any, environ: Mapping[str, str], name: str, kind: type) -> Any:
-    value = getattr(args, f"agl_{name}", None)
-    if value is None and not (value := environ.get(f"AGL_SLIME_{name.upper()}")):
-        return None
-    if kind is bool:
-        return str(value).lower() in ("1", "true", "yes")
-    try:
-        return kind(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"agl_{name} must be a number, got {value!r}") from error
+        values |= {
+            "model": getattr(args, "hf_checkpoint", None),
+            "sampling": sampling,
+            "eval_sampling": sampling | _sampling(args, "eval"),
+            "seed": getattr(args, "rollout_seed", None) or 0,
+            "blocking": "fully_async" not in (getattr(args, "rollout_function_path", None) or ""),
+        }
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = f"agl_{first['loc'][0]}"
+            raise ConfigError(f"{name} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}") from error
 
 
 def _sampling(args: Any, prefix: str) -> dict[str, Any]:

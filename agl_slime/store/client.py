@@ -63,7 +63,8 @@ class RemoteStore(LightningStoreClient):
 
     async def release(self, rollout_ids: Sequence[str]) -> int:
         """As ``BridgeStore.release``, over HTTP."""
-        [result] = await self._post_calls([{"op": "release", "rollout_ids": list(rollout_ids)}])
+        call = {"op": "release", "rollout_ids": list(rollout_ids)}
+        [result] = await self._post_calls([orjson.Fragment(orjson.dumps(call))])
         return _result_of(result)
 
     def follow_finished(self, position: FeedPosition, *, wait_s: float = 20.0) -> AsyncIterator[FeedPage]:
@@ -103,9 +104,9 @@ class RemoteStore(LightningStoreClient):
             if page["rollout_ids"] or page["missed"] or page["instance_id"] != position.instance_id:
                 yield page
 
-    async def _post_calls(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    async def _post_calls(self, calls: list[orjson.Fragment]) -> list[dict[str, Any]]:
         # Sent twice is as good as once: a span that is there already is not added again, an end that is there stays.
-        body = orjson.dumps({"calls": calls}, option=orjson.OPT_SERIALIZE_NUMPY)
+        body = orjson.dumps({"calls": calls})
         answer = await self._backoff(_UNREACHABLE_S).run(lambda: self._post(BATCH_PATH, body), may_pass)
         return answer["results"]
 
@@ -136,7 +137,8 @@ def _result_of(answer: dict[str, Any]) -> Any:
     return answer["result"]
 
 
-Post = Callable[[list[dict[str, Any]]], Awaitable[list[dict[str, Any]]]]
+Post = Callable[[list[orjson.Fragment]], Awaitable[list[dict[str, Any]]]]
+_Waiting = tuple[orjson.Fragment, asyncio.Future[Any]]
 
 
 class Batcher:
@@ -144,20 +146,22 @@ class Batcher:
 
     def __init__(self, post: Post) -> None:
         self._post = post
-        self._waiting: list[tuple[dict[str, Any], asyncio.Future[Any]]] = []
+        self._waiting: list[_Waiting] = []
         self._senders: set[asyncio.Task[None]] = set()
         self._next_start = 0.0
 
     async def call(self, call: dict[str, Any]) -> Any:
+        # encoded here, so that one that cannot be is an error of its own caller only
+        body = orjson.Fragment(orjson.dumps(call, option=orjson.OPT_SERIALIZE_NUMPY))
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((call, future))
+        self._waiting.append((body, future))
         if len(self._senders) < _REQUESTS_AT_ONCE:
             self._senders.add(asyncio.create_task(self._send()))
         return _result_of(await future)
 
     async def _send(self) -> None:
         loop = asyncio.get_running_loop()
-        batch: list[tuple[dict[str, Any], asyncio.Future[Any]]] = []
+        batch: list[_Waiting] = []
         try:
             while self._waiting:
                 if (pause := self._next_start - loop.time()) > 0:
@@ -178,7 +182,7 @@ class Batcher:
             _resolve(batch, [ConnectionError("the store's client was closed")] * len(batch))
 
 
-def _resolve(batch: list[tuple[dict[str, Any], asyncio.Future[Any]]], answers: Sequence[Any]) -> None:
+def _resolve(batch: list[_Waiting], answers: Sequence[Any]) -> None:
     for (_, future), answer in zip(batch, answers, strict=True):
         if future.done():
             continue  # its rollout was cancelled meanwhile

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable
+from types import MethodType
 from typing import Any, TypeVar
 
 from agentlightning.store.collection.memory import InMemoryLightningCollections
@@ -44,6 +45,12 @@ class BridgeCollections(InMemoryLightningCollections):
         super().__init__(lock_type="thread")
         self.lock = threading.RLock()
         self._section = _Section(self)
+        # without the decorator that measures each call for metrics which nobody collects here
+        records = (self._rollouts, self._attempts, self._spans, self._resources, self._workers)
+        for part in (*records, self._rollout_queue, self._span_sequence_ids):
+            for name, method in vars(type(part)).items():
+                if hasattr(method, "__wrapped__"):
+                    setattr(part, name, MethodType(method.__wrapped__, part))
 
     def atomic(self, **kwargs: Any) -> Any:
         return self._section

@@ -24,23 +24,17 @@ class Database:
     def __init__(self, *, path: Path | str | None = None, exclusive: bool = False) -> None:
         self.path = Path(path) if path is not None else None
         self._lock = threading.RLock()
-        self._depth = 0
         try:
             if self.path is not None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
+            timeout_s = 0.0 if exclusive else 5.0
             self.connection = sqlite3.connect(
-                self.path or ":memory:",
-                isolation_level=None,
-                check_same_thread=False,
-                timeout=0.0 if exclusive else 5.0,
+                self.path or ":memory:", isolation_level=None, check_same_thread=False, timeout=timeout_s
             )
-            if exclusive:
-                self.connection.execute("PRAGMA locking_mode=EXCLUSIVE")
-            self.connection.execute("PRAGMA journal_mode=WAL")
-            self.connection.execute("PRAGMA synchronous=NORMAL")
-            self.connection.execute("PRAGMA cache_size=-65536")
             # 64 MB of log before it is copied into the file: what is written and soon deleted again is never copied
-            self.connection.execute("PRAGMA wal_autocheckpoint=16384")
+            pragmas = ["journal_mode=WAL", "synchronous=NORMAL", "cache_size=-65536", "wal_autocheckpoint=16384"]
+            for pragma in ["locking_mode=EXCLUSIVE", *pragmas] if exclusive else pragmas:
+                self.connection.execute(f"PRAGMA {pragma}")
         except (sqlite3.Error, OSError) as error:
             hint = "; another process uses it" if "locked" in str(error) else ""
             raise ConfigError(f"the database {self.path} cannot be opened: {error}{hint}") from error
@@ -49,18 +43,16 @@ class Database:
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """All that happens inside is kept, or none of it when an exception leaves the outermost block."""
         with self._lock:
-            if self._depth == 0:
+            outermost = not self.connection.in_transaction
+            if outermost:
                 self.connection.execute("BEGIN IMMEDIATE")
-            self._depth += 1
             try:
                 yield self.connection
             except BaseException:
-                self._depth -= 1
-                if self._depth == 0 and self.connection.in_transaction:
+                if outermost and self.connection.in_transaction:
                     self.connection.execute("ROLLBACK")
                 raise
-            self._depth -= 1
-            if self._depth == 0:
+            if outermost:
                 self.connection.execute("COMMIT")
 
     @contextmanager

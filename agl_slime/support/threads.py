@@ -82,7 +82,7 @@ class ThreadPool:
         """Threads whose call has outlived its caller and has not returned yet."""
         return len(self._abandoned)
 
-    async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """``fn(*args, **kwargs)`` in a thread that sees the caller's context variables."""
         name = getattr(fn, "__qualname__", type(fn).__name__)
         call: Callable[[], Any] = partial(contextvars.copy_context().run, fn, *args, **kwargs)
@@ -178,12 +178,12 @@ _ours = ThreadPool(name="agl-slime-worker", max_running=64)
 _users = ThreadPool(name="agl-slime-user-code", max_running=64, max_abandoned=256)
 
 
-async def run_in_thread(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def run_in_thread(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """This package's own blocking work: train steps, saving, starting and stopping, tokenizing. Never users' code."""
     return await _ours.run(fn, *args, **kwargs)
 
 
-async def run_user_code(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def run_user_code(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Users' sync code: rewards, tools, schedulers, prompts. See ``ThreadPool`` for what it may raise."""
     return await _users.run(fn, *args, **kwargs)
 

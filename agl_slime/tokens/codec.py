@@ -87,6 +87,11 @@ def common_prefix(a: TokenArray, b: TokenArray) -> int:
     return place if n and differs[place] else n
 
 
+def shared_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Number of leading items that ``a`` and ``b`` share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 def unpack_token_ids(text: str, *, name: str = "token ids") -> TokenArray:
     """The integers of ``pack_array(token_array(ids))``, read-only. ``TraceError`` when ``text`` is not such a string."""
     return _frozen(_unpack(text, name, np.dtype(np.int32)))

@@ -20,6 +20,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,9 @@ import numpy.typing as npt
 from agl_slime.errors import ConfigError
 from agl_slime.sglang.generation import Generation
 from agl_slime.support.threads import run_in_thread
-from agl_slime.tokens.codec import TokenArray, common_prefix, token_array
+from agl_slime.tokens.codec import TokenArray, common_prefix, shared_length, token_array
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.tokens.template import WINDOW_FROM, Addition, ChatTemplate, Message, Rendering, same_but_for_blanks
+from agl_slime.tokens.template import Addition, ChatTemplate, Message, Rendering, ends_of, same_but_for_blanks
 from agl_slime.tokens.tokenizer import ChatTokenizer
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ class ChatContext:
         self._opening = ""  # what it wrote after them
         self._whole_at = 0  # number of messages when the whole conversation was last rendered
         self._windows = True
+        self._steps: set[frozenset[tuple[Any, Any]]] = set()  # for which roles one after the other they are known to be
 
     @property
     def rewritten(self) -> int:
@@ -192,10 +194,7 @@ class ChatContext:
         self._turns.append(
             _Turn(len(seen), plan.length, len(self._tokens), continued, self._stop_text(generation), plan.place)
         )
-        at = next(
-            (i for i, (a, b) in enumerate(zip(seen, self._seen, strict=False)) if a != b),
-            min(len(seen), len(self._seen)),
-        )
+        at = shared_length(seen, self._seen)
         self._seen[at:] = [_copy_of(message) for message in seen[at:]]
         return message
 
@@ -247,13 +246,18 @@ class ChatContext:
     def _addition(self, messages: Sequence[Message], held: int) -> Addition | None:
         """What the template adds after message ``held - 1``, from as few messages as that takes; see the module
         ``template``."""
-        if not self._windows or len(messages) < WINDOW_FROM:
-            return self._template.addition(messages, held, whole=True, asked=self._rendering)
-        ends = self._template.addition(messages, held, whole=False)
-        if len(messages) < 2 * self._whole_at:
+        before, new = messages[: held - 1], messages[held:]
+        window = ends_of(before, new) if self._windows else before
+        if len(window) == len(before):
+            return self._template.addition(messages, held, asked=self._rendering)
+        shown = [*window, *messages[held - 1 :]]
+        ends = self._template.addition(shown, len(window) + 1)
+        step = frozenset(pairwise(message.get("role") for message in shown))
+        if step in self._steps and len(messages) < 2 * self._whole_at:
             return ends and replace(ends, rendering=None)
+        self._steps.add(step)
         self._whole_at = len(messages)
-        whole = self._template.addition(messages, held, whole=True)
+        whole = self._template.addition(messages, held)
         self._windows = (whole and (whole.text, whole.opening)) == (ends and (ends.text, ends.opening))
         if whole is not None and whole.rendering is not None:
             # the ends agree; so must all that was written between the last time and now
@@ -305,7 +309,7 @@ class ChatContext:
             return self._rendered(None, continues=continues, fork=reason)
         turn = turns[low - 1]
         if turn.n_messages <= min(same, len(base)):  # its answer stands as well?
-            addition = self._template.addition(base, turn.n_messages, whole=True)
+            addition = self._template.addition(base, turn.n_messages)
             if addition is not None:
                 return self._added(turn, addition, continues=continues, fork=reason)
         return self._rendered(turn.place, continues=continues, fork=reason)
@@ -354,8 +358,7 @@ class ChatContext:
 
     def _unchanged(self) -> int:
         """How many of the held messages are as they were."""
-        pairs = zip(self.messages, self._seen, strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.messages), len(self._seen)))
+        return shared_length(self.messages, self._seen)
 
     def _kind_of_edit(self, same: int) -> ForkReason:
         """Whether something held was changed, or the conversation went back to an earlier point and on from there."""

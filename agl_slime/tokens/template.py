@@ -16,12 +16,14 @@ is rendered whole from there on. The cost stays linear.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agl_slime.errors import ConfigError
+from agl_slime.tokens.codec import shared_length
 from agl_slime.tokens.first_prompts import FirstPrompts
 from agl_slime.tokens.tokenizer import ChatTokenizer
 
@@ -33,7 +35,12 @@ TAIL = 8
 # Stands for an answer when the template is asked what it writes after one; made of letters, so that no template trims
 # or splits it.
 _SENTINEL = "SENTINELanswerSENTINEL"
-_EMPTY_BLOCK = re.compile(r"<(\w+)></\1>")
+_BLANK = re.compile(r"\s+|<(\w+)>\s*</\1>")
+_QUESTIONS: list[Message] = [
+    {"role": "user", "content": "?"},
+    {"role": "assistant", "content": _SENTINEL},
+    {"role": "user", "content": "?"},
+]
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 
 
@@ -85,7 +92,12 @@ class ChatTemplate:
         self.first_prompts: FirstPrompts[Any] | None = FirstPrompts() if repeats else None
 
     def render(self, messages: Sequence[Message], *, opening: bool) -> str:
-        """The text of ``messages``, with the opening of an answer after them or without."""
+        """The text of ``messages``, with the opening of an answer after them or without; without what the template
+        writes at the end of a finished conversation only."""
+        text = self._apply(messages, opening=opening)
+        return text if opening else text.removesuffix(self._tail)
+
+    def _apply(self, messages: Sequence[Message], *, opening: bool) -> str:
         text = self._tokenizer.apply_chat_template(
             list(messages), tools=self._tools, add_generation_prompt=opening, tokenize=False, **self._kwargs
         )
@@ -97,14 +109,25 @@ class ChatTemplate:
         whole, closed = self.render(messages, opening=True), self.render(messages, opening=False)
         return Rendering(closed, whole[len(closed) :]) if whole.startswith(closed) else Rendering(whole, None)
 
+    @functools.cached_property
+    def _tail(self) -> str:
+        """What is written at the end of a conversation, and not where an answer follows: Phi-3's end of text."""
+        try:
+            ends = [[self._apply(_QUESTIONS[:n], opening=opening) for opening in (False, True)] for n in (1, 3)]
+        except Exception:  # a template may raise anything; one that refuses these messages says so when it is used
+            return ""
+        closed, whole = ends[0]
+        shared = shared_length(closed, whole)
+        tails = {"", *(closed[at:] for at in range(shared + 1) if self.begins_with_added_token(whole[at:]))}
+        fits = (tail for tail in tails if all(c.endswith(tail) and w.startswith(c.removesuffix(tail)) for c, w in ends))
+        return min(fits, key=len, default="")
+
     @property
     def closing(self) -> str:
         """What the template writes after an answer; ``<|im_end|>\\n`` with ChatML, nothing where the next role's marker
         ends an answer."""
         if self._closing is None:
-            rendered = self.render(
-                [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}], opening=False
-            )
+            rendered = self.render(_QUESTIONS[:2], opening=False)
             _, found, closing = rendered.rpartition(_SENTINEL)
             if not found:
                 raise ConfigError(
@@ -121,53 +144,37 @@ class ChatTemplate:
             self._added_tokens = tuple(token for token in added if token)
         return bool(self._added_tokens) and text.startswith(self._added_tokens)
 
-    def addition(
-        self, messages: Sequence[Message], held: int, *, whole: bool, asked: Rendering | None = None
-    ) -> Addition | None:
+    def addition(self, messages: Sequence[Message], held: int, *, asked: Rendering | None = None) -> Addition | None:
         """What follows the answer ``messages[held - 1]``; ``None`` when the template renders what is held differently
         once the new messages follow.
 
-        ``whole`` renders the whole conversation; otherwise its ends may be enough (see the module's text). ``asked`` is
-        the rendering of the messages before that answer, where it is known.
+        ``asked`` is the rendering of the messages before that answer, where it is known.
         """
         before, answer, new = messages[: held - 1], messages[held - 1], messages[held:]
-        if not whole:
-            before = _ends(before, new)
-        if asked is None or not whole:
+        if asked is None:
             asked = self.render_prompt(before)
         if asked.opening is None:
             return None  # nobody can tell where an answer begins
         rendered = self.render_prompt([*before, answer, *new])
-        if not rendered.text.startswith(asked.text):
-            return None
-        rest = rendered.text[len(asked.text) :]
-        sampled = asked.opening + str(answer.get("content") or "") + self.closing
-        end = self._end_of_answer(rest, sampled, [*before, answer], asked.text)
-        return None if end is None else Addition(self.closing + rest[end:], rendered.opening or "", rendered)
+        written, sampled = rendered.text, asked.text + asked.opening + str(answer.get("content") or "")
+        done = len(asked.text) if written.startswith(asked.text) else 0
+        text = self._after_answer(written, sampled, done, [*before, answer])
+        return None if text is None else Addition(text, rendered.opening or "", rendered)
 
-    def _end_of_answer(self, rest: str, sampled: str, messages: Sequence[Message], start: str) -> int | None:
-        """Where in ``rest`` the answer ends, its closing included, if it is there as ``sampled`` but for white space
-        and empty blocks."""
-        if rest.startswith(sampled):
-            return len(sampled)
+    def _after_answer(self, written: str, sampled: str, done: int, messages: Sequence[Message]) -> str | None:
+        """What ``written`` adds to the answer that ``sampled`` ends with, its closing first, if all before is the same
+        but for white space and empty blocks; the first ``done`` characters are the same."""
+        mark = self.closing.rstrip() or self.closing
+        if written.startswith((sampled + mark)[done:], done):
+            return written[len(sampled) :]
         alone = self.render(messages, opening=False)  # the answer as the template writes it when nothing follows
-        if (
-            alone.startswith(start)
-            and rest.startswith(alone[len(start) :])
-            and _squash(alone[len(start) :]) == _squash(sampled)
-        ):
-            return len(alone) - len(start)
-        if self.closing:
-            wanted, at = _squash(sampled), rest.find(self.closing)
-            while at != -1 and at <= 2 * len(sampled) + 200:  # white space and empty blocks make it no longer than that
-                end = at + len(self.closing)
-                if _squash(rest[:end]) == wanted:
-                    return end
-                at = rest.find(self.closing, end)
-        return None
+        if written.startswith(alone) and same_but_for_blanks(alone[done:], (sampled + mark)[done:]):
+            return self.closing + written[len(alone) :]
+        end = _end_of_same(written, sampled + mark, done) if mark.strip() else None
+        return None if end is None or not written.endswith(mark, done, end) else written[end - len(mark) :]
 
 
-def _ends(before: Sequence[Message], new: Sequence[Message]) -> list[Message]:
+def ends_of(before: Sequence[Message], new: Sequence[Message]) -> list[Message]:
     """The part of the history that a template may look at when it writes ``new`` after an answer."""
     if len(before) < WINDOW_FROM:
         return list(before)
@@ -190,4 +197,20 @@ def same_but_for_blanks(a: str, b: str) -> bool:
 
 
 def _squash(text: str) -> str:
-    return _EMPTY_BLOCK.sub("", "".join(text.split()))
+    return _BLANK.sub("", text)
+
+
+def _end_of_same(written: str, sampled: str, done: int) -> int | None:
+    """Where ``written`` has said what ``sampled`` says, from character ``done`` of both on; ``None`` when it says
+    something else."""
+    wanted = _squash(sampled[done:])
+    at, found = done, 0
+    for blank in _BLANK.finditer(written, done):
+        piece = written[at : blank.start()]
+        if found + len(piece) >= len(wanted):
+            break
+        if not wanted.startswith(piece, found):
+            return None
+        at, found = blank.end(), found + len(piece)
+    end = at + len(wanted) - found
+    return end if written[at:end] == wanted[found:] else None

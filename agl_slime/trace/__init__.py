@@ -4,21 +4,20 @@ from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace.converter import (
     Conversion,
     ConversionOptions,
-    ConversionReport,
     convert_rollout,
     rollout_to_sample,
     rollout_to_samples,
 )
 from agl_slime.trace.reward import Reward, read_reward
 from agl_slime.trace.segments import Segment, merge_turns
+from agl_slime.trace.span_codec import TurnEncoder, decode_turns
 from agl_slime.trace.spans import read_turns, spans_of_attempt
 from agl_slime.trace.trajectory import Trajectory
-from agl_slime.trace.turn import Turn, TurnEncoder, decode_turns
+from agl_slime.trace.turn import Turn
 
 __all__ = [
     "Conversion",
     "ConversionOptions",
-    "ConversionReport",
     "ForkReason",
     "Reward",
     "Segment",

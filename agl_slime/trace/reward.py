@@ -42,12 +42,14 @@ def read_reward(spans: Sequence[Span], *, reward_key: str | None = None) -> Rewa
     try:
         # find_final_reward reads the same spans, each again; it is asked where the form is an older one
         read = [_dimensions(span) for span in spans]
-        for dimensions in read:
-            named.update(dimensions)
+        for dimensions in read:  # also one that a later reward replaces must be a number
+            named.update((name, _finite(value, name)) for name, value in dimensions)
         for span, dimensions in zip(reversed(spans), reversed(read), strict=True):
             primary = dimensions[0][1] if dimensions else find_final_reward([span])
             if primary is not None:
                 break
+    except RewardError:
+        raise
     except ValueError as error:  # pydantic's: a value that is no number
         raise RewardError(f"a reward span does not hold named numbers: {error}") from error
     if primary is None:
@@ -56,15 +58,14 @@ def read_reward(spans: Sequence[Span], *, reward_key: str | None = None) -> Rewa
             reason="no_reward",
         )
     if not named:  # the forms of Agent Lightning before 0.3, which have no names
-        named["primary"] = primary
-    rewards = {name: _finite(value, name) for name, value in named.items()}
+        named["primary"] = _finite(primary, "primary")
     if reward_key is None:
-        return Reward(_finite(primary, "primary"), rewards)
-    if reward_key not in rewards:
+        return Reward(_finite(primary, "primary"), named)
+    if reward_key not in named:
         raise RewardError(
-            f"the rollout has no reward named {reward_key!r}, only {', '.join(sorted(rewards))}", reason="no_reward"
+            f"the rollout has no reward named {reward_key!r}, only {', '.join(sorted(named))}", reason="no_reward"
         )
-    return Reward(rewards[reward_key], rewards)
+    return Reward(named[reward_key], named)
 
 
 def _dimensions(span: Span) -> list[tuple[str, float]]:
@@ -85,6 +86,10 @@ def _dimensions(span: Span) -> list[tuple[str, float]]:
 def _finite(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RewardError(f"reward {name!r} must be a number, got {value!r}")
-    if not math.isfinite(value):
-        raise RewardError(f"reward {name!r} must be finite, got {value!r}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond what a float holds
+        number = math.inf
+    if not math.isfinite(number):
+        raise RewardError(f"reward {name!r} must be finite, got {number!r}")
+    return number

@@ -115,7 +115,7 @@ def merge_turns(
                 reason = search.fork_reason(index) if known is None else turn.fork or ForkReason.BRANCH
             segment = _Open(reason)
             segments.append(segment)
-        placement = Placement(index, len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.response_ids))
+        placement = Placement(index, len(turn.prompt_ids), turn.length)
         segment.add(placement)
         placed[index] = (segment, placement)
     closed = (segment.close(turns, untrained) for segment in segments)
@@ -131,17 +131,13 @@ def _bases_by_links(turns: Sequence[Turn]) -> list[list[int]] | None:
         base = turns[at] if at is not None and at < index else None
         if index and (base is None or not _begins_alike(turn, base, kept)):
             return None
-        if base is not None and turn.fork is None and kept < _length(base):
+        if base is not None and turn.fork is None and kept < base.length:
             return None
-        while base is not None and (kept < _length(base) or not len(base.response_ids)):
+        while base is not None and (kept < base.length or not len(base.response_ids)):
             kept, at = min(kept, base.kept_tokens), base.base_turn
             base = None if at is None else turns[at]
         bases.append([] if base is None or at is None else [at])
     return bases
-
-
-def _length(turn: Turn) -> int:
-    return len(turn.prompt_ids) + len(turn.response_ids)
 
 
 def _begins_alike(turn: Turn, base: Turn, kept: int) -> bool:

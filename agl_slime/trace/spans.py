@@ -15,25 +15,21 @@ Calls beneath a reward span (a judge) are no turns of the policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from agl_slime.errors import TraceError
-from agl_slime.trace import attributes as names
-from agl_slime.trace.calls import ModelCall, may_be_call
+from agl_slime.trace.foreign import model_calls
 from agl_slime.trace.retokenize import Retokenizer
-from agl_slime.trace.reward import REWARD_PREFIX
-from agl_slime.trace.turn import Turn, decode_turns, is_packed
+from agl_slime.trace.span_codec import decode_turns, is_packed
+from agl_slime.trace.turn import Turn
 
 if TYPE_CHECKING:
     from agl_slime.support.agl import Span
     from agl_slime.tokens.tokenizer import ChatTokenizer
 
 Convention = Literal["packed", "lists", "text"]
-
-# OpenTelemetry's spans of agents and tools carry messages too, those of the calls beneath them
-_MODEL_OPERATIONS = frozenset({None, "chat", "text_completion", "generate_content"})
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ def read_turns(
     second and third convention, whose spans do not say whether the policy answered; without it every call counts.
     Raises ``TraceError`` when a span is damaged or a text-only trace comes without tokenizer.
     """
-    calls = _calls(spans, is_policy_call)
+    calls = model_calls(spans, is_policy_call)
     if any(is_packed(span.attributes) for span in spans):
         return TurnsRead(tuple(decode_turns(spans)), "packed", len(calls))
     with_ids = [call for call in calls if call.has_ids]
@@ -99,55 +95,3 @@ def read_turns(
     retokenizer = Retokenizer(tokenizer)
     turns = tuple(turn for call in calls if (turn := call.retokenized_turn(retokenizer)) is not None)
     return TurnsRead(turns, "text", len(calls) - len(turns))
-
-
-def _calls(spans: Sequence[Span], is_policy_call: Callable[[Span], bool] | None) -> list[ModelCall]:
-    """The calls of the second and third convention, each once, those with token ids first.
-
-    A proxy and the client's instrumentation write nested spans of one call, with the same response id or with none.
-    """
-    by_id = {span.span_id: span for span in spans}
-    found = [
-        ModelCall.of(span) for span in spans if _may_be_call(span) and (is_policy_call is None or is_policy_call(span))
-    ]
-    taken: list[ModelCall] = []
-    request_ids: set[str] = set()
-    taken_at: dict[str, ModelCall] = {}  # by its span
-    taken_beneath: dict[str, ModelCall] = {}  # by each span above it
-    for call in sorted((call for call in found if call.has_ids or call.has_text), key=lambda call: not call.has_ids):
-        ancestors = [span.span_id for span in _ancestors(call.span, by_id)]
-        if call.request_id in request_ids or any(_is_reward(by_id[above]) for above in ancestors):
-            continue
-        nested = [taken_at[above] for above in ancestors if above in taken_at]
-        if call.span.span_id in taken_beneath:
-            nested.append(taken_beneath[call.span.span_id])
-        if any(not (call.request_id and other.request_id) for other in nested):
-            continue
-        taken.append(call)
-        taken_at[call.span.span_id] = call
-        taken_beneath.update(dict.fromkeys(ancestors, call))
-        if call.request_id:
-            request_ids.add(call.request_id)
-    return taken
-
-
-def _may_be_call(span: Span) -> bool:
-    attributes = span.attributes
-    return (
-        not is_packed(attributes)
-        and attributes.get(names.OPERATION_NAME) in _MODEL_OPERATIONS
-        and may_be_call(attributes)
-    )
-
-
-def _ancestors(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:
-    seen = {span.span_id}
-    while (above := by_id.get(span.parent_id or "")) is not None and above.span_id not in seen:
-        seen.add(above.span_id)
-        yield above
-        span = above
-
-
-def _is_reward(span: Span) -> bool:
-    named = span.attributes.get("agentlightning.operation.name") == REWARD_PREFIX
-    return named or any(key.startswith(REWARD_PREFIX) for key in span.attributes)

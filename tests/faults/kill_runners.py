@@ -174,7 +174,7 @@ class Killer(threading.Thread):
         return True
 
     def _victims(self) -> list[int]:
-        return self.pool.ready_pids if self.pool is not None and self._store.usage().running else []
+        return self.pool.pids(ready=True) if self.pool is not None and self._store.usage().running else []
 
     def end(self) -> None:
         self._over.set()

@@ -121,7 +121,7 @@ async def test_why_a_rollout_stopped_is_typed(
     (sample,) = conversion.samples
     assert sample.metadata["stop_reason"] == stop_reason
     assert sample.status == status
-    assert turns is None or conversion.report.turns == turns
+    assert turns is None or len(conversion.trajectory.turns) == turns
     assert trained([sample]) == sampled(client)
     limit = declared.get("max_trajectory_tokens")
     assert limit is None or len(sample.tokens) <= limit
@@ -181,7 +181,7 @@ async def test_a_new_round_is_one_sample() -> None:
     finished, client = await rollout(Agent, ["Two.", "Four.", "Three."], scheduler=Retry(max_turns=5))
     conversion = finished.convert(chat_tokenizer("anthropic", "groups_tools"))
     (sample,) = conversion.samples
-    assert conversion.report.turns == 3
+    assert len(conversion.trajectory.turns) == 3
     assert trained([sample]) == sampled(client)
     assert sample.metadata["stop_reason"] == "stop"
 
@@ -428,7 +428,7 @@ async def test_a_scheduler_from_a_file_that_was_named(tmp_path: Path, monkeypatc
     configure_agent(agent, scheduler="plugged_in", max_turns=2, plugins=[file])
     assert load_plugins([file]) == load_plugins([str(file)])  # run once
     finished = await run_rollout(agent, TASK)
-    assert finished.convert(tokenizer).report.turns == 2
+    assert len(finished.convert(tokenizer).trajectory.turns) == 2
     assert "Again." in tokenizer.decode(client.prompts[1])
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,7 @@ from aiohttp import web
 from opentelemetry import trace as otel
 
 from agl_slime.runner.concurrent import RunnerSettings
-from agl_slime.runner.propagation import propagate, stop_propagating
+from agl_slime.runner.process import carry_recordings
 from agl_slime.runner.recording import Recording, current_recording
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
@@ -23,6 +25,14 @@ from agl_slime.support.agl import LitAgent, emit_reward, find_final_reward
 from tests.integration.test_runner_concurrent import RESOURCES, FnAgent, finished, running
 
 ROLLOUTS = 60
+
+
+@pytest.fixture(autouse=True)
+def carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings are carried into threads, as in the command line's process and in workers."""
+    monkeypatch.setattr(threading.Thread, "start", threading.Thread.start)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", ThreadPoolExecutor.submit)
+    carry_recordings()
 
 
 def span(name: str) -> None:
@@ -110,15 +120,27 @@ async def test_a_parent_that_is_handed_on_explicitly_decides() -> None:
             }
 
 
-def test_threads_are_left_alone_when_no_tracer_is_active() -> None:
-    start, submit = threading.Thread.start, ThreadPoolExecutor.submit
-    propagate()
-    propagate()
-    stop_propagating()
-    assert threading.Thread.start is not start
-    stop_propagating()
-    assert threading.Thread.start is start
-    assert ThreadPoolExecutor.submit is submit
+def test_threads_of_somebody_else_s_process_are_left_alone() -> None:
+    """What imports, makes and runs a runner does not replace anything; only the command line and workers do."""
+    program = """
+import gc, threading
+from concurrent.futures import ThreadPoolExecutor
+before = threading.Thread.start, ThreadPoolExecutor.submit, gc.get_threshold()
+from agl_slime.runner.process import own_this_process
+from agl_slime.runner.thread import RunnerThread
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import LitAgent
+class Agent(LitAgent):
+    async def rollout_async(self, task, resources, rollout): return 1.0
+with RunnerThread(agent=Agent(), store=BridgeStore()):
+    print((threading.Thread.start, ThreadPoolExecutor.submit, gc.get_threshold()) == before, gc.get_freeze_count())
+own_this_process()
+with RunnerThread(agent=Agent(), store=BridgeStore()):
+    own_this_process()
+    print(threading.Thread.start is before[0], ThreadPoolExecutor.submit is before[1], gc.get_freeze_count() > 0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.splitlines() == ["True 0", "False False True"]
 
 
 def test_a_subclass_of_thread_that_overrides_run_gets_the_recording_too() -> None:
@@ -130,13 +152,11 @@ def test_a_subclass_of_thread_that_overrides_run_gets_the_recording_too() -> Non
 
     recording = Recording("ro", "at")
     token = current_recording.set(recording)
-    propagate()
     try:
         thread = Worker()
         thread.start()
         thread.join()
     finally:
-        stop_propagating()
         current_recording.reset(token)
     assert seen == [recording]
     assert "run" not in vars(thread)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import selectors
 import threading
 import time
 from typing import Any
@@ -64,13 +66,70 @@ async def test_sync_agents_that_hang_are_abandoned_and_the_others_go_on() -> Non
     assert (await reason_of(store, rollouts[0]))[0] == "timeout"
 
 
-async def test_a_sync_agent_may_call_sys_exit() -> None:
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), StopIteration(1)])
+async def test_whatever_a_sync_agent_raises_ends_its_own_rollout(error: BaseException) -> None:
+    # fault 32
     def work(task: int) -> float:
-        raise SystemExit(3)
+        if task == 0:
+            raise error
+        return 1.0
 
     async with running(SyncFnAgent(work)) as store:
+        first, second = await finished(store, range(2))
+        assert (await reason_of(store, first))[0] == type(error).__name__
+        assert second.status == "succeeded"
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["agent", "awaited", "left"])
+async def test_what_a_task_of_an_agent_raises_ends_its_own_rollout(error: Any, where: str) -> None:
+    """fault 32: asyncio lets both through to whoever runs the loop, which ended the runner and the run."""
+    ended = threading.Event()
+
+    async def nested() -> None:
+        ended.set()
+        raise error
+
+    async def work(task: int) -> float:
+        if task > 0:
+            return 1.0
+        if where == "agent":
+            await nested()
+        child = asyncio.create_task(nested())
+        if where == "awaited":
+            await child
+        await asyncio.wait({child})
+        return 1.0
+
+    async with running(FnAgent(work)) as store:
+        [first] = await finished(store, [0])
+        assert ended.is_set()
+        if where == "left":
+            assert first.status == "succeeded"
+        else:
+            assert (await reason_of(store, first))[0] == error.__name__
+        assert [rollout.status for rollout in await finished(store, [1, 2])] == ["succeeded"] * 2
+
+
+async def test_a_returned_integer_that_no_float_holds_is_a_bad_reward() -> None:
+    # fault 32
+    async def work(task: int) -> Any:
+        return 10**400
+
+    async with running(FnAgent(work)) as store:
         [rollout] = await finished(store, [0])
-        assert (await reason_of(store, rollout))[0] == "SystemExit"
+        assert (await reason_of(store, rollout))[0] == "bad_reward"
+
+
+async def test_a_lone_surrogate_is_told_by_its_own_reason() -> None:
+    """fault 32: the exception with the text in it could not be written, and the rollout counted as `no_reward`."""
+
+    async def work(task: int) -> Any:
+        raise ValueError("the message is caf\ud800")
+
+    async with running(FnAgent(work)) as store:
+        [rollout] = await finished(store, [0])
+        assert (await reason_of(store, rollout))[0] == "ValueError"
 
 
 async def test_a_rollout_that_is_cancelled_in_the_store_stops_and_stays_cancelled() -> None:
@@ -341,6 +400,57 @@ async def test_an_agent_that_blocks_the_loop_is_named_once(
     assert "BlockingAgent blocks the runner's event loop" in record.getMessage()
     assert "test_runner_limits.py" in record.getMessage()
     assert "(rollout_async)" in record.getMessage()
+
+
+class LateSelector(selectors.DefaultSelector):
+    """What a busy machine does: the loop wakes up long after it wanted to."""
+
+    def select(self, timeout: float | None = None) -> Any:
+        time.sleep(0.4)
+        return super().select(0)
+
+
+def test_a_loop_that_the_machine_does_not_wake_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    # fault 30
+    monkeypatch.setattr(lag, "_TICK_S", 0.02)
+    monitor = lag.LagMonitor(agent_name="Agent", threshold_s=0.05)
+
+    async def wait() -> None:
+        monitor.start()
+        for _ in range(4):
+            await asyncio.sleep(0.01)
+        monitor.stop()
+
+    loop = asyncio.SelectorEventLoop(LateSelector())
+    try:
+        loop.run_until_complete(wait())
+    finally:
+        loop.close()
+    assert monitor.warning is None
+
+
+@pytest.mark.parametrize("computes", [False, True])
+async def test_code_that_hardly_gets_to_run_is_not_blamed(monkeypatch: pytest.MonkeyPatch, computes: bool) -> None:
+    """fault 30: on a busy machine a callback takes its time without having used any."""
+    monkeypatch.setattr(lag, "_TICK_S", 0.02)
+    places = iter(range(10**9))
+    looked = threading.Event()
+
+    def place_of(frame: Any) -> str:
+        n = next(places)
+        if n == 5:
+            looked.set()
+        return f"agent.py:{n}"  # it gets on, a line at a time
+
+    monkeypatch.setattr(lag, "_place_of", place_of)
+    monitor = lag.LagMonitor(agent_name="Agent", threshold_s=0.05)
+    spent = itertools.count()
+    monkeypatch.setattr(monitor, "_cpu_s", lambda: float(next(spent)) if computes else 0.0)
+    monitor.start()
+    waited = looked.wait(1.0)  # on the loop: a thread would not block it
+    monitor.stop()
+    assert (monitor.warning is not None) == computes
+    assert waited != computes
 
 
 async def test_agents_that_wait_properly_raise_no_such_warning(caplog: pytest.LogCaptureFixture) -> None:

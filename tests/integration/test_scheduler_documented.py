@@ -110,14 +110,14 @@ async def test_new_round() -> None:
         f"{WRONG}<|im_end|>\n<|im_start|>user\n{TIP}<|im_end|>\n<|im_start|>assistant\n"
     )
     (sample,) = conversion.samples
-    assert (sample.reward, sample.metadata["stop_reason"], conversion.report.turns) == (1.0, "stop", 2)
+    assert (sample.reward, sample.metadata["stop_reason"], len(conversion.trajectory.turns)) == (1.0, "stop", 2)
 
 
 async def test_continuation() -> None:
     conversion, client, tokenizer = await played(MathContinuation(max_turns=3), [WRONG, RIGHT.removeprefix("<think>")])
     # back in the thinking, with a doubt, and the model goes on from there within the same answer
     assert tokenizer.decode(client.prompts[1]).endswith(f"<|im_start|>assistant\n<think>\nHm, 12.{CONTINUATION_TIP}")
-    assert sum(conversion.report.forks.values()) == 1
+    assert sum(conversion.forks.values()) == 1
     assert conversion.samples[-1].reward == 1.0
     sampled = sorted(token for generation in client.generations for token in generation.output_ids)
     trained = sorted(
@@ -258,7 +258,7 @@ async def test_max_turns_ends_a_rollout_whatever_the_scheduler_says() -> None:
     """Fault 26."""
     scheduler = Environment(max_turns=2)
     conversion, _, _ = await played(scheduler, [WRONG, WRONG, "never asked"], Infos)
-    assert (conversion.report.turns, conversion.samples[0].metadata["stop_reason"]) == (2, "max_turns")
+    assert (len(conversion.trajectory.turns), conversion.samples[0].metadata["stop_reason"]) == (2, "max_turns")
     assert scheduler.seen[-1] == ("end", WRONG, "NoneType")
 
 

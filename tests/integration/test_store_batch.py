@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+import orjson
 import pytest
 
 from agl_slime.store import client
@@ -29,7 +30,7 @@ def counted_batches(remote: WorkerStore) -> list[int]:
     batcher = remote._batcher()
     post = batcher._post
 
-    async def counted(calls: list[dict[str, object]]) -> list[dict[str, object]]:
+    async def counted(calls: list[orjson.Fragment]) -> list[dict[str, object]]:
         batches.append(len(calls))
         return await post(calls)
 
@@ -82,6 +83,23 @@ async def test_a_call_that_fails_does_not_stop_the_others(served: tuple[BridgeSt
     assert getattr(good, "status", None) == "failed"
     assert isinstance(bad, ValueError)
     assert "ro-unknown" in str(bad)
+    await remote.close()
+
+
+async def test_a_call_that_cannot_be_encoded_is_an_error_of_its_own_caller(served: tuple[BridgeStore, str]) -> None:
+    # fault 32
+    store, url = served
+    await enqueue(store, 1)
+    claimed = await claim(store)
+    remote = WorkerStore(url, token="t")
+    key = claimed.rollout_id, claimed.attempt.attempt_id
+    good, bad = await asyncio.gather(
+        remote.update_attempt(*key, status="failed"),
+        remote.update_attempt(*key, metadata={"text": "caf\ud800"}),
+        return_exceptions=True,
+    )
+    assert getattr(good, "status", None) == "failed"
+    assert isinstance(bad, TypeError)
     await remote.close()
 
 
@@ -174,10 +192,10 @@ async def test_a_call_that_comes_as_all_requests_end_is_sent(monkeypatch: pytest
     monkeypatch.setattr(client, "_BETWEEN_REQUESTS_S", 0.0)
     answered, sent = asyncio.Event(), []
 
-    async def post(calls: list[dict[str, object]]) -> list[dict[str, object]]:
+    async def post(calls: list[orjson.Fragment]) -> list[dict[str, object]]:
         sent.append(calls)
         await answered.wait()
-        return [{"result": call["n"]} for call in calls]
+        return [{"result": call["n"]} for call in orjson.loads(orjson.dumps(calls))]
 
     batcher = Batcher(post)
 
@@ -197,7 +215,7 @@ async def test_a_call_that_comes_as_all_requests_end_is_sent(monkeypatch: pytest
 async def test_a_sender_that_is_cancelled_tells_whoever_waits() -> None:
     under_way = asyncio.Event()
 
-    async def post(calls: list[dict[str, object]]) -> list[dict[str, object]]:
+    async def post(calls: list[orjson.Fragment]) -> list[dict[str, object]]:
         under_way.set()
         await asyncio.Event().wait()
         return []

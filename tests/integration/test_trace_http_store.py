@@ -15,7 +15,8 @@ from agl_slime.support.agl import (
 )
 from agl_slime.trace import attributes as names
 from agl_slime.trace.converter import convert_rollout
-from agl_slime.trace.turn import Turn, TurnEncoder
+from agl_slime.trace.span_codec import TurnEncoder
+from agl_slime.trace.turn import Turn
 
 
 def free_port() -> int:

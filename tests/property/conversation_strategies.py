@@ -104,7 +104,14 @@ def ask(conversation: Conversation, generation: Generation) -> None:
     prompt, forks = context.prompt_ids(), context.rewritten
     context.add_answer(prompt, generation)
     conversation.asked.append(asked)
-    conversation.turns.append(Turn.from_generation(context.prompt_view(len(prompt)), generation))
+    turn = Turn.from_generation(
+        context.prompt_view(len(prompt)),
+        generation,
+        base_turn=len(conversation.turns) - 1 if conversation.turns else None,
+        kept_tokens=context.kept_tokens,
+        fork=context.fork,
+    )
+    conversation.turns.append(turn)
     conversation.continued.append(context.rewritten == forks)
 
 
@@ -138,7 +145,13 @@ def move(draw: st.DrawFn, conversation: Conversation, allowed: tuple[Move, ...])
 
 @st.composite
 def conversations(
-    draw: st.DrawFn, tokenizer: Any, template: str, *, allowed: tuple[Move, ...] = MOVES, max_turns: int = 5
+    draw: st.DrawFn,
+    tokenizer: Any,
+    template: str,
+    *,
+    allowed: tuple[Move, ...] = MOVES,
+    min_turns: int = 1,
+    max_turns: int = 5,
 ) -> Conversation:
     messages = [{"role": "user", "content": draw(phrase)}]
     if draw(st.booleans()):
@@ -150,7 +163,7 @@ def conversations(
     )
     conversation = Conversation(ChatContext(tokenizer=tokenizer, messages=messages, tools=tools))
     ask(conversation, draw(answers(tokenizer, template)))
-    for _ in range(draw(st.integers(0, max_turns - 1))):
+    for _ in range(draw(st.integers(min_turns - 1, max_turns - 1))):
         move(draw, conversation, allowed)
         ask(conversation, draw(answers(tokenizer, template)))
     return conversation

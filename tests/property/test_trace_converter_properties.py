@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from agl_slime.support.agl import EnqueueRolloutRequest, InMemoryLightningStore, Rollout, Span, emit_reward
 from agl_slime.trace import attributes as names
 from agl_slime.trace.converter import Conversion, convert_rollout
-from agl_slime.trace.turn import Turn, TurnEncoder
+from agl_slime.trace.span_codec import TurnEncoder
+from agl_slime.trace.turn import Turn
 from tests.property.trace_strategies import conversations
 
 REWARD = emit_reward(0.5, propagate=False)
@@ -63,7 +64,7 @@ def check(conversion: Conversion, turns: list[Turn]) -> None:
         if len(turn.response_ids)
     )
     assert trained == sampled
-    assert sum(sum(sample.loss_mask or []) for sample in conversion.samples) == conversion.report.sampled_tokens
+    assert sum(sum(sample.loss_mask or []) for sample in conversion.samples) == conversion.trajectory.sampled_tokens
 
 
 def log_probs_of(turn: Turn) -> list[float]:

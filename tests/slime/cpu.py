@@ -91,7 +91,7 @@ class CpuTrainActor(TrainRayActor):
         return int(latest.read_text()) + 1
 
     def train(self, rollout_id: int, rollout_data_ref: list[Any], external_data: Any = None) -> None:
-        data = ray.get(rollout_data_ref[self._rank].inner)
+        data: Any = ray.get(rollout_data_ref[self._rank].inner)
         batch = {name: _per_sample(value) for name, value in data.items()}
         metrics = self.trainer.train(_samples(batch), iteration=rollout_id)
         raw_rewards = [batch["raw_reward"][position] for position in batch["partition"]]
@@ -132,10 +132,6 @@ def _samples(batch: dict[str, Any]) -> list[Sample]:
 
 
 def _per_sample(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    return (
-        [item.tolist() if hasattr(item, "tolist") else item for item in value]
-        if isinstance(value, (list, range))
-        else value
-    )
+    if isinstance(value, list | range):
+        return [_per_sample(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -64,8 +64,8 @@ async def test_a_weight_sync_through_the_router_reaches_both_workers(
 ):
     weights = shutil.copytree(policy_dir, tmp_path / "weights")
     with sglang_router([engine.url for engine in engines]) as url:
-        report = await DiskWeightSync(base_url=url).push(str(weights), "17")
-    assert len(report.workers) == 2
+        workers = await DiskWeightSync(base_url=url).push(str(weights), "17")
+    assert len(workers) == 2
     assert [get(engine.url, "/model_info")["weight_version"] for engine in engines] == ["17", "17"]
 
 

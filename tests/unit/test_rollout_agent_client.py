@@ -10,9 +10,10 @@ import pytest
 
 from agl_slime import SGLangLitAgent
 from agl_slime.errors import OutOfVocabularyError
-from agl_slime.sglang.generation import SamplingParams
+from agl_slime.rollout.batched.sampler import SGLangSampler
+from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.support.agl import LLM
-from tests.faults.scripted_engine import Abort, ScriptedEngine, answering
+from tests.faults.scripted_engine import Abort, ScriptedEngine, answering, in_thread
 from tests.trace_tokenizers import small_tokenizer
 
 TOKENIZER: Any = small_tokenizer()
@@ -74,6 +75,17 @@ async def test_a_character_that_an_abort_splits_is_whole_in_the_text(text: str, 
             joined = await ask(engine, tmp_path)
         assert (joined.output_ids, joined.text) == (whole.output_ids, text)
         assert (joined.finish_reason, joined.matched_stop) == ("stop", TOKENIZER.eos_token_id)
+
+
+def test_nor_do_batched_rollouts_see_half_a_character() -> None:
+    """fault 18, fault 24"""
+    with in_thread(saying("caf\u00e9")) as engine:
+        sampler = SGLangSampler(base_url=engine.url, tokenizer=TOKENIZER)
+        n = len(TOKENIZER.encode("caf\u00e9", add_special_tokens=False))
+        engine.script("/generate", *[Abort(after=after) for after in range(1, n + 1)][-2:])
+        [got] = sampler.sample([{"input_ids": [1, 2, 3]}], [SamplingParams(max_new_tokens=50)])
+        assert isinstance(got, Generation)
+        assert (got.text, got.finish_reason, got.resumed > 0) == ("caf\u00e9", "stop", True)
 
 
 async def test_a_stop_string_that_begins_in_a_split_character_is_found(tmp_path: Path) -> None:

@@ -204,10 +204,11 @@ def test_under_slimes_fully_async_rollout_function_nothing_blocks():
     ("environment", "text"),
     [
         ({"AGL_SLIME_STORE_URL": "http://x:1", "AGL_SLIME_AGENT": "a:B"}, "agl_store_url .* agl_agent"),
-        ({"AGL_SLIME_STORE_URL": "x:1"}, "agl_store_url .*'x:1'"),
-        ({"AGL_SLIME_GET_TIMEOUT_S": "soon"}, "agl_get_timeout_s .*'soon'"),
-        ({"AGL_SLIME_GROUP_TIMEOUT_S": "0"}, "agl_group_timeout_s .* got 0"),
-        ({"AGL_SLIME_MAX_ATTEMPTS": "0"}, "agl_max_attempts .* 1, got 0"),
+        ({"AGL_SLIME_STORE_URL": "x:1"}, "agl_store_url is 'x:1'"),
+        ({"AGL_SLIME_GET_TIMEOUT_S": "soon"}, "agl_get_timeout_s is 'soon'"),
+        ({"AGL_SLIME_GROUP_TIMEOUT_S": "0"}, "agl_group_timeout_s is '0'"),
+        ({"AGL_SLIME_MAX_ATTEMPTS": "0"}, "agl_max_attempts is '0': .* 1"),
+        ({"AGL_SLIME_DROP_ZERO_VARIANCE": "perhaps"}, "agl_drop_zero_variance is 'perhaps'"),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named(environment: dict[str, str], text: str):

@@ -12,7 +12,8 @@ from typing import Any
 from agl_slime import AGLDataSource
 from agl_slime.datasource.events import EndTable
 from agl_slime.datasource.source import DataSourceSettings
-from agl_slime.store.bridge import BridgeStore, Retention
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.retention import Retention
 from agl_slime.support.agl import InMemoryLightningStore
 from tests.store_cases import enqueue, finish
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.store.bridge import WORKER_DIED, BridgeStore, Retention
+from agl_slime.store.bridge import WORKER_DIED, BridgeStore
+from agl_slime.store.retention import Retention
 from agl_slime.support.agl import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
 from tests.unit.test_store_hooks import make_span
 

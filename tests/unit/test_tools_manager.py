@@ -295,6 +295,15 @@ async def test_bad_arguments_are_an_observation(arguments: dict[str, Any], word:
     assert word in result.content
 
 
+async def test_a_parameter_may_have_any_name() -> None:
+    def look(fn: str, self: int = 0, call: str = "", args: str = "") -> str:
+        """Look."""
+        return f"{fn} {self} {call} {args}"
+
+    result = await ToolManager([look]).call(call("look", fn="a", self=1, call="b", args="c"))
+    assert result.content == "a 1 b c"
+
+
 async def test_an_exception_is_an_observation() -> None:
     def fails(key: str) -> str:
         raise LookupError(f"no {key}")

@@ -13,7 +13,8 @@ from agl_slime.sglang.generation import WeightSpan
 from agl_slime.support.agl import Rollout, Span, emit_reward
 from agl_slime.trace import attributes as names
 from agl_slime.trace.converter import _check, convert_rollout, rollout_to_sample, rollout_to_samples
-from agl_slime.trace.turn import Turn, TurnEncoder
+from agl_slime.trace.span_codec import TurnEncoder
+from agl_slime.trace.turn import Turn
 from agl_slime.types import Sample, get_rollout_id
 
 
@@ -132,8 +133,8 @@ def test_a_branching_rollout_gives_siblings_under_one_rollout_id_and_one_reward(
     assert {get_rollout_id(sample) for sample in conversion.samples} == {5}
     assert [sample.reward for sample in conversion.samples] == [0.25, 0.25]
     assert [sample.metadata["fork_reason"] for sample in conversion.samples] == [None, "branch"]
-    assert conversion.report.forks == {"branch": 1}
-    assert conversion.report.sampled_tokens == 6 == sum(sum(sample.loss_mask) for sample in conversion.samples)
+    assert conversion.forks == {"branch": 1}
+    assert conversion.trajectory.sampled_tokens == 6 == sum(sum(sample.loss_mask) for sample in conversion.samples)
 
 
 def test_a_fork_is_refused_where_one_sample_is_wanted():

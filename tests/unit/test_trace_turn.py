@@ -15,7 +15,8 @@ from agl_slime.sglang.generation import Generation, WeightSpan
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace import attributes as names
 from agl_slime.trace.segments import merge_turns
-from agl_slime.trace.turn import Turn, TurnEncoder, decode_turns
+from agl_slime.trace.span_codec import TurnEncoder, decode_turns
+from agl_slime.trace.turn import Turn
 from tests.conversations import linked
 
 
@@ -49,12 +50,14 @@ def size(attributes: dict[str, Any]) -> int:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"prompt_ids": [1, -1]}, "prompt_ids must not be negative, got -1"),
-        ({"response_ids": [2**31]}, "response_ids must fit into 32 bits, got 2147483648"),
-        ({"log_probs": [-0.5]}, "one log-prob per response id, got 1 log-probs for 2 ids"),
-        ({"log_probs": [-0.5, float("nan")]}, "log_probs must be finite"),
-        ({"weight_versions": [WeightSpan("3", 0, 5)]}, "weight version '3' covers tokens 0 to 5 of a response of 2"),
-        ({"token_source": "guessed"}, "token_source must be one of engine, retokenized, got 'guessed'"),
+        ({"prompt_ids": [1, -1]}, "prompt_ids .*-1"),
+        ({"response_ids": [2**31]}, "response_ids .*2147483648"),
+        ({"log_probs": [-0.5]}, "1 log-probs for 2 ids"),
+        ({"log_probs": [-0.5, float("nan")]}, "log_probs .*nan"),
+        ({"weight_versions": [WeightSpan("3", 0, 5)]}, "'3' .*0 to 5 .*2"),
+        ({"token_source": "guessed"}, "token_source .*'guessed'"),
+        ({"kept_tokens": 1}, "kept_tokens .*1"),
+        ({"base_turn": 0, "kept_tokens": 2}, "kept_tokens .*2"),
     ],
 )
 def test_a_turn_that_does_not_fit_together_is_refused(fields: dict[str, Any], sentence: str):
@@ -178,38 +181,38 @@ def test_branches_may_share_an_encoder_from_several_threads():
 
 def test_a_turn_that_is_there_twice_is_noticed():
     written = spans([turn([1]), turn([1, 7, 2])])
-    with pytest.raises(TraceError, match=r"turn 1 of encoder .* is there twice"):
+    with pytest.raises(TraceError, match=r"turn 1 .*twice"):
         decode_turns([*written, written[1]])
 
 
 def test_an_unknown_format_is_refused():
     [span] = spans([turn([1])])
     span.attributes[names.FORMAT] = 2
-    with pytest.raises(TraceError, match="span format 2 is unknown; this version of agl-slime reads format 1"):
+    with pytest.raises(TraceError, match="format 2"):
         decode_turns([span])
 
 
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
-        (names.PROMPT_BASE, 5, "builds on turn 5"),
-        (names.PROMPT_KEPT, 99, "keeps 99 tokens of turn 0, which has 2"),
-        (names.PROMPT_KEPT, 1, "input_tokens says 3"),
-        (names.PROMPT_FORK, "whim", "'whim' is not a valid ForkReason"),
-        (names.RESPONSE_IDS, None, "must be a string, got None"),
-        (names.USAGE_OUTPUT_TOKENS, 9, "output_tokens says 9"),
+        (names.PROMPT_BASE, 5, "base_turn.* 5"),
+        (names.PROMPT_KEPT, 99, "kept_tokens.* 99"),
+        (names.PROMPT_KEPT, 1, "2 ids .*input_tokens says 3"),
+        (names.PROMPT_FORK, "whim", "prompt.fork .*'whim'"),
+        (names.RESPONSE_IDS, None, "response.ids .*None"),
+        (names.USAGE_OUTPUT_TOKENS, 9, "output_tokens .*9"),
         (names.CHECKSUM, 0, "checksum"),
-        (names.MESSAGES_KEPT, 7, "keeps 7 chat messages of its base turn, which has 1"),
-        (names.MESSAGES_NEW, "[", "not valid JSON"),
-        (names.WEIGHT_VERSIONS, "[[1]]", "list of .version, start, end."),
-        (names.OUTPUT_MESSAGES, "{}x", "not valid JSON"),
+        (names.MESSAGES_KEPT, 7, "messages.kept .*7"),
+        (names.MESSAGES_NEW, "[", "messages.new"),
+        (names.WEIGHT_VERSIONS, "[[1]]", "weight_versions"),
+        (names.OUTPUT_MESSAGES, "{}x", "output.messages"),
     ],
 )
 def test_damage_is_named(name: str, value: Any, sentence: str):
     message = {"role": "user", "content": "x"}
     written = spans(linked([turn([1], messages=[message]), turn([1, 7, 2], messages=[message, message])]))
     written[1].attributes[name] = value
-    with pytest.raises(TraceError, match=f"turn 1 of encoder .* cannot be read: .*{sentence}"):
+    with pytest.raises(TraceError, match=f"turn 1 .*{sentence}"):
         decode_turns(written)
 
 

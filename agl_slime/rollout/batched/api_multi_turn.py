@@ -1,12 +1,5 @@
 """Rollouts of many turns over an OpenAI-compatible chat API: text in, text out, for collecting data and for evaluation.
-
-    api = OpenAI(model="qwen3.5-32b", base_url="http://localhost:8000/v1")
-    rollout = APIMultiTurnRollout(api=api, tool_manager=ToolManager([search]), concurrency=8)
-    results = rollout(trajectories)
-
-The API gives no token ids. Samples can still be made of what comes back (``messages_to_sample``); they are tokenized
-again and say so.
-"""
+There are no token ids; ``messages_to_sample`` makes Samples of what comes back, tokenized again and marked as such."""
 
 from __future__ import annotations
 
@@ -60,17 +53,9 @@ class OpenAI:
 
 
 class APIMultiTurnRollout(ToolRollout):
-    """Rollouts over an API, each trajectory in a thread of its own, at most ``concurrency`` at the same time.
-
-    Args:
-        api: The endpoint.
-        concurrency: Most calls at the same time.
-        extra_body: More fields of each request; of ``sampling_params`` temperature, top_p, max_new_tokens and stop are
-            sent.
-        tool_parser: Where the server leaves calls in the text: how the model writes them. By default only the server's
-            ``tool_calls`` count.
-        options: ``tool_manager``, ``sampling_params``, ``max_turns`` (6), ``trace_dir``, ``trace_callback``,
-            ``success_callback``; see ``ToolRollout``.
+    """Rollouts over an API, each trajectory in a thread of its own, at most ``concurrency`` at the same time; other
+    ``options`` are those of ``ToolRollout``. Of ``sampling_params`` temperature, top_p, max_new_tokens and stop are
+    sent, and ``extra_body``. Without ``tool_parser`` only the server's own ``tool_calls`` count.
 
     A trajectory comes back with its own keys and ``messages``, ``turns``, ``truncated``, ``tools_called`` and
     ``stop_reason``: ``stop`` (an answer without calls), ``length``, ``max_turns``, or ``api_error`` (the API or a tool
@@ -120,15 +105,8 @@ class APIMultiTurnRollout(ToolRollout):
             if made and tools is not None:
                 await tools.aclose()
         end = session.stats.stop_reason or StopReason.STOP
-        return {
-            **trajectory,
-            "messages": session.messages,
-            "turns": len(session.turns),
-            "stop_reason": end.value,
-            "truncated": not failure and end in (StopReason.LENGTH, StopReason.MAX_TURNS),
-            "tools_called": session.stats.tool_counts(),
-            **failure,
-        }
+        truncated = not failure and end in (StopReason.LENGTH, StopReason.MAX_TURNS)
+        return self._output(trajectory, session, **{"stop_reason": end.value, "truncated": truncated, **failure})
 
 
 class _ApiSession(Session):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.rollout.session import Session
 from agl_slime.rollout.tool_parsers import ToolParser
 from agl_slime.sglang.generation import SamplingParams
 
@@ -49,12 +50,11 @@ class ToolRollout(Rollout):
 
     Args:
         tool_manager: A ``ToolManager`` for all trajectories, a list with one for each, or a function that makes one for
-            a trajectory, which is closed when that has ended. May also be given per call.
-        sampling_params: How to sample where a call does not say.
+            a trajectory, which is closed when that has ended. May be given per call, as ``sampling_params``.
         max_turns: Most answers of a trajectory.
-        trace_dir: Gets a JSON file per trajectory, ``{step}-{ok|fail}-{id}.json``. What goes wrong with one is logged.
-        trace_callback: Decides which trajectories are written; by default all.
-        success_callback: Decides between ``ok`` and ``fail``; by default whether a trajectory ended by itself.
+        tool_parser: How the model writes calls; by default as its chat template shows.
+        trace_dir: Gets a JSON file per trajectory, ``{step}-{ok|fail}-{id}.json``; ``trace_callback`` decides which,
+            ``success_callback`` what ``ok`` is (by default: it ended by itself).
     """
 
     def __init__(
@@ -99,9 +99,7 @@ class ToolRollout(Rollout):
         elif not isinstance(tools, (list, tuple)):
             tools = [tools] * len(trajectories)
         if len(tools) != len(trajectories):
-            raise ConfigError(
-                f"tool_manager must have one for each trajectory, got {len(tools)} for {len(trajectories)}"
-            )
+            raise ConfigError(f"tool_manager needs one for each trajectory, got {len(tools)} for {len(trajectories)}")
         finished = self._run(trajectories, tools, made, sampling_params or self._sampling) if trajectories else []
         for number, trajectory in enumerate(finished):
             self._write_trace(trajectory, step, str(trajectory.get("id", number)))
@@ -112,6 +110,14 @@ class ToolRollout(Rollout):
         self, trajectories: list[Trajectory], tools: Sequence[Any], made: bool, sampling: SamplingParams | None
     ) -> list[Trajectory]:
         """Run ``trajectories``, each with its ``tools``; those that were ``made`` for it are closed at its end."""
+
+    def _output(self, trajectory: Trajectory, session: Session, **fields: Any) -> Trajectory:
+        played = {
+            "messages": session.messages,
+            "turns": len(session.turns),
+            "tools_called": session.stats.tool_counts(),
+        }
+        return {**trajectory, **played, **fields}
 
     def _write_trace(self, trajectory: Trajectory, step: int, name: str) -> None:
         try:

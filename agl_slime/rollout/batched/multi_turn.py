@@ -1,12 +1,5 @@
-"""Batched rollouts of many turns: all live trajectories are sampled in one call per turn.
-
-    rollout = MultiTurnRollout(
-        sampler=SGLangSampler(base_url=url), template=tokenizer, tool_manager=ToolManager([search]), max_turns=6
-    )
-    results = rollout([{"messages": [{"role": "user", "content": "…"}]}, …])
-
-Each trajectory is a session of its own in the loop of turns that agents run in; their calls wait for each other.
-"""
+"""Batched rollouts of many turns: all live trajectories are sampled in one call per turn. Each is a session of its own
+in the loop of turns that agents run in; their calls of the engine wait for each other."""
 
 from __future__ import annotations
 
@@ -31,27 +24,19 @@ IGNORED_LABEL = -100
 
 
 class MultiTurnRollout(ToolRollout):
-    """Batched multi-turn rollouts over a ``Sampler``.
-
-    Args:
-        sampler: Samples the answers; ``SGLangSampler`` for an SGLang server.
-        template: The tokenizer, with its chat template.
-        max_trajectory_tokens: Most tokens of a trajectory; one that reaches it is truncated.
-        tool_parser: How the model writes calls; by default as its chat template shows.
-        options: ``tool_manager``, ``sampling_params``, ``max_turns`` (6), ``trace_dir``, ``trace_callback``,
-            ``success_callback``; see ``ToolRollout``.
+    """Batched multi-turn rollouts over a ``Sampler``; ``options`` are those of ``ToolRollout``. ``template`` is the
+    tokenizer, with its chat template. A trajectory of ``max_trajectory_tokens`` is truncated.
 
     A trajectory has ``messages``, and perhaps ``tools``: schemas to show in place of the manager's (an empty list:
     none), and ``id``. It comes back with its own keys and:
 
-    - ``messages``: the conversation, tool results included.
+    - ``messages``: the conversation, tool results included. ``turns``: the number of answers.
     - ``input_ids``, ``labels``, ``logprobs``: one entry per token of the whole sequence. ``labels`` are -100 where a
       token is not trained, ``logprobs`` 0.0 there.
-    - ``turns``: the number of answers. ``stop_reason``: ``"stop"`` or ``"length"``. ``truncated``: whether more would
-      have come. ``end_reason``: why it ended, as ``StopReason`` has it. ``tools_called``: counts of calls.
-    - ``segments``: all sequences with their labels, when the chat template rewrites history and the trajectory became
-      several; ``input_ids`` is the last of them then.
-    - ``turn_records``: the turns, for ``trajectory_to_samples``.
+    - ``stop_reason``: ``"stop"`` or ``"length"``. ``truncated``: whether more would have come. ``end_reason``: why it
+      ended, as ``StopReason`` has it. ``tools_called``: counts of calls.
+    - ``segments``: all sequences, when the chat template rewrites history and the trajectory became several;
+      ``input_ids`` is the last of them then. ``turn_records``: the turns, for ``trajectory_to_samples``.
     """
 
     def __init__(
@@ -71,21 +56,14 @@ class MultiTurnRollout(ToolRollout):
         batch = _Batch(self._sampler, live=len(trajectories))
         templates: dict[str, ChatTemplate] = {}
 
+        common: dict[str, Any] = {"client": batch, "tokenizer": self._tokenizer, "parser": self._parser}
+        common |= {"max_turns": self._max_turns, "max_trajectory_tokens": self._max_tokens, "traced": False}
+
         def session_of(trajectory: Trajectory, manager: Any) -> RolloutSession:
             schemas = trajectory.get("tools", manager.schemas if manager is not None else None) or None
-            template = ChatTemplate(tokenizer=self._tokenizer, tools=schemas)
-            return RolloutSession(
-                client=batch,
-                tokenizer=self._tokenizer,
-                sampling=sampling or SamplingParams(),
-                messages=trajectory["messages"],
-                tools=manager,
-                parser=self._parser,
-                template=templates.setdefault(repr(schemas), template),
-                max_turns=self._max_turns,
-                max_trajectory_tokens=self._max_tokens,
-                traced=False,
-            )
+            template = templates.setdefault(repr(schemas), ChatTemplate(tokenizer=self._tokenizer, tools=schemas))
+            messages, params = trajectory["messages"], sampling or SamplingParams()
+            return RolloutSession(sampling=params, messages=messages, tools=manager, template=template, **common)
 
         sessions = [session_of(trajectory, manager) for trajectory, manager in zip(trajectories, tools, strict=True)]
 
@@ -105,26 +83,24 @@ class MultiTurnRollout(ToolRollout):
             await asyncio.gather(*map(run, sessions))
 
         run_blocking(run_all())
-        return [self._output(*each) for each in zip(trajectories, sessions, strict=True)]
+        return list(map(self._finished, trajectories, sessions))
 
-    def _output(self, trajectory: Trajectory, session: RolloutSession) -> Trajectory:
+    def _finished(self, trajectory: Trajectory, session: RolloutSession) -> Trajectory:
         segments = [_sequence(segment) for segment in merge_turns(session.turns, self._tokenizer)]
         prompt = [] if segments else session.context.prompt_ids()
         nothing = {"input_ids": prompt, "labels": [IGNORED_LABEL] * len(prompt), "logprobs": None}
         end = session.stats.stop_reason or StopReason.STOP
         cut_off = end in (StopReason.LENGTH, StopReason.ABORTED, StopReason.CONTEXT_OVERFLOW)
-        return {
-            **trajectory,
-            "messages": session.messages,
+        return self._output(
+            trajectory,
+            session,
             **(segments[-1] if segments else nothing),
-            "segments": segments,
-            "turns": len(session.turns),
-            "stop_reason": "length" if cut_off else "stop",
-            "truncated": end is not StopReason.STOP,
-            "end_reason": end.value,
-            "tools_called": session.stats.tool_counts(),
-            "turn_records": session.turns,
-        }
+            segments=segments,
+            stop_reason="length" if cut_off else "stop",
+            truncated=end is not StopReason.STOP,
+            end_reason=end.value,
+            turn_records=session.turns,
+        )
 
 
 class _Batch:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from agl_slime.errors import ContextOverflowError
 from agl_slime.sglang.client import SGLangClient
+from agl_slime.sglang.describe import end_token_ids
 from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.sglang.transport import ClientSettings
 from agl_slime.support.threads import run_blocking
@@ -16,10 +17,11 @@ InputFeature = Mapping[str, Any]
 """``input_ids``: the prompt's token ids."""
 
 
+Answers = Sequence[Generation | ContextOverflowError]
+
+
 class Sampler(Protocol):
-    def sample(
-        self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]
-    ) -> Sequence[Generation | ContextOverflowError]:
+    def sample(self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]) -> Answers:
         """One answer per input, in their order, all sampled at the same time; ``sampling_params`` has one entry per
         input. A prompt that does not fit into the model's context has the error in the place of its answer; where it is
         raised, the prompts are asked for in smaller and smaller batches."""
@@ -28,22 +30,26 @@ class Sampler(Protocol):
 
 class SGLangSampler:
     """A ``Sampler`` over a running SGLang server or router. Holds no connection between calls, so it can be sent to
-    another process."""
+    another process. ``tokenizer`` tells where an answer ends that a weight update aborted, and what its text is;
+    ``eos_token_ids`` are further end tokens."""
 
     def __init__(
-        self, *, base_url: str, settings: ClientSettings | None = None, eos_token_ids: Sequence[int] = ()
+        self,
+        *,
+        base_url: str,
+        settings: ClientSettings | None = None,
+        eos_token_ids: Sequence[int] = (),
+        tokenizer: Any = None,
     ) -> None:
-        self._options: dict[str, Any] = {"base_url": base_url, "settings": settings, "eos_token_ids": (*eos_token_ids,)}
+        ends = end_token_ids(getattr(tokenizer, "name_or_path", ""), tokenizer) | frozenset(eos_token_ids)
+        self._options: dict[str, Any] = {"base_url": base_url, "settings": settings, "eos_token_ids": ends}
+        self._options["decode"] = getattr(tokenizer, "decode", None)
 
-    def sample(
-        self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]
-    ) -> list[Generation | ContextOverflowError]:
+    def sample(self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]) -> Answers:
         """Raises the client's other errors when one of the requests fails for good."""
         return run_blocking(self._sample(inputs, sampling_params))
 
-    async def _sample(
-        self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]
-    ) -> list[Generation | ContextOverflowError]:
+    async def _sample(self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]) -> Answers:
         async with SGLangClient(**self._options) as client:
 
             async def one(input_ids: Sequence[int], params: SamplingParams) -> Generation | ContextOverflowError:

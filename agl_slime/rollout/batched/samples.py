@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agl_slime.errors import RewardError, TraceError
+from agl_slime.errors import TraceError
+from agl_slime.rollout.outcome import check_reward
 from agl_slime.tokens.masks import get_loss_mask_generator
 from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace.converter import convert_trajectory
@@ -15,34 +15,25 @@ from agl_slime.types import Sample, sample_from_fields
 
 
 def trajectory_to_samples(
-    trajectory: Mapping[str, Any],
-    *,
-    reward: float,
-    tokenizer: ChatTokenizer | None = None,
-    index: int | None = None,
-    group_index: int | None = None,
-    rollout_id: int | None = None,
+    trajectory: Mapping[str, Any], *, reward: float, tokenizer: ChatTokenizer | None = None, **numbers: Any
 ) -> list[Sample]:
     """The Samples of a trajectory that ``MultiTurnRollout`` finished: one, or several when it forked. Exact to the
-    token.
+    token. ``numbers``: ``index``, ``group_index``, ``rollout_id``.
 
     Raises ``TraceError`` when nothing was sampled, ``RewardError`` when ``reward`` is not finite.
     """
-    name = str(trajectory.get("id", "" if index is None else index))
+    name = str(trajectory.get("id", numbers.get("index")))
+    rewards = check_reward(reward, source="the judge of a trajectory")
     finished = Trajectory(
         rollout_id=name,
         attempt_id=name,
-        task={key: trajectory[key] for key in ("label",) if key in trajectory},
+        task={"label": trajectory["label"]} if "label" in trajectory else {},
         turns=tuple(trajectory["turn_records"]),
-        reward=_finite(reward),
-        rewards={"primary": reward},
+        reward=next(iter(rewards.values())),
+        rewards=rewards,
         stop_reason=str(trajectory["end_reason"]),
     )
-    metadata = {"tools": trajectory["tools_called"]}
-    conversion = convert_trajectory(
-        finished, tokenizer, metadata=metadata, index=index, group_index=group_index, rollout_id=rollout_id
-    )
-    return conversion.samples
+    return convert_trajectory(finished, tokenizer, metadata={"tools": trajectory["tools_called"]}, **numbers).samples
 
 
 def messages_to_sample(
@@ -54,12 +45,10 @@ def messages_to_sample(
     stop_reason: str = "stop",
     loss_mask_type: str = "auto",
     label: str | None = None,
-    index: int | None = None,
-    group_index: int | None = None,
-    rollout_id: int | None = None,
+    **numbers: Any,
 ) -> Sample:
     """A Sample from text alone, as ``APIMultiTurnRollout`` and others that know no ids give it: tokenized again,
-    without log-probs, ``metadata["token_source"]`` says so.
+    without log-probs, ``metadata["token_source"]`` says so. ``numbers``: ``index``, ``group_index``, ``rollout_id``.
 
     Raises ``TraceError`` when no message is to be trained, ``RewardError`` when ``reward`` is not finite.
     """
@@ -68,25 +57,17 @@ def messages_to_sample(
     (response_length,) = generator.get_response_lengths([loss_mask])
     if not 0 < response_length < len(token_ids):
         raise TraceError(
-            f"{response_length} of {len(token_ids)} tokens follow the first trained one; there must be a prompt and an answer"
+            f"{response_length} of {len(token_ids)} tokens follow the first trained one; an answer is missing"
         )
     return sample_from_fields(
-        index=index,
-        group_index=group_index,
-        rollout_id=rollout_id,
+        **numbers,
         prompt=[dict(message) for message in messages if message.get("role") != "assistant"][:1],
         tokens=token_ids,
         response=tokenizer.decode(token_ids[-response_length:], skip_special_tokens=False),
         response_length=response_length,
         loss_mask=loss_mask[-response_length:],
         label=label,
-        reward=_finite(reward),
+        reward=check_reward(reward, source="the judge of messages")["primary"],
         status=Sample.Status.TRUNCATED if is_truncated(stop_reason) else Sample.Status.COMPLETED,
         metadata={"token_source": "retokenized", "stop_reason": stop_reason, "loss_mask_type": loss_mask_type},
     )
-
-
-def _finite(reward: Any) -> float:
-    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        raise RewardError(f"the reward of a trajectory must be a finite number, got {reward!r}")
-    return float(reward)

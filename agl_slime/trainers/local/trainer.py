@@ -87,28 +87,24 @@ class LocalTrainer:
         checked = self._check(batch)
         n_minibatches = min(self.settings.n_minibatches, checked.n_rollouts)
         objective, metrics = self._objective(checked, n_minibatches=n_minibatches)
-        losses: list[float] = []
-        norms: list[float] = []
-        lr = self.settings.lr
+        steps: list[tuple[float, float]] = []
         for epoch in range(self.settings.epochs):
             rng = np.random.default_rng((self._seed, iteration, epoch))
             for samples in split_minibatches(checked, n_minibatches=n_minibatches, rng=rng):
                 microbatches = self._microbatches(checked, samples)
                 if not microbatches:  # all its tokens are masked out
                     continue
-                place = f"minibatch {len(losses) + 1} of iteration {iteration}"
-                loss, norm, lr = self._step(microbatches, objective, place=place)
-                losses.append(loss)
-                norms.append(norm)
-                if len(losses) == 1:
+                place = f"minibatch {len(steps) + 1} of iteration {iteration}"
+                steps.append(self._step(microbatches, objective, place=place))
+                if len(steps) == 1:
                     metrics["train/first_ratio_dev_max"] = objective.ratio_dev_max
             if epoch == 0:
                 metrics["train/tokens"] = float(objective.tokens)
         self.iteration = iteration
-        metrics |= objective.metrics()
-        metrics |= {"train/loss": math.fsum(losses) / len(losses), "train/grad_norm": math.fsum(norms) / len(norms)}
-        metrics |= {"train/steps": float(len(losses)), "train/lr": lr, "train/seconds": time.perf_counter() - started}
-        return metrics
+        loss, norm = (math.fsum(values) / len(steps) for values in zip(*steps, strict=True))
+        metrics |= objective.metrics() | {"train/loss": loss, "train/grad_norm": norm, "train/steps": float(len(steps))}
+        lr = self._optimizer.param_groups[0]["lr"]
+        return metrics | {"train/lr": lr, "train/seconds": time.perf_counter() - started}
 
     def _objective(self, batch: TrainBatch, *, n_minibatches: int) -> tuple[Objective, dict[str, float]]:
         """The loss of ``batch``, and the metrics of the policy on it as it is before any step."""
@@ -145,8 +141,8 @@ class LocalTrainer:
         )
         return objective, metrics
 
-    def _step(self, microbatches: list[MicroBatch], objective: Objective, *, place: str) -> tuple[float, float, float]:
-        """One optimizer step; returns the loss, the norm of the gradient and the learning rate."""
+    def _step(self, microbatches: list[MicroBatch], objective: Objective, *, place: str) -> tuple[float, float]:
+        """One optimizer step; returns the loss and the norm of the gradient."""
         total = 0.0
         try:
             for micro in microbatches:
@@ -166,7 +162,7 @@ class LocalTrainer:
             self.steps += 1
         finally:
             self._optimizer.zero_grad(set_to_none=True)
-        return total, norm, lr
+        return total, norm
 
     @torch.no_grad()
     def _score(self, model: Any, microbatches: list[MicroBatch], n_tokens: int) -> tuple[Tensor, Tensor]:

@@ -136,7 +136,7 @@ def generate(manager: Any, args: Any, step: int) -> dict[str, Any]:
     import torch
 
     [box] = ray.get(manager.generate.remote(step))
-    data = ray.get(box.inner)
+    data: Any = ray.get(box.inner)
     batch = {
         name: [_plain(item) for item in value] if isinstance(value, list) else value for name, value in data.items()
     }

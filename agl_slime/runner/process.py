@@ -1,0 +1,94 @@
+"""What is done in a process that is this package's own, a worker's or the command line's, and in no other.
+
+Both change the whole process, so a library that is imported into somebody else's does neither by itself; who wants them
+there calls ``own_this_process``.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from agl_slime.runner.recording import Recording, current_recording
+
+# Allocations until the young are looked at; such looks until the next older are; and those until all are.
+_THRESHOLDS = (100_000, 5, 50)
+_DEFAULTS = {(700, 10, 10), (2_000, 10, 0), (2_000, 10, 10)}
+
+_lock = threading.Lock()
+_owned = False
+
+
+def own_this_process() -> None:
+    """Runners of this process carry recordings into threads from now on, and tune the garbage collector as they
+    start."""
+    global _owned
+    with _lock:
+        if not _owned:
+            _owned = True
+            carry_recordings()
+
+
+def tune_garbage_collector() -> None:
+    """What exists now is never looked at again (it is freed by its reference counts as before), and collections become
+    rarer, unless the program has set limits of its own.
+
+    The collector's default is to look at everything again whenever a quarter of it is new. Imports alone leave some
+    hundred thousand objects, and each rollout in flight three hundred more, none of them garbage: with 4,096 in flight,
+    full collections took 40 % of the CPU time and stopped the event loop for up to half a second. Does nothing in a
+    process that is somebody else's.
+    """
+    if not _owned:
+        return
+    gc.collect()
+    gc.freeze()
+    if gc.get_threshold() in _DEFAULTS:
+        gc.set_threshold(*_THRESHOLDS)
+
+
+def carry_recordings() -> None:
+    """``threading.Thread.start`` and ``ThreadPoolExecutor.submit`` hand the recording of whoever calls them on, and
+    nothing else of the context.
+
+    Python gives a new thread, and a call in a ``ThreadPoolExecutor``, an empty context (until 3.14, and there only by a
+    switch), so that a span of such a thread would belong to no rollout. ``asyncio.to_thread`` carries the whole context
+    by itself; ``loop.run_in_executor`` goes through ``submit``.
+    """
+    start: Callable[..., None] = threading.Thread.start
+    submit: Callable[..., Future[Any]] = ThreadPoolExecutor.submit
+
+    def start_with_recording(self: threading.Thread) -> None:
+        recording = current_recording.get()
+        if recording is not None and not recording.closed and "run" not in vars(self):
+            run = self.run
+
+            def run_with_recording() -> None:
+                vars(self).pop("run", None)  # the thread no longer refers to itself
+                current_recording.set(recording)
+                run()
+
+            self.run = run_with_recording  # type: ignore[method-assign]
+        start(self)
+
+    def submit_with_recording(
+        executor: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
+        # also outside of any rollout: the worker thread may have been started by one
+        return submit(executor, _with_recording, current_recording.get(), fn, *args, **kwargs)
+
+    threading.Thread.start = start_with_recording
+    ThreadPoolExecutor.submit = submit_with_recording
+
+
+def _with_recording(recording: Recording | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    token = current_recording.set(recording)
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        current_recording.reset(token)
+
+
+__all__ = ["carry_recordings", "own_this_process", "tune_garbage_collector"]

@@ -1,0 +1,279 @@
+"""Turns as span attributes, and back.
+
+A rollout's prompts repeat its history, so a turn is stored as the difference to the turn that it goes on from: which
+one, how many of its tokens are kept, and the tokens after those. Twenty turns cost what their new tokens cost. A
+checksum over the whole prompt, the response and the log-probs makes sure that what is read is what was sampled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+import threading
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from agl_slime.errors import TraceError
+from agl_slime.sglang.generation import WeightSpan
+from agl_slime.tokens.codec import (
+    LogProbArray,
+    TokenArray,
+    pack_array,
+    shared_length,
+    stored_bytes,
+    unpack_log_probs,
+    unpack_token_ids,
+)
+from agl_slime.tokens.forks import ForkReason
+from agl_slime.trace import attributes as names
+from agl_slime.trace.turn import Messages, Turn
+
+T = TypeVar("T")
+
+# Tells the encoders of one attempt apart, which live in one process. Begins anywhere, so that those of a rollout's
+# attempts look different as well.
+_streams = itertools.count(secrets.randbits(32))
+_to_json = json.JSONEncoder(ensure_ascii=False, default=str).encode  # json.dumps would make an encoder per call
+
+
+class TurnEncoder:
+    """Turns of one rollout to span attributes, each stored as the difference to the turn that it goes on from.
+
+    One encoder per rollout attempt. Thread-safe: concurrent branches of an agent may share it.
+    """
+
+    def __init__(self, *, model: str | None = None) -> None:
+        self._model = model
+        self._stream = f"{next(_streams) & 0xFFFFFFFF:08x}"
+        self._lock = threading.Lock()
+        self._messages: list[tuple[str, ...]] = []  # per turn, as JSON: the agent may change its dicts later
+        self._shared_json: dict[str, str] = {}
+
+    def encode(self, turn: Turn) -> dict[str, Any]:
+        """The attributes of the span of ``turn``: strings and numbers. Every encoded turn must reach the store, or
+        later ones cannot be read. ``turn.base_turn`` counts the turns that were encoded before."""
+        with self._lock:
+            index, base = len(self._messages), turn.base_turn
+            if base is not None and not 0 <= base < index:
+                raise TraceError(f"turn {index} goes on from turn {base}, which was not encoded before")
+            written = map(_message_json, turn.messages or ())
+            messages = tuple(self._shared_json.setdefault(text, text) for text in written)
+            base_messages = () if base is None else self._messages[base]
+            self._messages.append(messages)
+        attributes: dict[str, Any] = {
+            names.FORMAT: names.FORMAT_VERSION,
+            names.OPERATION_NAME: "chat",
+            names.PROVIDER_NAME: "sglang",
+            names.STREAM: self._stream,
+            names.TURN_INDEX: index,
+            names.PROMPT_IDS: pack_array(turn.prompt_ids[turn.kept_tokens :]),
+            names.RESPONSE_IDS: pack_array(turn.response_ids),
+            names.CHECKSUM: _checksum(turn.prompt_ids, turn.response_ids, turn.log_probs),
+            names.USAGE_INPUT_TOKENS: len(turn.prompt_ids),
+            names.USAGE_OUTPUT_TOKENS: len(turn.response_ids),
+            names.USAGE_CACHED_TOKENS: turn.cached_tokens,
+            names.RESPONSE_FINISH_REASONS: [turn.finish_reason],
+            names.OUTPUT_MESSAGES: _output_messages(turn),
+            names.LATENCY_S: float(turn.latency_s),
+            names.TOKEN_SOURCE: turn.token_source,
+        }
+        if base is not None:
+            attributes[names.PROMPT_BASE] = base
+            attributes[names.PROMPT_KEPT] = turn.kept_tokens
+        if turn.fork is not None:
+            attributes[names.PROMPT_FORK] = turn.fork.value
+        if turn.log_probs is not None:
+            attributes[names.LOG_PROBS] = pack_array(turn.log_probs)
+        if turn.weight_versions:
+            versions = [[span.version, span.start, span.end] for span in turn.weight_versions]
+            attributes[names.WEIGHT_VERSIONS] = json.dumps(versions)
+        if turn.messages is not None:
+            kept = shared_length(messages, base_messages)
+            attributes[names.MESSAGES_KEPT] = kept
+            attributes[names.MESSAGES_NEW] = f"[{','.join(messages[kept:])}]"
+        for name, value in (
+            (names.RESPONSE_ID, turn.request_id),
+            (names.RESUMED, turn.resumed),
+            (names.REQUEST_MODEL, self._model),
+        ):
+            if value:
+                attributes[name] = value
+        return attributes
+
+
+def _message_json(message: Mapping[str, Any]) -> str:
+    try:
+        return _json(message)
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"a chat message cannot be written as JSON: {error}") from error
+
+
+def _json(value: Any) -> str:
+    text = _to_json(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which no store could write as UTF-8
+        return json.dumps(value, default=str)
+    return text
+
+
+def _output_messages(turn: Turn) -> str:
+    parts = [{"type": "text", "content": turn.text}]
+    return _json([{"role": "assistant", "parts": parts, "finish_reason": turn.finish_reason}])
+
+
+def _checksum(prompt: TokenArray, response: TokenArray, log_probs: LogProbArray | None) -> int:
+    crc = 0
+    for values in (prompt, response) if log_probs is None else (prompt, response, log_probs):
+        crc = zlib.crc32(stored_bytes(values), crc)
+    return crc
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+class HasAttributes(Protocol):
+    """The part of a span that is read here."""
+
+    @property
+    def attributes(self) -> Mapping[str, Any]: ...
+
+
+def is_packed(attributes: Mapping[str, Any]) -> bool:
+    """Whether the attributes are those of a ``TurnEncoder``."""
+    return names.FORMAT in attributes
+
+
+def decode_turns(spans: Iterable[HasAttributes]) -> list[Turn]:
+    """The turns of spans whose attributes a ``TurnEncoder`` made, in their order; other spans are passed over.
+
+    Turns of one encoder come in the order of encoding, whatever the order of the spans; those of several encoders keep
+    the places that their spans have. Raises ``TraceError`` when a turn is missing, doubled, damaged or not in a known
+    format.
+    """
+    packed = [span.attributes for span in spans if is_packed(span.attributes)]
+    streams: dict[str, dict[int, Mapping[str, Any]]] = {}
+    places: dict[str, list[int]] = {}  # of each stream, where its turns stand among all
+    for place, attributes in enumerate(packed):
+        if attributes[names.FORMAT] != names.FORMAT_VERSION:
+            known = f"this version of agl-slime reads format {names.FORMAT_VERSION}"
+            raise TraceError(f"span format {attributes[names.FORMAT]!r} is unknown; {known}")
+        stream, index = str(attributes.get(names.STREAM)), _get(attributes, names.TURN_INDEX, int)
+        turns = streams.setdefault(stream, {})
+        if index in turns:
+            raise TraceError(f"turn {index} of encoder {stream} is there twice")
+        turns[index] = attributes
+        places.setdefault(stream, []).append(place)
+    decoded: dict[int, Turn] = {}
+    for stream, turns in streams.items():
+        decoded.update(zip(places[stream], _decode_stream(stream, turns, places[stream]), strict=True))
+    return [decoded[place] for place in range(len(packed))]
+
+
+def _decode_stream(stream: str, by_index: Mapping[int, Mapping[str, Any]], places: Sequence[int]) -> list[Turn]:
+    turns: list[Turn] = []
+    for index in range(len(by_index)):
+        if index not in by_index:
+            raise TraceError(f"turn {index} of encoder {stream} is missing, although turn {max(by_index)} is there")
+        try:
+            turns.append(_decode_turn(by_index[index], turns, places))
+        except TraceError as error:
+            raise TraceError(f"turn {index} of encoder {stream} cannot be read: {error}") from error
+    return turns
+
+
+def _decode_turn(attributes: Mapping[str, Any], earlier: Sequence[Turn], places: Sequence[int]) -> Turn:
+    prompt = unpack_token_ids(_get(attributes, names.PROMPT_IDS, str), name="prompt ids")
+    base, base_turn, kept = None, None, 0
+    if names.PROMPT_BASE in attributes:
+        at, kept = _get(attributes, names.PROMPT_BASE, int), _get(attributes, names.PROMPT_KEPT, int)
+        if not 0 <= at < len(earlier):
+            raise TraceError(f"{names.PROMPT_BASE} is turn {at}, which does not come before it")
+        base, base_turn = earlier[at], places[at]
+        if not 0 <= kept <= base.length:
+            raise TraceError(f"{names.PROMPT_KEPT} is {kept}, turn {at} has {base.length} tokens")
+        prompt = np.concatenate((base.token_ids[:kept], prompt))
+        prompt.flags.writeable = False
+    response = unpack_token_ids(_get(attributes, names.RESPONSE_IDS, str), name="response ids")
+    log_probs = unpack_log_probs(_get(attributes, names.LOG_PROBS, str)) if names.LOG_PROBS in attributes else None
+    for ids, name in ((prompt, names.USAGE_INPUT_TOKENS), (response, names.USAGE_OUTPUT_TOKENS)):
+        if len(ids) != _get(attributes, name, int):
+            raise TraceError(f"there are {len(ids)} ids where {name} says {attributes[name]}")
+    if _checksum(prompt, response, log_probs) != _get(attributes, names.CHECKSUM, int):
+        raise TraceError("its tokens or log-probs do not have the checksum that was written with them")
+    fork = attributes.get(names.PROMPT_FORK)
+    if fork is not None and fork not in {reason.value for reason in ForkReason}:
+        raise TraceError(f"{names.PROMPT_FORK} must be a fork reason, got {fork!r:.80}")
+    return Turn(
+        prompt_ids=prompt,
+        response_ids=response,
+        log_probs=log_probs,
+        finish_reason=finish_reason(attributes),
+        weight_versions=_weight_versions(attributes),
+        cached_tokens=_get(attributes, names.USAGE_CACHED_TOKENS, int),
+        request_id=str(attributes.get(names.RESPONSE_ID, "")),
+        text=_output_text(attributes),
+        messages=_decode_messages(attributes, base),
+        latency_s=float(attributes.get(names.LATENCY_S, 0.0)),
+        resumed=int(attributes.get(names.RESUMED, 0)),
+        token_source=_get(attributes, names.TOKEN_SOURCE, str),  # type: ignore[arg-type]  # Turn refuses others
+        base_turn=base_turn,
+        kept_tokens=kept,
+        fork=None if fork is None else ForkReason(fork),
+    )
+
+
+def _decode_messages(attributes: Mapping[str, Any], base: Turn | None) -> Messages | None:
+    if names.MESSAGES_NEW not in attributes:
+        return None
+    kept = _get(attributes, names.MESSAGES_KEPT, int)
+    held = (base.messages if base is not None else None) or ()
+    if not 0 <= kept <= len(held):
+        raise TraceError(f"{names.MESSAGES_KEPT} is {kept}, the base turn has {len(held)} messages")
+    new = parse_json(_get(attributes, names.MESSAGES_NEW, str), names.MESSAGES_NEW)
+    if not isinstance(new, list):
+        raise TraceError(f"{names.MESSAGES_NEW} must be a JSON list")
+    return (*held[:kept], *new)
+
+
+def _weight_versions(attributes: Mapping[str, Any]) -> tuple[WeightSpan, ...]:
+    if names.WEIGHT_VERSIONS not in attributes:
+        return ()
+    listed = parse_json(_get(attributes, names.WEIGHT_VERSIONS, str), names.WEIGHT_VERSIONS)
+    try:
+        return tuple(WeightSpan(str(version), int(start), int(end)) for version, start, end in listed)
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"{names.WEIGHT_VERSIONS} must be a list of [version, start, end], got {listed!r}") from error
+
+
+def _output_text(attributes: Mapping[str, Any]) -> str:
+    messages = parse_json(_get(attributes, names.OUTPUT_MESSAGES, str), names.OUTPUT_MESSAGES)
+    try:
+        return "".join(part["content"] for message in messages for part in message["parts"] if part["type"] == "text")
+    except (TypeError, KeyError) as error:
+        raise TraceError(f"{names.OUTPUT_MESSAGES} is not a list of messages with parts") from error
+
+
+def finish_reason(attributes: Mapping[str, Any]) -> str:
+    """The (first) finish reason of a call, ``"stop"`` when none was written."""
+    reasons = attributes.get(names.RESPONSE_FINISH_REASONS) or "stop"
+    return reasons if isinstance(reasons, str) else str(reasons[0])
+
+
+def parse_json(text: str, name: str) -> Any:
+    """``text`` as JSON; ``TraceError`` naming the attribute when it is none."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise TraceError(f"{name} is not valid JSON: {error}") from error
+
+
+def _get(attributes: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    value = attributes.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TraceError(f"attribute {name} must be of type {kind.__name__}, got {value!r:.80}")
+    return value
