@@ -44,9 +44,6 @@ _GROUPS_PREFIX = "buffer_groups:"
 _MOST_GROUP_NAMES = 20_000
 
 
-# -- the documented functions ----------------------------------------------------------------------------------------
-
-
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
@@ -219,8 +216,6 @@ def settings_of(args: Any, data_source: Any = None) -> AgentRolloutSettings:
         group_size=int(group_size),
     )
 
-
-# -- internals -------------------------------------------------------------------------------------------------------
 
 _sessions: dict[tuple[str, str], AgentRolloutSession] = {}
 _sessions_lock = threading.Lock()

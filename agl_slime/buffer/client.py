@@ -41,18 +41,19 @@ async def ask_buffer(
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers) as session,
         session.request("GET" if body is None else "POST", url.rstrip("/") + path, json=body) as response,
     ):
-        raw = await response.read()
-        if response.status >= 400:
-            raise aiohttp.ClientResponseError(
-                response.request_info,
-                response.history,
-                status=response.status,
-                message=raw[:500].decode(errors="replace"),
-            )
+        raw = await _content(response)
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"{url}{path} did not answer with JSON: {error}") from error
+
+
+async def _content(response: aiohttp.ClientResponse) -> bytes:
+    raw = await response.read()
+    if response.status >= 400:
+        message, info = raw[:500].decode(errors="replace"), response.request_info
+        raise aiohttp.ClientResponseError(info, response.history, status=response.status, message=message)
+    return raw
 
 
 def is_passing(error: Exception) -> bool:
@@ -112,11 +113,7 @@ class BufferWriter:
 
     async def _post(self, body: bytes) -> None:
         async with self._session.post(self._url, data=body) as response:
-            if response.status != 200:
-                message = (await response.text())[:500]
-                raise aiohttp.ClientResponseError(
-                    response.request_info, response.history, status=response.status, message=message
-                )
+            await _content(response)
 
 
 def item_of(

@@ -6,7 +6,8 @@ import sqlite3
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import orjson
@@ -47,6 +48,7 @@ CREATE TABLE IF NOT EXISTS runs (
 
 _CHANGING = ("count", "last_time", "accepting", "due")
 _COLUMNS = f"no, task, key, instance_id, {', '.join(_CHANGING)}"
+_values = attrgetter("no", "task", "key", "instance_json", *_CHANGING)
 
 
 def _make_tables(connection: sqlite3.Connection) -> None:
@@ -86,10 +88,11 @@ class StoredGroup:
         return orjson.loads(self.instance_json)
 
     @property
-    def group_id(self) -> Any:
-        """What its items say as ``group_id``; ``None`` when they do not."""
+    def place(self) -> dict[str, Any]:
+        """What a generator is told of a part of a group; ``group_id`` is ``None`` when its items say none."""
         key = orjson.loads(self.key)
-        return key[1] if isinstance(key, list) else None
+        group_id = key[1] if isinstance(key, list) else None
+        return {"instance_id": self.instance_id, "group_id": group_id, "items": self.count}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,7 @@ class GroupTable:
     def save(self, groups: Iterable[StoredGroup]) -> None:
         update = ", ".join(f"{name} = excluded.{name}" for name in _CHANGING)
         tail = f"ON CONFLICT (no) DO UPDATE SET {update}"
-        insert_many(self._database.connection, f"groups ({_COLUMNS})", [astuple(group) for group in groups], tail)
+        insert_many(self._database.connection, f"groups ({_COLUMNS})", [_values(group) for group in groups], tail)
 
     def rollouts_of(self, group: StoredGroup) -> list[str]:
         query = "SELECT rollout_id FROM items WHERE group_no = ? ORDER BY no"

@@ -126,6 +126,11 @@ class GeneratorRun:
         """The generator has asked something of the buffer."""
         self._last_heard = time.monotonic()
 
+    def told(self, error: str) -> dict[str, Any]:
+        """What is known of it beside its record, which has ``error``."""
+        silent = {"silent_s": round(self.silent_s, 3)} if self.running else {}
+        return {"restarts": self.restarts, "error": error or self.last_error, **silent}
+
     def stop(self, state: str) -> None:
         """End the process group, forcibly after a grace period. Returns when it is gone."""
         with self._lock:

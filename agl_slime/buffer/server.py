@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 import orjson
@@ -31,8 +32,8 @@ _RETRY_AFTER_S = "5"
 # An answer to a write repeats the item, as slime's server does; a client that does not want it says so (RFC 7240).
 _MINIMAL = "return=minimal"
 
-# Bytes that are parsed faster than they are passed to a thread and back.
-_PARSED_AT_ONCE = 64_000
+# Bytes that are parsed in a millisecond or two; a thread that fights for the interpreter lock takes longer.
+_PARSED_AT_ONCE = 512_000
 
 
 def make_app(*, buffer: RolloutBuffer) -> web.Application:
@@ -58,44 +59,27 @@ class BufferServer:
     """A running server: ``async with BufferServer(settings=…) as server`` listens at ``server.url``."""
 
     def __init__(self, *, settings: BufferSettings) -> None:
-        self.settings = settings
         self.buffer = RolloutBuffer(settings=settings)
-        self._runner: web.AppRunner | None = None
         self.url = ""
 
-    async def start(self) -> BufferServer:
-        host = self.settings.host
-        runner = web.AppRunner(
-            make_app(buffer=self.buffer), access_log=None, keepalive_timeout=75.0, shutdown_timeout=3.0
-        )
-        self._runner = runner
-        try:
+    async def __aenter__(self) -> BufferServer:
+        settings = self.buffer.settings
+        async with AsyncExitStack() as ends:
+            ends.push_async_callback(self.buffer.close)
             await self.buffer.prepare()
+            app = make_app(buffer=self.buffer)
+            runner = web.AppRunner(app, access_log=None, keepalive_timeout=75.0, shutdown_timeout=3.0)
+            ends.push_async_callback(runner.cleanup)
             await runner.setup()
-            site = web.TCPSite(runner, host, self.settings.port, backlog=1024)
-            await site.start()
-            reached = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # by this machine
+            await web.TCPSite(runner, settings.host, settings.port, backlog=1024).start()
+            reached = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
             self.url = str(URL.build(scheme="http", host=reached, port=runner.addresses[0][1]))
             await self.buffer.start(self.url)
-        except BaseException:
-            await self.close()
-            raise
+            self._ends = ends.pop_all()
         return self
 
-    async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
-            await self.buffer.close()
-
-    async def __aenter__(self) -> BufferServer:
-        return await self.start()
-
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-
-# -- handlers --------------------------------------------------------------------------------------------------------
+        await self._ends.aclose()
 
 
 async def _write(request: web.Request) -> web.Response:
@@ -152,9 +136,6 @@ async def _openapi(request: web.Request) -> web.Response:
     return _json(openapi_description())
 
 
-# -- around them -----------------------------------------------------------------------------------------------------
-
-
 def _gate(settings: BufferSettings) -> Middleware:
     """One middleware before every handler: who may ask, and every refusal as JSON with one sentence."""
 
@@ -191,14 +172,18 @@ async def _body(request: web.Request) -> bytes:
     """The whole body, or an end to a connection that does not deliver it."""
     timeout = request.app[_BUFFER].settings.request_timeout_s
 
+    give_up = asyncio.get_running_loop().call_later(timeout, _abort, request)  # cheaper than a task for `wait_for`
     try:
-        return await asyncio.wait_for(request.read(), timeout)
+        return await request.read()
     except web.RequestPayloadError as error:  # a broken encoding, or the other side went away
         raise BufferRequestError(f"the body could not be read: {error}") from error
-    except asyncio.TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
-        raise ConnectionResetError(f"no whole body within {timeout:g} s") from None
+    finally:
+        give_up.cancel()
+
+
+def _abort(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def _json(value: Any) -> web.Response:

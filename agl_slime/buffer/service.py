@@ -212,19 +212,14 @@ class RolloutBuffer:
 
     def _payload_now(self, task: _Task, run_no: int, payload: Mapping[str, Any], key: str) -> dict[str, Any]:
         """What is held already is not to be made again: whole groups are skipped, parts of groups are named."""
-        skip = [*(payload.get("skip_instance_ids") or ()), *self.runs.finished_since(run_no)]
-        partial_groups: list[dict[str, Any]] = []
-        for group in self.store.undecided(task.name):
-            place = {"instance_id": group.instance_id, "group_id": group.group_id, "items": group.count}
-            if group.count >= task.group_size:
-                skip.append(group.instance_id)
-            else:
-                partial_groups.append(place)
+        groups = self.store.undecided(task.name)
+        whole = [group.instance_id for group in groups if group.count >= task.group_size]
+        parts = [group.place for group in groups if group.count < task.group_size]
         return {
             **payload,
             "remote_buffer_url": f"{self._url}/runs/{key}",  # names the task type, and stands for the token
-            "skip_instance_ids": skip,
-            "partial_groups": partial_groups,
+            "skip_instance_ids": [*(payload.get("skip_instance_ids") or ()), *self.runs.finished_since(run_no), *whole],
+            "partial_groups": parts,
         }
 
     def _input_file(self, given: str) -> Path:
@@ -232,17 +227,14 @@ class RolloutBuffer:
         try:
             path = (directories[0] / given).resolve()
             allowed = any(path.is_relative_to(directory) for directory in directories)
-            exists = allowed and path.is_file()
+            if allowed and path.is_file():
+                return path
         except (OSError, RuntimeError, ValueError) as error:
             raise BufferRequestError(f"input_file {given!r} cannot be used: {error}") from error
-        if not allowed:
-            raise BufferRequestError(
-                f"input_file {given!r} lies outside of the allowed directories; start the buffer with --input-dir",
-                status=403,
-            )
-        if not exists:
+        if allowed:
             raise BufferRequestError(f"input_file {given!r}: there is no such file")
-        return path
+        message = f"input_file {given!r} lies outside of the allowed directories; start the buffer with --input-dir"
+        raise BufferRequestError(message, status=403)
 
     # -- figures ------------------------------------------------------------------------------------------------------
 
@@ -255,18 +247,11 @@ class RolloutBuffer:
         runs = self.runs.latest()
         tasks: dict[str, Any] = {}
         for name, task in list(self._tasks.items()):
-            told = {key: value for key, value in runs[name].items() if key != "payload"} if name in runs else None
-            if told is not None:
-                told["restarts"] = task.run.restarts if task.run is not None else 0
-                if task.run is not None:
-                    told["error"] = told["error"] or task.run.last_error
-                    if task.run.running:
-                        told["silent_s"] = round(task.run.silent_s, 3)
-            tasks[name] = {**self.store.describe(name), "run": told}
-        reasons = {
-            f"{outcome.value}: {reason}" if reason else outcome.value: n
-            for (outcome, reason), n in counts.reasons.items()
-        }
+            run = runs.get(name)
+            if run is not None:
+                del run["payload"]
+                run |= {"restarts": 0} if task.run is None else task.run.told(run["error"])
+            tasks[name] = {**self.store.describe(name), "run": run}
         return {
             "uptime_s": round(time.monotonic() - self._started_at, 3),
             "held_items": self.store.held_items,
@@ -276,7 +261,7 @@ class RolloutBuffer:
                 "open": counts.open,
                 "ready": counts.ready,
                 "closed": {outcome.value: n for outcome, n in counts.closed.items()},
-                "reasons": reasons,
+                "reasons": {": ".join(filter(None, (end.value, why))): n for (end, why), n in counts.reasons.items()},
             },
             "task_types": tasks,
             "generators": {name: generator.path.name for name, generator in self._discovery.generators.items()},

@@ -149,8 +149,6 @@ class AgentRolloutSession:
         groups, self.surplus = self.surplus, deque()
         return await run_in_thread(lambda: [maker.group(group.items) for group in groups])
 
-    # -- internals ----------------------------------------------------------------------------------------------------
-
     async def _fetch(self, wanted: int | None, payload: Payload) -> dict[str, Any]:
         """Wait until the buffer gives something; it goes to ``surplus``. Returns what was told about it."""
         settings = self.settings

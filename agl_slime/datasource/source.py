@@ -123,7 +123,7 @@ class GroupSource(EndFollower):
         deadline = time.monotonic() + timeout_s
         with self._changed:
             ready = self._groups.ready
-            while blocking and len(ready) < num_samples and (self._more_to_come() or not ready):
+            while blocking and len(ready) < num_samples and (not ready or self._more_to_come()):
                 self.raise_if_dead()
                 if (remaining := deadline - time.monotonic()) <= 0:
                     break
@@ -183,6 +183,7 @@ class GroupSource(EndFollower):
         with self._changed:
             self._groups.advance([version])
             self._follow_up()
+            self._changed.notify_all()
 
     def abandon(self, rollout_ids: Sequence[str], *, group_ids: Iterable[str] = (), reason: str) -> None:
         """These will not end any more, or nobody waits for them: cancelled in the ledger for ``reason``, their groups
@@ -270,6 +271,7 @@ class GroupSource(EndFollower):
                 taken = self._groups.add(member, default_size=size)
                 if taken is not None and taken[1] is not None:
                     self._finalized(taken[1])
+                    self._changed.notify_all()
                 self._follow_up()
         if taken is not None:
             self._tell(*taken)
@@ -280,6 +282,7 @@ class GroupSource(EndFollower):
             late = self._groups.late()
             for group in late:
                 self._finalized(group)
+                self._changed.notify_all()
             self._follow_up()
         for group in late:
             self._tell(None, group)
@@ -321,12 +324,11 @@ class GroupSource(EndFollower):
         """A group was finalized."""
 
     def _follow_up(self) -> None:
-        """Have done in the store what the groups ask for, and wake who waits."""
+        """Have done in the store what the groups ask for."""
         if unwanted := self._groups.take_unwanted():
             self._submit(self._cancel, unwanted)
         if retries := self._groups.take_retries():
             self._submit(self._run_again, [one.request for one in retries])
-        self._changed.notify_all()
 
     def _store_restarted(self) -> None:
         logger.warning("The store was restarted; %d rollouts in flight are lost.", self.ledger.counts().open)

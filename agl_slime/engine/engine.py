@@ -6,6 +6,7 @@ too long prompt ends its loop. Why not batched ``generate``: a batch ends when i
 that arrive in between wait.
 
 All public methods may be called from any thread; they hand work to the engine's thread, which alone touches the model.
+A single-worker executor, each step queueing the next one, was measured slower by some 10 % of tokens per CPU second.
 """
 
 from __future__ import annotations

@@ -103,33 +103,31 @@ class GroupAssembler:
         """Take a rollout that has ended in. Returns it as it counts (it may be too old), with its group when that is
         finalized now; ``None`` for a rollout that has ended before, or whose group was finalized without it.
         ``default_size`` is the size of a group that nobody announced."""
-        with self.ledger.batch():
-            if not self.ledger.is_open(member.rollout_id):  # one that nobody announced is opened by its end
-                if not self.ledger.open_many([(member.rollout_id, member.instance_id)]):
-                    return None
-            elif member.rollout_id in self._held:
+        if not self.ledger.is_open(member.rollout_id):  # one that nobody announced is opened by its end
+            if not self.ledger.open_many([(member.rollout_id, member.instance_id)]):
                 return None
-            if member.group_id in self._early:
-                self.ledger.close_many([member.rollout_id], Outcome.CANCELLED, "group_settled")
-                return None
-            group = self._open.setdefault(member.group_id, _OpenGroup(default_size, member.mode))
-            member = self._check_age(member) if group.mode == "train" else member
-            if not member.ok:
-                self.ledger.close_many([member.rollout_id], member.outcome_if_failed, member.failure or "")
-            elif group.mode != "train":
-                self.ledger.close_many([member.rollout_id], Outcome.VALIDATED)
-            group.members[member.rollout_id] = member
-            self._held.add(member.rollout_id)
-            group.last_end = self._clock()
-            return member, self._judge(member.group_id, group)
+        elif member.rollout_id in self._held:
+            return None
+        if member.group_id in self._early:
+            self.ledger.close_many([member.rollout_id], Outcome.CANCELLED, "group_settled")
+            return None
+        group = self._open.setdefault(member.group_id, _OpenGroup(default_size, member.mode))
+        member = self._check_age(member) if group.mode == "train" else member
+        if not member.ok:
+            self.ledger.close_many([member.rollout_id], member.outcome_if_failed, member.failure or "")
+        elif group.mode != "train":
+            self.ledger.close_many([member.rollout_id], Outcome.VALIDATED)
+        group.members[member.rollout_id] = member
+        self._held.add(member.rollout_id)
+        group.last_end = self._clock()
+        return member, self._judge(member.group_id, group)
 
     def late(self) -> list[GroupResult]:
         """The groups that are finalized because time has passed."""
         if not self._may_be_late:
             return []
         waiting = [(group_id, group) for group_id, group in self._open.items() if group.last_end is not None]
-        with self.ledger.batch():
-            return [done for group_id, group in waiting if (done := self._judge(group_id, group)) is not None]
+        return [done for group_id, group in waiting if (done := self._judge(group_id, group)) is not None]
 
     def advance(self, versions: Iterable[str | int | None]) -> None:
         """The policy has one of these versions, at least: what the loop says, or a sample has seen. Those that are no
@@ -330,9 +328,11 @@ class GroupAssembler:
             reason=reason,
             code=code,
         )
-        if group.mode == "train":
+        if group.mode != "train":
+            return result
+        succeeded = [member.rollout_id for member in result.succeeded]
+        with self.ledger.batch():
             self._let_go([member.rollout_id for member in late], why)
-            succeeded = [member.rollout_id for member in result.succeeded]
             if ready:
                 self.ledger.ready_many(succeeded)
                 self.ready.groups.append(ReadyGroup(self._numbered(result), succeeded, result.instance_id))

@@ -11,7 +11,7 @@ resumed trainer has forgotten those steps.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -72,10 +72,17 @@ class Ledger:
             for statement in _SCHEMA.split(";"):
                 connection.execute(statement)
         self.on_disk = self._database.path is not None
+        self._read_open()
 
-    def batch(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def batch(self) -> Iterator[None]:
         """Calls inside share one transaction: cheaper, and kept or lost together."""
-        return self._database.transaction()
+        try:
+            with self._database.transaction():
+                yield
+        except BaseException:
+            self._read_open()
+            raise
 
     def open_many(self, rollouts: Sequence[tuple[str, str | None]]) -> int:
         """These pairs of rollout and instance are in flight; returns how many were not known already."""
@@ -88,6 +95,10 @@ class Ledger:
                     [value for pair in chunk for value in pair],
                 ).rowcount
             self._add(("opened", "", opened), ("open", "", opened))
+            if opened == len(rollouts):
+                self._open.update(rollout_id for rollout_id, _ in rollouts)
+            else:
+                self._read_open()
         return opened
 
     def ready_many(self, rollout_ids: Sequence[str]) -> int:
@@ -96,7 +107,9 @@ class Ledger:
 
     def reopen_many(self, rollout_ids: Sequence[str]) -> int:
         """Ready rollouts are in flight again (their delivery was lost); returns how many were ready."""
-        return self._move(rollout_ids, _READY, _OPEN)
+        moved = self._move(rollout_ids, _READY, _OPEN)
+        self._read_open()
+        return moved
 
     def close_many(self, rollout_ids: Sequence[str], outcome: Outcome, reason: str = "") -> int:
         """Open or ready rollouts have reached their one end; returns how many had not ended before."""
@@ -108,6 +121,7 @@ class Ledger:
                 self._update(change, (outcome.value, reason, number), f"state = {state}", rollout_ids)
                 for state in (_OPEN, _READY)
             ]
+            self._open.difference_update(rollout_ids)
             closed = sum(moved)
             self._add(*((name, "", -n) for name, n in zip(_STATES, moved, strict=True)))
             self._add((f"closed:{outcome.value}", reason, closed), ("closed_no", "", len(rollout_ids)))
@@ -140,11 +154,12 @@ class Ledger:
 
     def is_open(self, rollout_id: str) -> bool:
         """Whether the rollout is in flight."""
-        return bool(self._ask("SELECT 1 FROM ledger_rollouts WHERE rollout_id = ? AND state = 0", rollout_id))
+        return rollout_id in self._open
 
     def has_ended(self, rollout_id: str) -> bool:
         """Whether the rollout is ready or closed, as far as is remembered."""
-        return bool(self._ask("SELECT 1 FROM ledger_rollouts WHERE rollout_id = ? AND state > 0", rollout_id))
+        query = "SELECT 1 FROM ledger_rollouts WHERE rollout_id = ? AND state > 0"
+        return rollout_id not in self._open and bool(self._ask(query, rollout_id))
 
     def known_among(self, rollout_ids: Sequence[str]) -> dict[str, str | None]:
         """Those that were ever opened, as far as is remembered, with their instances."""
@@ -153,7 +168,7 @@ class Ledger:
 
     def open_ids(self) -> list[str]:
         """The rollouts in flight."""
-        return [row[0] for row in self._ask("SELECT rollout_id FROM ledger_rollouts WHERE state = 0 AND state < 2")]
+        return list(self._open)
 
     def recent_ids(self) -> list[str]:
         """Closed rollouts that are still remembered by id, in the order in which they ended."""
@@ -224,6 +239,7 @@ class Ledger:
                     "DELETE FROM ledger_finished WHERE instance_id = ? AND closed_no > ?", (instance_id, row[0])
                 )
             connection.execute("DELETE FROM ledger_checkpoints WHERE closed_no > ? OR step > ?", (*row, step))
+            self._read_open()
             unfinished = [row[0] for row in self._ask("SELECT rollout_id FROM ledger_rollouts WHERE state < 2")]
             here = set(kept)
             self.ready_many([rollout_id for rollout_id in unfinished if rollout_id in here])
@@ -238,6 +254,11 @@ class Ledger:
     def _ask(self, query: str, *values: object) -> list[tuple]:
         with self._database.reading() as connection:
             return connection.execute(query, values).fetchall()
+
+    def _read_open(self) -> None:
+        # what is in flight is known without asking SQLite, whose every statement lets go of the interpreter lock
+        rows = self._ask("SELECT rollout_id FROM ledger_rollouts WHERE state = 0 AND state < 2")
+        self._open = {rollout_id for (rollout_id,) in rows}
 
     def _closed_no(self) -> int:
         """The place of the last end in the order."""
@@ -256,6 +277,7 @@ class Ledger:
     def _move(self, rollout_ids: Sequence[str], origin: int, target: int) -> int:
         with self._database.transaction():
             moved = self._update("state = ?", (target,), f"state = {origin}", rollout_ids)
+            self._open.difference_update(rollout_ids if target == _READY else ())
             self._add((_STATES[origin], "", -moved), (_STATES[target], "", moved))
         return moved
 

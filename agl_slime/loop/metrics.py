@@ -11,6 +11,7 @@ from typing import Any
 from agl_slime.groups.policy import all_equal
 from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.report import metrics as names
+from agl_slime.support.threads import abandoned_threads
 from agl_slime.types import Sample
 
 # Of an exception's message in the sentence that says why a run stopped; a judge may put a whole page into one.
@@ -46,6 +47,8 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
         names.RETOKENIZED: sum(sample.metadata.get("token_source") == "retokenized" for sample in samples),
         names.TOKENS_PER_S: sampled / collect_s if collect_s > 0 else None,
     }
+    if hung := abandoned_threads():  # of rewards, tools and sync agents that have outlived their rollouts
+        metrics["rollout/abandoned_threads"] = hung
     for kind, count in sum((Counter(member.forks) for member in trained), Counter()).items():
         metrics[f"trace/forks/{kind}"] = count
     for code, count in Counter(group.code or "group_incomplete" for group in groups if not group.ready).items():

@@ -11,10 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from agl_slime.errors import ConfigError
-from agl_slime.support.agl import EnqueueRolloutRequest, RolloutConfig
+
+if TYPE_CHECKING:
+    from agl_slime.support.agl import EnqueueRolloutRequest
 
 Task = dict[str, Any]
 
@@ -135,6 +137,8 @@ def enqueue_requests(
 ) -> list[EnqueueRolloutRequest]:
     """``size`` rollouts per group. ``timeout_s`` and ``max_attempts`` go into each one's configuration; ``metadata``
     goes beside the group's id, size and instance."""
+    from agl_slime.support.agl import EnqueueRolloutRequest, RolloutConfig  # seconds to import; --help should not
+
     config = RolloutConfig(
         timeout_seconds=timeout_s,
         max_attempts=max_attempts,

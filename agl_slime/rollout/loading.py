@@ -41,56 +41,55 @@ def load_agent(path: str) -> Any:
     if path == _OLD_DEFAULT_AGENT:
         logger.warning("--agent %s is now %s.", path, DEFAULT_AGENT)
         source, class_name = split_agent(DEFAULT_AGENT)
-    module = _import(source, path)
     try:
-        agent_class = getattr(module, class_name)
-    except AttributeError as error:
-        classes = sorted(
-            name
-            for name, value in vars(module).items()
-            if isinstance(value, type) and value.__module__ == module.__name__
-        )
-        raise ConfigError(
-            f"--agent {path}: {source} has no class {class_name!r}; it has {', '.join(classes) or 'none'}"
-        ) from error
+        return _made(_imported(source), source, class_name)
+    except _UnusableError as error:
+        raise ConfigError(f"--agent {path}: {error}") from error.__cause__
+
+
+class _UnusableError(Exception):
+    """Why the agent cannot be used."""
+
+
+def _made(module: ModuleType, source: str, name: str) -> Any:
     from agl_slime.support.agl import LitAgent
 
+    agent_class = getattr(module, name, None)
+    if agent_class is None:
+        own = [value for value in vars(module).values() if isinstance(value, type)]
+        classes = sorted(value.__name__ for value in own if value.__module__ == module.__name__)
+        raise _UnusableError(f"{source} has no class {name!r}; it has {', '.join(classes) or 'none'}")
     if not (isinstance(agent_class, type) and issubclass(agent_class, LitAgent)):
-        raise ConfigError(
-            f"--agent {path}: {class_name} is not an Agent Lightning LitAgent; derive it from agl_slime.SGLangLitAgent"
-        )
+        raise _UnusableError(f"{name} is not an Agent Lightning LitAgent; derive it from agl_slime.SGLangLitAgent")
     try:
         inspect.signature(agent_class).bind()
     except TypeError as error:
-        raise ConfigError(
-            f"--agent {path}: {class_name}() cannot be made without arguments ({error}); give its parameters defaults"
-        ) from error
+        why = f"{name}() cannot be made without arguments ({error}); give its parameters defaults"
+        raise _UnusableError(why) from error
     try:
         return agent_class()
     except Exception as error:
-        raise ConfigError(f"--agent {path}: {class_name}() failed with {spell_exception(error)}") from error
+        raise _UnusableError(f"{name}() failed with {spell_exception(error)}") from error
 
 
-def _import(source: str, path: str) -> ModuleType:
+def _imported(source: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
+    if source.endswith(".py") and not Path(source).expanduser().is_file():
+        raise _UnusableError(f"there is no file {source}")
     try:
         return import_file(source) if source.endswith(".py") else importlib.import_module(source)
-    except FileNotFoundError as error:
-        if error.filename is None:
-            raise ConfigError(f"--agent {path}: {error}") from error
-        raise ConfigError(f"--agent {path}: importing {source} failed with {spell_exception(error)}") from error
     except ModuleNotFoundError as error:
-        if error.name and f"{source}.".startswith(f"{error.name}."):
-            fix = "run from the directory that holds it, or give path/to/file.py:Class"
-            raise ConfigError(f"--agent {path}: there is no module {error.name!r} here; {fix}") from error
-        if error.name and error.name.partition(".")[0] == source.partition(".")[0]:
-            raise ConfigError(f"--agent {path}: {source} imports {error.name!r}, which is not there") from error
-        raise ConfigError(
-            f"--agent {path}: {source} needs the module {error.name!r}, which is not installed"
-        ) from error
+        missing = error.name or ""
+        if f"{source}.".startswith(f"{missing}."):
+            why = f"there is no module {missing!r} here; run from the directory that holds it, or give its file"
+        elif missing.partition(".")[0] == source.partition(".")[0]:
+            why = f"{source} imports {missing!r}, which is not there"
+        else:
+            why = f"{source} needs the module {missing!r}, which is not installed"
+        raise _UnusableError(why) from error
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"--agent {path}: importing {source} failed with {spell_exception(error)}") from error
+        raise _UnusableError(f"importing {source} failed with {spell_exception(error)}") from error

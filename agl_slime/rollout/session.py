@@ -10,7 +10,7 @@ import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from agl_slime.errors import ContextOverflowError, RolloutError
@@ -54,27 +54,19 @@ class Answer:
         return self.finish_reason == "length"
 
 
+@dataclass(kw_only=True, eq=False)
 class Session(ABC):
     """What the loop of turns asks of a conversation; ``RolloutSession`` is the one that knows tokens."""
 
     messages: Any  # a list of chat messages
-    turns: list[Any]
+    tools: ToolManager | None = None
+    parser: ToolParser | None = None
+    rollout_id: str = ""
+    max_turns: int | None = None
+    turns: list[Any] = field(default_factory=list)
 
-    def __init__(
-        self,
-        *,
-        messages: Sequence[Mapping[str, Any]],
-        tools: ToolManager | None = None,
-        parser: ToolParser | None = None,
-        rollout_id: str = "",
-        max_turns: int | None = None,
-    ) -> None:
-        self.messages = [dict(message) for message in messages]
-        self.tools, self.parser = tools, parser
-        self.rollout_id = rollout_id
-        self.max_turns = max_turns
-        self.turns = []
-        self.stats = RolloutStats(tools=tuple(getattr(tools, "names", ())))
+    def __post_init__(self) -> None:
+        self.stats = RolloutStats(tools=tuple(getattr(self.tools, "names", ())))
 
     def add(self, *messages: Mapping[str, Any]) -> None:
         """Append what the user, a tool or the environment said."""
@@ -94,8 +86,6 @@ class RolloutSession(Session):
     prompt and answers: an answer gets no more tokens than are left. Each turn is written as a span, unless ``traced``
     is off.
     """
-
-    turns: list[Turn]
 
     def __init__(
         self,

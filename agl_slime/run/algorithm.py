@@ -1,6 +1,7 @@
 """``SlimeAlgorithm``: online RL for users of ``agentlightning.Trainer``.
 
-    trainer = agl.Trainer(algorithm=SlimeAlgorithm(model_path=…, sglang_url=…), store=agl_slime.BridgeStore(), n_runners=8)
+    algorithm = SlimeAlgorithm(model_path=…, sglang_url=…)
+    trainer = agl.Trainer(algorithm=algorithm, store=agl_slime.BridgeStore(), n_runners=8)
     trainer.fit(agent, train_dataset, val_dataset=val_dataset)
 
 The agent is any LitAgent, unchanged; it finds the model under training as the resource ``main_llm``.
@@ -19,7 +20,7 @@ from typing_extensions import TypedDict, Unpack
 from agl_slime.errors import ConfigError
 from agl_slime.loop.settings import RunResult
 from agl_slime.run.local import run_training
-from agl_slime.run.parts import GivenParts
+from agl_slime.run.parts import RunParts
 from agl_slime.run.settings import TrainConfig
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import Algorithm, LightningStore
@@ -117,7 +118,7 @@ class SlimeAlgorithm(Algorithm):
         val_tasks = _tasks(val_dataset, name="val_dataset") if val_dataset is not None else None
         config = self.config if val_tasks is not None else replace(self.config, eval_interval=0)
         resources = dict(self.get_initial_resources() or {})
-        given = GivenParts(store=in_process(self.get_store()), tasks=tasks, val_tasks=val_tasks, resources=resources)
+        given = RunParts(store=in_process(self.get_store()), tasks=tasks, val_tasks=val_tasks, resources=resources)
         self.result = await run_training(config, slime_flags=self.slime_flags, given=given, console=self._console)
 
 

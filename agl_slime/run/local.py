@@ -24,13 +24,12 @@ from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.report import open_run_dir
 from agl_slime.report.files import IterationFile, RunDir
 from agl_slime.report.metrics import TOKENS_TRAINED
-from agl_slime.run.parts import GivenParts, RunReports, agent_parts, make_loop, step
+from agl_slime.run.parts import RunParts, RunReports, load_parts, make_loop, step
 from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.describe import EngineDescription
 from agl_slime.sglang.transport import checked_url
 from agl_slime.sglang.weights import DiskWeightSync
-from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.tokenizer import load_tokenizer
 from agl_slime.trainers.base import Trainer
@@ -46,13 +45,14 @@ async def run_training(
     config: TrainConfig,
     *,
     slime_flags: Sequence[str] = (),
-    given: GivenParts | None = None,
+    given: RunParts | None = None,
     console: Console | None = None,
 ) -> RunResult:
     """A whole run. Raises ``AglSlimeError`` with one sentence when it cannot start or go on; leaves no process and no
     thread behind.
 
-    ``slime_flags`` are slime's own, for ``--trainer slime``. With ``given`` the agent is run by others.
+    ``slime_flags`` are slime's own, for ``--trainer slime``; ``given`` is a program's own store and tasks, in place of
+    what the settings name.
     """
     console = console or Console()
     began = time.monotonic()
@@ -65,7 +65,7 @@ async def run_training(
         raise ConfigError(
             f"{slime_flags[0]!r}: flags after -- are slime's, and the trainer is {config.trainer}; add --trainer slime"
         )
-    parts = await agent_parts(config, given)
+    parts = given or await load_parts(config)
     described = await _probe(config.sglang_url) if config.sglang_url is not None else None
     run = open_run_dir(
         config.output_dir, agent=config.agent, settings=asdict(config), resume=config.resume, overwrite=config.overwrite
@@ -86,12 +86,11 @@ async def run_training(
         weights = WeightPublisher(trainer=trainer, base_url=url, directory=run.path / "weights")
         # engine and trainer start from the same weights, whatever the server had loaded
         await weights.push(int(start.version))
-        store = given.store if given is not None else BridgeStore()
         ledger = Ledger(path=run.ledger)
         stack.callback(ledger.shut)
         trained = stack.enter_context(closing(IterationFile(run.trained)))
         source = stack.enter_context(
-            GroupSource(store=store, tokenizer=tokenizer, settings=_source_settings(config), ledger=ledger)
+            GroupSource(store=parts.store, tokenizer=tokenizer, settings=_source_settings(config), ledger=ledger)
         )
         if checkpoint is not None:
             checkpoint.rewind(ledger)
@@ -99,7 +98,6 @@ async def run_training(
         loop = make_loop(
             config,
             parts,
-            store=store,
             source=source,
             url=url,
             model_path=model_path,

@@ -25,35 +25,25 @@ from agl_slime.rollout.loading import load_agent
 from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
+from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources
 from agl_slime.support.threads import run_in_thread
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenParts:
-    """What a run is given by a program that has its own store and runners, instead of making it from its settings."""
+class RunParts:
+    """The agent to run here (``None`` when others run it), its tasks, what it finds beside the model, and the store:
+    made from the settings of a run, or given by a program."""
 
-    store: LightningStore
     tasks: Tasks
     val_tasks: Tasks | None = None
+    agent: LitAgent[Any] | None = None
     resources: NamedResources = field(default_factory=dict)
-    """Resources beside the model, for agents that ask for them."""
+    store: LightningStore = field(default_factory=BridgeStore)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgentParts:
-    """The agent to run here (``None`` when others run it), its tasks, and what it finds beside the model."""
-
-    agent: LitAgent[Any] | None
-    tasks: Tasks
-    val_tasks: Tasks | None
-    resources: NamedResources = field(default_factory=dict)
-
-
-async def agent_parts(config: TrainConfig, given: GivenParts | None) -> AgentParts:
-    """Load what the settings name. Raises ``ConfigError`` with one sentence when that cannot be."""
-    if given is not None:
-        return AgentParts(agent=None, tasks=given.tasks, val_tasks=given.val_tasks, resources=given.resources)
+async def load_parts(config: TrainConfig) -> RunParts:
+    """What the settings name. Raises ``ConfigError`` with one sentence when that cannot be."""
     agent = await run_in_thread(load_agent, config.agent)
     configure_agent(
         agent, scheduler=config.multi_turn_scheduler, max_turns=config.max_turns, plugins=config.external_plugins
@@ -62,15 +52,13 @@ async def agent_parts(config: TrainConfig, given: GivenParts | None) -> AgentPar
     if tasks is None:
         raise ConfigError(f"there are no tasks: give --tasks FILE.jsonl, or define make_task(rng) on {config.agent}")
     val_path = config.eval_tasks or (config.tasks if config.eval_interval else None)
-    val_tasks = read_tasks(val_path) if val_path is not None else None
-    return AgentParts(agent=agent, tasks=tasks, val_tasks=val_tasks)
+    return RunParts(agent=agent, tasks=tasks, val_tasks=read_tasks(val_path) if val_path is not None else None)
 
 
 def make_loop(
     config: TrainConfig,
-    parts: AgentParts,
+    parts: RunParts,
     *,
-    store: LightningStore,
     source: GroupSource,
     url: str,
     model_path: Path,
@@ -87,7 +75,7 @@ def make_loop(
     ``config`` says."""
     sampling = sampling or {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
     return OnlineRLLoop(
-        store=store,
+        store=parts.store,
         agent=parts.agent,
         tasks=parts.tasks,
         val_tasks=parts.val_tasks,

@@ -22,7 +22,7 @@ from agl_slime.groups.policy import CompleteGroup
 from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.report import open_run_dir
 from agl_slime.report.metrics import TOKENS_TRAINED
-from agl_slime.run.parts import GivenParts, RunReports, agent_parts, make_loop
+from agl_slime.run.parts import RunParts, RunReports, load_parts, make_loop
 from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.slime.args import PluginSettings
@@ -63,7 +63,7 @@ _SLIMES_OWN = (
 
 
 async def run_slime_training(
-    config: TrainConfig, slime_flags: Sequence[str], *, console: Console, given: GivenParts | None = None
+    config: TrainConfig, slime_flags: Sequence[str], *, console: Console, given: RunParts | None = None
 ) -> RunResult:
     """A whole run with slime as the trainer. Raises ``AglSlimeError`` with one sentence when it cannot start or go on.
     ``given`` as in ``run_training``; its store must be a ``BridgeStore`` of this process, which is then served to
@@ -76,10 +76,10 @@ async def run_slime_training(
     require_slime()
     if config.model_path is None:
         raise ConfigError("--trainer slime needs --model-path: the checkpoint that actors and engines start from")
-    store = given.store if given is not None else BridgeStore()
+    parts = given or await load_parts(config)
+    store = parts.store
     if not isinstance(store, BridgeStore):
         raise ConfigError(f"the store is a {type(store).__name__}, which cannot be served to slime: use BridgeStore()")
-    parts = await agent_parts(config, given)
     model_path = config.model_path.resolve()
     engines, router, agents_url = await _engines(config)
     flags = [*loop_flags(config, engines=engines, router=router), *slime_flags]
@@ -113,7 +113,6 @@ async def run_slime_training(
         loop = make_loop(
             replace(config, store_host=host),
             parts,
-            store=store,
             source=source,
             url=agents_url,
             model_path=model_path,

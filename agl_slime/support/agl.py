@@ -7,6 +7,7 @@ times to download a price list unless told to use its own copy (another 7 s with
 first import.
 """
 
+# ruff: noqa: F401  (what the others import from here)
 from __future__ import annotations
 
 import functools
@@ -62,47 +63,3 @@ finally:
 # its modules.
 _reward_module = sys.modules["agentlightning.emitter.reward"]
 _reward_module.TypeAdapter = functools.lru_cache(maxsize=8)(_reward_module.TypeAdapter)  # type: ignore[attr-defined]
-
-__all__ = [
-    "LLM",
-    "UNSET",
-    "Algorithm",
-    "Attempt",
-    "AttemptedRollout",
-    "EnqueueRolloutRequest",
-    "ExecutionEvent",
-    "Hook",
-    "InMemoryLightningStore",
-    "LightningStore",
-    "LightningStoreClient",
-    "LightningStoreServer",
-    "LitAgent",
-    "LitAgentRunner",
-    "NamedResources",
-    "OtelSpanRecordingContext",
-    "PaginatedResult",
-    "ProxyLLM",
-    "ResourcesUpdate",
-    "Rollout",
-    "RolloutConfig",
-    "RolloutMode",
-    "RolloutRawResult",
-    "RolloutStatus",
-    "Span",
-    "SpanCoreFields",
-    "TraceStatus",
-    "Tracer",
-    "Unset",
-    "Worker",
-    "clear_active_tracer",
-    "emit_exception",
-    "emit_reward",
-    "find_final_reward",
-    "find_reward_spans",
-    "generate_id",
-    "get_active_tracer",
-    "get_rewards_from_span",
-    "healthcheck_before",
-    "rollout_status_from_attempt",
-    "set_active_tracer",
-]

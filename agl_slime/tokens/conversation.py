@@ -6,37 +6,29 @@ messages follow or because the agent edited the history, the prompt forks: it ke
 that still stands, renders the rest, and the fork is classified and counted. A fork costs tokens of context, never a
 sampled one: what was sampled is trained where it was sampled.
 
-Tokens are added at the end of what is held. If a merge of the byte-pair encoding could reach across that seam, the
-prompt would be one that the tokenizer never makes. The text after an answer begins, in all common templates, with the
-token that ends a turn or follows one; such a token is cut out before anything is merged, so nothing reaches across it.
-Where neither side of the seam is such a token (a partial answer that is continued, mostly), ``open_seams`` counts it;
-the ids are still the engine's left of the seam and a valid encoding of the text right of it.
+Text is added after a token that is cut out before anything is merged (an end of turn), so no merge of the byte-pair
+encoding reaches across that token boundary. Where there is none (a partial answer that is continued), ``open_seams``
+counts it: the ids left of it are still the engine's, those right of it a valid encoding.
 """
 
 from __future__ import annotations
 
 import copy
-import logging
+import functools
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from agl_slime.errors import ConfigError
 from agl_slime.sglang.generation import Generation
 from agl_slime.support.threads import run_in_thread
-from agl_slime.tokens.codec import TokenArray, common_prefix, shared_length, token_array
-from agl_slime.tokens.forks import ForkReason
+from agl_slime.tokens.codec import TokenArray, TokenBuffer, common_prefix, shared_length, token_array
+from agl_slime.tokens.forks import ForkReason, explain_once
 from agl_slime.tokens.template import Addition, ChatTemplate, Message, Rendering, ends_of, same_but_for_blanks
-from agl_slime.tokens.tokenizer import ChatTokenizer
-
-logger = logging.getLogger(__name__)
-
-_explained: set[ForkReason] = set()
+from agl_slime.tokens.tokenizer import ChatTokenizer, longest_prefix
 
 # Tokenizing takes about a millisecond per this many characters; more of those are worth a thread.
 _LONG_TEXT_CHARS = 8_000
@@ -91,8 +83,7 @@ class ChatContext:
 
     ``messages`` may be edited in any way between two prompts. A conversation that ends with an assistant message is
     continued: the next answer goes on with that message's text. ``forks`` counts the prompts that did not continue what
-    was held, by reason; ``open_seams`` the places where tokens were added that might have merged with those before
-    them. ``kept_tokens`` is how many tokens of what was held the last answered prompt began with, and ``fork`` why it
+    was held, by reason; ``open_seams`` the open token boundaries. ``kept_tokens`` is how many tokens of what was held the last answered prompt began with, and ``fork`` why it
     did not begin with all of them.
     """
 
@@ -113,8 +104,8 @@ class ChatContext:
         self.forks: Counter[ForkReason] = Counter()
         self.open_seams = 0
         self.kept_tokens = 0
-        self._most_chars: int | None = None
         self.fork: ForkReason | None = None
+        self._most_chars: int | None = None
         self._tokens = TokenBuffer()
         self._turns: list[_Turn] = []
         self._seen: list[Message] = []  # the held messages as they were, to notice edits
@@ -124,7 +115,9 @@ class ChatContext:
         self._opening = ""  # what it wrote after them
         self._whole_at = 0  # number of messages when the whole conversation was last rendered
         self._windows = True
-        self._steps: set[frozenset[tuple[Any, Any]]] = set()  # for which roles one after the other they are known to be
+        self._steps: frozenset[frozenset[tuple[Any, Any]]] = (
+            frozenset()
+        )  # for which roles one after the other they are known to be
 
     @property
     def rewritten(self) -> int:
@@ -148,18 +141,17 @@ class ChatContext:
 
     async def prompt(self) -> list[int]:
         """``prompt_ids()``; made in a thread where much text has to be rendered or tokenized, as at most forks."""
-        known, self._most_chars = (self._windows, self._whole_at), _LONG_TEXT_CHARS
+        known, self._most_chars = (self._windows, self._whole_at, self._steps), _LONG_TEXT_CHARS
         try:
             return self.prompt_ids()
         except _LongText:
             self._most_chars = None
-            self._windows, self._whole_at = known  # nothing was found out: it begins again
+            self._windows, self._whole_at, self._steps = known  # nothing was found out: it begins again
             return await run_in_thread(self.prompt_ids)
         finally:
             self._most_chars = None
 
     def _expect(self, chars: int) -> None:
-        """Goes before work on so much text."""
         if self._most_chars is not None and chars > self._most_chars:
             raise _LongText
 
@@ -167,8 +159,9 @@ class ChatContext:
         """Append the answer that was sampled after ``prompt_ids``, which are those that ``prompt_ids()`` gave last."""
         plan, asked = self._asked or (None, [])
         if plan is None or plan.length != len(prompt_ids):
+            asked_with = f"of {plan.length} tokens" if plan else "and there is none"
             raise ConfigError(
-                f"an answer belongs to the prompt that prompt_ids() gave last, of {plan and plan.length} tokens; got {len(prompt_ids)} tokens"
+                f"prompt_ids must be what prompt_ids() gave last, {asked_with}; got {len(prompt_ids)} tokens"
             )
         self._asked = None
         self.kept_tokens, self.fork = self._against_held(plan, prompt_ids)
@@ -183,12 +176,11 @@ class ChatContext:
         self._tokens.extend(generation.output_ids)
         self.open_seams += plan.open_seams
         if self.fork is not None:
-            self._count_fork(self.fork)
+            self.forks[self.fork] += 1
+            explain_once(self.fork)
         continued = str(asked[-1].get("content") or "") if plan.continues else ""
-        message: Message = {
-            **(self.messages.pop() if plan.continues else {"role": "assistant"}),
-            "content": continued + answer_text(generation),
-        }
+        begun = self.messages.pop() if plan.continues else {"role": "assistant"}
+        message: Message = {**begun, "content": continued + answer_text(generation)}
         self.messages.append(message)
         seen = [*(asked[:-1] if plan.continues else asked), message]
         self._turns.append(
@@ -204,8 +196,7 @@ class ChatContext:
         other.messages = [dict(message) for message in messages]
         other.forks, other.open_seams, other._asked = Counter(), 0, None
         other._turns, other._seen, other._written = [*self._turns], [*self._seen], [*self._written]
-        other._tokens = TokenBuffer()
-        other._tokens.extend(self.token_ids)
+        other._tokens = TokenBuffer(self.token_ids)
         return other
 
     def prompt_view(self, length: int) -> TokenArray:
@@ -222,7 +213,7 @@ class ChatContext:
         if not self._turns:
             return self._first(continues=continues)
         last = self._turns[-1]
-        same = self._unchanged()
+        same = shared_length(messages, self._seen)  # held messages that are as they were
         self._expect(_chars(messages[last.n_messages - 1 if continues else last.n_messages :]))
         if continues and len(messages) == last.n_messages and same >= last.n_messages - 1:
             plan = self._continued(last)
@@ -255,7 +246,7 @@ class ChatContext:
         step = frozenset(pairwise(message.get("role") for message in shown))
         if step in self._steps and len(messages) < 2 * self._whole_at:
             return ends and replace(ends, rendering=None)
-        self._steps.add(step)
+        self._steps |= {step}
         self._whole_at = len(messages)
         whole = self._template.addition(messages, held)
         self._windows = (whole and (whole.text, whole.opening)) == (ends and (ends.text, ends.opening))
@@ -280,7 +271,7 @@ class ChatContext:
         ids = self._tokens.head(last.end)[last.start :]
         if last.stop_text:
             ids = ids[:-1]
-        n, text = self._longest_prefix(ids, said)
+        n, text = longest_prefix(self._tokenizer, ids, said)
         keep = last.start + n
         fork = None if keep == last.end else ForkReason.BRANCH if n == len(ids) else ForkReason.EDITED_HISTORY
         added, seam = self._encode_after(said[len(text) :], self._tokens.last(keep))
@@ -294,30 +285,24 @@ class ChatContext:
         self._expect(_chars(self.messages))
         base = self.messages[:-1] if continues else self.messages
         whole = self._template.render(base, opening=False)
-        turns = [
-            turn for turn in self._turns if turn.place is not None and turn.place.n_messages <= min(same, len(base))
-        ]
-        low, high = 0, len(turns)  # places that stand are followed by places that do not
-        while low < high:
-            middle = (low + high) // 2
-            place = turns[middle].place
-            if place is not None and whole.startswith(self._template.render(base[: place.n_messages], opening=False)):
-                low = middle + 1
-            else:
-                high = middle
+        standing = min(same, len(base))
+        turns = [(turn, turn.place) for turn in self._turns if turn.place and turn.place.n_messages <= standing]
+
+        def rewritten(held: tuple[_Turn, _Place]) -> bool:
+            return not whole.startswith(self._template.render(base[: held[1].n_messages], opening=False))
+
+        low = bisect_left(turns, True, key=rewritten)  # places that stand are followed by places that do not
         if not low:
             return self._rendered(None, continues=continues, fork=reason)
-        turn = turns[low - 1]
-        if turn.n_messages <= min(same, len(base)):  # its answer stands as well?
+        turn, place = turns[low - 1]
+        if turn.n_messages <= standing:  # its answer stands as well?
             addition = self._template.addition(base, turn.n_messages)
             if addition is not None:
                 return self._added(turn, addition, continues=continues, fork=reason)
-        return self._rendered(turn.place, continues=continues, fork=reason)
+        return self._rendered(place, continues=continues, fork=reason)
 
     def _first(self, *, continues: bool) -> _Plan:
-        def make() -> _Plan:
-            return self._rendered(None, continues=continues, fork=None)
-
+        make = functools.partial(self._rendered, None, continues=continues, fork=None)
         known = self._template.first_prompts
         return make() if known is None else known.get(self.messages, make)
 
@@ -328,9 +313,8 @@ class ChatContext:
         rendered = self._template.render_prompt(base)
         skip = len(self._template.render(base[: kept.n_messages], opening=False)) if kept is not None else 0
         keep = kept.length if kept is not None else 0
-        return self._joined(
-            keep, rendered.text[skip:], rendered.opening or "", rendered, continues=continues, fork=fork
-        )
+        text, opening = rendered.text[skip:], rendered.opening or ""
+        return self._joined(keep, text, opening, rendered, continues=continues, fork=fork)
 
     def _joined(
         self,
@@ -343,8 +327,7 @@ class ChatContext:
         fork: ForkReason | None,
     ) -> _Plan:
         """The first ``keep`` ids, then ``text``, ``opening`` and the partial answer that the conversation may end with."""
-        # the opening apart where that changes nothing, so that the place before it is known and can be kept when the
-        # template drops the answer
+        # the opening apart where that changes nothing: the place before it can be kept when the answer is dropped
         apart = self._template.begins_with_added_token(opening)
         partial = str(self.messages[-1].get("content") or "") if continues else ""
         place, seams, added = None, 0, []
@@ -355,10 +338,6 @@ class ChatContext:
             if apart and number == 0:
                 place = _Place(len(self.messages) - continues, keep + len(added))
         return _Plan(keep, tuple(added), place, fork, seams, continues, rendering, opening)
-
-    def _unchanged(self) -> int:
-        """How many of the held messages are as they were."""
-        return shared_length(self.messages, self._seen)
 
     def _kind_of_edit(self, same: int) -> ForkReason:
         """Whether something held was changed, or the conversation went back to an earlier point and on from there."""
@@ -379,19 +358,6 @@ class ChatContext:
         new = plan.fork is ForkReason.BRANCH and nothing_sampled
         return kept, ForkReason.NEW_CONTEXT if new else plan.fork
 
-    def _count_fork(self, reason: ForkReason) -> None:
-        self.forks[reason] += 1
-        if reason in _explained:
-            return
-        _explained.add(reason)
-        level = logging.WARNING if reason is ForkReason.TEMPLATE else logging.INFO
-        logger.log(
-            level,
-            "A conversation forked (%s): %s Further forks of this kind are counted, not logged.",
-            reason.value,
-            _MEANING[reason],
-        )
-
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def _encode_after(self, text: str, last: int | None) -> tuple[list[int], int]:
@@ -409,71 +375,11 @@ class ChatContext:
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _longest_prefix(self, ids: list[int], text: str) -> tuple[int, str]:
-        """The most leading ids whose text ``text`` begins with, and that text."""
-        low, high = 0, len(ids)
-        while (
-            low < high
-        ):  # a prefix of a prefix is one too, but for characters that are cut in two: those are stepped back over below
-            middle = (low + high + 1) // 2
-            if text.startswith(self._text(ids[:middle]).rstrip("\ufffd")):
-                low = middle
-            else:
-                high = middle - 1
-        while low and not text.startswith(self._text(ids[:low])):
-            low -= 1
-        return low, self._text(ids[:low])
-
-    def _text(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
-
     def _stop_text(self, generation: Generation) -> str:
         """The text of the stop token that ends the answer; empty when it ended otherwise."""
         if generation.finish_reason != "stop" or not generation.output_ids or isinstance(generation.matched_stop, str):
             return ""
-        return self._text(generation.output_ids[-1:])
-
-
-class TokenBuffer:
-    """Ids that grow at the end. Views of it never change, and share its memory as long as nothing they show is cut off."""
-
-    def __init__(self) -> None:
-        self._ids: npt.NDArray[np.int32] = np.empty(256, dtype=np.int32)
-        self._length = 0
-        self._shown = 0  # ids below this are in views
-
-    def __len__(self) -> int:
-        return self._length
-
-    def extend(self, ids: Sequence[int]) -> None:
-        end = self._length + len(ids)
-        if end > len(self._ids):
-            grown = np.empty(max(end, 2 * len(self._ids)), dtype=np.int32)
-            grown[: self._length] = self._ids[: self._length]
-            self._ids, self._shown = grown, 0
-        self._ids[self._length : end] = ids
-        self._length = end
-
-    def cut(self, length: int) -> None:
-        """Drop all but the first ``length`` ids."""
-        if length < self._shown:
-            self._ids, self._shown = self._ids.copy(), 0
-        self._length = length
-
-    def head(self, length: int) -> list[int]:
-        """The first ``length`` ids as a list."""
-        return self._ids[:length].tolist()
-
-    def last(self, length: int) -> int | None:
-        """The last of the first ``length`` ids."""
-        return int(self._ids[length - 1]) if length else None
-
-    def view(self, length: int) -> TokenArray:
-        """The first ``length`` ids, read-only."""
-        self._shown = max(self._shown, length)
-        view = self._ids[:length]
-        view.flags.writeable = False
-        return view
+        return self._tokenizer.decode([generation.output_ids[-1]], skip_special_tokens=False)
 
 
 def _chars(messages: Sequence[Message]) -> int:
@@ -493,12 +399,3 @@ def answer_text(generation: Generation) -> str:
     if isinstance(matched, str) and not generation.text.endswith(matched):
         return generation.text + matched
     return generation.text
-
-
-_MEANING = {
-    ForkReason.TEMPLATE: "the chat template renders earlier messages differently once others follow (thinking dropped, messages regrouped); what was "
-    "sampled is no prefix of the next prompt, and each such turn becomes a Sample of its own.",
-    ForkReason.EDITED_HISTORY: "the agent changed messages that were part of an earlier prompt or answer.",
-    ForkReason.BRANCH: "the agent went back to an earlier point of the conversation.",
-    ForkReason.NEW_CONTEXT: "the agent began another conversation.",
-}

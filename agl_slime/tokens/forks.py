@@ -3,14 +3,18 @@ text."""
 
 from __future__ import annotations
 
+import logging
 import re
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from agl_slime.tokens.codec import TokenArray
+from agl_slime.tokens.codec import TokenArray, shared_length
 
 if TYPE_CHECKING:
     from agl_slime.tokens.tokenizer import ChatTokenizer
+
+
+logger = logging.getLogger(__name__)
 
 
 class ForkReason(str, Enum):
@@ -37,8 +41,27 @@ class ForkReason(str, Enum):
 DRIFT = frozenset({ForkReason.TEMPLATE, ForkReason.RETOKENIZATION})
 """Classes that mean tokens are lost on the way and not that the agent wanted a fork."""
 
+_MEANING = {
+    ForkReason.TEMPLATE: "the chat template renders earlier messages differently once others follow (thinking dropped, "
+    "messages regrouped); each such turn becomes a Sample of its own.",
+    ForkReason.EDITED_HISTORY: "the agent changed messages that were part of an earlier prompt or answer.",
+    ForkReason.BRANCH: "the agent went back to an earlier point of the conversation.",
+    ForkReason.NEW_CONTEXT: "the agent began another conversation.",
+}
+_explained: set[ForkReason] = set()
+
 _EMPTY_BLOCK = re.compile(r"<(\w+)></\1>")
 _CLOSED = re.compile(r"</\w+>\Z")
+
+
+def explain_once(reason: ForkReason) -> None:
+    """Log what forks of this kind mean, for the first one of the process."""
+    if reason in _explained:
+        return
+    _explained.add(reason)
+    level = logging.WARNING if reason is ForkReason.TEMPLATE else logging.INFO
+    text = "A conversation forked (%s): %s Further forks of this kind are counted, not logged."
+    logger.log(level, text, reason.value, _MEANING[reason])
 
 
 def rendering_drift(held: TokenArray, prompt: TokenArray, tokenizer: ChatTokenizer) -> ForkReason | None:
@@ -64,7 +87,7 @@ def _same_but_for_rendering(held: str, prompt: str, special_tokens: tuple[str, .
         content = next(content.removesuffix(token) for token in special_tokens if content.endswith(token))
     if prompt.startswith(content) and (content == held or prompt.startswith(special_tokens, len(content))):
         return True
-    at = next((i for i, (a, b) in enumerate(zip(held, prompt, strict=False)) if a != b), min(len(held), len(prompt)))
+    at = shared_length(held, prompt)
     if at == len(prompt):
         return False
     # the block ends before the next special token does: a template leaves out parts of messages, not what lies across

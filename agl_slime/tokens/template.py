@@ -84,6 +84,7 @@ class ChatTemplate:
         self._tools = [dict(tool) for tool in tools] if tools else None
         self._kwargs = dict(template_kwargs or {})
         self._closing: str | None = None
+        self._has_tail = False
         self._added_tokens: tuple[str, ...] | None = None
         source = self._kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
         # a template that writes the time, or one that nobody can look into, may render the same messages differently
@@ -95,7 +96,7 @@ class ChatTemplate:
         """The text of ``messages``, with the opening of an answer after them or without; without what the template
         writes at the end of a finished conversation only."""
         text = self._apply(messages, opening=opening)
-        return text if opening else text.removesuffix(self._tail)
+        return text if opening or not self._has_tail else text.removesuffix(self._tail)
 
     def _apply(self, messages: Sequence[Message], *, opening: bool) -> str:
         text = self._tokenizer.apply_chat_template(
@@ -107,6 +108,9 @@ class ChatTemplate:
     def render_prompt(self, messages: Sequence[Message]) -> Rendering:
         """The whole conversation, and the opening of the next answer."""
         whole, closed = self.render(messages, opening=True), self.render(messages, opening=False)
+        if not self._has_tail and not whole.startswith(closed):
+            self._has_tail = True
+            closed = closed.removesuffix(self._tail)
         return Rendering(closed, whole[len(closed) :]) if whole.startswith(closed) else Rendering(whole, None)
 
     @functools.cached_property

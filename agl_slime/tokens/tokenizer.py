@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,21 @@ class ChatTokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
 
     def __len__(self) -> int: ...
+
+
+def longest_prefix(tokenizer: ChatTokenizer, ids: list[int], text: str) -> tuple[int, str]:
+    """The most leading ``ids`` whose text ``text`` begins with, and that text."""
+
+    def decoded(length: int) -> str:
+        return tokenizer.decode(ids[:length], skip_special_tokens=False)
+
+    if text.startswith(whole := decoded(len(ids))):
+        return len(ids), whole
+    # a prefix of a prefix is one too, but for characters that are cut in two: those are stepped back over below
+    length = bisect_left(range(1, len(ids) + 1), True, key=lambda n: not text.startswith(decoded(n).rstrip("\ufffd")))
+    while length and not text.startswith(decoded(length)):
+        length -= 1
+    return length, decoded(length)
 
 
 _loaded: dict[str, Any] = {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -83,6 +85,13 @@ def test_the_shipped_directory_has_no_broken_generator():
     found = discover_generators(SHIPPED_GENERATORS)
     assert found.problems == {}
     assert set(found.generators) == {"math", "agl"}
+
+
+def test_the_buffer_starts_without_agent_lightning():
+    """Importing it takes seconds, which a start of the buffer and each start of a generator would wait for."""
+    modules = "agl_slime.buffer.command, agl_slime.buffer.instance_ids, agl_slime.buffer.generators.agl_generator"
+    code = f"import sys, {modules}; sys.exit('agentlightning' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 async def test_the_math_generator_goes_from_payload_to_groups(tmp_path):

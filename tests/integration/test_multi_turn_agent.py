@@ -308,7 +308,7 @@ def _boxes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_prompts_tools_and_their_constructors_run_off_the_loop_of_all_rollouts() -> None:
-    """Fault 27."""
+    """For fault 27."""
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
     agent = SlowAgent(tokenizer=tokenizer, client=ScriptedClient(tokenizer, ["Three.", "Three."]))
     agent.together = threading.Barrier(2)
@@ -330,7 +330,7 @@ async def test_prompts_tools_and_their_constructors_run_off_the_loop_of_all_roll
     ids=["fine", "engine", "reward", "prompt", "limit", "names"],
 )
 async def test_tools_are_closed_at_the_end_of_a_rollout(answers: list[Any], declared: dict[str, Any]) -> None:
-    """Fault 27: whatever happens."""
+    """For fault 27: whatever happens."""
 
     class Declared(SlowAgent):
         pass
@@ -344,7 +344,7 @@ async def test_tools_are_closed_at_the_end_of_a_rollout(answers: list[Any], decl
 
 
 async def test_tools_are_closed_when_a_rollout_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault 27."""
+    """For fault 27."""
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
     monkeypatch.setattr(Box, "hangs", True)
     monkeypatch.setattr(session_module, "get_active_tracer", lambda: Mock())
@@ -362,7 +362,7 @@ async def test_tools_are_closed_when_a_rollout_is_cancelled(monkeypatch: pytest.
 
 
 async def test_a_tool_that_all_rollouts_share_stays_open() -> None:
-    """Fault 27."""
+    """For fault 27."""
 
     class Shared(Box):
         def __init__(self) -> None:

@@ -10,8 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from agl_slime.errors import ConfigError
 from agl_slime.sglang.generation import Generation
-from agl_slime.tokens import conversation as context_module
-from agl_slime.tokens.conversation import ChatContext, TokenBuffer
+from agl_slime.tokens import forks
+from agl_slime.tokens.codec import TokenBuffer
+from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
 from tests.chat_templates import CHATML
 from tests.conversations import answer, generation_of
@@ -169,8 +170,8 @@ def test_a_fork_keeps_what_still_stands() -> None:
 
 
 def test_each_class_of_forks_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_module, "_explained", set())
-    with caplog.at_level(logging.INFO, logger="agl_slime.tokens.conversation"):
+    monkeypatch.setattr(forks, "_explained", set())
+    with caplog.at_level(logging.INFO, logger="agl_slime.tokens.forks"):
         for _ in range(3):
             context, tokenizer = conversation("reasoner")
             answer(context, tokenizer, "count\n</think>\n\nThree.")

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from agl_slime.errors import RolloutError
+from agl_slime.loop.metrics import collect_metrics
 from agl_slime.support import threads
 from agl_slime.support.threads import ThreadPool, abandoned_threads, run_in_thread, run_user_code
 
@@ -60,6 +61,7 @@ async def test_abandoned_threads_are_replaced_counted_and_warned_about_once(gate
         for _ in range(5):
             await abandon(await hang(pool.run, gate))
     assert pool.abandoned == abandoned_threads() - before == 5
+    assert collect_metrics([], collect_s=1.0)["rollout/abandoned_threads"] == abandoned_threads()
     assert len(caplog.records) == 1
     assert await asyncio.wait_for(pool.run(lambda: 7), 10) == 7
     await returned(gate)

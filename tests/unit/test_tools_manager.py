@@ -144,13 +144,13 @@ FITTING: list[tuple[dict[str, Any], Any]] = [
 
 @pytest.mark.parametrize(("arguments", "expected"), FITTING)
 async def test_null_enums_dataclasses_and_models_are_arguments(arguments: dict[str, Any], expected: Any) -> None:
-    """Fault 23."""
+    """For fault 23."""
     result = await ToolManager([search]).call(call("search", query="q", **arguments))
     assert (result.content, result.error) == (repr(expected), None)
 
 
 def test_the_schema_of_enums_dataclasses_and_models_says_what_they_hold() -> None:
-    """Fault 23."""
+    """For fault 23."""
     parameters = schema_of(search)["parameters"]
     properties, definitions = parameters["properties"], parameters["$defs"]
     assert parameters["required"] == ["query"]
@@ -225,7 +225,7 @@ class Sandbox:
 
 
 async def test_tools_are_closed_but_for_those_to_keep(caplog: pytest.LogCaptureFixture) -> None:
-    """Fault 27."""
+    """For fault 27."""
 
     async def fails() -> None:
         raise RuntimeError("still busy")
@@ -245,7 +245,7 @@ async def test_tools_are_closed_but_for_those_to_keep(caplog: pytest.LogCaptureF
 
 
 async def test_a_tool_whose_constructor_outlives_its_rollout_is_closed() -> None:
-    """Fault 27."""
+    """For fault 27."""
     release, made = threading.Event(), []
 
     class Slow(Sandbox):

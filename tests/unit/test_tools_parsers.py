@@ -119,7 +119,7 @@ THOUGHTS = ["<think>hm {} hm</think>", "hm {} hm</think>", "<think>{}</think>"]
 @pytest.mark.parametrize("thought", THOUGHTS)
 @pytest.mark.parametrize("said", ["<think>", "</think>", "a <think> b </think> c", "</think><think>"])
 def test_marks_of_thinking_in_arguments_are_arguments(kind: str, thought: str, said: str) -> None:
-    """Fault 22: such a call vanished, and was not counted."""
+    """For fault 22: such a call vanished, and was not counted."""
     call = ONE[kind].replace("kz", said)
     parsed = parse(kind, call)
     assert [one.arguments["key"] for one in parsed.calls] == [said]
@@ -134,7 +134,7 @@ def test_marks_of_thinking_in_arguments_are_arguments(kind: str, thought: str, s
 
 @pytest.mark.parametrize("said", ["<think>", "</think>", "a <think> b </think> c", "</think><think>"])
 def test_marks_of_thinking_in_arguments_of_llama_are_arguments(said: str) -> None:
-    """Fault 22."""
+    """For fault 22."""
     call = ONE["llama_json"].replace("kz", said)
     for before in ("", "hm</think>", "<think>hm</think>", "<think>hm</think>So.<|python_tag|>"):
         parsed = parse("llama_json", before + call)

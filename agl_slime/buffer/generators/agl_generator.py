@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.buffer.client import item_of
-from agl_slime.buffer.generators.work import Row, WorkPlan, extra_of, failed_item, read_rows, write_items
+from agl_slime.buffer.generators.work import Row, extra_of, failed_item, plan, read_rows, write_items
 from agl_slime.buffer.stages import Item
 from agl_slime.errors import ConfigError
 from agl_slime.groups.results import MemberResult
@@ -46,7 +46,9 @@ async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | 
     from agl_slime.support.agl import LLM, EnqueueRolloutRequest, Rollout, RolloutConfig  # seconds to import
 
     rows = read_rows(Path(data["input_file"]), prompts=False) if data.get("input_file") else []
-    plan = WorkPlan(
+    work = plan(
+        rows,
+        num_epoch=int(data.get("num_epoch", 1)),
         num_repeat_per_sample=int(data["num_repeat_per_sample"]),
         skip_instance_ids=data.get("skip_instance_ids"),
         partial_groups=data.get("partial_groups"),
@@ -80,7 +82,6 @@ async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | 
         return item_of_member(member, row, epoch)
 
     with RunnerThread(agent=agent, store=store, settings=RunnerSettings(max_concurrent=concurrency)) as runner:
-        work = plan.of(rows, int(data.get("num_epoch", 1)))
         await write_items(work, make_item, url=data["remote_buffer_url"], token=buffer_token, limit=concurrency)
 
 

@@ -15,12 +15,13 @@ import math
 import random
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from agl_slime.buffer.client import item_of
 from agl_slime.buffer.generators.math_reward import boxed_reward
-from agl_slime.buffer.generators.work import Row, WorkPlan, extra_of, failed_item, read_rows, write_items
+from agl_slime.buffer.generators.work import Row, extra_of, failed_item, plan, read_rows, write_items
 from agl_slime.buffer.stages import Item
 from agl_slime.errors import RewardError
 from agl_slime.support.threads import ThreadPool
@@ -50,25 +51,17 @@ async def query_single_turn(
     text, used, finish_reason = "", 0, "abort"
     limit = sampling_params.get("max_tokens")
     for attempt in range(_ATTEMPTS):
-        request: dict[str, Any] = {
-            **sampling_params,
-            "messages": conversation,
-            "model": "custom",
-            "stream": False,
-            "seed": random.randrange(1, 10_000_000),
-        }
+        request: dict[str, Any] = {**sampling_params, "messages": conversation, "model": "custom", "stream": False}
+        request["seed"] = random.randrange(1, 10_000_000)
         if tools:
             request["tools"] = tools
         if text:
             request["messages"] = [*conversation, {"role": "assistant", "content": text}]
-            request["extra_body"] = {
-                **sampling_params.get("extra_body", {}),
-                "continue_final_message": True,
-                "add_generation_prompt": False,
-            }
+            resumed = {"continue_final_message": True, "add_generation_prompt": False}
+            request["extra_body"] = {**sampling_params.get("extra_body", {}), **resumed}
         if limit is not None:
             request["max_tokens"] = limit - used
-            if request["max_tokens"] <= 0:
+            if used >= limit:
                 finish_reason = "length"
                 break
         response = await client.chat.completions.create(**request)
@@ -134,7 +127,8 @@ class BaseGenerator:
             **({} if max_tokens is None else {"max_tokens": max_tokens}),
             **(sampling_params or {}),
         }
-        self._plan = WorkPlan(
+        self._plan = partial(
+            plan,
             num_repeat_per_sample=num_repeat_per_sample,
             skip_instance_ids=skip_instance_ids,
             partial_groups=partial_groups,
@@ -180,7 +174,7 @@ class BaseGenerator:
             )
 
         try:
-            work = self._plan.of(rows, num_epoch)
+            work = self._plan(rows, num_epoch=num_epoch)
             await write_items(work, make_item, url=self._buffer_url, token=self._buffer_token, limit=self._concurrency)
         finally:
             closed = client.close()

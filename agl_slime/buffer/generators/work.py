@@ -28,42 +28,34 @@ FAILED_REWARD = -1.0
 Row = Mapping[str, Any]
 
 
-class WorkPlan:
-    """Each instance ``num_repeat_per_sample`` times per epoch.
+def plan(
+    rows: Sequence[Row],
+    *,
+    num_epoch: int,
+    num_repeat_per_sample: int,
+    skip_instance_ids: Iterable[Any] | None = None,
+    partial_groups: Iterable[Mapping[str, Any]] | None = None,
+    seed: int = 0,
+) -> Iterator[tuple[Row, int]]:
+    """``(row, epoch)`` for each item to make: each instance ``num_repeat_per_sample`` times per epoch, in an order that
+    depends on the seed and the epoch only.
 
     An id in ``skip_instance_ids`` skips its instance once (one that is there twice skips two epochs).
     ``partial_groups`` are groups that the buffer holds in part, as ``{"instance_id", "group_id", "items"}`` with the
     epoch as group id: only what they miss is made.
     """
-
-    def __init__(
-        self,
-        *,
-        num_repeat_per_sample: int,
-        skip_instance_ids: Iterable[Any] | None = None,
-        partial_groups: Iterable[Mapping[str, Any]] | None = None,
-        seed: int = 0,
-    ) -> None:
-        self._repeats = num_repeat_per_sample
-        self._skip = Counter(_key(instance_id) for instance_id in skip_instance_ids or ())
-        self._partial = {
-            _key([group["instance_id"], group.get("group_id")]): int(group["items"]) for group in partial_groups or ()
-        }
-        self._seed = seed
-
-    def of(self, rows: Sequence[Row], num_epoch: int) -> Iterator[tuple[Row, int]]:
-        """``(row, epoch)`` for each item to make, in an order that depends on the seed and the epoch only."""
-        for epoch in range(num_epoch):
-            order = list(rows)
-            random.Random(f"{self._seed}:{epoch}").shuffle(order)
-            for row in order:
-                key = _key(row["instance_id"])
-                if self._skip[key] > 0:
-                    self._skip[key] -= 1
-                    continue
-                there = self._partial.pop(_key([row["instance_id"], epoch]), 0)
-                for _ in range(self._repeats - there):
-                    yield row, epoch
+    skip = Counter(_key(instance_id) for instance_id in skip_instance_ids or ())
+    parts = {_key([part["instance_id"], part.get("group_id")]): int(part["items"]) for part in partial_groups or ()}
+    for epoch in range(num_epoch):
+        order = list(rows)
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+        for row in order:
+            key = _key(row["instance_id"])
+            if skip[key] > 0:
+                skip[key] -= 1
+                continue
+            for _ in range(num_repeat_per_sample - parts.pop(_key([row["instance_id"], epoch]), 0)):
+                yield row, epoch
 
 
 async def write_items(

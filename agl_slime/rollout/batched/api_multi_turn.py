@@ -90,9 +90,8 @@ class APIMultiTurnRollout(ToolRollout):
             return list(pool.map(run, trajectories, tools))
 
     async def _run_one(self, trajectory: Trajectory, tools: Any, made: bool, options: Mapping[str, Any]) -> Trajectory:
-        session = _ApiSession(
-            messages=trajectory.get("messages") or [], tools=tools, parser=self._parser, max_turns=self._max_turns
-        )
+        messages = [*map(dict, trajectory.get("messages") or [])]
+        session = _ApiSession(messages=messages, tools=tools, parser=self._parser, max_turns=self._max_turns)
         failure: dict[str, str] = {}
         try:
             schemas = trajectory.get("tools") or (tools.schemas if tools is not None else None)
