@@ -1,6 +1,6 @@
 """Is agl-slime a good neighbour of OpenAI's Agents SDK, which owns the import name ``agents``? Both are imported and used.
 
-    python -c "$(cat scripts/beside_agents_sdk.py)"        # in an environment with the wheel of agl-slime and openai-agents
+python -c "$(cat scripts/beside_agents_sdk.py)"        # in an environment with the wheel of agl-slime and openai-agents
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import json
 import sys
 from typing import Any
 
+from openai.types.chat import ChatCompletion
+
 import agents
 from agl_slime import SGLangLitAgent
-from openai.types.chat import ChatCompletion
 
 
 class Capital(SGLangLitAgent):
@@ -43,7 +44,9 @@ def main() -> None:
     assert reward == 1.0, f"expected the reward 1.0, got {reward} for {answer!r}"
     for name in ("tests", "examples", "benchmarks"):
         found = importlib.util.find_spec(name)
-        inside = found is not None and "site-packages" in str(found.origin or list(found.submodule_search_locations or ()))
+        inside = found is not None and "site-packages" in str(
+            found.origin or list(found.submodule_search_locations or ())
+        )
         assert not inside, f"the package {name!r} is installed: {found}"
     print(json.dumps({"agents": agents.__file__, "python": sys.version.split()[0], "reward": reward}))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -38,8 +38,8 @@ def names_from(module: str, *homes: str) -> Callable[[str], Any]:
 class _MovedModules(MetaPathFinder, Loader):
     """Asked last, so only for what is nowhere else."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self) if fullname in _OLD_MODULES else None
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if fullname in _OLD_MODULES else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return None
