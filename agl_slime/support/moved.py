@@ -1,4 +1,5 @@
-"""Names of 0.1's first layout that a user may have written: they go on working in this version, with a warning that names the new place.
+"""Names of 0.1's first layout that a user may have written: they go on working in this version, with a warning that
+names the new place.
 
 An old module that is gone is imported as one that looks each name up in the rooms where its contents went. Where a room
 has taken an old module's name (``agl_slime.loop``), the room's ``__init__`` does the same by ``names_from``.
@@ -20,7 +21,7 @@ _OLD_MODULES: dict[str, tuple[str, ...]] = {}
 
 
 def names_from(module: str, *homes: str) -> Callable[[str], Any]:
-    """A module's ``__getattr__`` that finds old names in ``homes``. Raises ``AttributeError`` where none has the name."""
+    """A module's ``__getattr__`` that finds old names in ``homes``. Raises ``AttributeError`` where none has it."""
 
     def get(name: str) -> Any:
         if not name.startswith("__"):
