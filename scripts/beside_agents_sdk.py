@@ -1,6 +1,6 @@
 """Is agl-slime a good neighbour of OpenAI's Agents SDK, which owns the import name ``agents``? Both are used.
 
-    python -c "$(cat scripts/beside_agents_sdk.py)"        # where the wheel of agl-slime and openai-agents are installed
+python -c "$(cat scripts/beside_agents_sdk.py)"        # where the wheel of agl-slime and openai-agents are installed
 """
 
 from __future__ import annotations
