@@ -404,7 +404,7 @@ async def test_a_loss_scale_that_is_a_weight_fails_the_rollout() -> None:
 
 
 # -- from the command line
-# ------------------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 
 PLUGIN = """
 from agl_slime.rollout.scheduler import MultiTurnScheduler, register_scheduler
