@@ -43,7 +43,7 @@ class RolloutStats:
     tools: tuple[str, ...] = ()
     tool_calls: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
-    open_seams: int = 0
+    open_boundaries: int = 0
     untrained_turns: tuple[int, ...] = ()
     infos: dict[str, Any] = field(default_factory=dict)
 
@@ -63,7 +63,7 @@ class RolloutStats:
         attributes = {
             names.STOP_REASON: self.stop_reason.value if self.stop_reason is not None else None,
             names.TOOLS: json.dumps(self.tool_counts()) if self.tools else None,
-            names.OPEN_SEAMS: self.open_seams,
+            names.OPEN_BOUNDARIES: self.open_boundaries,
             names.UNTRAINED_TURNS: json.dumps(self.untrained_turns) if self.untrained_turns else None,
         }
         return {name: value for name, value in attributes.items() if value}
