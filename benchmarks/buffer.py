@@ -43,7 +43,8 @@ import importlib.util, sys, uvicorn
 spec = importlib.util.spec_from_file_location("slime_buffer", sys.argv[2] + "/slime_plugins/rollout_buffer/buffer.py")
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-uvicorn.run(module.app, host="127.0.0.1", port=int(sys.argv[1]), limit_concurrency=1000, timeout_keep_alive=5, log_level="error", access_log=False)
+limits = {"limit_concurrency": 1000, "timeout_keep_alive": 5}
+uvicorn.run(module.app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error", access_log=False, **limits)
 """
 
 _OURS = "import sys; from agl_slime.buffer.command import main; sys.exit(main(sys.argv[1:]))"
@@ -204,7 +205,7 @@ async def measure(
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that the server has used: what other work on the machine does not change. Linux only; 0 elsewhere."""
+    """Processor time that the server has used; Linux only, 0 elsewhere."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -283,18 +284,22 @@ async def run(options: Options) -> list[Row]:
 def table(rows: Sequence[Row], options: Options) -> str:
     slime = next((row for row in rows if row.name.startswith("slime")), None)
     kind = "token ids and log-probs" if options.tokens else "text"
+    writers = f"{options.writers} writers, items of {options.item_kb:g} kB ({kind})"
     lines = [
-        f"{options.writers} writers, items of {options.item_kb:g} kB ({kind}), groups of {options.group_size}, one reader",
+        f"{writers}, groups of {options.group_size}, one reader",
         "",
-        f"| {'server':<38} | written items/s | vs slime | vs echo | p50 ms | p99 ms | read items/s | read p99 ms | CPU us/item |",
-        f"|{'-' * 40}|----------------:|---------:|--------:|-------:|-------:|-------------:|------------:|------------:|",
+        f"| {'server':<38} | written items/s | vs slime | vs echo | p50 ms | p99 ms "
+        "| read items/s | read p99 ms | CPU us/item |",
+        f"|{'-' * 40}|----------------:|---------:|--------:|-------:|-------:"
+        "|-------------:|------------:|------------:|",
     ]
     for row in rows:
         against_slime = f"{row.writes_per_s / slime.writes_per_s:.1f}x" if slime is not None else "-"
         read = (f"{row.reads_items_per_s:.0f}", f"{row.read_p99_ms:.1f}") if row.reads_items_per_s else ("-", "-")
         lines.append(
-            f"| {row.name:<38} | {row.writes_per_s:>15.0f} | {against_slime:>8} | {row.writes_per_s / rows[0].writes_per_s:>6.2f}x "
-            f"| {row.write_p50_ms:>6.1f} | {row.write_p99_ms:>6.1f} | {read[0]:>12} | {read[1]:>11} | {row.cpu_us:>11.0f} |"
+            f"| {row.name:<38} | {row.writes_per_s:>15.0f} | {against_slime:>8} "
+            f"| {row.writes_per_s / rows[0].writes_per_s:>6.2f}x | {row.write_p50_ms:>6.1f} | {row.write_p99_ms:>6.1f} "
+            f"| {read[0]:>12} | {read[1]:>11} | {row.cpu_us:>11.0f} |"
         )
     return "\n".join(lines)
 

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 from agl_slime.runner.process import own_this_process, tune_garbage_collector
@@ -165,7 +166,7 @@ async def bridge(plan: str, engine: str, count: int, rounds: int) -> dict[str, A
     settings = RunnerSettings(max_concurrent=count // (RunnerPlan.parse(plan).count or 1))
     ended: list[str] = []
     store.subscribe_finished(lambda rollout: ended.append(rollout.rollout_id))
-    runner = make_runners(plan, agent=question_agent(), store=store, settings=settings)
+    runner = make_runners(replace(RunnerPlan.parse(plan), settings=settings), agent=question_agent(), store=store)
     await asyncio.to_thread(runner.start)
     try:
         workers = [child.pid or 0 for child in multiprocessing.active_children()]

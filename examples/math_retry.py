@@ -3,9 +3,8 @@
 ``math_tip_trick_multi_turn`` opens a new round: a message says that the answer is wrong. ``math_tip_trick`` goes back
 into the answer's thinking and goes on from there.
 
-    python train.py --agent examples.math_retry:MathAgent --external-plugins examples/math_retry.py --multi-turn-scheduler math_tip_trick_multi_turn
-    --max-turns 3 \\
-        --tasks problems.jsonl --model-path DIR
+    python train.py --agent examples/math_retry.py:MathAgent --external-plugins examples/math_retry.py \\
+        --multi-turn-scheduler math_tip_trick_multi_turn --max-turns 3 --tasks problems.jsonl --model-path DIR
 
 A task has ``problem`` and ``solution``; an answer is what stands in the last ``\\boxed{}``. Started as a program, this
 file plays both with answers that are written below.

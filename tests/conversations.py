@@ -62,7 +62,7 @@ def linked(turns: Sequence[Turn]) -> list[Turn]:
 
 
 class ScriptedClient:
-    """A ``GenerateClient`` that gives the answers it was made with, in order; texts are sampled token by token and cut
+    """A client that gives the answers it was made with, in order; texts are sampled token by token and cut
     at ``max_new_tokens``."""
 
     def __init__(self, tokenizer: Any, answers: Sequence[str | Generation | Exception]) -> None:

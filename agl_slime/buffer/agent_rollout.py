@@ -31,6 +31,7 @@ from dataclasses import replace
 from typing import Any
 
 from agl_slime.buffer.session import AgentRolloutSession, AgentRolloutSettings, Step, read_batch, start_generator
+from agl_slime.buffer.stages import BUFFER_GROUP
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.support.threads import run_blocking
 from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
@@ -74,7 +75,7 @@ async def generate_agent_rollout(
     def payload() -> dict[str, Any]:
         metadata = _metadata_before(data_buffer, rollout_id)
         start = start_payload(args, metadata, task_type=settings.task_type, group_size=settings.group_size)
-        start["skip_instance_ids"] += [group.instance_id for group in session.fetched]
+        start["skip_instance_ids"] += [group[0]["instance_id"] for group in session.fetched]
         return start
 
     if not session.started:
@@ -274,15 +275,15 @@ def _remember(data_buffer: Any, rollout_id: int, step: Step, session: AgentRollo
     if update is None:
         return
     used = [*step.used, *step.unusable]
-    fetched = [group.instance_id for group in (*used, *session.surplus)]
+    fetched = [group[0]["instance_id"] for group in (*used, *session.surplus)]
     refused: list[Any] = []
     for instance_id in (entry for meta_info in step.told for entry in meta_info.get("finished_groups") or ()):
         if instance_id in fetched:
             fetched.remove(instance_id)
         else:
             refused.append(instance_id)
-    update({str(rollout_id): [group.instance_id for group in used] + refused})
-    names = [group.name for group in used if group.name is not None]
+    update({str(rollout_id): [group[0]["instance_id"] for group in used] + refused})
+    names = [group[0][BUFFER_GROUP] for group in used if BUFFER_GROUP in group[0]]
     if names:
         update({f"{_GROUPS_PREFIX}{rollout_id}": names})
 

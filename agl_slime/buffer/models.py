@@ -63,9 +63,7 @@ class StartRequest(BaseModel):
     )
     input_file: str | None = None
     sampling_params: dict[str, Any] | None = None
-    skip_instance_ids: list[str | Annotated[StrictInt, Whole]] | None = Field(
-        None, description="What was trained before."
-    )
+    skip_instance_ids: list[Id] | None = Field(None, description="What was trained before.")
     trained_groups: list[str] | None = Field(None, description="`buffer_group` of the items that were trained on.")
     fresh: StrictBool = Field(False, description="Drop what is left of earlier runs, as each evaluation does.")
 

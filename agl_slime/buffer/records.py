@@ -176,8 +176,6 @@ class GroupTable:
         """What trainers call the group: no other has this name, in this database or another."""
         return f"{self._database_id}:{group.no}"
 
-    # -- what was delivered -------------------------------------------------------------------------------------------
-
     def trained(self, groups: Sequence[StoredGroup]) -> int:
         return self.close(groups, Outcome.TRAINED)
 

@@ -70,8 +70,6 @@ class RolloutBuffer:
         self._writes = Batcher(self._store, most=_MOST_REQUESTS_PER_COMMIT)
         self._url = ""
 
-    # -- start and end ------------------------------------------------------------------------------------------------
-
     async def prepare(self) -> None:
         """Look for generators and take up what is on disk from before the restart; before the first request."""
         await run_user_code(self._prepare)
@@ -106,8 +104,6 @@ class RolloutBuffer:
         await run_in_thread(self.store.close)
         if self._own_logs is not None:
             self._own_logs.cleanup()
-
-    # -- items --------------------------------------------------------------------------------------------------------
 
     async def task_for(self, name: str | None) -> str:
         """The task type that a request without a path of its own means. Raises ``BufferRequestError`` when that cannot
@@ -154,8 +150,6 @@ class RolloutBuffer:
         claim = threading.Lock()
         read = partial(self.store.read, task, max_groups=most, request_id=request_id, ack=ack, claim=claim)
         return await self._in_time(entry, read, f"the groups of {task!r} could not be decided", claim)
-
-    # -- generators ---------------------------------------------------------------------------------------------------
 
     async def start_rollout(self, payload: Mapping[str, Any]) -> dict[str, Any]:
         """Start the generator of ``payload["task_type"]``; a run of the same task type is ended first."""
@@ -236,8 +230,6 @@ class RolloutBuffer:
         message = f"input_file {given!r} lies outside of the allowed directories; start the buffer with --input-dir"
         raise BufferRequestError(message, status=403)
 
-    # -- figures ------------------------------------------------------------------------------------------------------
-
     async def stats(self) -> dict[str, Any]:
         """Everything that is counted, for ``/stats``."""
         return await run_in_thread(self._stats)
@@ -267,8 +259,6 @@ class RolloutBuffer:
             "generators": {name: generator.path.name for name, generator in self._discovery.generators.items()},
             "generator_problems": dict(self._discovery.problems),
         }
-
-    # -- internals ----------------------------------------------------------------------------------------------------
 
     def _discover(self) -> None:
         self._discovery = discover_generators(self.settings.generators or SHIPPED_GENERATORS)

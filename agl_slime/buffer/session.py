@@ -42,6 +42,7 @@ START_PATIENCE_S = 600.0
 _MOST_UNUSABLE = 32
 
 Payload = Callable[[], Mapping[str, Any]]
+Group = list[Item]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,22 +66,13 @@ class NothingMoreError(DataSourceError):
 
 
 @dataclass(slots=True)
-class FetchedGroup:
-    """A group that was fetched; ``name`` is what the buffer calls it."""
-
-    name: str | None
-    instance_id: Any
-    items: list[Item]
-
-
-@dataclass(slots=True)
 class Step:
     """What one step is made of: its groups of samples, the fetched groups behind them, those that cannot be used, and
     what the buffer told meanwhile."""
 
     groups: list[list[Sample]] = field(default_factory=list)
-    used: list[FetchedGroup] = field(default_factory=list)
-    unusable: list[FetchedGroup] = field(default_factory=list)
+    used: list[Group] = field(default_factory=list)
+    unusable: list[Group] = field(default_factory=list)
     told: list[Mapping[str, Any]] = field(default_factory=list)
     waited_s: float = 0.0
 
@@ -91,14 +83,14 @@ class AgentRolloutSession:
 
     settings: AgentRolloutSettings
     started: bool = False
-    surplus: deque[FetchedGroup] = field(default_factory=deque)
+    surplus: deque[Group] = field(default_factory=deque)
     maker: SampleMaker | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     step: Step = field(default_factory=Step)
     _loose: list[Item] = field(default_factory=list)
 
     @property
-    def fetched(self) -> list[FetchedGroup]:
+    def fetched(self) -> list[Group]:
         """The groups that are here and that nobody has been given yet."""
         return [*self.step.used, *self.step.unusable, *self.surplus]
 
@@ -122,11 +114,11 @@ class AgentRolloutSession:
                     continue
                 fetched = self.surplus.popleft()
                 try:
-                    step.groups.append(await run_in_thread(maker.group, fetched.items))
+                    step.groups.append(await run_in_thread(maker.group, fetched))
                     step.used.append(fetched)
                 except ValueError as error:
                     step.unusable.append(fetched)
-                    logger.warning("A group of %s cannot be used: %s", fetched.instance_id, error)
+                    logger.warning("A group of %s cannot be used: %s", fetched[0]["instance_id"], error)
                     if len(step.unusable) >= _MOST_UNUSABLE:
                         message = f"{len(step.unusable)} groups in one step cannot be used; the last: {error}"
                         raise DataSourceError(message) from error
@@ -147,7 +139,7 @@ class AgentRolloutSession:
             while True:
                 await self._fetch(None, payload)
         groups, self.surplus = self.surplus, deque()
-        return await run_in_thread(lambda: [maker.group(group.items) for group in groups])
+        return await run_in_thread(lambda: [maker.group(group) for group in groups])
 
     async def _fetch(self, wanted: int | None, payload: Payload) -> dict[str, Any]:
         """Wait until the buffer gives something; it goes to ``surplus``. Returns what was told about it."""
@@ -192,7 +184,7 @@ class AgentRolloutSession:
                     f"n_samples_per_prompt is {size}, but items of {', '.join(sorted(instances))} came as one group; "
                     "it must be what the generator was started with"
                 )
-            self.surplus.append(FetchedGroup(group[0].get("buffer_group"), group[0]["instance_id"], group))
+            self.surplus.append(group)
 
     async def _look_at_run(self, payload: Payload) -> None:
         """Raise when the generator has ended and nothing that it wrote can become a group any more; start it again when

@@ -16,6 +16,8 @@ from typing import Any
 Item = dict[str, Any]
 Group = tuple[Any, list[Item]]
 
+# Names the group that an item was delivered with; a trainer gives these names back when it resumes.
+BUFFER_GROUP = "buffer_group"
 # Written by ``pad_group_data``: which item a copy repeats, and among how many equal items the reward of one rollout is
 # shared.
 PADDING_OF = "padding_of"

@@ -23,13 +23,10 @@ from agl_slime.buffer.errors import BufferRequestError
 from agl_slime.buffer.models import WrittenItem
 from agl_slime.buffer.pipeline import REASON_STAGE_ERROR, FinishedGroup, GroupPipeline
 from agl_slime.buffer.records import Batch, GroupTable, StoredGroup, insert_many
-from agl_slime.buffer.stages import Figures
+from agl_slime.buffer.stages import BUFFER_GROUP, Figures
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
-
-# Names the group that an item was delivered with; a trainer gives these names back when it resumes.
-BUFFER_GROUP = "buffer_group"
 
 _PAGE = 100
 
@@ -87,8 +84,6 @@ class ItemStore:
     def close(self) -> None:
         self._database.close()
 
-    # -- task types ---------------------------------------------------------------------------------------------------
-
     def set_task(self, task: str, pipeline: GroupPipeline, *, scope: str | None = None) -> None:
         """Decide the groups of a task type with this pipeline from now on; those that wait are looked at again."""
         with self._database.transaction() as connection:
@@ -104,8 +99,6 @@ class ItemStore:
         """Task types that have items on disk."""
         with self._database.reading() as connection:
             return [row[0] for row in connection.execute("SELECT DISTINCT task FROM groups ORDER BY task")]
-
-    # -- writing ------------------------------------------------------------------------------------------------------
 
     def write(self, requests: Sequence[tuple[str, Sequence[WrittenItem]]]) -> list[int | BufferRequestError]:
         """Store the items of several requests, each of one task type, in one transaction: a request as a whole, or not
@@ -182,8 +175,6 @@ class ItemStore:
             rows.append((number, group.no, rollout_id, now, item.body))
         self._groups.save(touched.values())
         insert_many(self._database.connection, "items (no, group_no, rollout_id, time, body)", rows)
-
-    # -- reading ------------------------------------------------------------------------------------------------------
 
     def read(
         self,
@@ -319,8 +310,6 @@ class ItemStore:
             rows = [connection.execute(query, (number,)).fetchone() for number in numbers]
         return known.pipeline.meta_info([orjson.loads(row[0]) for row in rows if row is not None])
 
-    # -- after the delivery -------------------------------------------------------------------------------------------
-
     def acknowledge(self, task: str, request_ids: Iterable[str]) -> int:
         """The reader holds the answers to these requests for good: their items count as trained. Returns the number of
         groups."""
@@ -352,8 +341,6 @@ class ItemStore:
         decided = [decision for decision in decisions if decision is not None]
         return Batch(sum(len(decision.finished.data) for decision in decided), _join(decided), orjson.loads(row[1]))
 
-    # -- figures ------------------------------------------------------------------------------------------------------
-
     @property
     def held_items(self) -> int:
         """Items that were written and not delivered or refused."""
@@ -381,8 +368,6 @@ class ItemStore:
                 "groups_refused": dict(known.refused),
                 "last_refusal": known.last_refusal,
             }
-
-    # -- internals ----------------------------------------------------------------------------------------------------
 
     def _touch(self, group: StoredGroup, now: float) -> None:
         due, full = _thresholds(self._tasks[group.task].pipeline)

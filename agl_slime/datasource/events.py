@@ -147,8 +147,6 @@ class EndFollower:
         self._running = threading.Event()
         self._thread = threading.Thread(target=self._main, name="agl-slime-datasource", daemon=True)
 
-    # -- for the subclass ---------------------------------------------------------------------------------------------
-
     async def _look(self, rollout_id: str) -> None:
         """Read a rollout that may have ended."""
         raise NotImplementedError
@@ -171,8 +169,6 @@ class EndFollower:
             self._failure = self._failure or error
             self._changed.notify_all()
         logger.debug("The data source failed.", exc_info=error)
-
-    # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         if self._store is not None:

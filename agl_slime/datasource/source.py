@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from typing_extensions import Self
@@ -28,20 +27,15 @@ from agl_slime.types import Sample
 
 logger = logging.getLogger(__name__)
 
-MemberListener = Callable[[MemberResult], None]
-GroupListener = Callable[[GroupResult], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSourceSettings:
-    """``get_timeout_s``: longest wait of ``get_samples`` before it says that nothing came. ``blocking``: without it
-    ``get_samples`` returns at once with what is ready, perhaps nothing. ``release``: tell the store which rollouts need
-    not be kept any more; off for a second reader of the same store. ``poll_interval_s``: pause between looks at a store
-    that does not tell of finished rollouts; a look never takes more than a tenth of the time. ``policy``: when a group
-    is fit to train on, and what to do about members that failed or are late. ``group_filter``: which of those groups
-    are not worth it, such as ``groups.policy.zero_variance``. ``max_staleness``: most versions that tokens may be
-    behind the policy, when their rollout ends and as long as their group waits; ``None`` is any number.
-    """
+    """``get_timeout_s``: longest wait of ``get_samples``. ``blocking``: without it that returns at once with what is
+    ready, perhaps nothing. ``release``: tell the store what need not be kept any more; off for a second reader of it.
+    ``poll_interval_s``: pause between looks at a store that tells of nothing; a look takes at most a tenth of the time.
+    ``policy``: when a group is fit to train on, and what to do about members that failed or are late. ``group_filter``:
+    which of those groups are not worth it, such as ``zero_variance``. ``max_staleness``: most versions that tokens may
+    be behind the policy, when their rollout ends and as long as their group waits; ``None`` is any number."""
 
     get_timeout_s: float = 600.0
     blocking: bool = True
@@ -94,8 +88,8 @@ class GroupSource(EndFollower):
         self._collect = partial(
             collect, self._store, tokenizer=tokenizer, reward_key=reward_key, convert_validation=convert_validation
         )
-        self._on_member: MemberListener | None = None
-        self._on_group: GroupListener | None = None
+        self._on_member: Callable[[MemberResult], None] | None = None
+        self._on_group: Callable[[GroupResult], None] | None = None
         self._groups = GroupAssembler(
             policy=settings.policy,
             group_filter=settings.group_filter,
@@ -107,8 +101,6 @@ class GroupSource(EndFollower):
         self._announced = False
         self._reading: set[str] = set()
         self._start()
-
-    # -- groups out ---------------------------------------------------------------------------------------------------
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """Up to ``num_samples`` groups, oldest first; waits until that many are ready or nothing more can come.
@@ -161,8 +153,6 @@ class GroupSource(EndFollower):
         metrics.update({f"agl/{end.value}/{reason}": n for (end, reason), n in counts.reasons.items() if reason})
         return metrics
 
-    # -- what the loop tells ------------------------------------------------------------------------------------------
-
     def expect(self, group_id: str, *, size: int, mode: str = "train") -> None:
         """Announce a group before its rollouts are enqueued: its size and mode, so that failures finalize it too."""
         with self._changed:
@@ -192,7 +182,12 @@ class GroupSource(EndFollower):
             self._groups.abandon(rollout_ids, group_ids=group_ids, reason=reason)
             self._changed.notify_all()
 
-    def listen(self, *, on_member: MemberListener | None = None, on_group: GroupListener | None = None) -> None:
+    def listen(
+        self,
+        *,
+        on_member: Callable[[MemberResult], None] | None = None,
+        on_group: Callable[[GroupResult], None] | None = None,
+    ) -> None:
         """Call these for each rollout that has ended and each group that was finalized from now on; on the data
         source's thread, so they must be quick."""
         self._on_member, self._on_group = on_member, on_group
@@ -218,12 +213,8 @@ class GroupSource(EndFollower):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
-
-    # -- state --------------------------------------------------------------------------------------------------------
 
     def state(self, *, checkpoint: int | None = None) -> dict[str, Any]:
         """What another data source needs to go on from here, for JSON. The ledger notes the step ``checkpoint`` at the
@@ -249,8 +240,6 @@ class GroupSource(EndFollower):
             self._changed.notify_all()
         for rollout_id in waiting:
             self.notify(rollout_id)
-
-    # -- on the background thread -------------------------------------------------------------------------------------
 
     async def _look(self, rollout_id: str) -> None:
         """Read, convert and take in one rollout that may have ended."""
@@ -314,8 +303,6 @@ class GroupSource(EndFollower):
     def _in_flight(self) -> list[str] | None:
         ids = self.ledger.open_ids()
         return ids if ids or self._announced else None
-
-    # -- under the lock, and for subclasses ---------------------------------------------------------------------------
 
     def _deliver(self, num_samples: int) -> list[list[Sample]]:
         return self._groups.deliver(num_samples)

@@ -292,10 +292,8 @@ class OnlineRLLoop:
             self._runners,
             agent=agent,
             store=self.store,
-            settings=self._runners.settings,
             # a BridgeStore tells the data source itself
             on_finished=None if isinstance(self.store, BridgeStore) else self.data_source.notify,
-            store_host=self._runners.store_host,
         )
         await run_in_thread(self._runner.start)
 

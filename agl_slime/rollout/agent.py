@@ -15,8 +15,7 @@ from typing import Any
 from agl_slime.errors import ConfigError
 from agl_slime.rollout.outcome import LossScale, check_reward, untrained_turns
 from agl_slime.rollout.scheduler import MultiTurnScheduler, make_scheduler
-from agl_slime.rollout.session import GenerateClient, RolloutSession
-from agl_slime.rollout.stats import RolloutStopped
+from agl_slime.rollout.session import RolloutSession, RolloutStopped
 from agl_slime.rollout.tool_parsers import ToolParser, get_tool_parser, parser_for_template
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.rollout.turns import run_turns
@@ -75,7 +74,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         *,
         tokenizer: ChatTokenizer | None = None,
         sampling: SamplingParams | None = None,
-        client: GenerateClient | None = None,
+        client: Any = None,
         client_settings: ClientSettings | None = None,
         trained_agents: str | None = None,
     ) -> None:

@@ -5,17 +5,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 
-class HasSamples(Protocol):
-    """What is asked of a rollout's result; ``agl_slime.groups.results.MemberResult`` has it."""
-
-    @property
-    def samples(self) -> Sequence[Any]: ...
-
-
-def tool_never_fired(members: Iterable[HasSamples], *, min_rollouts: int = 32) -> list[str]:
+def tool_never_fired(members: Iterable[Any], *, min_rollouts: int = 32) -> list[str]:
     """One sentence per tool that was on offer in at least ``min_rollouts`` rollouts and was called in none."""
     metadata = [member.samples[0].metadata.get("tools") for member in members if member.samples]
     tools = [each for each in metadata if isinstance(each, dict)]
@@ -27,15 +20,10 @@ def tool_never_fired(members: Iterable[HasSamples], *, min_rollouts: int = 32) -
     return [f"tool {name!r} was never called in {rollouts} rollouts{hint}" for name, rollouts in silent.items()]
 
 
-def answers_all_alike(group: Sequence[HasSamples]) -> bool:
-    """Whether all rollouts of a group of at least two sampled exactly the same tokens: there is nothing to compare."""
-    sampled = [tuple(_trained_tokens(sample) for sample in member.samples) for member in group if member.samples]
-    return len(sampled) > 1 and len(set(sampled)) == 1
-
-
-def alike_answers(groups: Iterable[Sequence[HasSamples]], *, max_share: float = 0.5, min_groups: int = 4) -> list[str]:
+def alike_answers(groups: Iterable[Sequence[Any]], *, max_share: float = 0.5, min_groups: int = 4) -> list[str]:
     """A sentence when the answers are all alike in more than ``max_share`` of at least ``min_groups`` groups."""
-    judged = [answers_all_alike(group) for group in groups if sum(bool(member.samples) for member in group) > 1]
+    sampled = [[tuple(map(_trained_tokens, member.samples)) for member in group if member.samples] for group in groups]
+    judged = [len(set(answers)) == 1 for answers in sampled if len(answers) > 1]
     alike, n = sum(judged), len(judged)
     if n < min_groups or alike <= max_share * n:
         return []

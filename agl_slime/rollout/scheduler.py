@@ -12,13 +12,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from agl_slime.errors import ConfigError
-from agl_slime.rollout.stats import StopReason
 from agl_slime.support.registry import Registry
 
 Messages = list[dict[str, Any]]
+
+
+class StopReason(str, Enum):
+    """The value is what stands in ``Sample.metadata["stop_reason"]``."""
+
+    STOP = "stop"  # the model ended its answer and nothing asked for more
+    LENGTH = "length"  # the last answer, or the whole trajectory, reached its limit of tokens
+    MAX_TURNS = "max_turns"  # more turns were wanted than are allowed
+    CONTEXT_OVERFLOW = "context_overflow"  # the conversation did not fit into the model's context; never retried
+    TOOL_ERROR = "tool_error"  # a tool failed, and the agent is set to stop then
+    ABORTED = "aborted"  # the engine broke the last answer off, and taking it up again did not help
 
 
 @dataclass
@@ -80,9 +91,7 @@ class MultiTurnScheduler(ABC):
         ``infer_request`` and perhaps ``rollout_infos``. ``current_turn`` counts from 1. ms-swift's token ids, masks and
         log-probs are not needed in it: what was sampled is trained as it was sampled, what was added is not."""
 
-    def check_finished(
-        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
-    ) -> Any:
+    def check_finished(self, infer_request: Any, result: RolloutResponseChoice, current_turn: int) -> Any:
         """Whether the rollout is over (a bool): by default when an answer was cut off or the turns are used up."""
         if result.finish_reason == "length":
             infer_request.stop_reason = StopReason.LENGTH
@@ -96,15 +105,11 @@ class MultiTurnScheduler(ABC):
         """Called before the first answer, with a list of the one request: open what the rollout needs. (One whose
         parameter is named ``infer_request`` gets the request itself.)"""
 
-    async def on_turn_end(  # noqa: B027
-        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
-    ) -> Any:
+    async def on_turn_end(self, infer_request: Any, result: RolloutResponseChoice, current_turn: int) -> Any:  # noqa: B027
         """Called after each answer. May return a dict: ``done`` (a bool) decides in the place of ``check_finished``,
         ``rollout_infos`` are what ``score`` finds in ``trajectory.metadata["rollout_infos"]``."""
 
-    async def on_trajectory_end(  # noqa: B027
-        self, requests: list[RolloutInferRequest], error: BaseException | None = None
-    ) -> Any:
+    async def on_trajectory_end(self, requests: list[Any], error: BaseException | None = None) -> Any:  # noqa: B027
         """Called when the rollout has ended, whatever ended it (``error``, where it failed): close what was opened."""
 
 

@@ -7,16 +7,18 @@ are recorded as the engine gave them.
 from __future__ import annotations
 
 import copy
+import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from agl_slime.errors import ContextOverflowError, RolloutError
-from agl_slime.rollout.stats import RolloutStats, RolloutStopped, StopReason
+from agl_slime.rollout.scheduler import StopReason
 from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolParser
-from agl_slime.rollout.tools import ToolManager
+from agl_slime.rollout.tools import ToolManager, ToolResult
 from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
 from agl_slime.support.agl import TraceStatus, get_active_tracer
 from agl_slime.tokens.codec import common_prefix
@@ -24,19 +26,56 @@ from agl_slime.tokens.conversation import ChatContext, Message
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.tokenizer import ChatTokenizer
-from agl_slime.trace.attributes import GENERATE_SPAN
+from agl_slime.trace import attributes as names
 from agl_slime.trace.span_codec import TurnEncoder
 from agl_slime.trace.turn import Turn
 
 _ENDS = {"length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 
 
-class GenerateClient(Protocol):
-    """What a session asks of an engine; ``SGLangClient`` is the usual one."""
+class RolloutStopped(Exception):
+    """Raised by ``RolloutSession.ask`` when a limit was reached before the model could answer. Not an error:
+    ``SGLangLitAgent`` catches it and scores what there is, unless the agent catches it in ``run``."""
 
-    async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingParams, *, routing_key: str | None = None
-    ) -> Generation: ...
+    def __init__(self, reason: StopReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass
+class RolloutStats:
+    """Counts of one rollout, all its branches together. ``tool_calls`` counts executed calls by tool, ``calls`` those
+    that were ``malformed``, of ``unknown`` tools, ``errors`` and among them ``timeouts``; ``untrained_turns`` are the
+    turns that the loss scale leaves out, ``infos`` what the scheduler wants to be known."""
+
+    stop_reason: StopReason | None = None
+    tools: tuple[str, ...] = ()
+    tool_calls: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
+    open_boundaries: int = 0
+    untrained_turns: tuple[int, ...] = ()
+    infos: dict[str, Any] = field(default_factory=dict)
+
+    def count(self, results: Iterable[ToolResult]) -> None:
+        for result in results:
+            unknown = result.error == "unknown_tool"
+            self.tool_calls[result.call.name] += not unknown
+            self.calls.update(unknown=unknown, errors=bool(result.error) - unknown, timeouts=result.error == "timeout")
+
+    def tool_counts(self) -> dict[str, Any]:
+        """As ``Sample.metadata["tools"]`` has them."""
+        counts = {name: self.calls[name] for name in ("malformed", "unknown", "errors", "timeouts")}
+        return {"offered": list(self.tools), "calls": dict(+self.tool_calls), **counts}
+
+    def attributes(self) -> dict[str, Any]:
+        """As span attributes: none for what did not happen."""
+        attributes = {
+            names.STOP_REASON: self.stop_reason.value if self.stop_reason is not None else None,
+            names.TOOLS: json.dumps(self.tool_counts()) if self.tools else None,
+            names.OPEN_BOUNDARIES: self.open_boundaries,
+            names.UNTRAINED_TURNS: json.dumps(self.untrained_turns) if self.untrained_turns else None,
+        }
+        return {name: value for name, value in attributes.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +129,18 @@ class RolloutSession(Session):
     def __init__(
         self,
         *,
-        client: GenerateClient,
+        client: Any,  # ``generate`` as ``SGLangClient`` has it
         tokenizer: ChatTokenizer,
         sampling: SamplingParams,
         messages: Sequence[Mapping[str, Any]],
-        tools: ToolManager | None = None,
         model: str = "",
         max_trajectory_tokens: int | None = None,
-        template: ChatTemplate | None = None,
+        template: ChatTemplate,
         traced: bool = True,
         **options: Any,
     ) -> None:
-        if template is None:
-            template = ChatTemplate(tokenizer=tokenizer, tools=tools.schemas if tools is not None else None)
         self.context = ChatContext(tokenizer=tokenizer, messages=messages, template=template)
-        super().__init__(messages=messages, tools=tools, **options)
+        super().__init__(messages=messages, **options)
         self.sampling = sampling
         self.max_trajectory_tokens = max_trajectory_tokens
         self.tokenizer = tokenizer
@@ -185,4 +221,4 @@ class RolloutSession(Session):
         if tracer is None:
             raise RolloutError("no tracer is active: run the agent in an Agent Lightning runner", reason="no_tracer")
         status = TraceStatus(status_code="OK")
-        tracer.create_span(GENERATE_SPAN, attributes=attributes, timestamp=started, status=status)
+        tracer.create_span(names.GENERATE_SPAN, attributes=attributes, timestamp=started, status=status)

@@ -6,6 +6,7 @@ the model wrote it, and is counted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -33,20 +34,13 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class MalformedCall:
-    """``text`` begins like a call; ``error`` says in a few words why it is none."""
-
-    text: str
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """``content`` is the answer without its well-formed calls; malformed ones are still in it."""
+    """``content`` is the answer without its well-formed calls. ``malformed`` are the texts that begin like a call and
+    are none; they are still in the content."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
-    malformed: tuple[MalformedCall, ...] = ()
+    malformed: tuple[str, ...] = ()
 
 
 class ToolParser(ABC):
@@ -65,11 +59,11 @@ class BlockParser(ToolParser):
 
     @abstractmethod
     def read(self, block: str) -> ToolCall:
-        """The call that a block holds; ``ValueError`` with a few words when it holds none."""
+        """The call that a block holds; ``ValueError`` when it holds none."""
 
     def parse(self, text: str) -> ParsedAnswer:
         marks = re.compile("|".join(map(re.escape, (self.begin, _THINK, _END_OF_THINKING))))
-        found: list[tuple[int, int, ToolCall | MalformedCall]] = []  # with the places where they begin and end
+        found: list[tuple[int, int, ToolCall | str]] = []  # with the places where they begin and end
         before_thinking: int | None = None  # how many were found before a <think> that is open
         at = 0
         while mark := marks.search(text, at):
@@ -88,25 +82,21 @@ class BlockParser(ToolParser):
             if isinstance(one, ToolCall):
                 content, at = content + text[at:start], end
         calls = [one for _, _, one in found if isinstance(one, ToolCall)]
-        malformed = tuple(one for _, _, one in found if isinstance(one, MalformedCall))
+        malformed = tuple(one for _, _, one in found if isinstance(one, str))
         return ParsedAnswer(self._tidy(content + text[at:], malformed), _numbered(calls), malformed)
 
-    def _block(self, text: str, start: int, at: int, *, thinking: bool) -> tuple[int, int, ToolCall | MalformedCall]:
+    def _block(self, text: str, start: int, at: int, *, thinking: bool) -> tuple[int, int, ToolCall | str]:
         stop = text.find(self.end, at)
         end = stop + len(self.end) if stop >= 0 else len(text)
-        problem = f"{self.begin} without {self.end}"
-        if stop >= 0:
-            try:
-                return start, end, self.read(text[at:stop])
-            except ValueError as error:
-                problem = str(error)
+        with contextlib.suppress(ValueError):
+            return start, end, self.read(text[at : text.index(self.end, at)])
         # a thought that mentions a call ends where the thinking ends, not in a call that is made after it
         closed = text.find(_END_OF_THINKING, at, end)
         if closed >= 0 and (thinking or stop < 0 or self.begin in text[closed:stop]):
             end = closed
-        return start, end, MalformedCall(text[start:end], problem)
+        return start, end, text[start:end]
 
-    def _tidy(self, content: str, malformed: tuple[MalformedCall, ...]) -> str:
+    def _tidy(self, content: str, malformed: tuple[str, ...]) -> str:
         return content
 
 
@@ -229,7 +219,7 @@ class KimiParser(BlockParser):
             raise ValueError("no <|tool_call_argument_begin|> after the name")
         return ToolCall(name=name[1], arguments=_read_object(body), id=head.strip())
 
-    def _tidy(self, content: str, malformed: tuple[MalformedCall, ...]) -> str:
+    def _tidy(self, content: str, malformed: tuple[str, ...]) -> str:
         return content if malformed else self._sections.sub("", content)
 
 
@@ -241,7 +231,7 @@ class LlamaJsonParser(ToolParser):
     _tag = "<|python_tag|>"
 
     def parse(self, text: str) -> ParsedAnswer:
-        malformed: list[MalformedCall] = []
+        malformed: list[str] = []
         # calls go on to the end of the answer, so the first place from which they do is where the thinking ended
         starts = [0, *(mark.end() for mark in re.finditer(_END_OF_THINKING, text))]
         for start in starts:
@@ -254,9 +244,9 @@ class LlamaJsonParser(ToolParser):
                 continue
             try:
                 return ParsedAnswer(said, _numbered(self._read(body)))
-            except (ValueError, RecursionError) as error:
+            except (ValueError, RecursionError):
                 if not said.strip() or start == starts[-1]:  # else it may be a thought
-                    malformed.append(MalformedCall(text[start:], str(error) or "JSON that is nested too deeply"))
+                    malformed.append(text[start:])
         return ParsedAnswer(text, (), tuple(malformed[:1]))
 
     def _read(self, body: str) -> list[ToolCall]:

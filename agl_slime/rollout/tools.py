@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
-from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import NotRequired, TypedDict
 
 from agl_slime.errors import ConfigError, RolloutError
@@ -88,7 +87,7 @@ class ToolManager:
         for tool in tools:
             self.register(tool)
 
-    def register(self, tool: Any, *, name: str | None = None) -> None:
+    def register(self, tool: Any) -> None:
         """Add a tool. ``ConfigError`` when it has no usable schema or the name is taken."""
         if isinstance(tool, type):
             parameters = inspect.signature(tool).parameters.values()
@@ -99,7 +98,7 @@ class ToolManager:
         if self._closed:  # its rollout ended while it was being made
             run_blocking(self.aclose())
             raise RolloutError(f"tool {tool!r:.100} came after its rollout had ended")
-        made = _tool_of(tool, name)
+        made = _tool_of(tool)
         if made.schema["name"] in self._tools:
             raise ConfigError(f"there are two tools named {made.schema['name']!r}; names must differ")
         self._tools[made.schema["name"]] = made
@@ -160,7 +159,7 @@ class ToolManager:
             logger.warning("Tool %.100r could not be closed: %s: %s", tool, type(error).__name__, error)
 
 
-def _tool_of(tool: Any, name: str | None) -> _Tool:
+def _tool_of(tool: Any) -> _Tool:
     given = getattr(tool, "schema", None)
     if given is not None:
         given = given() if callable(given) else given
@@ -175,18 +174,7 @@ def _tool_of(tool: Any, name: str | None) -> _Tool:
         schema, arguments = _inspected(tool)
     else:
         raise ConfigError(f"a tool must be a function, a class or a callable object with a schema, got {tool!r:.200}")
-    return _Tool({**schema, "name": name or schema["name"]}, tool, arguments)
-
-
-def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """``{"name", "description", "parameters"}`` of a function. ``ConfigError`` for a parameter without a type, or with
-    one that has no JSON schema."""
-    return _inspected(function)[0]
-
-
-class _JsonSchema(GenerateJsonSchema):
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False  # it would be the parameter's name once more
+    return _Tool(schema, tool, arguments)
 
 
 _inspections: WeakKeyDictionary[Any, tuple[dict[str, Any], _Arguments]] = WeakKeyDictionary()
@@ -209,11 +197,12 @@ def _inspected(function: Callable[..., Any]) -> tuple[dict[str, Any], _Arguments
             hint = Annotated[hints[parameter.name], Field(description=described.get(parameter.name))]
             fields[parameter.name] = hint if parameter.default is parameter.empty else NotRequired[hint]
         arguments = _adapter(fields)
-        parameters = arguments.json_schema(schema_generator=_JsonSchema)
+        parameters = arguments.json_schema()
     except (PydanticUserError, NameError) as error:  # a type without JSON form, or one that cannot be looked up
         raise ConfigError(f"tool {name!r} has a parameter whose type cannot be used: {error}") from error
-    for made_up in ("title", "additionalProperties"):
-        parameters.pop(made_up, None)
+    for titled in (parameters, *parameters["properties"].values()):
+        titled.pop("title", None)  # the name once more
+    parameters.pop("additionalProperties", None)
     _inspections[function] = {"name": name, "description": description, "parameters": parameters}, arguments
     return _inspections[function]
 

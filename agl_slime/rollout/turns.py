@@ -14,9 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agl_slime.rollout.scheduler import ChatMessage, MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
-from agl_slime.rollout.session import Session
-from agl_slime.rollout.stats import RolloutStopped, StopReason
+from agl_slime.rollout.scheduler import (
+    ChatMessage,
+    MultiTurnScheduler,
+    RolloutInferRequest,
+    RolloutResponseChoice,
+    StopReason,
+)
+from agl_slime.rollout.session import RolloutStopped, Session
 from agl_slime.rollout.tool_parsers import ParsedAnswer
 from agl_slime.support.threads import call_user_code
 

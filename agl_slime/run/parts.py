@@ -20,8 +20,7 @@ from agl_slime.report import StandardReporters
 from agl_slime.report.events import Event, GroupsCollected, RunStarted, TranscriptsSampled
 from agl_slime.report.files import RunDir
 from agl_slime.report.transcripts import choose_rollouts, describe_sample
-from agl_slime.rollout.configure import configure_agent
-from agl_slime.rollout.loading import load_agent
+from agl_slime.rollout.loading import configure_agent, load_agent
 from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agl_slime.runner.base import FinishedListener, RunnerPlan, RunnerPool
-    from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.support.agl import LightningStore, LitAgent
 
 
@@ -15,9 +14,7 @@ def make_runners(
     *,
     agent: LitAgent[Any],
     store: LightningStore,
-    settings: RunnerSettings | None = None,
     on_finished: FinishedListener | None = None,
-    store_host: str = "127.0.0.1",
 ) -> RunnerPool:
     """The runners of a plan (``inproc``, ``process:N``, ``ray:N``), not started yet.
 
@@ -26,7 +23,6 @@ def make_runners(
             that is served elsewhere.
         on_finished: told about each rollout that a thread of this process has executed; workers elsewhere tell the
             store.
-        store_host: the address on which the store is served; workers on other hosts must reach it.
     """
     from agl_slime.runner.base import RunnerPlan
 
@@ -34,14 +30,11 @@ def make_runners(
     if plan.kind == "inproc":
         from agl_slime.runner.thread import RunnerThread
 
-        return RunnerThread(agent=agent, store=store, settings=settings, on_finished=on_finished)
+        return RunnerThread(agent=agent, store=store, settings=plan.settings, on_finished=on_finished)
     from agl_slime.runner.worker import StoreAccess
 
     if plan.kind == "process":
         from agl_slime.runner.processes import ProcessPool as Pool
     else:
         from agl_slime.runner.ray import RayPool as Pool
-    return Pool(agent=agent, access=StoreAccess(store, host=store_host), count=plan.count, settings=settings)
-
-
-__all__ = ["make_runners"]
+    return Pool(agent=agent, access=StoreAccess(store, host=plan.store_host), count=plan.count, settings=plan.settings)

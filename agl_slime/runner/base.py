@@ -61,6 +61,3 @@ class RunnerPool(Protocol):
         """End all runners, with what is in flight cancelled or finished; nothing is left running. ``False`` when force
         was needed."""
         ...
-
-
-__all__ = ["FinishedListener", "RunnerKind", "RunnerPlan", "RunnerPool"]

@@ -62,6 +62,3 @@ async def _look(store: Any, cancel: Callable[[str], None], mine: set[str]) -> No
     if mine:
         for rollout in await store.query_rollouts(rollout_id_in=sorted(mine), status_in=["cancelled"]):
             cancel(rollout.rollout_id)
-
-
-__all__ = ["listen_for_cancellations"]

@@ -215,6 +215,3 @@ def contain_tasks(loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
 
     loop.set_task_factory(make_task)
     return lambda: loop.set_task_factory(before)
-
-
-__all__ = ["FAILURE_REASON", "GuardedAgent", "check_result", "contain_tasks", "failure_reason"]

@@ -122,6 +122,3 @@ def _place_of(frame: FrameType) -> str:
         (entry for entry in reversed(own) if not entry.filename.startswith(library)), own[-1] if own else stack[-1]
     )
     return f"{chosen.filename}:{chosen.lineno} ({chosen.name})"
-
-
-__all__ = ["LagMonitor"]

@@ -89,6 +89,3 @@ def _with_recording(recording: Recording | None, fn: Callable[..., Any], /, *arg
         return fn(*args, **kwargs)
     finally:
         current_recording.reset(token)
-
-
-__all__ = ["carry_recordings", "own_this_process", "tune_garbage_collector"]

@@ -231,6 +231,3 @@ def _join(workers: list[_Process], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     for worker in workers:
         worker.process.join(max(0.0, deadline - time.monotonic()))
-
-
-__all__ = ["ProcessPool", "process_main"]

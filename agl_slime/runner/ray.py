@@ -145,6 +145,3 @@ class RayPool(WorkerPool):
         self._bury(actor.name, reason)
         if not self._stopping.wait(_LOOK_S):
             self._replace(reason, left=len(self._actors))
-
-
-__all__ = ["RayPool", "RunnerActor"]

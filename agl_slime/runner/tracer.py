@@ -280,6 +280,3 @@ def _deactivate() -> None:
         _users -= 1
         if _users == 0 and isinstance(get_active_tracer(), ContextTracer):
             clear_active_tracer()
-
-
-__all__ = ["ContextTracer"]

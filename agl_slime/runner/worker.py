@@ -191,6 +191,3 @@ class WorkerPool:
     def _bury(self, name: str, reason: str) -> None:
         self._access.fail_worker(name, reason)
         logger.warning("Runner %s has ended (%s).", name, reason)
-
-
-__all__ = ["StoreAccess", "Worker", "WorkerPool", "WorkerSpec"]

@@ -4,7 +4,6 @@ where it has them."""
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from typing import Any, Literal
 from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.groups.policy import CompleteGroup, RetryGroup, zero_variance
-from agl_slime.loop.tasks import Task, TaskCursor, TaskGroup, as_task_source, enqueue_requests, read_tasks
+from agl_slime.loop.tasks import TaskCursor, TaskGroup, as_task_source, enqueue_requests, read_tasks
 from agl_slime.rollout.loading import load_agent
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.slime.args import PluginSettings
@@ -20,8 +19,6 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
 from agl_slime.support.agl import LLM, Rollout
 from agl_slime.tokens.tokenizer import load_tokenizer
-
-logger = logging.getLogger(__name__)
 
 LLM_RESOURCE = "main_llm"
 # Resources snapshots that are used again; a store keeps some more.
@@ -42,18 +39,19 @@ class Connection:
         make_task: Any = None
         if settings.store_url is not None:
             self.store = RemoteStore(settings.store_url, token=settings.store_token)
-        elif settings.agent is not None:
+        else:
+            assert settings.agent is not None
             agent = load_agent(settings.agent)
             make_task = getattr(agent, "make_task", None)
             self.store = BridgeStore()
             self._runner = RunnerThread(agent=agent, store=self.store)
-        else:
-            raise ConfigError("there is neither agl_store_url nor agl_agent to connect to")
         tasks = read_tasks(settings.tasks, flag="agl_tasks") if settings.tasks is not None else None
         eval_tasks = read_tasks(settings.eval_tasks, flag="agl_eval_tasks") if settings.eval_tasks is not None else None
         self.epoch_size = len(tasks) if tasks is not None else None
-        self.tasks = _cursor(tasks or make_task, seed=settings.seed)
-        self.eval_tasks = _cursor(eval_tasks or make_task, seed=settings.seed + 1)
+        self.tasks, self.eval_tasks = (
+            TaskCursor(as_task_source(given, seed=settings.seed + offset), named=False) if given is not None else None
+            for offset, given in enumerate((tasks or make_task, eval_tasks or make_task))
+        )
         if self._runner is not None and self.tasks is None:
             raise ConfigError(
                 f"{settings.agent} has no tasks: set agl_tasks or --prompt-data, or give it make_task(rng)"
@@ -134,19 +132,3 @@ class Connection:
         """Raise ``DataSourceError`` when the runner of this process has ended."""
         if self._runner is not None and self._runner.failure is not None:
             raise DataSourceError(f"the runner ended: {self._runner.failure}") from self._runner.failure
-
-
-def connect(args: Any) -> Connection | None:
-    """The connection that ``args`` and the environment describe; ``None`` when they describe none."""
-    settings = PluginSettings.from_args(args)
-    if settings.connected:
-        return Connection(settings)
-    logger.warning(
-        "AGLDataSource is connected to nothing: set agl_store_url (AGL_SLIME_STORE_URL) or agl_agent (AGL_SLIME_AGENT). "
-        "Its groups are placeholders that nobody has sampled, as those of slime's own data source without a data set."
-    )
-    return None
-
-
-def _cursor(tasks: Sequence[Task] | Any, *, seed: int) -> TaskCursor | None:
-    return TaskCursor(as_task_source(tasks, seed=seed), named=False) if tasks is not None else None

@@ -4,6 +4,7 @@ with evaluations, saved and loaded beside slime's checkpoints."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +16,12 @@ from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import GroupResult
 from agl_slime.loop.tasks import TaskGroup
-from agl_slime.slime.connection import connect
+from agl_slime.slime.args import PluginSettings
+from agl_slime.slime.connection import Connection
 from agl_slime.support.agl import EnqueueRolloutRequest, LightningStore
 from agl_slime.types import DataSource, Sample
+
+logger = logging.getLogger(__name__)
 
 # So many dropped groups in a row, and at least so many for each that is wanted, are no bad luck.
 _HOPELESS = 8
@@ -45,7 +49,12 @@ class AGLDataSource(GroupSource, DataSource):
         if store is None and args is None:
             raise ConfigError("AGLDataSource needs a store: pass store=… (an Agent Lightning LightningStore)")
         self._args = args
-        self._connection = connection = connect(args) if store is None else None
+        plugin = PluginSettings.from_args(args) if store is None else None
+        self._connection = connection = Connection(plugin) if plugin is not None and plugin.connected else None
+        if store is None and connection is None:
+            logger.warning(
+                "AGLDataSource is connected to nothing and gives placeholders: set agl_store_url or agl_agent"
+            )
         if connection is not None:
             store, tokenizer = connection.store, tokenizer or connection.tokenizer()
             settings = settings or connection.data_source_settings()
@@ -69,8 +78,6 @@ class AGLDataSource(GroupSource, DataSource):
         )
         if connection is not None:
             connection.start()
-
-    # -- what slime calls ---------------------------------------------------------------------------------------------
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         batch = None if self.settings.blocking else getattr(self._args, "rollout_batch_size", None)
@@ -144,8 +151,6 @@ class AGLDataSource(GroupSource, DataSource):
             self._connection.stop()
         super().stop(timeout_s)
 
-    # -- state --------------------------------------------------------------------------------------------------------
-
     def state(self, *, checkpoint: int | None = None) -> dict[str, Any]:
         with self._changed:
             state = super().state(checkpoint=checkpoint)
@@ -161,8 +166,6 @@ class AGLDataSource(GroupSource, DataSource):
                 self._cursor.restore(state["demand"])
                 if not self._feeds:
                     self._cursor.repeat()  # the store was in the process that saved
-
-    # -- where this data source enqueues tasks itself -----------------------------------------------------------------
 
     async def _top_up(self) -> None:
         """Enqueue what is missing."""
@@ -185,8 +188,6 @@ class AGLDataSource(GroupSource, DataSource):
         await super()._run_again(requests)
         if self._connection is not None:
             self._connection.wake_runner()
-
-    # -- under the lock -----------------------------------------------------------------------------------------------
 
     def _missing(self) -> int:
         return self._wanted - len(self._groups.ready) - len(self._cursor.under_way) if self._cursor is not None else 0

@@ -243,6 +243,3 @@ class WorkerStore(RemoteStore):
             if len(self._resources) > _RESOURCES_CACHED:
                 del self._resources[next(iter(self._resources))]
         return await asyncio.shield(fetch)
-
-
-__all__ = ["Batcher", "RemoteStore", "WorkerStore"]

@@ -102,6 +102,3 @@ class BridgeCollections(InMemoryLightningCollections):
         while len(items) > keep:
             del items[next(iter(items))]
             self._resources._size -= 1
-
-
-__all__ = ["BridgeCollections"]

@@ -44,6 +44,3 @@ class WatchList:
                 del self._next[rollout_id]
                 due.append(rollout_id)
         return due
-
-
-__all__ = ["WatchList"]

@@ -57,6 +57,3 @@ def bearer_middleware(
         return await handler(request) if has_token(request.headers.get("Authorization"), token) else refuse()
 
     return authorize
-
-
-__all__ = ["bearer_middleware", "free_port", "has_token", "is_loopback", "require_token"]

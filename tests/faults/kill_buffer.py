@@ -39,8 +39,8 @@ _GENERATOR = '''
     def run_rollout(data):
         Path(__file__).with_name("pid").write_text(str(os.getpid()))
         generator = base_generator.BaseGenerator(
-            "http://127.0.0.1:9", data["remote_buffer_url"], num_repeat_per_sample=2, num_process=4, skip_instance_ids=data["skip_instance_ids"],
-            partial_groups=data["partial_groups"],
+            "http://127.0.0.1:9", data["remote_buffer_url"], num_repeat_per_sample=2, num_process=4,
+            skip_instance_ids=data["skip_instance_ids"], partial_groups=data["partial_groups"],
         )
         generator.entry(data["input_file"], rollout, lambda item: random.randrange(2), data["num_epoch"])
 
@@ -184,7 +184,8 @@ def main() -> int:
             limit_s=60 + 20 * options.kills,
         )
     print(
-        f"{sum(result.kills.values())} kills ({dict(result.kills)}) in {result.seconds:.0f} s: of {result.groups} groups {len(result.lost)} lost, ",
+        f"{sum(result.kills.values())} kills ({dict(result.kills)}) in {result.seconds:.0f} s: "
+        f"of {result.groups} groups {len(result.lost)} lost, ",
         end="",
     )
     print(f"{len(result.twice)} trained twice; the ledger {'adds up' if result.adds_up else 'does NOT add up'}")

@@ -53,7 +53,7 @@ class NoReward(LitAgent[Any]):
     [
         (raises(ValueError("no such city")), "ValueError", "no such city"),
         (raises(KeyError("label")), "KeyError", "label"),
-        (raises(SystemExit(3)), "SystemExit", "The agent called sys.exit(3)."),
+        (raises(SystemExit(3)), "SystemExit", "SystemExit(3)"),
         (lambda: None, "no_reward", "HelloAgent.compute_reward returned None; expected a number."),
         (lambda: math.nan, "bad_reward", "HelloAgent.compute_reward returned nan; a reward must be a finite number."),
         (lambda: -math.inf, "bad_reward", "-inf"),

@@ -44,14 +44,18 @@ GENERATOR = """
                 n_items = int(data["num_repeat_per_sample"])
                 items = [
                     {
-                        "uid": f"{epoch}.{instance_id}.{n}", "instance_id": instance_id, "group_id": epoch, "messages": [], "reward": n % 2,
-                        "extra_info": {"payload": {k: data[k] for k in ("sampling_params", "remote_engine_url", "num_process")}},
+                        "uid": f"{epoch}.{instance_id}.{n}", "instance_id": instance_id, "group_id": epoch,
+                        "messages": [], "reward": n % 2,
+                        "extra_info": {"payload": {
+                            k: data[k] for k in ("sampling_params", "remote_engine_url", "num_process")
+                        }},
                         "tokens": [1, 2, 3], "response_length": 2, "rollout_log_probs": [-0.5, -1.0],
                     }
                     for n in range(n_items)
                 ]
                 request = urllib.request.Request(
-                    data["remote_buffer_url"] + "/buffer/write", json.dumps(items).encode(), {"Content-Type": "application/json"}
+                    data["remote_buffer_url"] + "/buffer/write", json.dumps(items).encode(),
+                    {"Content-Type": "application/json"},
                 )
                 urllib.request.urlopen(request).read()
 """

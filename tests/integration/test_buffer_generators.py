@@ -184,7 +184,7 @@ async def test_a_failed_rollout_is_written_with_its_mark(tmp_path):
 
 @pytest.mark.parametrize("bad", [object(), "\ud800"])
 async def test_an_item_that_is_no_json_costs_its_own_rollout(tmp_path, bad):
-    """fault 25: what a rollout function returned for one instance cannot be sent; the others are, and the end is well."""
+    """fault 25: what a rollout function returned for one instance cannot be sent; the others are."""
 
     async def rollout(client: Any, messages: Any, sampling_params: Any) -> Any:
         content = bad if messages[0]["content"].startswith("1") else "4"
@@ -237,7 +237,10 @@ async def test_the_documented_generator_runs_as_a_file_of_its_own(tmp_path):
         TASK_TYPE = "your_task_name"
 
         def query_single_turn(client, messages, sampling_params, tools=None):
-            base_payload = {"messages": messages, **sampling_params, "model": "custom", "stream": False, "seed": random.randint(1, 10000000)}
+            base_payload = {
+                "messages": messages, **sampling_params, "model": "custom", "stream": False,
+                "seed": random.randint(1, 10000000),
+            }
             response = client.chat.completions.create(**copy.deepcopy(base_payload))
             return messages + [{"role": "assistant", "content": response.choices[0].message.content}]
 

@@ -28,7 +28,8 @@ WRITES_TWO_PER_INSTANCE = """
     TASK_TYPE = "sums"
 
     def send(data, item):
-        request = urllib.request.Request(data["remote_buffer_url"] + "/buffer/write", json.dumps(item).encode(), {"Content-Type": "application/json"})
+        body, headers = json.dumps(item).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(data["remote_buffer_url"] + "/buffer/write", body, headers)
         return json.loads(urllib.request.urlopen(request).read())
 
     def run_rollout(data):
@@ -38,7 +39,8 @@ WRITES_TWO_PER_INSTANCE = """
             if instance_id in skip:
                 continue
             for n in range(int(data["num_repeat_per_sample"])):
-                send(data, {"uid": f"{instance_id}.{n}", "instance_id": instance_id, "messages": [], "reward": n % 2, "extra_info": {}})
+                names = {"uid": f"{instance_id}.{n}", "instance_id": instance_id}
+                send(data, {**names, "messages": [], "reward": n % 2, "extra_info": {}})
 """
 
 

@@ -15,7 +15,7 @@ from agl_slime import SGLangLitAgent
 from agl_slime.errors import ConfigError, ContextOverflowError, EngineServerError
 from agl_slime.rollout import scheduler as scheduler_module
 from agl_slime.rollout import session as session_module
-from agl_slime.rollout.configure import configure_agent, load_plugins
+from agl_slime.rollout.loading import configure_agent, load_plugins
 from agl_slime.rollout.scheduler import (
     MultiTurnScheduler,
     RolloutInferRequest,

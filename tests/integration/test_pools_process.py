@@ -66,7 +66,7 @@ async def test_workers_find_an_agent_that_was_loaded_by_its_file(
     monkeypatch.setattr(sys, "path", list(sys.path))
     agent = load_agent(f"{tmp_path}/echo agent.py:Echo")
     store, ids = await prepared([{"n": n} for n in range(3)])
-    pool = make_runners(plan, agent=agent, store=store, settings=SETTINGS)
+    pool = make_runners(replace(RunnerPlan.parse(plan), settings=SETTINGS), agent=agent, store=store)
     await asyncio.to_thread(pool.start)
     try:
         rollouts = await ends(store, ids)

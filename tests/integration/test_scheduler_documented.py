@@ -13,9 +13,14 @@ import pytest
 
 from agl_slime import SGLangLitAgent
 from agl_slime.errors import ContextOverflowError, EngineServerError
-from agl_slime.rollout.configure import configure_agent
-from agl_slime.rollout.scheduler import ChatMessage, MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
-from agl_slime.rollout.stats import StopReason
+from agl_slime.rollout.loading import configure_agent
+from agl_slime.rollout.scheduler import (
+    ChatMessage,
+    MultiTurnScheduler,
+    RolloutInferRequest,
+    RolloutResponseChoice,
+    StopReason,
+)
 from agl_slime.trace.trajectory import Trajectory
 from examples.math_retry import CONTINUATION_TIP, TIP, MathAgent, MathContinuation, MathNewRound, boxed, is_right
 from tests.conversations import ScriptedClient

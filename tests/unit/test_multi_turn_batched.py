@@ -21,7 +21,7 @@ from agl_slime.errors import (
 from agl_slime.groups.assembler import GroupAssembler
 from agl_slime.groups.policy import CompleteGroup
 from agl_slime.groups.results import MemberResult
-from agl_slime.rollout.alarms import alike_answers, answers_all_alike, tool_never_fired
+from agl_slime.rollout.alarms import alike_answers, tool_never_fired
 from agl_slime.rollout.batched.base import Rollout
 from agl_slime.rollout.batched.multi_turn import MultiTurnRollout
 from agl_slime.rollout.batched.sampler import SGLangSampler
@@ -367,9 +367,9 @@ def test_alarms_for_tools_that_never_fire_and_answers_that_are_all_alike() -> No
     assert "'look' was never called in 3 rollouts; 1 calls" in told
     assert tool_never_fired(silent, min_rollouts=4) == []
     assert tool_never_fired(silent + calling, min_rollouts=3) == []
-    assert answers_all_alike(silent[:2])
-    assert not answers_all_alike(silent)
-    assert not answers_all_alike(silent[:1])
+    assert alike_answers([silent[:2]], min_groups=1)
+    assert not alike_answers([silent], min_groups=1)
+    assert not alike_answers([silent[:1]], min_groups=1)
     (told,) = alike_answers([silent[:2]] * 3 + [calling], min_groups=4)
     assert "in 3 of 4 groups" in told
     assert alike_answers([silent[:2]] * 2 + [calling] * 2) == []

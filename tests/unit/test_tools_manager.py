@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from agl_slime.errors import ConfigError, RolloutError
 from agl_slime.rollout.tool_parsers import ToolCall
-from agl_slime.rollout.tools import ToolManager, schema_of
+from agl_slime.rollout.tools import ToolManager
 
 
 def look(key: str, limit: int = 3, mode: Literal["fast", "slow"] = "fast", tags: Optional[list[str]] = None) -> str:  # noqa: UP045  both forms are read
@@ -38,7 +38,7 @@ def call(name: str, **arguments: Any) -> ToolCall:
 
 
 def test_a_schema_is_told_from_signature_and_docstring() -> None:
-    assert schema_of(look) == {
+    assert ToolManager([look]).schemas[0]["function"] == {
         "name": "look",
         "description": "Look a key up.\n\nLonger text.",
         "parameters": {
@@ -151,7 +151,7 @@ async def test_null_enums_dataclasses_and_models_are_arguments(arguments: dict[s
 
 def test_the_schema_of_enums_dataclasses_and_models_says_what_they_hold() -> None:
     """For fault 23."""
-    parameters = schema_of(search)["parameters"]
+    parameters = ToolManager([search]).schemas[0]["function"]["parameters"]
     properties, definitions = parameters["properties"], parameters["$defs"]
     assert parameters["required"] == ["query"]
     assert properties["limit"] == {

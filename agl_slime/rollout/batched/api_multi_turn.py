@@ -13,9 +13,9 @@ from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.rollout.batched.base import ToolRollout, Trajectory
+from agl_slime.rollout.scheduler import StopReason
 from agl_slime.rollout.session import Answer, Session
-from agl_slime.rollout.stats import StopReason
-from agl_slime.rollout.tool_parsers import MalformedCall, ParsedAnswer, ToolCall, get_tool_parser
+from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolCall, get_tool_parser
 from agl_slime.rollout.turns import run_turns
 from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
 from agl_slime.support.threads import run_blocking
@@ -134,8 +134,8 @@ def _parsed(content: str, listed: Sequence[Any]) -> ParsedAnswer:
             arguments = json.loads(written or "{}")
             if not isinstance(arguments, dict):
                 raise ValueError("the arguments are not an object")
-        except ValueError as error:
-            malformed.append(MalformedCall(written, str(error)))
+        except ValueError:
+            malformed.append(written)
             arguments = {"arguments": written}  # no such argument: the tool's error tells the model
         calls.append(ToolCall(name=name, arguments=arguments, id=call.id or ""))
     return ParsedAnswer(content, tuple(calls), tuple(malformed))

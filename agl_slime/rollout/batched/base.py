@@ -74,9 +74,7 @@ class ToolRollout(Rollout):
         self._sampling = sampling_params
         self._max_turns = max_turns
         self._tool_parser = tool_parser
-        self._trace_dir = None if trace_dir is None else Path(trace_dir)
-        self._is_traced = trace_callback or (lambda trajectory: True)
-        self._is_success = success_callback or (lambda t: t.get("stop_reason") == "stop" and not t.get("truncated"))
+        self._traces = trace_dir, trace_callback, success_callback
         self._calls = 0
 
     def __call__(
@@ -88,8 +86,7 @@ class ToolRollout(Rollout):
         step: int | None = None,
         **kwargs: Any,
     ) -> list[Trajectory]:
-        """Run ``trajectories`` to their ends. ``step`` is the number in the names of trace files, by default that of
-        the call."""
+        """Run ``trajectories`` to their ends. ``step`` (in trace files' names) is by default the call's number."""
         step = self._calls if step is None else step
         self._calls += 1
         tools: Any = tool_manager if tool_manager is not None else self._tools
@@ -120,14 +117,16 @@ class ToolRollout(Rollout):
         return {**trajectory, **played, **fields}
 
     def _write_trace(self, trajectory: Trajectory, step: int, name: str) -> None:
+        directory, is_traced, is_success = self._traces
         try:
-            if self._trace_dir is None or not self._is_traced(trajectory):
+            if directory is None or (is_traced is not None and not is_traced(trajectory)):
                 return
-            outcome = "ok" if self._is_success(trajectory) else "fail"
+            ended = trajectory["stop_reason"] == "stop" and not trajectory["truncated"]
+            outcome = "ok" if (ended if is_success is None else is_success(trajectory)) else "fail"
             readable = {key: value for key, value in trajectory.items() if key not in _NOT_IN_TRACES}
-            text = json.dumps(readable, ensure_ascii=False, indent=1, default=str) + "\n"
-            self._trace_dir.mkdir(parents=True, exist_ok=True)
-            file = re.sub(r"[^\w.-]", "_", name)[:100]
-            (self._trace_dir / f"{step}-{outcome}-{file}.json").write_text(text, encoding="utf-8")
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            name = re.sub(r"[^\w.-]", "_", name)[:100]
+            file = Path(directory) / f"{step}-{outcome}-{name}.json"
+            file.write_text(json.dumps(readable, ensure_ascii=False, indent=1, default=str) + "\n", encoding="utf-8")
         except Exception:  # a callback of somebody else's, a full disk: neither is worth a rollout
-            logger.exception("The trace of a trajectory could not be written to %s.", self._trace_dir)
+            logger.exception("The trace of a trajectory could not be written to %s.", directory)

@@ -10,8 +10,8 @@ from typing import Any
 from agl_slime.errors import ContextOverflowError, EngineProtocolError
 from agl_slime.rollout.batched.base import ToolRollout, Trajectory
 from agl_slime.rollout.batched.sampler import Sampler
-from agl_slime.rollout.session import RolloutSession
-from agl_slime.rollout.stats import RolloutStopped, StopReason
+from agl_slime.rollout.scheduler import StopReason
+from agl_slime.rollout.session import RolloutSession, RolloutStopped
 from agl_slime.rollout.tool_parsers import get_tool_parser, parser_for_template
 from agl_slime.rollout.turns import run_turns
 from agl_slime.sglang.generation import Generation, SamplingParams

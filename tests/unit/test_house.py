@@ -1,0 +1,62 @@
+"""The house: what a stranger may rely on when looking for a line of code (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "agl_slime"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+AT_THE_ROOT = {"__init__.py", "types.py", "errors.py", "cli.py", "slime_hooks.py"}
+LONGEST_FILE = 400
+HEAVY = ("slime", "ray", "torch", "transformers", "sglang", "megatron", "safetensors", "matplotlib", "tensorboard")
+# Rooms that run a model themselves, each loaded only when it is asked for.
+RUN_A_MODEL = ("engine/", "demo/", "trainers/local/")
+OF_A_MODEL = {"torch", "transformers", "safetensors"}
+
+
+def test_four_modules_and_init_at_the_root() -> None:
+    assert {path.name for path in PACKAGE.glob("*.py")} == AT_THE_ROOT
+
+
+def test_no_file_is_longer_than_a_reader_holds() -> None:
+    long = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in MODULES}
+    assert not {name: lines for name, lines in long.items() if lines > LONGEST_FILE}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_optional_systems_are_not_imported_at_module_top(path: Path) -> None:
+    """A room imports slime, Ray, torch or transformers at its top only where it cannot exist without it."""
+    room = str(path.relative_to(PACKAGE))
+    for node in ast.parse(path.read_text()).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        for top in {name.partition(".")[0] for name in names}:
+            allowed = top in OF_A_MODEL and room.startswith(RUN_A_MODEL)
+            assert allowed or top not in HEAVY, f"{room} imports {top} at its top"
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    program = "import sys, agl_slime; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"agentlightning", "aiohttp", "numpy", *HEAVY} & set(loaded)
+
+
+def test_what_the_architecture_page_names_is_there() -> None:
+    """Each `room/file.py:name` of docs/architecture.md, with methods that a class inherits."""
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`([a-z_/]+\.py)(?::([A-Za-z_.]+))?`", page)
+    assert len(named) > 40
+    for file, name in named:
+        where: Any = importlib.import_module("agl_slime." + file.removesuffix(".py").replace("/", "."))
+        for part in filter(None, name.split(".")):
+            assert hasattr(where, part), f"{file} has no {name}"
+            where = getattr(where, part)
