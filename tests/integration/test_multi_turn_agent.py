@@ -254,7 +254,7 @@ async def test_tools_and_a_scheduler_work_together() -> None:
     assert sample.metadata["tools"]["calls"] == {"look": 2}
 
 
-# -- users' code off the loop (fault 27) -------------------------------------------------------------------------------
+# -- users' code off the loop (fault 27) -----------------------------------------------------------------------------
 
 
 class Box:
