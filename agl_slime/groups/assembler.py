@@ -79,8 +79,7 @@ class GroupAssembler:
         self._open.setdefault(group_id, _OpenGroup(size, mode))
 
     def opened(self, rollouts: Sequence[Rollout | str]) -> None:
-        """These rollouts are in flight. Those that come as rollouts, and not as ids alone, are members that their group
-        can be finalized without."""
+        """These are in flight. Those that come as rollouts, not as ids, are members that a group can do without."""
         named = [rollout for rollout in rollouts if not isinstance(rollout, str)]
         self.ledger.open_many(
             [(rollout, None) for rollout in rollouts if isinstance(rollout, str)]
@@ -101,8 +100,8 @@ class GroupAssembler:
 
     def add(self, member: MemberResult, *, default_size: int = 1) -> tuple[MemberResult, GroupResult | None] | None:
         """Take a rollout that has ended in. Returns it as it counts (it may be too old), with its group when that is
-        finalized now; ``None`` for a rollout that has ended before, or whose group was finalized without it.
-        ``default_size`` is the size of a group that nobody announced."""
+        finalized now; ``None`` when it has ended before, or its group was finalized without it. ``default_size`` is
+        that of a group that nobody announced."""
         if not self.ledger.is_open(member.rollout_id):  # one that nobody announced is opened by its end
             if not self.ledger.open_many([(member.rollout_id, member.instance_id)]):
                 return None

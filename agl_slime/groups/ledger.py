@@ -97,7 +97,7 @@ class Ledger:
             self._add(("opened", "", opened), ("open", "", opened))
             if opened == len(rollouts):
                 self._open.update(rollout_id for rollout_id, _ in rollouts)
-            else:
+            elif opened:
                 self._read_open()
         return opened
 

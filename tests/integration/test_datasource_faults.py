@@ -56,7 +56,8 @@ class Flaky(BridgeStore):
         return await super().get_latest_attempt(rollout_id)
 
 
-async def test_a_read_that_fails_while_the_store_restarts_is_made_again_fault_2() -> None:
+# fault 2
+async def test_a_read_that_fails_while_the_store_restarts_is_made_again() -> None:
     store = Flaky(ConnectionError("refused"), asyncio.TimeoutError(), ConnectionResetError("reset"))
     with AGLDataSource(store=store, settings=QUICK) as source:
         ids = await enqueue(store, 2)
@@ -67,7 +68,8 @@ async def test_a_read_that_fails_while_the_store_restarts_is_made_again_fault_2(
         assert source.ledger.counts().closed == {Outcome.TRAINED: 2}
 
 
-async def test_a_store_that_stays_away_ends_it_with_the_first_cause_fault_2(monkeypatch: pytest.MonkeyPatch) -> None:
+# fault 2
+async def test_a_store_that_stays_away_ends_it_with_the_first_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "_PATIENCE_S", 0.5)
     store = Flaky(ConnectionError("the first cause"))
     store.forever = ConnectionError("what came later")
@@ -80,7 +82,8 @@ async def test_a_store_that_stays_away_ends_it_with_the_first_cause_fault_2(monk
             await get(source, 1)
 
 
-def test_a_store_server_that_restarts_between_an_end_and_its_read_fault_2(monkeypatch: pytest.MonkeyPatch) -> None:
+# fault 2
+def test_a_store_server_that_restarts_between_an_end_and_its_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agent Lightning's client answers "there is no such rollout" for a server that cannot be reached."""
     with service_with_runner() as (_, service):
         source = AGLDataSource(args_for(agl_store_url=service.url))
@@ -110,7 +113,8 @@ def keep_odd(args: Any, samples: list[Sample], **_: Any) -> Any:
     return Namespace(keep=bool((samples[0].group_index or 0) % 2), reason="even")
 
 
-def test_groups_that_slimes_dynamic_filter_drops_are_counted_as_filtered_fault_5() -> None:
+# fault 5
+def test_groups_that_slimes_dynamic_filter_drops_are_counted_as_filtered() -> None:
     with AGLDataSource(args_for(agl_agent=AGENT)) as source:
         args = Namespace(rollout_batch_size=2, dynamic_sampling_filter_path=f"{__name__}.keep_odd")
         output = slime_hooks.generate_rollout(args, 0, source)
@@ -124,7 +128,8 @@ def test_groups_that_slimes_dynamic_filter_drops_are_counted_as_filtered_fault_5
 # -- fault 7: a feed that names a rollout twice ----------------------------------------------------------------------
 
 
-def test_an_end_that_is_reported_twice_does_not_freeze_the_saved_position_fault_7(tmp_path: Path) -> None:
+# fault 7
+def test_an_end_that_is_reported_twice_does_not_freeze_the_saved_position(tmp_path: Path) -> None:
     with service_with_runner() as (_, service):
         service.feed.append, append = lambda rollout: (append(rollout), append(rollout)), service.feed.append
         source = AGLDataSource(args_for(agl_store_url=service.url, save=str(tmp_path)))
@@ -145,7 +150,8 @@ def test_an_end_that_is_reported_twice_does_not_freeze_the_saved_position_fault_
 # -- fault 8: a store that restarts during an evaluation -------------------------------------------------------------
 
 
-def test_a_store_that_restarts_during_an_evaluation_fault_8(tmp_path: Path) -> None:
+# fault 8
+def test_a_store_that_restarts_during_an_evaluation(tmp_path: Path) -> None:
     HeldAgent.release.clear()
     evaluation: dict[str, Any] = {}
     with service_with_runner(HeldAgent()) as (_, service):
@@ -170,7 +176,8 @@ def test_a_store_that_restarts_during_an_evaluation_fault_8(tmp_path: Path) -> N
 # -- fault 9: a state that is taken while groups are finalized -------------------------------------------------------
 
 
-def test_states_taken_at_any_moment_have_each_group_in_one_place_fault_9() -> None:
+# fault 9
+def test_states_taken_at_any_moment_have_each_group_in_one_place() -> None:
     """A task is under way or its group is ready, not both, also at the very moment at which the group is finalized."""
     args = args_for(agl_agent=AGENT, n_samples_per_prompt=1)
     both: list[set[str]] = []

@@ -328,8 +328,9 @@ async def test_generate_runs_one_rollout_for_one_prompt_of_slime():
         check([[after]], size=1)
 
 
+# fault 12
 @pytest.mark.usefixtures("stopped_afterwards")
-async def test_a_failed_rollout_of_generate_is_a_failed_sample_with_its_reason_fault_12():
+async def test_a_failed_rollout_of_generate_is_a_failed_sample_with_its_reason():
     args = args_for(agl_agent=f"{HERE}:FlakyAgent")
     given = [Sample(index=i, group_index=0, prompt="x", metadata={"fail": i == 0}) for i in range(3)]
     failed, *others = await asyncio.gather(*(slime_hooks.generate(args, sample, {}) for sample in given))
