@@ -135,7 +135,7 @@ class ChatTemplate:
             _, found, closing = rendered.rpartition(_SENTINEL)
             if not found:
                 raise ConfigError(
-                    "the chat template does not write the content of assistant messages; a conversation cannot be continued with it"
+                    "the chat template does not write the content of answers; no conversation can be continued with it"
                 )
             self._closing = closing
         return self._closing

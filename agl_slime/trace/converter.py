@@ -96,8 +96,8 @@ def convert_rollout(
     metadata: dict[str, Any] = {}
     if names.TOOLS in said:
         metadata["tools"] = parse_json(str(said[names.TOOLS]), names.TOOLS)
-    if names.OPEN_SEAMS in said:
-        metadata["open_seams"] = said[names.OPEN_SEAMS]
+    if names.OPEN_BOUNDARIES in said:
+        metadata["open_boundaries"] = said[names.OPEN_BOUNDARIES]
     untrained = parse_json(str(said.get(names.UNTRAINED_TURNS, "[]")), names.UNTRAINED_TURNS)
     if not isinstance(untrained, list) or not all(isinstance(turn, int) for turn in untrained):
         raise TraceError(f"{names.UNTRAINED_TURNS} must be a JSON list of turn numbers, got {untrained!r:.80}")
@@ -192,7 +192,7 @@ def rollout_to_sample(
     return conversion.samples[0]
 
 
-_SAID = (names.TOOLS, names.OPEN_SEAMS, names.UNTRAINED_TURNS, names.STOP_REASON)
+_SAID = (names.TOOLS, names.OPEN_BOUNDARIES, names.UNTRAINED_TURNS, names.STOP_REASON)
 
 
 def _last_said(spans: Sequence[Span]) -> dict[str, Any]:

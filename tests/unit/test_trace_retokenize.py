@@ -87,7 +87,7 @@ def test_without_a_template_one_text_is_taken_as_it_is():
 
 def test_without_a_template_a_conversation_is_refused():
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-    with pytest.raises(TraceError, match="no chat template, so a text trace of 2 messages"):
+    with pytest.raises(TraceError, match=r"no chat template.* 2 messages"):
         Retokenizer(chat_tokenizer("anthropic", None)).turn(messages, {"role": "assistant", "content": "c"})
 
 
