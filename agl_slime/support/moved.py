@@ -16,8 +16,59 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_OLD_MODULES: dict[str, tuple[str, ...]] = {}
+_OLD_MODULES = {
+    f"agl_slime.{old}": [f"agl_slime.{home}" for home in homes.split()]
+    for old, homes in {
+        "_agl": "support.agl",
+        "algorithm": "run.algorithm",
+        "checkpoint": "loop.checkpoint",
+        "collector": "datasource.read",
+        "config": "run.settings",
+        "groups.filters": "groups.policy",
+        "groups.ledger_disk": "groups.ledger",
+        "groups.outcome": "groups.results",
+        "groups.stages": "buffer.stages",
+        "loading": "rollout.loading",
+        "rollout.api_multi_turn": "rollout.batched.api_multi_turn",
+        "rollout.configure": "rollout.loading",
+        "rollout.context": "tokens.conversation",
+        "rollout.facts": "rollout.session",
+        "rollout.loss_scale": "rollout.outcome",
+        "rollout.multi_turn": "rollout.batched.multi_turn",
+        "rollout.reward": "rollout.outcome",
+        "rollout.sampler": "rollout.batched.sampler",
+        "rollout.samples": "rollout.batched.samples",
+        "rollout.stop": "rollout.scheduler rollout.session",
+        "rollout.template": "tokens.template",
+        "runner.garbage": "runner.process",
+        "runner.plan": "runner.base",
+        "runner.pools": "runner runner.base runner.processes",
+        "runner.ray_pool": "runner.ray",
+        "sglang.embedded": "engine demo",
+        "sglang.embedded.demos": "demo.formats",
+        "sglang.embedded.policy": "demo.policy demo.tokenizer",
+        "sglang.embedded.process": "engine.process",
+        "sglang.embedded.tokenizer": "demo.tokenizer",
+        "sglang.payloads": "sglang.generation",
+        "slime.settings": "slime.args",
+        "slime.single": "slime.generate",
+        "store_batch": "store.client store.server",
+        "store_feed": "store.feed store.client store.server",
+        "tasks": "loop.tasks",
+        "threads": "support.threads",
+        "tokenizer": "tokens.tokenizer",
+        "trace.codec": "tokens.codec",
+        "trace.forks": "tokens.forks",
+        "trace.masks": "tokens.masks",
+        "trainers.batch": "trainers.local.batch",
+        "trainers.loss": "trainers.local.loss",
+        "trainers.settings": "trainers.local.settings",
+        "trainers.slime": "slime.trainer",
+        "training_run": "run.local run.parts",
+    }.items()
+}
 """Old module: where its names are looked for, in this order."""
+_RENAMED = {"PersistentLedger": "Ledger", "RolloutFacts": "RolloutStats", "GivenParts": "RunParts"}
 
 
 def names_from(module: str, *homes: str) -> Callable[[str], Any]:
@@ -26,9 +77,11 @@ def names_from(module: str, *homes: str) -> Callable[[str], Any]:
     def get(name: str) -> Any:
         if not name.startswith("__"):
             for home in homes:
-                found = getattr(import_module(home), name, None)
+                new = _RENAMED.get(name, name)
+                found = getattr(import_module(home), new, None)
                 if found is not None:
-                    text = f"{module}.{name} is now {home}.{name}; the old name goes with the next version"
+                    place = getattr(found, "__module__", home)  # and not a room that only imports it
+                    text = f"{module}.{name} is now {place}.{new}; the old name goes with the next version"
                     warnings.warn(text, FutureWarning, stacklevel=2)
                     return found
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
