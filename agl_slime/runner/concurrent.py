@@ -92,12 +92,11 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self,
         *,
         settings: RunnerSettings | None = None,
-        tracer: ContextTracer | None = None,
         on_finished: FinishedListener | None = None,
         name: str | None = None,
     ) -> None:
         self.settings = settings or RunnerSettings()
-        self._context_tracer = tracer or ContextTracer(flush_spans=self.settings.flush_spans)
+        self._context_tracer = ContextTracer(flush_spans=self.settings.flush_spans)
         super().__init__(
             self._context_tracer,
             poll_interval=self.settings.poll_interval_s,

@@ -22,7 +22,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from agl_slime.store.collections import BridgeCollections
 from agl_slime.store.retention import Retention, StoreUsage, estimate_span_bytes
@@ -48,6 +48,7 @@ RolloutUpdate = tuple[Rollout, Sequence[str]]
 
 FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 RUNNING = frozenset({"preparing", "running"})
+_ATTEMPT_STATUSES = frozenset(get_args(Attempt.model_fields["status"].annotation))
 
 # A rollout is tried again this often when the processes that ran it died, whatever its own number of attempts; then it
 # counts as what kills them.
@@ -280,7 +281,8 @@ class BridgeStore(InMemoryLightningStore):
         if rollout is None or attempt is None:
             raise ValueError(f"Rollout {rollout_id} has no attempt {attempt_id}, or is not known")
         changes = {name: value for name, value in fields.items() if not isinstance(value, Unset)}
-        Attempt.model_validate({**attempt.model_dump(), **changes})
+        if changes.keys() != {"status"} or changes["status"] not in _ATTEMPT_STATUSES:  # the usual, of nearly all cost
+            Attempt.model_validate({**attempt.model_dump(), **changes})
         if changes.get("status") in ("failed", "succeeded"):
             changes["end_time"] = time.time()
         for name, value in changes.items():
