@@ -10,6 +10,7 @@ knows why.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -39,8 +40,8 @@ class GuardedAgent:
         *,
         agent: LitAgent[Any],
         max_threads: int,
-        default_timeout_s: float | None = None,
-        flush_interval_s: float | None = None,
+        default_timeout_s: float | None,
+        flush_interval_s: float,
     ) -> None:
         self._agent = agent
         self._default_timeout_s = default_timeout_s
@@ -83,7 +84,9 @@ class GuardedAgent:
 
     async def _run(self, method: str, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
         if (recording := current_recording.get()) is not None:
-            recording.flush_after_s = self._flush_after_s(rollout)
+            # an attempt without new spans is dead to the store after unresponsive_seconds: show life well within them
+            silence = rollout.config.unresponsive_seconds or math.inf
+            recording.flush_after_s = min(self._flush_interval_s, silence / 3)
         try:
             if rollout.rollout_id in self._refused:
                 raise RolloutError("The rollout was cancelled before its agent had begun.", reason="cancelled")
@@ -99,12 +102,6 @@ class GuardedAgent:
             emit_exception(error, {FAILURE_REASON: reason})
             raise
         return result
-
-    def _flush_after_s(self, rollout: Rollout) -> float | None:
-        # the store takes an attempt without new spans for dead after unresponsive_seconds: show life well within them
-        silence = rollout.config.unresponsive_seconds
-        limits = [self._flush_interval_s, silence / 3 if silence is not None else None]
-        return min((limit for limit in limits if limit is not None), default=None)
 
     async def _with_time_limit(self, work: Coroutine[Any, Any, Any], rollout: Rollout) -> Any:
         limit = rollout.config.timeout_seconds or self._default_timeout_s

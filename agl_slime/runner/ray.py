@@ -76,12 +76,11 @@ class RayPool(WorkerPool):
         actors = self._all()
         with self._changed:
             self._actors.clear()
-        unfinished: list[Any] = []
+        for actor in actors:
+            actor.handle.stop.remote(cancel)
+        unfinished: list[Any] = [actor.running for actor in actors]
         if actors:
-            for actor in actors:
-                actor.handle.stop.remote(cancel)
-            running = [actor.running for actor in actors]
-            _, unfinished = self._ray.wait(running, num_returns=len(running), timeout=max(timeout_s, 0.001))
+            _, unfinished = self._ray.wait(unfinished, num_returns=len(actors), timeout=max(timeout_s, 0.001))
         for actor in actors:
             self._ray.kill(actor.handle)
             self._bury(actor.name, "the pool was stopped")

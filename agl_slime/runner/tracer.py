@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -61,7 +61,6 @@ class ContextTracer(Tracer):
 
     def init_worker(self, worker_id: int, store: LightningStore | None = None) -> None:
         super().init_worker(worker_id, store)
-        _attach_processor()
         _activate(self)
 
     def teardown_worker(self, worker_id: int) -> None:
@@ -93,13 +92,9 @@ class ContextTracer(Tracer):
             logger.warning("Spans of rollout %s could not be written yet: %s", recording.rollout_id, error)
 
     def _on_full(self, recording: Recording) -> None:
-        loop = self._loop
-        if loop is None or loop.is_closed():
-            return  # nobody flushes: the end of the attempt writes them all
-        try:
-            loop.call_soon_threadsafe(self._flush, recording)
-        except RuntimeError:
-            logger.debug("The loop closed before spans of rollout %s were written early.", recording.rollout_id)
+        if self._loop is not None:  # else nobody flushes: the end of the attempt writes them all
+            with suppress(RuntimeError):  # the loop has closed meanwhile
+                self._loop.call_soon_threadsafe(self._flush, recording)
 
     @asynccontextmanager
     async def trace_context(
@@ -222,8 +217,10 @@ _processor: _RecordingSpanProcessor | None = None
 _users = 0
 
 
-def _attach_processor() -> None:
-    global _processor
+def _activate(tracer: ContextTracer) -> None:
+    # Agent Lightning's emitters look the tracer up in a process global. All ContextTracers share the context variable,
+    # so any one of them serves them all.
+    global _processor, _users
     with _state_lock:
         if _processor is None:
             provider = trace_api.get_tracer_provider()
@@ -232,13 +229,6 @@ def _attach_processor() -> None:
                 trace_api.set_tracer_provider(provider)
             _processor = _RecordingSpanProcessor()
             provider.add_span_processor(_processor)
-
-
-def _activate(tracer: ContextTracer) -> None:
-    # Agent Lightning's emitters look the tracer up in a process global. All ContextTracers share the context variable,
-    # so any one of them serves them all.
-    global _users
-    with _state_lock:
         if not isinstance(get_active_tracer(), ContextTracer):
             set_active_tracer(tracer)
         _users += 1
