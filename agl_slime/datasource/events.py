@@ -16,9 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from agl_slime.datasource.read import FINISHED
 from agl_slime.errors import DataSourceError, spell_exception
-from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.bridge import FINISHED, BridgeStore
 from agl_slime.store.client import may_pass
 from agl_slime.store.feed import FeedPage, FeedPosition
 from agl_slime.support.backoff import Backoff
@@ -286,13 +285,8 @@ class EndFollower:
             cost_s = time.monotonic() - began
 
     async def _finished_ids(self) -> list[str]:
-        while True:
-            try:
-                found = await self._patiently(lambda: self._store.query_rollouts(status_in=sorted(FINISHED)))
-                return [rollout.rollout_id for rollout in found]
-            except RuntimeError as error:  # a store that is not thread-safe may change while it is walked; look again
-                if "changed size" not in str(error):
-                    raise
+        found = await self._patiently(lambda: self._store.query_rollouts(status_in=sorted(FINISHED)))
+        return [rollout.rollout_id for rollout in found]
 
     async def _tick(self) -> None:
         while True:

@@ -16,12 +16,13 @@ from typing import Any
 from typing_extensions import Self
 
 from agl_slime.datasource.events import EndFollower
-from agl_slime.datasource.read import FINISHED, collect
+from agl_slime.datasource.read import collect
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.groups.assembler import GroupAssembler
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.policy import GroupFilter, GroupPolicy, MinimumViableGroup
 from agl_slime.groups.results import GroupResult, MemberResult, Outcome
+from agl_slime.store.bridge import FINISHED
 from agl_slime.support.agl import EnqueueRolloutRequest, LightningStore, Rollout
 from agl_slime.types import Sample
 

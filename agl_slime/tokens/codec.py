@@ -1,9 +1,7 @@
 """Token ids and log-probs as one string each: little-endian int32 or float32, base64.
 
-A list attribute costs the store a pydantic validation and a size estimate per element (1.75 ms for 1,000 ids with
-log-probs, on the event loop); one string costs neither. 4 bytes a number become 5⅓ characters. Ids come back exactly;
-log-probs are float32 in the engines, so their decimal form in JSON comes back exactly as well (a double that is no
-float32 is rounded to the nearest one).
+A list attribute costs the store a pydantic validation and a size estimate per element; one string costs neither. 4
+bytes a number become 5⅓ characters. Ids and log-probs, which are float32 in the engines, come back exactly.
 """
 
 from __future__ import annotations
@@ -93,13 +91,12 @@ def shared_length(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def unpack_token_ids(text: str, *, name: str = "token ids") -> TokenArray:
-    """The integers of ``pack_array(token_array(ids))``, read-only. ``TraceError`` when ``text`` is not such a string."""
+    """The integers that ``pack_array`` wrote, read-only. ``TraceError`` when ``text`` is not such a string."""
     return _frozen(_unpack(text, name, np.dtype(np.int32)))
 
 
 def unpack_log_probs(text: str, *, name: str = "log-probs") -> LogProbArray:
-    """The numbers of ``pack_array(log_prob_array(values))``, read-only. ``TraceError`` when ``text`` is no such string
-    or holds NaN or infinity."""
+    """The numbers that ``pack_array`` wrote, read-only. ``TraceError`` when ``text`` is no such string or holds NaN."""
     return log_prob_array(_frozen(_unpack(text, name, np.dtype(np.float32))), name=name)
 
 
@@ -131,7 +128,7 @@ def _frozen(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 class TokenBuffer:
-    """Ids that grow at the end. Views of it never change, and share its memory as long as nothing they show is cut off."""
+    """Ids that grow at the end. Views never change, and share its memory as long as nothing they show is cut off."""
 
     def __init__(self, ids: Sequence[int] | TokenArray = ()) -> None:
         self._ids: TokenArray = np.empty(256, dtype=np.int32)
