@@ -140,7 +140,8 @@ class Ledger:
         late."""
         query = "INSERT OR IGNORE INTO ledger_rollouts (rollout_id, state, closed_no) VALUES (?, 2, ?)"
         with self._database.transaction() as connection:
-            connection.executemany(query, [(rollout_id, self._closed_no()) for rollout_id in rollout_ids])
+            number = self._closed_no()
+            connection.executemany(query, [(rollout_id, number) for rollout_id in rollout_ids])
 
     def carry_over(self, closed: Iterable[tuple[Outcome, str, int]]) -> None:
         """So many rollouts closed with this outcome and reason before the restart."""
