@@ -1,4 +1,5 @@
-"""New weights reach every worker, in the order that SGLang survives, and a worker that fails is named and left running."""
+"""New weights reach every worker, in the order that SGLang survives, and a worker that fails is named and left
+running."""
 
 from __future__ import annotations
 

@@ -35,10 +35,14 @@ PROMPT_TOO_LONG = (
     '{"error": {"message": "The input (5000 tokens) is longer than the model\'s context length (4096 tokens)."}}'
 )
 TOTAL_TOO_LONG = (
-    '{"error": {"message": "Requested token count exceeds the model\'s maximum context length of 4096 tokens. You requested a total of 4100 tokens: '
+    '{"error": {"message": "Requested token count exceeds the model\'s maximum context length of 4096 tokens. '
+    "You requested a total of 4100 tokens: "
     '4000 tokens from the input messages and 100 tokens for the completion. Please reduce the number of tokens."}}'
 )
-POOL_TOO_SMALL = '{"error": {"message": "Input length (70000 tokens) exceeds the maximum allowed length (65530 tokens). Use a shorter input."}}'
+POOL_TOO_SMALL = (
+    '{"error": {"message": "Input length (70000 tokens) exceeds the maximum allowed length (65530 tokens). '
+    'Use a shorter input."}}'
+)
 BAD_ID = '{"error": {"message": "The input_ids [999] contains values greater than the vocab size (460)."}}'
 DUPLICATE = '{"error": {"message": "Duplicate request ID detected: 12ab"}}'
 
