@@ -275,8 +275,8 @@ class OnlineRLLoop:
             await self._step("writing the checkpoint", _call(partial(save, state)), self._iteration)
 
     async def _step(self, name: str, work: Awaitable[Any], iteration: int) -> Any:
-        """Wait for a function of the program's; what is not an error of ours becomes one sentence that says where it comes
-        from."""
+        """Wait for a function of the program's; what is not an error of ours becomes one sentence that says where it
+        comes from."""
         try:
             return await self._schedule.while_alive(asyncio.ensure_future(work))
         except AglSlimeError:

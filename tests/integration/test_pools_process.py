@@ -75,7 +75,8 @@ async def test_workers_find_an_agent_that_was_loaded_by_its_file(
 
 
 class HangingAgent(LitAgent[Any]):
-    """Waits for what never comes, and leaves a file when it is cancelled; a task without such a file is done at once."""
+    """Waits for what never comes, and leaves a file when it is cancelled; a task without such a file is done at
+    once."""
 
     async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
         if "cancelled" not in task:
