@@ -25,7 +25,7 @@ from agl_slime.buffer.stages import Item
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.threads import run_in_thread
-from agl_slime.tokens.masks import LossMaskGenerator, get_loss_mask_generator
+from agl_slime.tokens.masks import MaskGenerator, get_loss_mask_generator
 from agl_slime.tokens.tokenizer import load_tokenizer
 from agl_slime.types import Sample
 
@@ -263,7 +263,7 @@ async def get_rollout_data(
     return items, meta_info
 
 
-def _mask_generator(settings: AgentRolloutSettings) -> LossMaskGenerator | None:
+def _mask_generator(settings: AgentRolloutSettings) -> MaskGenerator | None:
     if settings.hf_checkpoint is None:
         return None
     tokenizer = load_tokenizer(settings.hf_checkpoint)

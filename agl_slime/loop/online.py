@@ -42,8 +42,7 @@ from agl_slime.report.events import (
 from agl_slime.report.metrics import ITERATION_S, REWARD_MEAN, VAL_REWARD_MEAN, VAL_START_REWARD_MEAN, WEIGHTS_VERSION
 from agl_slime.rollout.agent import LLM_RESOURCE
 from agl_slime.rollout.alarms import alike_answers, tool_never_fired
-from agl_slime.runner import make_runners
-from agl_slime.runner.base import RunnerPlan, RunnerPool
+from agl_slime.runner.base import RunnerPlan, RunnerPool, make_runners
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources
 from agl_slime.support.threads import run_in_thread
@@ -276,8 +275,8 @@ class OnlineRLLoop:
             await self._step("writing the checkpoint", _call(partial(save, state)), self._iteration)
 
     async def _step(self, name: str, work: Awaitable[Any], iteration: int) -> Any:
-        """Wait for a function of the program's; what is not an error of ours becomes one sentence that says where it comes
-        from."""
+        """Wait for a function of the program's; what is not an error of ours becomes one sentence that says where it
+        comes from."""
         try:
             return await self._schedule.while_alive(asyncio.ensure_future(work))
         except AglSlimeError:

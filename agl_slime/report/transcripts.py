@@ -2,9 +2,9 @@
 lines for programs.
 
 Who knows the rollouts asks ``TranscriptWriter.wanted(iteration)``, picks some with ``choose_rollouts``, describes only
-these (``describe_sample``) and passes them on in a ``TranscriptsSampled`` event. An item of it is a dict: ``rollout_id``,
-``label`` (why it was chosen), ``reward``, and where they are known ``task``, ``messages`` (chat messages), ``samples``
-(see ``describe_sample``), ``rewards``, ``outcome`` and ``reason``.
+these (``describe_sample``) and passes them on in a ``TranscriptsSampled`` event. An item of it is a dict:
+``rollout_id``, ``label`` (why it was chosen), ``reward``, and where they are known ``task``, ``messages`` (chat
+messages), ``samples`` (see ``describe_sample``), ``rewards``, ``outcome`` and ``reason``.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:half]}\n… {left_out} characters left out …\n{text[-half:]}"
 
 
-# -- Markdown ---------------------------------------------------------------------------------------------------------
+# -- Markdown --------------------------------------------------------------------------------------------------------
 
 
 def to_markdown(iteration: int, items: Sequence[Mapping[str, Any]]) -> str:

@@ -387,14 +387,12 @@ def _chars(messages: Sequence[Message]) -> int:
 
 
 def _copy_of(message: Message) -> Message:
-    """``message`` as it is now, whatever is done to it later; ``deepcopy`` of a few strings takes longer than a
-    prompt's rendering is looked up."""
+    """``message`` as it is now, whatever is done to it later; ``deepcopy`` of a few strings takes too long."""
     return {key: value if type(value) is str else copy.deepcopy(value) for key, value in message.items()}
 
 
 def answer_text(generation: Generation) -> str:
-    """What the model said, with the stop string that the engine leaves out of its text: the tokens of it were sampled
-    and are held."""
+    """What the model said, with the stop string: its tokens are held, but the engine leaves it out of the text."""
     matched = generation.matched_stop
     if isinstance(matched, str) and not generation.text.endswith(matched):
         return generation.text + matched

@@ -77,7 +77,7 @@ def convert_rollout(
     attempt_id = options.get("attempt_id") or (None if attempt is None else attempt.attempt_id)
     reward_key = options.get("reward_key")
     own = spans_of_attempt(spans, attempt_id)
-    turns = read_turns(own, tokenizer, is_policy_call=options.get("is_policy_call")).turns
+    turns = read_turns(own, tokenizer, is_policy_call=options.get("is_policy_call"))
     said = _last_said(own)
     if not any(len(turn.response_ids) for turn in turns):
         raise TraceError(f"rollout {rollout.rollout_id} has no sampled token in {len(own)} spans", reason="no_turns")

@@ -26,7 +26,8 @@ CONVERSATION = [
 ]
 MARKED = """\
 {%- for message in messages %}
-{%- if message.role == 'assistant' %}{{- '<|im_start|>assistant\\n' }}{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}{{-
+{%- if message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' }}{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}{{-
 '\\n' }} {%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
@@ -76,7 +77,8 @@ def test_a_template_that_drops_all_thinking_and_one_without_end_marks() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-# templates that end a conversation or an opening otherwise than an answer are refused: they need a generator of their own
+# templates that end a conversation or an opening otherwise than an answer are refused: they need a generator of their
+# own
 @pytest.mark.parametrize("template", sorted({*TEMPLATES} - {"ends_with_token", "drops_empty_blocks"}))
 def test_ids_are_those_of_the_rendering(vocabulary: str, template: str) -> None:
     tokenizer = chat_tokenizer(vocabulary, template)

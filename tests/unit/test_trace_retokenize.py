@@ -24,7 +24,10 @@ def conversation(n_turns: int) -> list[tuple[list[dict[str, Any]], dict[str, Any
     return calls
 
 
-UNMARKED = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+UNMARKED = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 """No special token parts the messages, so the end of an answer and what follows it can become one token when they are
 tokenised together."""
 
