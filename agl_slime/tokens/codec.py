@@ -27,7 +27,11 @@ _LITTLE = {np.dtype(np.int32): np.dtype("<i4"), np.dtype(np.float32): np.dtype("
 def token_array(ids: Sequence[int] | npt.NDArray[Any], *, name: str = "token ids") -> TokenArray:
     """``ids`` as a read-only int32 array. ``TraceError`` when one is not an integer or does not fit into 32 bits."""
     if isinstance(ids, np.ndarray):
-        return _int32_array(ids, name)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise TraceError(f"{name} must be a flat array of integers, got {ids.ndim} dimensions of {ids.dtype}")
+        if ids.dtype == np.int32:
+            return _frozen(ids.copy()) if ids.flags.writeable else ids
+        ids = ids.tolist()
     if isinstance(ids, (str, bytes, bytearray)):
         raise TraceError(f"{name} must be a list of integers, got {type(ids).__name__}")
     try:
@@ -38,17 +42,6 @@ def token_array(ids: Sequence[int] | npt.NDArray[Any], *, name: str = "token ids
         raise TraceError(f"{name} must fit into 32 bits, got {bad}") from error
     except TypeError as error:
         raise TraceError(f"{name} must be a flat list of integers: {error}") from error
-
-
-def _int32_array(ids: npt.NDArray[Any], name: str) -> TokenArray:
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise TraceError(f"{name} must be a flat array of integers, got {ids.ndim} dimensions of {ids.dtype}")
-    if ids.dtype == np.int32 and not ids.flags.writeable:
-        return ids
-    for extreme in (ids.min(), ids.max()) if ids.size else ():
-        if not _INT32.min <= int(extreme) <= _INT32.max:
-            raise TraceError(f"{name} must fit into 32 bits, got {extreme}")
-    return _frozen(ids.astype(np.int32))
 
 
 def log_prob_array(values: Sequence[float] | npt.NDArray[Any], *, name: str = "log-probs") -> LogProbArray:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from agl_slime.errors import ConfigError, TraceError
 from agl_slime.support.registry import Registry
@@ -27,26 +27,18 @@ Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 
 
-class LossMaskGenerator(Protocol):
-    def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
-        """Token ids of the conversation and, for each, 1 where the model said it and is to be trained on it, else 0."""
-        ...
-
-    def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
-        """Of each mask, how many tokens there are from the first trained one on; 0 when none is trained."""
-        ...
-
-
 class MaskGenerator:
-    """What generators share. A subclass implements ``get_loss_mask``."""
+    """A loss mask generator; a subclass implements ``get_loss_mask``."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer: Any = tokenizer  # a fast one of transformers, with a chat template
 
     def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
+        """Token ids of the conversation and, for each, 1 where the model said it and is to be trained on it, else 0."""
         raise NotImplementedError(f"{type(self).__name__} must implement get_loss_mask(messages, tools)")
 
     def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
+        """Of each mask, how many tokens there are from the first trained one on; 0 when none is trained."""
         return [next((len(mask) - at for at, trained in enumerate(mask) if trained), 0) for mask in loss_masks]
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
@@ -85,12 +77,12 @@ def is_trained(message: Message) -> bool:
 
 # -- the registry ----------------------------------------------------------------------------------------------------
 
-_generators: Registry[LossMaskGenerator] = Registry("loss mask type")
+_generators: Registry[MaskGenerator] = Registry("loss mask type")
 register_loss_mask_generator = _generators.register
 """A decorator that makes a class (or a function of the tokenizer) known as ``--loss-mask-type name``."""
 
 
-def get_loss_mask_generator(tokenizer: Any, tokenizer_type: str = "auto") -> LossMaskGenerator:
+def get_loss_mask_generator(tokenizer: Any, tokenizer_type: str = "auto") -> MaskGenerator:
     """The generator of that name for ``tokenizer``. Raises ``ConfigError`` for a name that is not registered."""
     from agl_slime.tokens import mask_generators  # registers the named ones
 
