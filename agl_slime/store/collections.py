@@ -16,9 +16,7 @@ from collections.abc import Awaitable, Callable
 from types import MethodType
 from typing import Any, TypeVar
 
-from agentlightning.store.collection.memory import InMemoryLightningCollections
-
-from agl_slime.support.agl import Attempt, Rollout
+from agl_slime.support.agl import Attempt, InMemoryLightningCollections, Rollout
 
 V = TypeVar("V")
 

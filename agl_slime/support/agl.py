@@ -14,9 +14,11 @@ import functools
 import gc
 import os
 import sys
+import warnings
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
+_showwarning = warnings.showwarning
 _collects = gc.isenabled()
 gc.disable()  # thousands of modules leave no garbage, and looking for it takes a second more
 try:
@@ -28,6 +30,7 @@ try:
     from agentlightning.runner import LitAgentRunner
     from agentlightning.store.base import UNSET, LightningStore, Unset
     from agentlightning.store.client_server import LightningStoreClient, LightningStoreServer
+    from agentlightning.store.collection.memory import InMemoryLightningCollections
     from agentlightning.store.collection_based import healthcheck_before
     from agentlightning.store.memory import InMemoryLightningStore
     from agentlightning.store.utils import rollout_status_from_attempt
@@ -57,6 +60,7 @@ try:
 finally:
     if _collects:
         gc.enable()
+    warnings.showwarning = _showwarning  # something that it imports swallows the warnings of the whole process
 
 # Agent Lightning builds a pydantic TypeAdapter anew for every reward that it reads: 0.13 ms each, twice per rollout and
 # more than the rest of reading it. Taken from sys.modules, for the package has functions of the same name as some of

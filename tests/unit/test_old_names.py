@@ -16,7 +16,7 @@ OLD = [
     ("agl_slime.datasource", "DataSourceSettings", "agl_slime.datasource.source.DataSourceSettings"),
     ("agl_slime.groups.filters", "zero_variance", "agl_slime.groups.policy.zero_variance"),
     ("agl_slime.groups.ledger_disk", "PersistentLedger", "agl_slime.groups.ledger.Ledger"),
-    ("agl_slime.groups.stages", "transform_group", "agl_slime.buffer.stages.transform_group"),
+    ("agl_slime.groups.stages", "is_valid_group", "agl_slime.buffer.stages.is_valid_group"),
     ("agl_slime.loop", "LoopSettings", "agl_slime.loop.settings.LoopSettings"),
     ("agl_slime.loop", "OnlineRLLoop", "agl_slime.loop.online.OnlineRLLoop"),
     ("agl_slime.rollout.multi_turn", "MultiTurnRollout", "agl_slime.rollout.batched.multi_turn.MultiTurnRollout"),
