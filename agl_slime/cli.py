@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command == "plot":
         return _plot(rest)
     if command == "buffer":
-        from agl_slime.buffer.command import main as serve_buffer
+        from agl_slime.buffer.server import main as serve_buffer
 
         return serve_buffer(rest)
     if command == "assign-instance-id":

@@ -24,7 +24,7 @@ from agl_slime.engine.engine import Engine
 from agl_slime.engine.requests import BadRequest, Request, Sampling, parse_generate
 from agl_slime.engine.weights import read_weights
 from agl_slime.errors import AglSlimeError, ConfigError, EngineError
-from agl_slime.support.net import bearer_middleware
+from agl_slime.support.net import has_token
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -54,7 +54,11 @@ class EmbeddedServer:
         self._worker_id = str(uuid.uuid4())
 
     def application(self) -> web.Application:
-        authorize = bearer_middleware(self._token, lambda: _answer({"error": {"message": "Unauthorized"}}, status=401))
+        @web.middleware
+        async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
+            allowed = has_token(request.headers.get("Authorization"), self._token)
+            return await handler(request) if allowed else _answer({"error": {"message": "Unauthorized"}}, status=401)
+
         middlewares: list[Any] = [_errors, authorize]
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=middlewares)
         routes: dict[str, tuple[str, Handler]] = {
