@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,14 +39,6 @@ COMMANDS = {
     "buffer": "serve a rollout buffer",
     "assign-instance-id": "give each line of a JSON-lines file an instance_id",
 }
-
-
-@dataclass(frozen=True)
-class PlotSettings:
-    """Draw the reward.png of a run from its metrics."""
-
-    run_dir: tyro.conf.Positional[Path]
-    """The directory of the run."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,9 +86,8 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or _PIPE_CLOSED
     if training:
-        # Reports, engine and store are closed by now. A thread may still be in the middle of native code (training, an
-        # import, an agent that was given up), and the interpreter's ordinary end would wait for it for seconds, or
-        # abort.
+        # Reports, engine and store are closed by now; the interpreter's ordinary end would wait for seconds, or abort,
+        # for a thread that is still in native code.
         os._exit(code)
     sys.exit(code)
 
@@ -106,25 +97,33 @@ def _train(arguments: list[str]) -> int:
     config, slime_flags = tyro.cli(TrainConfig, prog="train.py", args=arguments[:at]), arguments[at + 1 :]
     if config.trainer == "local" and config.local.torch_threads is None:  # more slow small models down
         config = replace(config, local=replace(config.local, torch_threads=1))
-    return _reported(lambda console: _run(config, slime_flags, console))
 
+    def train(console: Console) -> None:
+        config.check_files()
+        with console.status("loading ...") if console.is_terminal else nullcontext():
+            from agl_slime.run.local import run_training  # Agent Lightning takes seconds to import; --help should not
+            from agl_slime.runner.process import own_this_process
+        own_this_process()
+        _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
 
-def _run(config: TrainConfig, slime_flags: list[str], console: Console) -> None:
-    config.check_files()
-    with console.status("loading ...") if console.is_terminal else nullcontext():
-        from agl_slime.run.local import run_training  # Agent Lightning takes seconds to import; --help should not
-        from agl_slime.runner.process import own_this_process
-    own_this_process()
-    _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
+    return _reported(train)
 
 
 def _plot(arguments: list[str]) -> int:
-    settings = tyro.cli(PlotSettings, prog="agl-slime plot", args=arguments)
+    def plot(run_dir: tyro.conf.Positional[Path]) -> Path:
+        """Draw the reward.png of a run from its metrics.
+
+        Args:
+            run_dir: The directory of the run.
+        """
+        return run_dir
+
+    run_dir = tyro.cli(plot, prog="agl-slime plot", args=arguments)
 
     def draw(_: Console) -> None:
         from agl_slime.report.plot import draw_run
 
-        print(draw_run(settings.run_dir))
+        print(draw_run(run_dir))
 
     return _reported(draw)
 

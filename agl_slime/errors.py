@@ -110,9 +110,7 @@ def spell_exception(error: BaseException) -> str:
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     # a SyntaxError names its file and line itself
     place = "" if isinstance(error, SyntaxError) else spell_place(frames)
-    return (f"{type(error).__name__}: {message}" if message else type(error).__name__) + (
-        f" ({place})" if place else ""
-    )
+    return type(error).__name__ + (f": {message}" if message else "") + (f" ({place})" if place else "")
 
 
 def spell_place(frames: Sequence[tuple[str, int]]) -> str:

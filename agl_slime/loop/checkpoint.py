@@ -2,8 +2,7 @@
 account of it.
 
 ``checkpoints/step_000010/`` holds ``trainer/`` (what ``Trainer.save`` writes), ``loop.json`` and ``data_source.json``.
-It appears as a whole or not at all, written through to the disk, after the ledger has noted the step. A process that is
-killed at any moment leaves a newest checkpoint that the ledger knows; what was trained on or in flight after it is
+It appears as a whole or not at all, after the ledger has noted the step. What was trained on or in flight after it is
 taken back when the run goes on from there, so no group is lost and none is trained on twice.
 """
 

@@ -112,11 +112,9 @@ class OnlineRLLoop:
         self.store = store
         self.data_source = data_source
         self._agent = agent
-        self._state = start or LoopState()
-        self._iteration = self._state.iteration
-        self._best_reward = self._state.best_reward
-        self._reward_means = list(self._state.reward_means)
-        self._validations = self._state.validations
+        start = start or LoopState()
+        self._iteration, self._version, self._validations = start.iteration, start.version, start.validations
+        self._best_reward, self._reward_means = start.best_reward, list(start.reward_means)
         source = as_task_source(tasks, seed=self.settings.seed)
         self.tasks = TaskCursor(source, finished=data_source.ledger.finished_instances())
         self._val_tasks = TaskCursor(self._validation_source(tasks, val_tasks) or source, named=False)
@@ -128,14 +126,7 @@ class OnlineRLLoop:
         self._resources = dict(resources or {})
         self._observer, self._runners = observer_and_runners(observer, runners, old_names)
         self._check_alive = check_alive
-        self._version = self._state.version
-        self._schedule = SerialSchedule(
-            store=store,
-            data_source=data_source,
-            settings=self.settings,
-            raise_if_dead=self._raise_if_dead,
-            wake=lambda: self._runner.wake() if self._runner is not None else None,
-        )
+        self._schedule = SerialSchedule(store, data_source, self.settings, self._raise_if_dead, self._wake)
         self._runner: RunnerPool | None = None
         self._empty_in_a_row = 0
         self._last_metrics: dict[str, Any] = {}
@@ -145,9 +136,8 @@ class OnlineRLLoop:
         return asyncio.run(self.run_async())
 
     async def run_async(self) -> RunResult:
-        """All iterations. Raises ``LoopError`` (or another ``AglSlimeError``) when the run cannot go on. Whatever
-        happens, when this returns the runner has stopped, and every rollout that was enqueued has its end in the
-        ledger, except those that are ready and were not trained on."""
+        """All iterations. Raises ``LoopError`` (or another ``AglSlimeError``) when the run cannot go on. When this ends,
+        the runner has stopped, and every rollout that was enqueued has its end in the ledger, or is ready."""
         loop = asyncio.get_running_loop()
         settings = self.settings
         self.data_source.listen(
@@ -160,7 +150,10 @@ class OnlineRLLoop:
         try:
             await self._publish_weights(self._version)
             if self._agent is not None:
-                await self._start_runners(self._agent)
+                # a BridgeStore tells the data source itself
+                told = None if isinstance(self.store, BridgeStore) else self.data_source.notify
+                self._runner = make_runners(self._runners, agent=self._agent, store=self.store, on_finished=told)
+                await run_in_thread(self._runner.start)
             if self._iteration == 0:
                 await self._save()
             for iteration in range(self._iteration + 1, settings.num_iterations + 1):
@@ -184,8 +177,6 @@ class OnlineRLLoop:
         return RunResult(
             iterations=settings.num_iterations, reward_means=tuple(self._reward_means), metrics=self._last_metrics
         )
-
-    # -- one iteration ------------------------------------------------------------------------------------------------
 
     async def _iterate(self, iteration: int) -> None:
         settings = self.settings
@@ -223,7 +214,6 @@ class OnlineRLLoop:
         self._emit(IterationFinished(iteration=iteration, metrics=metrics))
 
     async def _evaluate(self, iteration: int) -> dict[str, Any]:
-        """Validation rollouts with the current weights: scored, reported, never trained on."""
         n = self.settings.eval_tasks
         self._emit(PhaseStarted(iteration=iteration, phase="eval", rollouts=n))
         self._validations += 1
@@ -263,9 +253,7 @@ class OnlineRLLoop:
         logger.warning("Iteration %d: no group was fit to train on (%s).", iteration, reasons)
 
     async def _save(self) -> None:
-        """Have a checkpoint written of where the run stands."""
-        save = self._save_fn
-        if save is not None:
+        if self._save_fn is not None:
             state = LoopState(
                 iteration=self._iteration,
                 version=self._version,
@@ -273,11 +261,10 @@ class OnlineRLLoop:
                 best_reward=self._best_reward,
                 reward_means=tuple(self._reward_means),
             )
-            await self._step("writing the checkpoint", _call(partial(save, state)), self._iteration)
+            await self._step("writing the checkpoint", _call(partial(self._save_fn, state)), self._iteration)
 
     async def _step(self, name: str, work: Awaitable[Any], iteration: int) -> Any:
-        """Wait for a function of the program's; what is not an error of ours becomes one sentence that says where it comes
-        from."""
+        """Wait for a function of the program's; an error says where it comes from."""
         try:
             return await self._schedule.while_alive(asyncio.ensure_future(work))
         except AglSlimeError:
@@ -285,17 +272,9 @@ class OnlineRLLoop:
         except Exception as error:
             raise LoopError(f"iteration {iteration}: {name} failed with {spell_exception(error)}") from error
 
-    # -- parts --------------------------------------------------------------------------------------------------------
-
-    async def _start_runners(self, agent: LitAgent[Any]) -> None:
-        self._runner = make_runners(
-            self._runners,
-            agent=agent,
-            store=self.store,
-            # a BridgeStore tells the data source itself
-            on_finished=None if isinstance(self.store, BridgeStore) else self.data_source.notify,
-        )
-        await run_in_thread(self._runner.start)
+    def _wake(self) -> None:
+        if self._runner is not None:
+            self._runner.wake()
 
     def _raise_if_dead(self) -> None:
         if self._runner is not None and self._runner.failure is not None:

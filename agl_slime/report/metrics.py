@@ -35,7 +35,6 @@ WEIGHTS_VERSION = "weights/version"
 
 REQUIRED_KEYS = (REWARD_MEAN, COUNT, FAILED, LOSS, LOGPROB_DIFF_MAX, FIRST_RATIO_DEV_MAX, TOKENS_PER_S, ITERATION_S)
 REQUIRED_KEYS += (WEIGHTS_VERSION,)
-
 _NO_TENSORBOARD = 'TensorBoard is not installed; pip install "agl-slime[report]" writes its event files as well.'
 
 
@@ -46,8 +45,7 @@ def number(metrics: Mapping[str, Any], key: str) -> float | None:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The iterations in ``metrics.jsonl``; a last line torn by a kill is left out, any other broken line is a
-    ``ConfigError``."""
+    """The iterations in ``metrics.jsonl`` (see ``iter_jsonl``)."""
     return list(iter_jsonl(path))
 
 
@@ -119,6 +117,5 @@ class TensorBoardWriter:
         scalars = {key: number(event.metrics, key) for key in event.metrics if key != "iteration"}
         summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
         values = [summary.Value(tag=key, simple_value=value) for key, value in scalars.items() if value is not None]
-        points = summary(value=values)
-        self._writer.add_event(proto.Event(step=event.iteration, wall_time=time.time(), summary=points))
+        self._writer.add_event(proto.Event(step=event.iteration, wall_time=time.time(), summary=summary(value=values)))
         self._writer.flush()

@@ -7,6 +7,7 @@ matplotlib is loaded at the first drawing.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -105,9 +106,8 @@ def _band(rows: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
     for row in rows:
         mean, std, low, high = (m.number(row, key) for key in (m.REWARD_MEAN, m.REWARD_STD, m.REWARD_MIN, m.REWARD_MAX))
         if mean is not None and std is not None:
-            below, above = mean - std, mean + std
-            below, above = below if low is None else max(below, low), above if high is None else min(above, high)
-            band.append((row["iteration"], below, above))
+            low, high = -math.inf if low is None else low, math.inf if high is None else high
+            band.append((row["iteration"], max(mean - std, low), min(mean + std, high)))
     return band
 
 
@@ -131,17 +131,14 @@ class RewardPlot:
     def __init__(
         self,
         *,
-        metrics_path: str | os.PathLike[str],
-        image_path: str | os.PathLike[str],
+        metrics_path: Path,
+        image_path: Path,
         title: str = "",
         every: int = 10,
         interrupted_timeout_s: float = 2.0,
     ) -> None:
-        self._metrics_path = Path(metrics_path)
-        self._image_path = Path(image_path)
-        self._title = title
-        self._every = every
-        self._interrupted_timeout_s = interrupted_timeout_s
+        self._metrics_path, self._image_path, self._title = metrics_path, image_path, title
+        self._every, self._interrupted_timeout_s = every, interrupted_timeout_s
         self._installed = find_spec("matplotlib") is not None
         self._thread: threading.Thread | None = None
         self._next_at = 0.0

@@ -6,9 +6,9 @@ import logging
 import queue
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from rich.console import Console
+from typing_extensions import Self
 
 from agl_slime.report.console import ProgressReporter, View
 from agl_slime.report.events import Event, Reporter, RolloutFinished, RunFinished, Warning
@@ -17,9 +17,6 @@ from agl_slime.report.metrics import MetricsWriter, TensorBoardWriter
 from agl_slime.report.plot import RewardPlot
 from agl_slime.report.summary import SummaryReporter
 from agl_slime.report.transcripts import TranscriptWriter
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +34,7 @@ class Reporters:
         self._reporters: tuple[Reporter, ...] = tuple(reporters)
         self._backlog = backlog
         self._left_out = 0
-        self._queue: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="agl-slime-report", daemon=True)
@@ -47,10 +44,6 @@ class Reporters:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def add(self, reporter: Reporter) -> None:
-        """Add a reporter; it sees the events from now on, after the reporters that were there before."""
-        self._reporters = (*self._reporters, reporter)
 
     def handle(self, event: Event) -> None:
         """Pass the event on; after ``close`` it is ignored."""
@@ -68,12 +61,6 @@ class Reporters:
         else:
             self._put(event)
 
-    def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until the events passed so far are handled; False when that takes longer than ``timeout_s``."""
-        done = threading.Event()
-        self._put(done)
-        return self._closed or done.wait(timeout_s)
-
     def close(self, timeout_s: float = 30.0) -> bool:
         """Handle what is left, close the reporters; False when that takes longer than ``timeout_s``. A second call only
         waits again."""
@@ -81,7 +68,7 @@ class Reporters:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _put(self, item: Event | threading.Event | None) -> None:
+    def _put(self, item: Event | None) -> None:
         with self._lock:
             if not self._closed:
                 self._closed = item is None
@@ -91,9 +78,6 @@ class Reporters:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
             if isinstance(item, RunFinished) and self._left_out:
                 why = "because reporting fell behind; counts by outcome are too low by that many."
                 self.warn(f"{self._left_out} rollout events were left out {why}", "left_out")
@@ -112,7 +96,7 @@ class Reporters:
                 self._drop(reporter, error)
 
     def _drop(self, reporter: Reporter, error: Exception) -> None:
-        if not any(known is reporter for known in self._reporters):
+        if reporter not in self._reporters:
             return  # it failed again on its own warning
         self._reporters = tuple(known for known in self._reporters if known is not reporter)
         name = type(reporter).__name__

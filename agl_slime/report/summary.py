@@ -18,15 +18,7 @@ from rich.text import Text
 
 from agl_slime.report import metrics as m
 from agl_slime.report.console import count_reason, latest_validation, spell_reasons, spell_seconds
-from agl_slime.report.events import (
-    Event,
-    LeavesArtifact,
-    PhaseStarted,
-    RolloutFinished,
-    RunFinished,
-    RunStarted,
-    Warning,
-)
+from agl_slime.report.events import Event, PhaseStarted, RolloutFinished, RunFinished, RunStarted, Warning
 from agl_slime.report.files import dump, iter_jsonl
 from agl_slime.support.files import write_file
 
@@ -43,10 +35,7 @@ _FIGURES += " first_ratio_dev_max weights_version"
 
 
 def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of a run from its iterations; a figure whose metric never came is None.
-
-    ``logprob_diff_first`` is that of the first batch that was trained on, before any step.
-    """
+    """The figures of a run from its iterations; a figure whose metric never came is None."""
     total: dict[str, Any] = {"iterations": 0, **dict.fromkeys([*_FIGURES.split(), *_SUMS])}
 
     def first(name: str, value: float | None) -> None:
@@ -139,7 +128,7 @@ class SummaryReporter:
     those in ``artifacts`` have left."""
 
     def __init__(
-        self, metrics_path: Path, summary_path: Path, *, artifacts: Sequence[LeavesArtifact] = (), console: Console
+        self, metrics_path: Path, summary_path: Path, *, artifacts: Sequence[Any] = (), console: Console
     ) -> None:
         self._metrics_path = metrics_path
         self._summary_path = summary_path

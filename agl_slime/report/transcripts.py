@@ -1,8 +1,7 @@
 """Sample transcripts: a few rollouts per iteration in full, as Markdown for people (a file per iteration) and as JSON
 lines for programs.
 
-Who knows the rollouts asks ``TranscriptWriter.wanted(iteration)``, picks some with ``choose_rollouts``, describes only
-these (``describe_sample``) and passes them on in a ``TranscriptsSampled`` event. An item of it is a dict: ``rollout_id``,
+An item of a ``TranscriptsSampled`` event is a dict: ``rollout_id``,
 ``label`` (why it was chosen), ``reward``, and where they are known ``task``, ``messages`` (chat messages), ``samples``
 (see ``describe_sample``), ``rewards``, ``outcome`` and ``reason``.
 """
@@ -54,11 +53,8 @@ def choose_rollouts(rewards: Mapping[str, float | None], *, iteration: int, seed
 
 def describe_sample(sample: Sample, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """A training sample for a transcript: prompt and response as ``segments`` of neighbouring tokens with the same loss
-    mask, in order, and its figures. ``decode`` turns token ids into text, special tokens included.
-
-    Without a loss mask the whole response is trained, as in slime. Raises ``TraceError`` when mask and response differ
-    in length.
-    """
+    mask, and its figures. Without a loss mask the whole response is trained, as in slime. Raises ``TraceError`` when
+    mask and response differ in length."""
     tokens, length = sample.tokens, sample.response_length
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * length
     if len(mask) != length:
@@ -149,11 +145,7 @@ def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:half]}\n… {left_out} characters left out …\n{text[-half:]}"
 
 
-# -- Markdown ---------------------------------------------------------------------------------------------------------
-
-
 def to_markdown(iteration: int, items: Sequence[Mapping[str, Any]]) -> str:
-    """The page of one iteration."""
     return "\n".join([f"# Iteration {iteration}", "", *(_rollout(item) for item in items)])
 
 

@@ -23,7 +23,7 @@ from agl_slime.run.local import run_training
 from agl_slime.run.parts import RunParts
 from agl_slime.run.settings import TrainConfig
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import Algorithm, LightningStore
+from agl_slime.support.agl import Algorithm
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 
 
@@ -73,8 +73,7 @@ _OTHERS = {
 
 
 class SlimeAlgorithm(Algorithm):
-    """Trains the policy that the agents talk to: with slime, or with the local trainer (``trainer="local"``), which
-    needs neither Ray nor a GPU.
+    """Trains the policy that the agents talk to: with slime, or with the local trainer.
 
     Args:
         model_path: Hugging Face checkpoint that the policy starts from.
@@ -118,19 +117,16 @@ class SlimeAlgorithm(Algorithm):
         val_tasks = _tasks(val_dataset, name="val_dataset") if val_dataset is not None else None
         config = self.config if val_tasks is not None else replace(self.config, eval_interval=0)
         resources = dict(self.get_initial_resources() or {})
-        given = RunParts(store=in_process(self.get_store()), tasks=tasks, val_tasks=val_tasks, resources=resources)
+        given = RunParts(store=_in_process(self.get_store()), tasks=tasks, val_tasks=val_tasks, resources=resources)
         self.result = await run_training(config, slime_flags=self.slime_flags, given=given, console=self._console)
 
 
-def in_process(store: LightningStore) -> LightningStore:
-    """The ``BridgeStore`` inside the wrapper that an execution strategy put around it; the wrapper itself when there is
-    none."""
-    inner: Any = store
-    for _ in range(4):
-        if isinstance(inner, BridgeStore):
-            return inner
+def _in_process(store: Any) -> Any:
+    """The ``BridgeStore`` inside the wrapper that an execution strategy put around it, else the wrapper itself."""
+    inner = store
+    while inner is not None and not isinstance(inner, BridgeStore):
         inner = getattr(inner, "store", None)
-    return store
+    return inner or store
 
 
 def _tasks(dataset: Any, *, name: str) -> list[Any]:

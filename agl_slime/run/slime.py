@@ -23,7 +23,7 @@ from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.report import open_run_dir
 from agl_slime.report.metrics import TOKENS_TRAINED
 from agl_slime.run.parts import RunParts, RunReports, load_parts, make_loop
-from agl_slime.run.settings import TrainConfig
+from agl_slime.run.settings import TrainConfig, flag
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.trainer import SlimeTrainer, parse_slime_args, require_slime
@@ -65,9 +65,7 @@ _SLIMES_OWN = (
 async def run_slime_training(
     config: TrainConfig, slime_flags: Sequence[str], *, console: Console, given: RunParts | None = None
 ) -> RunResult:
-    """A whole run with slime as the trainer. Raises ``AglSlimeError`` with one sentence when it cannot start or go on.
-    ``given`` as in ``run_training``; its store must be a ``BridgeStore`` of this process, which is then served to
-    slime's manager.
+    """A whole run with slime as the trainer. ``given`` as in ``run_training``; its store must be a ``BridgeStore``.
 
     The store is served on ``--store-host``, else ``AGL_SLIME_STORE_HOST``, else 127.0.0.1; Ray on several hosts needs
     an address that the manager's host reaches, and then a token is made for the run, or taken from
@@ -113,16 +111,16 @@ async def run_slime_training(
         loop = make_loop(
             replace(config, store_host=host),
             parts,
-            source=source,
             url=agents_url,
             model_path=model_path,
             sampling=sampling,
-            train=steps.train,
-            sync=steps.sync,
-            save=steps.save,
+            data_source=source,
+            slime_train_fn=steps.train,
+            weight_sync_fn=steps.sync,
+            save_fn=steps.save,
             save_interval=1,  # slime decides when
             start=start,
-            reports=reports,
+            observer=reports,
         )
         loop.tasks.skip_to(drawn)
         steps.tasks_drawn = lambda: loop.tasks.drawn
@@ -146,7 +144,7 @@ def loop_flags(
         "--actor-num-gpus-per-node": config.actor_num_gpus_per_node,
         "--advantage-estimator": "grpo",
     }
-    flags = [part for flag, value in values.items() for part in (flag, str(value))]
+    flags = [part for name, value in values.items() for part in (name, str(value))]
     if engines:
         flags += ["--rollout-external-engine-addrs", *(url.removeprefix("http://") for url in engines)]
     else:
@@ -161,15 +159,11 @@ def check_slime_args(args: Any, config: TrainConfig) -> None:
     """Raise ``ConfigError`` for what slime was told after ``--`` and the loop would not follow."""
     for theirs, ours in _THE_LOOPS.items():
         if (value := getattr(args, theirs, None)) != (own := getattr(config, ours)):
-            raise ConfigError(f"{_flag(theirs)} {value} after -- is not {_flag(ours)} {own}: give the latter only")
+            raise ConfigError(f"{flag(theirs)} {value} after -- is not {flag(ours)} {own}: give the latter only")
     for name in _SLIMES_OWN:
         value = getattr(args, name, None)
         if value is not None and value is not False:
-            raise ConfigError(f"{_flag(name)} after -- is for slime's own loop, not for --trainer slime: leave it out")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag(name)} after -- is for slime's own loop, not for --trainer slime: leave it out")
 
 
 class SlimeSteps:
