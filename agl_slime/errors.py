@@ -70,8 +70,7 @@ class RolloutError(AglSlimeError):
 
     def __init__(self, message: str, *, reason: str | None = None) -> None:
         super().__init__(message)
-        if reason is not None:
-            self.reason = reason
+        self.reason = reason or self.reason
 
 
 class RewardError(RolloutError, ValueError):
@@ -117,7 +116,4 @@ def spell_place(frames: Sequence[tuple[str, int]]) -> str:
     """File and line of the innermost frame that is neither a library's nor this package's, else of the innermost one;
     empty without frames."""
     own = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS) and "site-packages" not in frame[0]]
-    if not frames:
-        return ""
-    file, line = (own or frames)[-1]
-    return f"{Path(file).name}, line {line}"
+    return "".join(f"{Path(file).name}, line {line}" for file, line in (own or frames)[-1:])

@@ -52,10 +52,8 @@ def dump(value: Any, indent: int | None = None) -> bytes:
 
 
 def iter_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The records of the file in order.
-
-    A last line that is no JSON object was torn by a kill and is left out; any other such line is a ``ConfigError``.
-    """
+    """The records of the file in order. A last line that is no JSON object was torn by a kill and is left out; any
+    other such line is a ``ConfigError``."""
     bad: int | None = None
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -157,23 +155,21 @@ def open_run_dir(
     run = RunDir(Path(path))
     if run.path.exists() and not run.path.is_dir():
         raise ConfigError(f"output directory {run.path} is a file; choose another path")
+    fix = "choose another --output-dir, or replace what is there with --overwrite"
     if run.config.exists():
         known = run.settings()
         if known is None and not overwrite:
-            raise ConfigError(f"{run.config} is not a JSON object; choose another --output-dir or overwrite it")
+            raise ConfigError(f"{run.config} is not a JSON object; {fix}")
         changed = _differences(known or {}, wanted)
         if changed and not (resume or overwrite):
             some = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
-            fix = "choose another --output-dir, or replace that run with --overwrite"
             raise ConfigError(f"output directory {run.path} holds a run with other settings ({some}); {fix}")
         run.changed = changed if resume else ()
     elif resume:
         raise ConfigError(f"output directory {run.path} holds no run to resume ({run.config.name} is missing)")
     elif not overwrite and (foreign := [path.name for path in run.reports if path.exists()]):
-        raise ConfigError(
-            f"output directory {run.path} holds {foreign[0]} but no {run.config.name}, so it may not be a run's; "
-            "choose another --output-dir or overwrite it"
-        )
+        why = f"holds {foreign[0]} but no {run.config.name}, so it may not be a run's"
+        raise ConfigError(f"output directory {run.path} {why}; {fix}")
     return _write(run, wanted, clear=not resume)
 
 

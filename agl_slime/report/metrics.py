@@ -88,21 +88,10 @@ class TensorBoardWriter:
         self._writer: Any = None
 
     def handle(self, event: Event) -> None:
-        if self._installed and isinstance(event, IterationFinished):
-            self._write(event)
-        elif isinstance(event, RunFinished):
+        if isinstance(event, RunFinished):
             self.close()
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def artifact(self) -> Artifact:
-        note = "no iteration was finished" if self._installed else _NO_TENSORBOARD
-        return Artifact("tensorboard", self._directory, note)
-
-    def _write(self, event: IterationFinished) -> None:
+        if not self._installed or not isinstance(event, IterationFinished):
+            return
         # protobuf makes these classes at run time, so a type checker cannot see them
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -119,3 +108,12 @@ class TensorBoardWriter:
         values = [summary.Value(tag=key, simple_value=value) for key, value in scalars.items() if value is not None]
         self._writer.add_event(proto.Event(step=event.iteration, wall_time=time.time(), summary=summary(value=values)))
         self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def artifact(self) -> Artifact:
+        note = "no iteration was finished" if self._installed else _NO_TENSORBOARD
+        return Artifact("tensorboard", self._directory, note)

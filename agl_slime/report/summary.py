@@ -67,10 +67,8 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Label and text of each line that is shown; figures that are None are left out."""
     get = summary.get
-    rows = [
-        ("run", "finished" if get("reason") == "finished" else f"stopped: {get('reason')}"),
-        ("iterations", str(get("iterations"))),
-    ]
+    how = "finished" if get("reason") == "finished" else f"stopped: {get('reason')}"
+    rows = [("run", how), ("iterations", str(get("iterations")))]
     if get("reward_first") is not None:
         best = f"  (best {get('reward_best'):.3f} in iteration {get('reward_best_iteration')})"
         rows.append(("reward", f"{get('reward_first'):.3f} -> {get('reward_last'):.3f}{best}"))
@@ -130,10 +128,8 @@ class SummaryReporter:
     def __init__(
         self, metrics_path: Path, summary_path: Path, *, artifacts: Sequence[Any] = (), console: Console
     ) -> None:
-        self._metrics_path = metrics_path
-        self._summary_path = summary_path
-        self._artifacts = artifacts
-        self._console = console
+        self._metrics_path, self._summary_path = metrics_path, summary_path
+        self._artifacts, self._console = artifacts, console
         self._outcomes: dict[str, Counter[str]] = {"train": Counter(), "val": Counter()}
         self._reasons: Counter[str] = Counter()
         self._phase_s: dict[str, float] = {}

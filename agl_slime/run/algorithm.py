@@ -28,8 +28,7 @@ from agl_slime.trainers.local.settings import LocalTrainerSettings
 
 
 class AlgorithmSettings(TypedDict, total=False):
-    """The fields of ``agl_slime.run.settings.TrainConfig`` that are this algorithm's; their meanings and defaults are
-    there."""
+    """The fields of ``agl_slime.run.settings.TrainConfig`` that are this algorithm's."""
 
     num_iterations: int
     rollout_batch_size: int
@@ -113,11 +112,14 @@ class SlimeAlgorithm(Algorithm):
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         """Called by ``Trainer.fit``. Raises ``AglSlimeError`` with one sentence when the run cannot start or go on."""
-        tasks = _tasks(train_dataset, name="train_dataset")
-        val_tasks = _tasks(val_dataset, name="val_dataset") if val_dataset is not None else None
+        val_tasks = _tasks(val_dataset, "val_dataset") if val_dataset is not None else None
         config = self.config if val_tasks is not None else replace(self.config, eval_interval=0)
-        resources = dict(self.get_initial_resources() or {})
-        given = RunParts(store=_in_process(self.get_store()), tasks=tasks, val_tasks=val_tasks, resources=resources)
+        given = RunParts(
+            store=_in_process(self.get_store()),
+            tasks=_tasks(train_dataset, "train_dataset"),
+            val_tasks=val_tasks,
+            resources=dict(self.get_initial_resources() or {}),
+        )
         self.result = await run_training(config, slime_flags=self.slime_flags, given=given, console=self._console)
 
 
@@ -129,7 +131,7 @@ def _in_process(store: Any) -> Any:
     return inner or store
 
 
-def _tasks(dataset: Any, *, name: str) -> list[Any]:
+def _tasks(dataset: Any, name: str) -> list[Any]:
     """Agent Lightning's data sets have a length and are indexed; nothing else is asked of them."""
     if dataset is None or len(dataset) == 0:
         raise ConfigError(f"{name} is empty; fit() needs at least one task")

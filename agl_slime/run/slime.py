@@ -67,9 +67,8 @@ async def run_slime_training(
 ) -> RunResult:
     """A whole run with slime as the trainer. ``given`` as in ``run_training``; its store must be a ``BridgeStore``.
 
-    The store is served on ``--store-host``, else ``AGL_SLIME_STORE_HOST``, else 127.0.0.1; Ray on several hosts needs
-    an address that the manager's host reaches, and then a token is made for the run, or taken from
-    ``AGL_SLIME_STORE_TOKEN``. With slime's ``--load`` the run goes on where that checkpoint was written.
+    The store is served on ``--store-host``, else ``AGL_SLIME_STORE_HOST``, else 127.0.0.1; anywhere but on loopback
+    under a token, which is made for the run or ``AGL_SLIME_STORE_TOKEN``.
     """
     require_slime()
     if config.model_path is None:
@@ -134,9 +133,7 @@ def loop_flags(
     own; slime registers them at the ``router`` that agents use, which it launches where the host is ``None``."""
     values = {
         "--hf-checkpoint": config.model_path.resolve() if config.model_path is not None else "",
-        "--num-rollout": config.num_iterations,
-        "--rollout-batch-size": config.rollout_batch_size,
-        "--n-samples-per-prompt": config.n_samples_per_prompt,
+        **{flag(theirs): getattr(config, ours) for theirs, ours in _THE_LOOPS.items()},
         "--global-batch-size": config.rollout_batch_size * config.n_samples_per_prompt,
         "--rollout-temperature": config.temperature,
         "--rollout-max-response-len": config.max_new_tokens,
@@ -169,9 +166,8 @@ def check_slime_args(args: Any, config: TrainConfig) -> None:
 class SlimeSteps:
     """The loop's functions over a ``SlimeTrainer``.
 
-    slime trains on full batches only; groups that were dropped leave a batch short, and then the step waits for the
-    next iteration's groups. Beside each checkpoint of slime's lies where the loop stood, so that ``--load`` goes on
-    there.
+    slime trains on full batches only; one that dropped groups leave short waits for the next iteration's groups. Beside
+    each checkpoint of slime's lies where the loop stood, so that ``--load`` goes on there.
     """
 
     def __init__(self, *, trainer: SlimeTrainer, source: GroupSource, batch_size: int) -> None:
@@ -181,8 +177,7 @@ class SlimeSteps:
         self._next = trainer.first_rollout_id
         self._trained = False
         self._written: int | None = None
-        self.tasks_drawn: Callable[[], int] = lambda: 0
-        """Tells how many tasks the loop has drawn."""
+        self.tasks_drawn: Callable[[], int] = lambda: 0  # by the loop
 
     def start(self, num_iterations: int) -> tuple[LoopState, int]:
         """Where the loop goes on after slime has loaded its checkpoint, and how many tasks were drawn before; each step
