@@ -1,5 +1,4 @@
-"""The command line. Errors are one sentence on stderr, never a traceback; Ctrl-C ends within seconds and keeps what was
-written.
+"""The command line. Errors are one sentence on stderr, never a traceback; Ctrl-C keeps what was written.
 
 Exit codes: 0 finished, 1 the run could not go on, 2 a flag or file cannot be used, 130 interrupted, 141 nobody reads
 the output any more.
@@ -18,6 +17,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,18 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"usage: agl-slime COMMAND [flags]\n\n{commands}")
         return 0
     command, *rest = arguments
-    if command == "train":
-        return _train(rest)
-    if command == "plot":
-        return _plot(rest)
-    if command == "buffer":
-        from agl_slime.buffer.command import main as serve_buffer
-
-        return serve_buffer(rest)
-    if command == "assign-instance-id":
-        from agl_slime.buffer.instance_ids import main as assign_instance_ids
-
-        return assign_instance_ids(rest)
+    if command in ("train", "plot"):
+        return _train(rest) if command == "train" else _plot(rest)
+    if command in COMMANDS:
+        home = "command" if command == "buffer" else "instance_ids"
+        return import_module(f"agl_slime.buffer.{home}").main(rest)
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 

@@ -41,8 +41,7 @@ class Checkpoint:
         return self.path / _TRAINER
 
     def rewind(self, ledger: Ledger) -> int:
-        """Take the ledger back to this checkpoint, for a run whose rollouts were in the process that has ended; returns
-        how many were in flight."""
+        """Take the ledger back to this checkpoint; returns how many rollouts were in flight."""
         kept = [rollout_id for members in self.data_source.get("members") or [] for rollout_id in members]
         return ledger.resume(self.loop.iteration, kept=kept)
 
@@ -54,8 +53,7 @@ class CheckpointWriter:
         self._directory, self._trainer, self._source, self._keep = directory, trainer, source, keep
 
     def save(self, state: LoopState) -> None:
-        """Write one; nothing trains meanwhile. Raises ``TrainerError`` or ``OSError`` when it cannot be written; the
-        older ones are kept then."""
+        """Write one. Raises ``TrainerError`` or ``OSError`` when it cannot be written; the older ones are kept then."""
         target = self._directory / f"step_{state.iteration:06d}"
         held = self._source.state(checkpoint=state.iteration)
         with whole_directory(target) as fresh:

@@ -15,9 +15,8 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from random import Random
 from typing import Any
 
 from agl_slime.datasource.source import GroupSource
@@ -27,7 +26,7 @@ from agl_slime.loop.metrics import collect_metrics, eval_metrics, spell_failures
 from agl_slime.loop.old_names import observer_and_runners
 from agl_slime.loop.schedule import SerialSchedule
 from agl_slime.loop.settings import LoopSettings, LoopState, RunResult
-from agl_slime.loop.tasks import Task, TaskCursor, TaskSource, as_task_source
+from agl_slime.loop.tasks import TaskCursor, Tasks, as_task_source
 from agl_slime.report import events
 from agl_slime.report.metrics import ITERATION_S, REWARD_MEAN, VAL_REWARD_MEAN, VAL_START_REWARD_MEAN, WEIGHTS_VERSION
 from agl_slime.rollout.agent import LLM_RESOURCE
@@ -40,7 +39,6 @@ from agl_slime.support.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
 
-Tasks = TaskSource | Iterable[Task] | Callable[[Random], Task]
 StepFn = Callable[..., Any]
 
 
@@ -215,16 +213,12 @@ class OnlineRLLoop:
         return eval_metrics(await self._schedule.validate(self._val_tasks, n))
 
     def _sound_alarms(self, groups: Sequence[GroupResult]) -> None:
-        """Warn of a tool that never fires and of answers that have become all alike. Alike answers that earn the best
-        reward so far are what learning looks like; alike answers that earn less cannot be told apart by any baseline.
-        """
+        """Warn of a tool that never fires, and of answers that are all alike and earn less than the best so far."""
         rewards = [reward for group in groups for reward in group.rewards]
-        if self._best_reward is not None:
-            rewards.append(self._best_reward)
-        self._best_reward = best = max(rewards, default=None)
-        short = [
-            group.succeeded for group in groups if best is not None and group.rewards and max(group.rewards) < best
-        ]
+        self._best_reward = best = max(
+            [*rewards, *([] if self._best_reward is None else [self._best_reward])], default=None
+        )
+        short = [group.succeeded for group in groups if best is not None and max(group.rewards, default=best) < best]
         for text in tool_never_fired([member for group in groups for member in group.succeeded]):
             self._emit(events.Warning(text=text, key=text.partition(" was")[0]))
         for text in alike_answers(short):

@@ -25,6 +25,9 @@ class TaskSource(Protocol):
     def next_batch(self, n: int) -> list[Task]: ...
 
 
+Tasks = TaskSource | Iterable[Task] | Callable[[random.Random], Task]
+
+
 class ShuffledTasks:
     """A fixed set of tasks, each used once per epoch, in an order that depends on the seed and the epoch only."""
 
@@ -154,10 +157,7 @@ def enqueue_requests(
     ]
 
 
-def as_task_source(
-    tasks: TaskSource | Iterable[Task] | Callable[[random.Random], Task], *, seed: int = 0
-) -> TaskSource:
-    """A list of tasks, a function of a random generator, or a ``TaskSource`` as it is."""
+def as_task_source(tasks: Tasks, *, seed: int = 0) -> TaskSource:
     if hasattr(tasks, "next_batch"):
         return tasks  # type: ignore[return-value]
     if callable(tasks):
@@ -166,8 +166,7 @@ def as_task_source(
 
 
 def read_tasks(path: str | Path, *, flag: str = "--tasks") -> list[Task]:
-    """Tasks from a JSON-lines file, one object per line. Raises ``ConfigError`` naming ``flag``, the file and the line
-    that is not one."""
+    """Tasks from a JSON-lines file, one object per line; ``flag`` is what an error begins with."""
     file = Path(path)
     try:
         # not splitlines(): a JSON string may hold U+2028 and other characters that it takes for line ends

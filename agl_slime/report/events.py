@@ -97,8 +97,8 @@ class RunFinished(_Timed):
     reason: str = "finished"
 
 
-Event = RunStarted | PhaseStarted | RolloutFinished | GroupsCollected | TranscriptsSampled | IterationFinished
-Event = Event | Warning | RunFinished
+_OfAnIteration = PhaseStarted | RolloutFinished | GroupsCollected | TranscriptsSampled | IterationFinished
+Event = RunStarted | _OfAnIteration | Warning | RunFinished
 
 
 class Observer(Protocol):

@@ -1,9 +1,5 @@
 """``reward.png``: the reward per iteration with its spread and the validations, and below it what best shows the health
-of training.
-
-Drawn from ``metrics.jsonl`` on a thread of its own, so that neither the run nor the other reporters wait for it;
-matplotlib is loaded at the first drawing.
-"""
+of training. Drawn on a thread of its own, so that neither the run nor the other reporters wait for it."""
 
 from __future__ import annotations
 
@@ -55,7 +51,9 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
     if health:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
         _style(bottom, "max log-prob diff\ntrainer vs engine" if diffs else "tokens per rollout")
-        bottom.plot(*_columns(health), color=HEALTH_COLOR, linewidth=1.3, marker="o" if len(health) == 1 else None)
+        bottom.plot(
+            *zip(*health, strict=True), color=HEALTH_COLOR, linewidth=1.3, marker="o" if len(health) == 1 else None
+        )
         if diffs:
             bottom.set_yscale("log")
             bottom.set_ylim(min(y for _, y in diffs) / 3, max(y for _, y in diffs) * 3)  # noise looks like noise
@@ -64,16 +62,16 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
         top = bottom = figure.subplots()
     _style(top, "reward")
     if band := _band(rows):
-        xs, lows, highs = _columns(band)
+        xs, lows, highs = zip(*band, strict=True)
         top.fill_between(xs, lows, highs, color=REWARD_COLOR, alpha=0.14, linewidth=0, label="± 1 std over rollouts")
     if reward:
         line: dict[str, Any] = {"color": REWARD_COLOR, "linewidth": 2, "label": "training rollouts, mean"}
-        top.plot(*_columns(reward), marker="o" if len(reward) <= 60 else None, markersize=3.5, **line)
+        top.plot(*zip(*reward, strict=True), marker="o" if len(reward) <= 60 else None, markersize=3.5, **line)
         label: dict[str, Any] = {"va": "center", "color": REWARD_COLOR, "fontweight": "bold"}
         top.annotate(f"{reward[-1][1]:.2f}", reward[-1], xytext=(6, 0), textcoords="offset points", **label)
     if val:
         diamond: dict[str, Any] = {"marker": "D", "markersize": 6, "markeredgecolor": "white", "linestyle": "none"}
-        top.plot(*_columns(val), color=VAL_COLOR, label="validation, mean", zorder=4, **diamond)
+        top.plot(*zip(*val, strict=True), color=VAL_COLOR, label="validation, mean", zorder=4, **diamond)
     top.margins(x=0.03, y=0.08)
     top.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
     top.set_title(title or "Reward per iteration", loc="left", color=INK, fontsize=12, fontweight="bold")
@@ -85,8 +83,7 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
 
 
 def draw_run(run_dir: Path) -> Path:
-    """Draw ``reward.png`` of the run in the directory, whether it has ended or not; returns its path. Raises
-    ``ConfigError`` when there is nothing to draw."""
+    """Draw ``reward.png`` of a run, whether it has ended or not. Raises ``ConfigError`` when there is nothing to draw."""
     run = RunDir(run_dir)
     if not run.metrics.is_file():
         raise ConfigError(f"{run_dir} holds no {run.metrics.name}; give the directory of a run")
@@ -111,10 +108,6 @@ def _band(rows: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
     return band
 
 
-def _columns(points: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    return list(zip(*points, strict=True))
-
-
 def _style(axes: Axes, label: str) -> None:
     axes.set_ylabel(label, color=MUTED, fontsize=9)
     axes.grid(color=GRID, linewidth=0.8)
@@ -135,7 +128,7 @@ class RewardPlot:
         image_path: Path,
         title: str = "",
         every: int = 10,
-        interrupted_timeout_s: float = 2.0,
+        interrupted_timeout_s: float = 2,
     ) -> None:
         self._metrics_path, self._image_path, self._title = metrics_path, image_path, title
         self._every, self._interrupted_timeout_s = every, interrupted_timeout_s

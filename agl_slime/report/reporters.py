@@ -25,9 +25,8 @@ class Reporters:
     """Hands each event to every reporter, on a thread of its own, in the order of the calls: no disk or terminal stands
     on an event loop that serves rollouts.
 
-    A reporter that raises is dropped with one ``Warning``; the others and the run go on. When reporting falls more than
-    ``backlog`` events behind, rollout events are left out and counted, so that memory stays bounded; the other events,
-    a few per iteration, are always kept. ``handle`` may be called from any thread and never waits.
+    A reporter that raises is dropped with one ``Warning``. When reporting falls more than ``backlog`` events behind,
+    rollout events are left out and counted. ``handle`` may be called from any thread and never waits.
     """
 
     def __init__(self, reporters: Iterable[Reporter] = (), *, backlog: int = 100_000) -> None:
@@ -53,8 +52,7 @@ class Reporters:
             self._put(event)
 
     def warn(self, text: str, key: str) -> None:
-        """Report a ``Warning``. From a reporter it reaches the others at once, so that it is not overtaken by the end
-        of the run."""
+        """Report a ``Warning``; one of a reporter's is not overtaken by the end of the run."""
         event = Warning(text=text, key=key)
         if threading.current_thread() is self._thread:
             self._dispatch(event)
@@ -62,8 +60,7 @@ class Reporters:
             self._put(event)
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Handle what is left, close the reporters; False when that takes longer than ``timeout_s``. A second call only
-        waits again."""
+        """Handle what is left, close the reporters; False when that takes longer than ``timeout_s``."""
         self._put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -83,33 +80,32 @@ class Reporters:
                 self.warn(f"{self._left_out} rollout events were left out {why}", "left_out")
             self._dispatch(item)
         for reporter in self._reporters:
-            try:
-                reporter.close()
-            except Exception as error:
-                logger.warning("%s could not be closed: %r", type(reporter).__name__, error)
+            self._close(reporter)
 
     def _dispatch(self, event: Event) -> None:
         for reporter in self._reporters:
             try:
                 reporter.handle(event)
             except Exception as error:
-                self._drop(reporter, error)
+                if reporter in self._reporters:  # else it failed again on its own warning
+                    self._drop(reporter, error)
 
     def _drop(self, reporter: Reporter, error: Exception) -> None:
-        if reporter not in self._reporters:
-            return  # it failed again on its own warning
         self._reporters = tuple(known for known in self._reporters if known is not reporter)
         name = type(reporter).__name__
         text = f"{name} stopped with {type(error).__name__}: {error}; the run goes on without it."
         logger.debug("%s failed", name, exc_info=error)
-        try:
-            reporter.close()
-        except Exception as second:
-            logger.debug("%s could not be closed either: %s", name, second)
+        self._close(reporter)
         if self._reporters:
             self.warn(text, f"reporter:{name}")
         else:
             logger.warning("%s", text)
+
+    def _close(self, reporter: Reporter) -> None:
+        try:
+            reporter.close()
+        except Exception as error:
+            logger.warning("%s could not be closed: %r", type(reporter).__name__, error)
 
 
 class StandardReporters(Reporters):

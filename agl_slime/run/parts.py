@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from agl_slime.errors import ConfigError
-from agl_slime.loop.online import OnlineRLLoop, Tasks
+from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings
-from agl_slime.loop.tasks import read_tasks
+from agl_slime.loop.tasks import Tasks, read_tasks
 from agl_slime.report import StandardReporters
 from agl_slime.report.events import Event, GroupsCollected, RunStarted, TranscriptsSampled
 from agl_slime.report.files import RunDir
@@ -41,7 +41,6 @@ class RunParts:
 
 
 async def load_parts(config: TrainConfig) -> RunParts:
-    """What the settings name. Raises ``ConfigError`` with one sentence when that cannot be."""
     agent = await run_in_thread(load_agent, config.agent)
     configure_agent(
         agent, scheduler=config.multi_turn_scheduler, max_turns=config.max_turns, plugins=config.external_plugins
