@@ -83,7 +83,7 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
 
 
 def draw_run(run_dir: Path) -> Path:
-    """Draw ``reward.png`` of a run, whether it has ended or not. Raises ``ConfigError`` when there is nothing to draw."""
+    """Draw ``reward.png`` of a run, ended or not. Raises ``ConfigError`` when there is nothing to draw."""
     run = RunDir(run_dir)
     if not run.metrics.is_file():
         raise ConfigError(f"{run_dir} holds no {run.metrics.name}; give the directory of a run")
