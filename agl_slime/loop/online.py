@@ -94,9 +94,7 @@ class OnlineRLLoop:
         self.settings = settings or LoopSettings()
         if agent is not None and not store.capabilities.get("thread_safe"):
             fix = "use agl_slime.BridgeStore() or InMemoryLightningStore(thread_safe=True)"
-            raise ConfigError(
-                f"{type(store).__name__} is not thread-safe, and agents run in a thread of their own; {fix}"
-            )
+            raise ConfigError(f"{type(store).__name__} is not thread-safe; {fix}: agents run in a thread of their own")
         self.store = store
         self.data_source = data_source
         self._agent = agent
