@@ -25,13 +25,8 @@ _CANCEL_TIMEOUT_S = 1.0
 
 
 class SerialSchedule:
-    """Enqueues groups and waits for them. Lives on one event loop.
-
-    Args:
-        raise_if_dead: Called about once a second while something is waited for; raises when something that the run
-            needs has died.
-        wake: Called after rollouts were enqueued.
-    """
+    """Enqueues groups and waits for them. ``raise_if_dead`` is called about once a second while something is waited
+    for, ``wake`` after rollouts were enqueued."""
 
     def __init__(
         self,
@@ -46,10 +41,8 @@ class SerialSchedule:
         self._finalized: asyncio.Queue[GroupResult] = asyncio.Queue()
         self._waiting: dict[str, TaskCursor] = {}  # groups that have not been finalized
         self._last_look = float("-inf")
-        self.resources_id: str | None = None
-        """The resources that rollouts are enqueued with."""
-        self.metadata: dict[str, Any] = {}
-        """What each rollout's metadata begin with."""
+        self.resources_id: str | None = None  # that rollouts are enqueued with
+        self.metadata: dict[str, Any] = {}  # of each rollout
 
     def finalized(self, group: GroupResult) -> None:
         """The data source has finalized a group."""
@@ -98,8 +91,7 @@ class SerialSchedule:
             work.cancel()
 
     async def cancel_outstanding(self) -> None:
-        """What was enqueued and has not ended when the run does: taken from the store's queue, and counted as
-        cancelled."""
+        """What has not ended when the run does is taken from the store's queue, and counted as cancelled."""
         outstanding = self._data_source.ledger.open_ids()
         if not outstanding:
             return

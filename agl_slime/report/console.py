@@ -155,8 +155,7 @@ class ProgressReporter:
 
 
 def wants_live(console: Console) -> bool:
-    """A live view needs a terminal that can move the cursor and show its characters; ``NO_COLOR`` asks for plain
-    output."""
+    """A terminal that can move the cursor and show our characters; ``NO_COLOR`` asks for plain output."""
     plain = console.is_dumb_terminal or console.no_color
     return console.is_terminal and not plain and console.encoding.lower().startswith("utf")
 
@@ -209,8 +208,7 @@ def spell_reasons(reasons: Mapping[str, int], most: int = 3) -> str:
 
 
 def count_reason(counter: Counter[str], reason: str) -> None:
-    """Count a reason; when there are too many different ones (an error text used as a reason), the rest is counted
-    together."""
+    """Count a reason; when there are too many different ones, the rest is counted together."""
     counter[reason if reason in counter or len(counter) < MOST_REASONS else OTHER] += 1
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NOT_INSTALLED = 'matplotlib is not installed; pip install "agl-slime[local]" draws reward.png as well.'
 MOST_OF_THE_TIME = 0.05  # drawings during the run take at most this share of the wall time
+EVERY, INTERRUPTED_TIMEOUT_S = 10, 2.0  # iterations; what an interrupted run waits for the last drawing, others 20 s
 INK, MUTED, GRID = "#1f2933", "#52606d", "#e4e7eb"
 REWARD_COLOR, VAL_COLOR, HEALTH_COLOR = "#2166ac", "#d6604d", "#7b6ca8"
 
@@ -118,20 +119,10 @@ def _style(axes: Axes, label: str) -> None:
 
 
 class RewardPlot:
-    """Draws at the end and, during the run, at most every ``every`` iterations and for at most 5 % of the wall time. An
-    interrupted run waits ``interrupted_timeout_s`` for the last drawing, any other 20 s."""
+    """Draws at the end and, during the run, at most every 10 iterations and for at most 5 % of the wall time."""
 
-    def __init__(
-        self,
-        *,
-        metrics_path: Path,
-        image_path: Path,
-        title: str = "",
-        every: int = 10,
-        interrupted_timeout_s: float = 2,
-    ) -> None:
+    def __init__(self, *, metrics_path: Path, image_path: Path, title: str = "") -> None:
         self._metrics_path, self._image_path, self._title = metrics_path, image_path, title
-        self._every, self._interrupted_timeout_s = every, interrupted_timeout_s
         self._installed = find_spec("matplotlib") is not None
         self._thread: threading.Thread | None = None
         self._next_at = 0.0
@@ -141,11 +132,11 @@ class RewardPlot:
     def handle(self, event: Event) -> None:
         if not self._installed:
             return
-        if isinstance(event, IterationFinished) and event.iteration > 0 and event.iteration % self._every == 0:
+        if isinstance(event, IterationFinished) and event.iteration > 0 and event.iteration % EVERY == 0:
             if time.monotonic() >= self._next_at and not self._drawing():
                 self._start()
         elif isinstance(event, RunFinished):
-            deadline = time.monotonic() + (20.0 if event.reason == "finished" else self._interrupted_timeout_s)
+            deadline = time.monotonic() + (20.0 if event.reason == "finished" else INTERRUPTED_TIMEOUT_S)
             if self._thread is not None:
                 self._thread.join(deadline - time.monotonic())
             if not self._drawing():

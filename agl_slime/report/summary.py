@@ -1,8 +1,7 @@
 """The closing summary: on the console, and as ``summary.json``.
 
 What concerns iterations is taken from ``metrics.jsonl``, so that a resumed run is summed up as a whole; rollouts by
-outcome and the wall time by phase are those of this session. Entries of ``RunFinished.summary`` stand before what is
-counted here; its ``ledger`` (``opened`` and how many ended how) is shown where the run gives one.
+outcome and the wall time by phase are those of this session. Entries of ``RunFinished.summary`` stand before these.
 """
 
 from __future__ import annotations
@@ -125,9 +124,7 @@ class SummaryReporter:
     """Sums the run up when it ends, and says where its files are. Comes last among the reporters, so that it finds what
     those in ``artifacts`` have left."""
 
-    def __init__(
-        self, metrics_path: Path, summary_path: Path, *, artifacts: Sequence[Any] = (), console: Console
-    ) -> None:
+    def __init__(self, metrics_path: Path, summary_path: Path, *, artifacts: Sequence[Any], console: Console) -> None:
         self._metrics_path, self._summary_path = metrics_path, summary_path
         self._artifacts, self._console = artifacts, console
         self._outcomes: dict[str, Counter[str]] = {"train": Counter(), "val": Counter()}

@@ -1,5 +1,4 @@
-"""Wires a ``TrainConfig`` into a running loop: engine, policy, store, data source, trainer, reports. The command line
-is the only caller of note."""
+"""Wires a ``TrainConfig`` into a running loop: engine, policy, store, data source, trainer, reports."""
 
 from __future__ import annotations
 
@@ -58,9 +57,8 @@ async def run_training(
 
         return await run_slime_training(config, slime_flags, given=given, console=console)
     if slime_flags:
-        raise ConfigError(
-            f"{slime_flags[0]!r}: flags after -- are slime's, and the trainer is {config.trainer}; add --trainer slime"
-        )
+        why = f"flags after -- are slime's, and the trainer is {config.trainer}; add --trainer slime"
+        raise ConfigError(f"{slime_flags[0]!r}: {why}")
     parts = given or await load_parts(config)
     described = None
     if config.sglang_url is not None:
@@ -93,9 +91,8 @@ async def run_training(
         )
         group_filter = zero_variance if config.drop_zero_variance else None
         settings = DataSourceSettings(policy=policy, group_filter=group_filter, max_staleness=config.max_staleness)
-        source = stack.enter_context(
-            GroupSource(store=parts.store, tokenizer=tokenizer, settings=settings, ledger=ledger)
-        )
+        groups = GroupSource(store=parts.store, tokenizer=tokenizer, settings=settings, ledger=ledger)
+        source = stack.enter_context(groups)
         if checkpoint is not None:
             checkpoint.rewind(ledger)
             source.restore(checkpoint.data_source)
@@ -155,9 +152,8 @@ def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
     """Where the run in ``run`` was saved, newest first; none when it ended before it had begun to collect."""
     checkpoints = read_checkpoints(run.checkpoints)
     if checkpoints and (done := checkpoints[0].loop.iteration) >= config.num_iterations:
-        raise ConfigError(
-            f"the run in {run.path} has finished its {done} iterations; give --num-iterations above {done} to go on"
-        )
+        fix = f"give --num-iterations above {done} to go on"
+        raise ConfigError(f"the run in {run.path} has finished its {done} iterations; {fix}")
     if changed := [name for name in run.changed if name not in _MAY_CHANGE]:
         logger.warning("These settings differ from those that the run began with: %s.", ", ".join(changed))
     return checkpoints
@@ -166,8 +162,7 @@ def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
 async def _model_path(
     config: TrainConfig, agent: Any, described: EngineDescription | None, run_dir: Path, console: Console, made: bool
 ) -> Path:
-    """The checkpoint that trainer and engine start from; ``made``: where it is a tiny policy, it was made before the
-    restart."""
+    """The checkpoint that trainer and engine start from; a tiny policy was ``made`` before the restart."""
     if config.model_path is not None:
         return config.model_path.resolve()
     if described is not None:
@@ -192,8 +187,7 @@ async def _model_path(
 async def _engine(
     config: TrainConfig, model_path: Path, console: Console
 ) -> AsyncIterator[tuple[str, Callable[[], None] | None]]:
-    """The URL of the engine, and a function that raises when it has died: of the given one, or an embedded one that
-    lives as long as the scope."""
+    """The URL of the engine, and a function that raises when the embedded one has died."""
     if config.sglang_url is not None:
         yield checked_url(config.sglang_url), None
         return
@@ -219,6 +213,5 @@ def _make_trainer(config: TrainConfig, model_path: Path) -> Trainer:
         from agl_slime.trainers.local.trainer import LocalTrainer
     except ImportError as error:
         raise MissingDependencyError('--trainer local needs torch: pip install "agl-slime[local]"') from error
-    return LocalTrainer(
-        model_path=model_path, settings=replace(config.local, temperature=config.temperature, seed=config.seed)
-    )
+    settings = replace(config.local, temperature=config.temperature, seed=config.seed)
+    return LocalTrainer(model_path=model_path, settings=settings)

@@ -48,18 +48,11 @@ HOOK_FLAGS = (
     *("--custom-eval-rollout-log-function-path", f"{_HOOKS}.log_eval_rollout"),
 )
 # What the loop decides, by slime's name and by ours; after -- they may say the same only.
-_THE_LOOPS = {
-    "num_rollout": "num_iterations",
-    "rollout_batch_size": "rollout_batch_size",
-    "n_samples_per_prompt": "n_samples_per_prompt",
-}
+_SAME = ("rollout_batch_size", "n_samples_per_prompt")
+_THE_LOOPS = {"num_rollout": "num_iterations", **dict(zip(_SAME, _SAME, strict=True))}
 # What only slime's own loop, or its own evaluation, would look at.
-_SLIMES_OWN = (
-    "release_train",
-    "dynamic_sampling_filter_path",
-    *("eval_interval", "eval_config", "eval_prompt_data", "eval_temperature", "eval_top_p", "eval_top_k"),
-    *("eval_max_response_len", "eval_min_new_tokens"),
-)
+_SLIMES_OWN = "release_train dynamic_sampling_filter_path eval_interval eval_config eval_prompt_data eval_temperature"
+_SLIMES_OWN += " eval_top_p eval_top_k eval_max_response_len eval_min_new_tokens"
 
 
 async def run_slime_training(
@@ -157,7 +150,7 @@ def check_slime_args(args: Any, config: TrainConfig) -> None:
     for theirs, ours in _THE_LOOPS.items():
         if (value := getattr(args, theirs, None)) != (own := getattr(config, ours)):
             raise ConfigError(f"{flag(theirs)} {value} after -- is not {flag(ours)} {own}: give the latter only")
-    for name in _SLIMES_OWN:
+    for name in _SLIMES_OWN.split():
         value = getattr(args, name, None)
         if value is not None and value is not False:
             raise ConfigError(f"{flag(name)} after -- is for slime's own loop, not for --trainer slime: leave it out")
@@ -171,9 +164,7 @@ class SlimeSteps:
     """
 
     def __init__(self, *, trainer: SlimeTrainer, source: GroupSource, batch_size: int) -> None:
-        self._trainer = trainer
-        self._source = source
-        self._batch_size = batch_size
+        self._trainer, self._source, self._batch_size = trainer, source, batch_size
         self._next = trainer.first_rollout_id
         self._trained = False
         self._written: int | None = None
@@ -199,8 +190,7 @@ class SlimeSteps:
         ready = len(self._source)
         self._trained = ready >= self._batch_size
         if not self._trained:
-            found = f"{ready} of {self._batch_size} groups are ready"
-            logger.warning("Iteration %d: %s; they wait for the next iteration.", iteration, found)
+            logger.warning("Iteration %d: %d of %d groups wait for the next one.", iteration, ready, self._batch_size)
             return {"train/waiting_groups": float(ready)}
         # the manager's process has the same groups; taken here, they are counted as trained
         self._source.get_samples(self._batch_size)
