@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("train", "plot"):
         return _train(rest) if command == "train" else _plot(rest)
     if command in COMMANDS:
-        home = "command" if command == "buffer" else "instance_ids"
+        home = "server" if command == "buffer" else "instance_ids"
         return import_module(f"agl_slime.buffer.{home}").main(rest)
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2

@@ -51,6 +51,14 @@ class EngineRequestError(EngineError, ValueError):
     """The engine refused the request (4xx). Asking again with the same request gives the same answer."""
 
 
+class BufferRequestError(AglSlimeError, ValueError):
+    """A request that the rollout buffer refuses, with the HTTP status that says so (503: later)."""
+
+    def __init__(self, message: str, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class ContextOverflowError(EngineRequestError):
     """The prompt leaves no room for a token within the model's context length."""
 

@@ -43,25 +43,15 @@ if TYPE_CHECKING or not HAS_SLIME:
             ABORTED = "aborted"
             FAILED = "failed"
 
-        class _Counts:
-            """Counters of the engine, of which a dict of another version's may lack or add some."""
-
-            def to_dict(self) -> dict[str, int]:
-                return dict(self.__dict__)
-
-            @classmethod
-            def from_dict(cls, data: dict[str, Any]) -> Any:
-                return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})  # type: ignore[attr-defined]
-
         @dataclass
-        class SpecInfo(_Counts):
+        class SpecInfo:
             spec_accept_token_num: int = 0
             spec_draft_token_num: int = 0
             spec_verify_ct: int = 0
             completion_token_num: int = 0
 
         @dataclass
-        class PrefixCacheInfo(_Counts):
+        class PrefixCacheInfo:
             cached_tokens: int = 0
             total_prompt_tokens: int = 0
 
@@ -97,14 +87,15 @@ if TYPE_CHECKING or not HAS_SLIME:
         prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
 
         def to_dict(self) -> dict[str, Any]:
-            counts = {name: getattr(self, name).to_dict() for name in ("spec_info", "prefix_cache_info")}
+            counts = {"spec_info": {**vars(self.spec_info)}, "prefix_cache_info": {**vars(self.prefix_cache_info)}}
             return {**self.__dict__, **counts, "status": self.status.value}
 
         @staticmethod
         def from_dict(data: dict[str, Any]) -> Sample:
             values = {**data, "status": Sample.Status(data["status"])}
-            values["spec_info"] = Sample.SpecInfo.from_dict(data.get("spec_info", {}))
-            values["prefix_cache_info"] = Sample.PrefixCacheInfo.from_dict(data.get("prefix_cache_info", {}))
+            for name, kind in (("spec_info", Sample.SpecInfo), ("prefix_cache_info", Sample.PrefixCacheInfo)):
+                given = data.get(name, {})  # another version's may lack or add some
+                values[name] = kind(**{count: given[count] for count in kind.__dataclass_fields__ if count in given})
             sample = Sample()
             sample.__dict__.update(values)  # fields of another version are carried along, as slime does
             return sample
@@ -143,7 +134,6 @@ if TYPE_CHECKING or not HAS_SLIME:
 
 
 _SAMPLE_FIELDS = frozenset(Sample.__dataclass_fields__)
-# v0.3.1 has ``rollout_id``, v0.3.0 called it ``group_id``, before that there is none.
 SIBLING_ID_FIELD: str | None = next((name for name in ("rollout_id", "group_id") if name in _SAMPLE_FIELDS), None)
 
 

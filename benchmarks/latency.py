@@ -116,7 +116,8 @@ def work(count: int, **task: Any) -> list[Any]:
 
 
 def take_groups(store: Any, source: Any, groups: int) -> list[float]:
-    """Seconds from the end of a rollout in the store until ``get_samples`` has returned its group, one after the other."""
+    """Seconds from the end of a rollout in the store until ``get_samples`` has returned its group, one after the
+    other."""
     taken = []
     for _ in range(groups):
         asyncio.run(store.enqueue_many_rollouts(work(1)))

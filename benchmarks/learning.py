@@ -93,7 +93,8 @@ def main() -> int:
     console.print(table)
     good = sum(end >= GOAL for end in ends)
     console.print(
-        f"{good} of {len(ends)} seeds end at {GOAL} or above; median {median(ends):.3f}, median time {median(seconds):.1f} s"
+        f"{good} of {len(ends)} seeds end at {GOAL} or above; median {median(ends):.3f}, "
+        f"median time {median(seconds):.1f} s"
     )
     return 0 if good == len(ends) else 1
 

@@ -48,7 +48,8 @@ def main() -> int:
         ["rollouts", "rollouts/s", "CPU ms", "RSS MB", "in the store", "load"],
         rows,
         notes=[
-            f"Last tenth against first: memory {memory:.1%} (goal at most 110%), rollouts/s {rate:.1%} (goal at least 95%), "
+            f"Last tenth against first: memory {memory:.1%} (goal at most 110%), "
+            f"rollouts/s {rate:.1%} (goal at least 95%), "
             f"rollouts per CPU second {cpu_rate:.1%}, which the load of the machine does not touch as much."
         ],
     )

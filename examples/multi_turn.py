@@ -1,7 +1,7 @@
 """Batched rollouts with tools against an engine: 16 trajectories, all live ones sampled in one call per turn.
 
-    python examples/multi_turn.py                              # a tiny policy on an embedded engine, made in a temporary directory
-    python examples/multi_turn.py --url http://127.0.0.1:30000 --model DIR      # a running SGLang and the checkpoint that it serves
+    python examples/multi_turn.py                                           # a tiny policy on an embedded engine
+    python examples/multi_turn.py --url http://127.0.0.1:30000 --model DIR  # a running SGLang and its checkpoint
 
 Prints one trajectory with its trained part marked, and what all of them came to.
 """

@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _TOOLS = """\
-{%- if tools %}{{- '\\n\\n# Tools\\n<tools>' }}{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}{{- '\\n</tools>' }}{%- endif %}"""
+{%- if tools %}{{- '\\n\\n# Tools\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}{{- '\\n</tools>' }}{%- endif %}"""
 
 _SYSTEM = (
     """\
@@ -51,7 +52,8 @@ DROPS_THINKING = (
     _SYSTEM
     + """\
 {%- set turn = namespace(last=-1) %}
-{%- for message in messages %}{%- if message.role == 'user' %}{%- set turn.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{%- set turn.last = loop.index0 %}{%- endif %}{%- endfor %}
 {%- for message in messages %}
 {%- if message.role == 'tool' %}"""
     + _GROUPED_TOOL
@@ -59,17 +61,20 @@ DROPS_THINKING = (
 {%- elif message.role == 'assistant' %}
 {%- set text = message.content %}{%- set thought = '' %}
 {%- if '</think>' in text %}
-{%- set thought = text.split('</think>')[0].split('<think>')[-1].strip('\\n') %}{%- set text = text.split('</think>')[-1].lstrip('\\n') %}
+{%- set thought = text.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+{%- set text = text.split('</think>')[-1].lstrip('\\n') %}
 {%- endif %}
 {{- '<|im_start|>assistant\\n' }}
-{%- if loop.index0 > turn.last and (loop.last or thought) %}{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{%- endif %}
+{%- if loop.index0 > turn.last and (loop.last or thought) %}
+{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{%- endif %}
 {{- text + '<|im_end|>\\n' }}
 {%- elif not (loop.first and message.role == 'system') %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}"""
 )
 
@@ -80,7 +85,8 @@ REASONER = """\
 {%- for message in messages %}
 {%- if message.role == 'system' %}{{- message.content }}
 {%- elif message.role == 'user' %}{{- '<｜User｜>' + message.content }}
-{%- elif message.role == 'assistant' %}{{- '<｜Assistant｜>' + message.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}
+{%- elif message.role == 'assistant' %}
+{{- '<｜Assistant｜>' + message.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}
 {%- else %}
 {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<｜tool▁outputs▁begin｜>' }}{%- endif %}
 {{- message.content + '\\n' }}
@@ -109,7 +115,8 @@ BARE = """\
 # a system message stands before every conversation that brings none
 DEFAULT_SYSTEM = (
     """\
-{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{%- endif %}"""
+{%- if messages[0].role != 'system' %}
+{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{%- endif %}"""
     + CHATML
 )
 
@@ -134,7 +141,8 @@ ENDS_WITH_TOKEN = """\
 # each answer is opened with an empty block, which only answers after the last question keep
 DROPS_EMPTY_BLOCKS = """\
 {%- set turn = namespace(last=-1) %}
-{%- for message in messages %}{%- if message.role == 'user' %}{%- set turn.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{%- set turn.last = loop.index0 %}{%- endif %}{%- endfor %}
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.role == 'assistant' and loop.index0 > turn.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}

@@ -1,4 +1,5 @@
-"""Real byte-level BPE vocabularies with chat templates, from packages that are installed anyway; nothing is downloaded."""
+"""Real byte-level BPE vocabularies with chat templates, from packages that are installed anyway; nothing is
+downloaded."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """ChatML: each message is rendered the same wherever it stands."""
@@ -53,7 +55,8 @@ def small_tokenizer(template: str | None = PLAIN) -> PreTrainedTokenizerFast:
 
 @lru_cache
 def chat_tokenizer(vocabulary: str = "anthropic", template: str | None = PLAIN) -> PreTrainedTokenizerFast:
-    """The vocabulary with ChatML's two special tokens and a template; skips the test when its package is not installed."""
+    """The vocabulary with ChatML's two special tokens and a template; skips the test when its package is not
+    installed."""
     package, path = _FILES[vocabulary]
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:

@@ -11,14 +11,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from agl_slime.datasource.read import FINISHED
 from agl_slime.errors import DataSourceError, spell_exception
-from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.bridge import FINISHED, BridgeStore
 from agl_slime.store.client import may_pass
 from agl_slime.store.feed import FeedPage, FeedPosition
 from agl_slime.support.backoff import Backoff
@@ -127,7 +126,16 @@ class EndTable:
 
 class EndFollower:
     """A thread with an event loop that learns of ends and has each looked at; a subclass says how. The first error of
-    anything that runs there ends it. ``store=None`` has no thread."""
+    anything that runs there ends it. ``store=None`` has no thread.
+
+    Of the subclass: ``_look`` reads a rollout that may have ended; ``_in_flight`` names those to poll a store about,
+    ``None`` when nobody announces any; ``_store_restarted`` is called under the lock, ``_time_passed`` now and then.
+    """
+
+    _look: Callable[[str], Coroutine[Any, Any, None]]
+    _in_flight: Callable[[], list[str] | None]
+    _store_restarted: Callable[[], None]
+    _time_passed: Callable[[], None]
 
     def __init__(self, store: Any, *, hold: bool, release: bool, poll_interval_s: float, tick_s: float) -> None:
         self._store = store
@@ -146,22 +154,6 @@ class EndFollower:
         self._tasks: set[asyncio.Task[None]] = set()
         self._running = threading.Event()
         self._thread = threading.Thread(target=self._main, name="agl-slime-datasource", daemon=True)
-
-    async def _look(self, rollout_id: str) -> None:
-        """Read a rollout that may have ended."""
-        raise NotImplementedError
-
-    def _in_flight(self) -> list[str] | None:
-        """The rollouts to poll a store about that tells of nothing; ``None`` when nobody announces any, so the store is
-        to be looked through."""
-        raise NotImplementedError
-
-    def _store_restarted(self) -> None:
-        """The store has begun anew; under the lock."""
-        raise NotImplementedError
-
-    def _time_passed(self) -> None:
-        """Called now and then."""
 
     def _fail(self, error: BaseException) -> None:
         """It cannot go on; what came first is what is told."""
@@ -286,13 +278,8 @@ class EndFollower:
             cost_s = time.monotonic() - began
 
     async def _finished_ids(self) -> list[str]:
-        while True:
-            try:
-                found = await self._patiently(lambda: self._store.query_rollouts(status_in=sorted(FINISHED)))
-                return [rollout.rollout_id for rollout in found]
-            except RuntimeError as error:  # a store that is not thread-safe may change while it is walked; look again
-                if "changed size" not in str(error):
-                    raise
+        found = await self._patiently(lambda: self._store.query_rollouts(status_in=sorted(FINISHED)))
+        return [rollout.rollout_id for rollout in found]
 
     async def _tick(self) -> None:
         while True:

@@ -11,6 +11,7 @@ from typing import Any
 from agl_slime import errors
 from agl_slime.errors import RolloutError, spell_exception, spell_place
 from agl_slime.groups.results import MemberResult, Outcome, instance_of
+from agl_slime.store.bridge import FINISHED
 from agl_slime.support.agl import EnqueueRolloutRequest, LightningStore, Rollout, Span
 from agl_slime.support.threads import run_in_thread
 from agl_slime.trace.attributes import USAGE_OUTPUT_TOKENS
@@ -28,8 +29,6 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
 
 # Above this many attribute characters a conversion takes longer than a loop should wait (about 2 ms).
 _HEAVY_TRACE_CHARS = 200_000
-
-FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 
 
 async def collect(

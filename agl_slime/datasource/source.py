@@ -16,12 +16,13 @@ from typing import Any
 from typing_extensions import Self
 
 from agl_slime.datasource.events import EndFollower
-from agl_slime.datasource.read import FINISHED, collect
+from agl_slime.datasource.read import collect
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.groups.assembler import GroupAssembler
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.policy import GroupFilter, GroupPolicy, MinimumViableGroup
 from agl_slime.groups.results import GroupResult, MemberResult, Outcome
+from agl_slime.store.bridge import FINISHED
 from agl_slime.support.agl import EnqueueRolloutRequest, LightningStore, Rollout
 from agl_slime.types import Sample
 
@@ -246,15 +247,20 @@ class GroupSource(EndFollower):
         with self._changed:
             if rollout_id in self._reading:
                 return
-            known = self._groups.has_ended(rollout_id)
-            self._reading.add(rollout_id)
-        member = None
+            if known := self._groups.has_ended(rollout_id):
+                self._ends.read(rollout_id)
+            else:
+                self._reading.add(rollout_id)
         if not known:
             member = await self._patiently(lambda: self._collect(rollout_id))
+            self._take(rollout_id, member)
+        await self._release_due()
+
+    def _take(self, rollout_id: str, member: MemberResult | None) -> None:
         taken = None
         with self._changed:  # one step, so that a saved state has the rollout in one place
             self._reading.discard(rollout_id)
-            self._ends.read(rollout_id, ended=known or member is not None)
+            self._ends.read(rollout_id, ended=member is not None)
             if member is not None:
                 size = member.group_size or (self.n_samples_per_prompt if member.mode == "train" else 1)
                 taken = self._groups.add(member, default_size=size)
@@ -264,7 +270,6 @@ class GroupSource(EndFollower):
                 self._follow_up()
         if taken is not None:
             self._tell(*taken)
-        await self._release_due()
 
     def _time_passed(self) -> None:
         with self._changed:

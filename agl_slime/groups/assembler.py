@@ -92,7 +92,7 @@ class GroupAssembler:
                 self._open[group_id].enlisted[rollout.rollout_id] = None
             elif group_id in self._early:
                 late.append(rollout.rollout_id)
-        self._let_go(late, "group_settled")
+        self._let_go(late, "group_finalized")
 
     def has_ended(self, rollout_id: str) -> bool:
         """Whether this rollout has been added, or is remembered as one that ended before."""
@@ -108,7 +108,7 @@ class GroupAssembler:
         elif member.rollout_id in self._held:
             return None
         if member.group_id in self._early:
-            self.ledger.close_many([member.rollout_id], Outcome.CANCELLED, "group_settled")
+            self.ledger.close_many([member.rollout_id], Outcome.CANCELLED, "group_finalized")
             return None
         group = self._open.setdefault(member.group_id, _OpenGroup(default_size, member.mode))
         member = self._check_age(member) if group.mode == "train" else member

@@ -10,17 +10,15 @@ resumed trainer has forgotten those steps.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from agl_slime.errors import ConfigError
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
-
-T = TypeVar("T")
 
 # Closed rollouts that are remembered by id; those since the oldest kept checkpoint are always remembered.
 _REMEMBERED_CLOSED = 100_000
@@ -29,6 +27,8 @@ _KEPT_CHECKPOINTS = 16
 
 _OPEN, _READY = 0, 1
 _STATES = ("open", "ready")
+# Many ids as one parameter: one step for SQLite and one release of the interpreter lock.
+_AMONG = "rollout_id IN (SELECT value FROM json_each(?))"
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS ledger_rollouts (
@@ -86,14 +86,12 @@ class Ledger:
 
     def open_many(self, rollouts: Sequence[tuple[str, str | None]]) -> int:
         """These pairs of rollout and instance are in flight; returns how many were not known already."""
-        opened = 0
         with self._database.transaction() as connection:
-            for chunk in _chunks(rollouts):
-                values = ", ".join(["(?, ?, 0)"] * len(chunk))
-                opened += connection.execute(
-                    f"INSERT OR IGNORE INTO ledger_rollouts (rollout_id, instance_id, state) VALUES {values}",
-                    [value for pair in chunk for value in pair],
-                ).rowcount
+            opened = connection.execute(
+                "INSERT OR IGNORE INTO ledger_rollouts (rollout_id, instance_id, state)"
+                " SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]'), 0 FROM json_each(?)",
+                (json.dumps(rollouts),),
+            ).rowcount
             self._add(("opened", "", opened), ("open", "", opened))
             if opened == len(rollouts):
                 self._open.update(rollout_id for rollout_id, _ in rollouts)
@@ -117,10 +115,8 @@ class Ledger:
             before = self._closed_no()
             number = before + len(rollout_ids)  # they end together: one place in the order
             change = "state = 2, outcome = ?, reason = ?, closed_no = ?"
-            moved = [
-                self._update(change, (outcome.value, reason, number), f"state = {state}", rollout_ids)
-                for state in (_OPEN, _READY)
-            ]
+            values = outcome.value, reason, number
+            moved = [self._update(change, values, f"state = {state}", rollout_ids) for state in (_OPEN, _READY)]
             self._open.difference_update(rollout_ids)
             closed = sum(moved)
             self._add(*((name, "", -n) for name, n in zip(_STATES, moved, strict=True)))
@@ -144,7 +140,8 @@ class Ledger:
         late."""
         query = "INSERT OR IGNORE INTO ledger_rollouts (rollout_id, state, closed_no) VALUES (?, 2, ?)"
         with self._database.transaction() as connection:
-            connection.executemany(query, [(rollout_id, self._closed_no()) for rollout_id in rollout_ids])
+            number = self._closed_no()
+            connection.executemany(query, [(rollout_id, number) for rollout_id in rollout_ids])
 
     def carry_over(self, closed: Iterable[tuple[Outcome, str, int]]) -> None:
         """So many rollouts closed with this outcome and reason before the restart."""
@@ -163,8 +160,8 @@ class Ledger:
 
     def known_among(self, rollout_ids: Sequence[str]) -> dict[str, str | None]:
         """Those that were ever opened, as far as is remembered, with their instances."""
-        query = "SELECT rollout_id, instance_id FROM ledger_rollouts WHERE rollout_id IN"
-        return dict(row for chunk in _chunks(rollout_ids) for row in self._ask(f"{query} ({_marks(chunk)})", *chunk))
+        query = f"SELECT rollout_id, instance_id FROM ledger_rollouts WHERE {_AMONG}"
+        return dict(self._ask(query, json.dumps([*rollout_ids])))
 
     def open_ids(self) -> list[str]:
         """The rollouts in flight."""
@@ -172,9 +169,8 @@ class Ledger:
 
     def recent_ids(self) -> list[str]:
         """Closed rollouts that are still remembered by id, in the order in which they ended."""
-        return [
-            row[0] for row in self._ask("SELECT rollout_id FROM ledger_rollouts WHERE state = 2 ORDER BY closed_no")
-        ]
+        query = "SELECT rollout_id FROM ledger_rollouts WHERE state = 2 ORDER BY closed_no"
+        return [rollout_id for (rollout_id,) in self._ask(query)]
 
     def outcome_of(self, rollout_id: str) -> tuple[Outcome, str] | None:
         """How the rollout ended, with its reason; ``None`` while it has not, or when it is no longer remembered."""
@@ -266,13 +262,8 @@ class Ledger:
 
     def _update(self, change: str, values: Sequence[object], where: str, rollout_ids: Sequence[str]) -> int:
         """Change those of ``rollout_ids`` that are as in ``where``; returns how many."""
-        return sum(
-            self._database.connection.execute(
-                f"UPDATE ledger_rollouts SET {change} WHERE {where} AND rollout_id IN ({_marks(chunk)})",
-                (*values, *chunk),
-            ).rowcount
-            for chunk in _chunks(rollout_ids)
-        )
+        query = f"UPDATE ledger_rollouts SET {change} WHERE {where} AND {_AMONG}"
+        return self._database.connection.execute(query, (*values, json.dumps([*rollout_ids]))).rowcount
 
     def _move(self, rollout_ids: Sequence[str], origin: int, target: int) -> int:
         with self._database.transaction():
@@ -286,14 +277,3 @@ class Ledger:
         for count in counts:
             if count[2]:
                 self._database.connection.execute(query, count)
-
-
-def _chunks(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    """A statement for many rows is one step for SQLite and one release of the interpreter lock; 100 rows stay below
-    every limit on variables."""
-    for start in range(0, len(values), 100):
-        yield values[start : start + 100]
-
-
-def _marks(values: Sequence[object]) -> str:
-    return ", ".join("?" * len(values))

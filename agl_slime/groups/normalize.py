@@ -16,6 +16,7 @@ from agl_slime.errors import RewardError
 from agl_slime.types import Sample
 
 _Key = tuple[str, int]  # ("id", a given id) or ("alone", the position of a sample that has none)
+_EPS = 1e-6  # slime's
 
 
 def normalize_rewards(
@@ -24,9 +25,8 @@ def normalize_rewards(
     group_indices: Sequence[int | None],
     rollout_ids: Sequence[int | None],
     std: bool = True,
-    eps: float = 1e-6,
 ) -> list[float]:
-    """The advantage of each sample: ``(r - mean) / (std + eps)`` over the rollouts of its group, or ``r - mean``
+    """The advantage of each sample: ``(r - mean) / (std + 1e-6)`` over the rollouts of its group, or ``r - mean``
     without ``std``, which is the unbiased estimate (``n - 1``) as in slime.
 
     The three sequences run parallel, one entry per sample. Samples with the same ``rollout_id`` are siblings: they
@@ -56,7 +56,7 @@ def normalize_rewards(
         members.setdefault(_key(group, position), []).append(rollout)
     advantage_of: dict[_Key, float] = {}
     for group in members.values():
-        advantage_of.update(zip(group, _advantages([found[key][0] for key in group], std=std, eps=eps), strict=True))
+        advantage_of.update(zip(group, _advantages([found[key][0] for key in group], std=std), strict=True))
     return [advantage_of[rollout] for rollout in rollouts]
 
 
@@ -74,7 +74,7 @@ def _key(given: int | None, position: int) -> _Key:
     return ("alone", position) if given is None else ("id", given)
 
 
-def _advantages(rewards: list[float], *, std: bool, eps: float) -> list[float]:
+def _advantages(rewards: list[float], *, std: bool) -> list[float]:
     if min(rewards) == max(rewards):  # a rounded mean of equal numbers need not be that number
         return [0.0] * len(rewards)
     # Scaled by the largest magnitude, so that squares of very large or very small rewards neither overflow nor vanish.
@@ -85,4 +85,4 @@ def _advantages(rewards: list[float], *, std: bool, eps: float) -> list[float]:
     if not std:
         return [deviation * scale for deviation in deviations]
     spread = math.sqrt(math.fsum(deviation * deviation for deviation in deviations) / (len(deviations) - 1))
-    return [deviation / (spread + eps / scale) for deviation in deviations]
+    return [deviation / (spread + _EPS / scale) for deviation in deviations]

@@ -41,12 +41,8 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberResult:
-    """One finished rollout as its group sees it: samples and a reward, or a failure with its reason.
-
-    ``group_size`` is what its metadata says, ``reward`` the primary reward, ``rewards`` all named ones;
-    ``sampled_tokens`` counts what the engine reported. ``instance_id`` names the task that its group is one try at.
-    ``request`` enqueues it once more, where it failed and may be tried again.
-    """
+    """One finished rollout as its group sees it: samples and a reward, or a failure with its reason. ``reward`` is the
+    primary one of ``rewards``, ``sampled_tokens`` what the engine reported, ``request`` enqueues a failed one again."""
 
     rollout_id: str
     group_id: str
@@ -79,8 +75,7 @@ class MemberResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
     """A finalized group: ``ready`` with the members to train on, or dropped for ``reason``, a sentence, and ``code``, a
-    word to count it by. ``members`` holds every rollout of the group, tries that were repeated and cancelled stragglers
-    too."""
+    word. ``members`` are all of its rollouts, tries that were repeated and cancelled stragglers too."""
 
     group_id: str
     mode: str

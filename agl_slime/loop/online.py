@@ -31,8 +31,7 @@ from agl_slime.report import events
 from agl_slime.report.metrics import ITERATION_S, REWARD_MEAN, VAL_REWARD_MEAN, VAL_START_REWARD_MEAN, WEIGHTS_VERSION
 from agl_slime.rollout.agent import LLM_RESOURCE
 from agl_slime.rollout.alarms import alike_answers, tool_never_fired
-from agl_slime.runner import make_runners
-from agl_slime.runner.base import RunnerPlan, RunnerPool
+from agl_slime.runner.base import RunnerPlan, RunnerPool, make_runners
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources
 from agl_slime.support.threads import run_in_thread

@@ -52,7 +52,7 @@ class RolloutStats:
     tools: tuple[str, ...] = ()
     tool_calls: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
-    open_seams: int = 0
+    open_boundaries: int = 0
     untrained_turns: tuple[int, ...] = ()
     infos: dict[str, Any] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ class RolloutStats:
         attributes = {
             names.STOP_REASON: self.stop_reason.value if self.stop_reason is not None else None,
             names.TOOLS: json.dumps(self.tool_counts()) if self.tools else None,
-            names.OPEN_SEAMS: self.open_seams,
+            names.OPEN_BOUNDARIES: self.open_boundaries,
             names.UNTRAINED_TURNS: json.dumps(self.untrained_turns) if self.untrained_turns else None,
         }
         return {name: value for name, value in attributes.items() if value}
@@ -176,9 +176,9 @@ class RolloutSession(Session):
             if not self.turns:
                 raise  # nothing was sampled: the task itself does not fit
             raise self._stopped(StopReason.CONTEXT_OVERFLOW, str(error)) from error
-        seams = context.open_seams
+        seams = context.open_boundaries
         context.add_answer(prompt_ids, generation)
-        self.stats.open_seams += context.open_seams - seams
+        self.stats.open_boundaries += context.open_boundaries - seams
         base_turn, kept, fork = self._last_turn, context.kept_tokens, context.fork
         prompt = context.prompt_view(len(prompt_ids))
         if base_turn is None and self.turns:  # another conversation of the rollout, which may begin as the first did

@@ -83,7 +83,7 @@ class BlockParser(ToolParser):
                 content, at = content + text[at:start], end
         calls = [one for _, _, one in found if isinstance(one, ToolCall)]
         malformed = tuple(one for _, _, one in found if isinstance(one, str))
-        return ParsedAnswer(self._tidy(content + text[at:], malformed), _numbered(calls), malformed)
+        return ParsedAnswer(content + text[at:], _numbered(calls), malformed)
 
     def _block(self, text: str, start: int, at: int, *, thinking: bool) -> tuple[int, int, ToolCall | str]:
         stop = text.find(self.end, at)
@@ -95,9 +95,6 @@ class BlockParser(ToolParser):
         if closed >= 0 and (thinking or stop < 0 or self.begin in text[closed:stop]):
             end = closed
         return start, end, text[start:end]
-
-    def _tidy(self, content: str, malformed: tuple[str, ...]) -> str:
-        return content
 
 
 def _numbered(calls: list[ToolCall]) -> tuple[ToolCall, ...]:
@@ -219,8 +216,9 @@ class KimiParser(BlockParser):
             raise ValueError("no <|tool_call_argument_begin|> after the name")
         return ToolCall(name=name[1], arguments=_read_object(body), id=head.strip())
 
-    def _tidy(self, content: str, malformed: tuple[str, ...]) -> str:
-        return content if malformed else self._sections.sub("", content)
+    def parse(self, text: str) -> ParsedAnswer:
+        parsed = super().parse(text)
+        return parsed if parsed.malformed else replace(parsed, content=self._sections.sub("", parsed.content))
 
 
 @register_tool_parser("llama_json", "llama3")

@@ -105,9 +105,9 @@ class _Turns:
     ) -> RolloutInferRequest | None:
         """The request for the next answer, or ``None`` when there is none; the stats have the stop reason then."""
         session, scheduler, stats = self.session, self.scheduler, self.session.stats
-        done = None
+        told, done = (request, result, self.number), None
         if scheduler is not None:
-            done = self._noted(await call_user_code(scheduler.on_turn_end, request, result, self.number), "done")
+            done = self._noted(await call_user_code(scheduler.on_turn_end, *told), "done")
         if result.finish_reason == "abort":
             stats.stop_reason = StopReason.ABORTED
             return None
@@ -118,11 +118,7 @@ class _Turns:
             request.stop_reason = None
             check: Any = scheduler.check_finished
             ours = getattr(check, "__func__", None) is MultiTurnScheduler.check_finished  # which needs no thread
-            if (
-                check(request, result, self.number)
-                if ours
-                else await call_user_code(check, request, result, self.number)
-            ):
+            if check(*told) if ours else await call_user_code(check, *told):
                 stats.stop_reason = request.stop_reason or stats.stop_reason
                 return None
         limits = (session.max_turns, len(session.turns)), (scheduler and scheduler.max_turns, self.number)
@@ -138,13 +134,11 @@ class _Turns:
                 return None
             return request
         assert scheduler is not None
-        said = await call_user_code(scheduler.step, request, result, self.number)
+        said = await call_user_code(scheduler.step, *told)
         following = self._noted(said, "infer_request")
         if not isinstance(following, RolloutInferRequest):
             name = f"{type(scheduler).__name__}.step"
-            raise TypeError(
-                f"{name} must return a RolloutInferRequest, or a dict with infer_request, got {said!r:.100}"
-            )
+            raise TypeError(f"{name} must return a RolloutInferRequest or a dict with infer_request, got {said!r:.99}")
         following.uuid = following.uuid or request.uuid
         return following
 

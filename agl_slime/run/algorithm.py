@@ -10,12 +10,11 @@ The agent is any LitAgent, unchanged; it finds the model under training as the r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from typing_extensions import TypedDict, Unpack
 
 from agl_slime.errors import ConfigError
 from agl_slime.loop.settings import RunResult
@@ -23,40 +22,7 @@ from agl_slime.run.local import run_training
 from agl_slime.run.parts import RunParts
 from agl_slime.run.settings import TrainConfig
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import Algorithm
-from agl_slime.trainers.local.settings import LocalTrainerSettings
-
-
-class AlgorithmSettings(TypedDict, total=False):
-    """The fields of ``agl_slime.run.settings.TrainConfig`` that are this algorithm's."""
-
-    num_iterations: int
-    rollout_batch_size: int
-    n_samples_per_prompt: int
-    max_new_tokens: int
-    temperature: float
-    rollout_timeout: float
-    max_attempts: int
-    group_min_ratio: float
-    group_max_retries: int
-    group_timeout: float | None
-    drop_zero_variance: bool
-    max_replaced_groups: int | None
-    max_staleness: int | None
-    eval_interval: int
-    eval_rollouts: int
-    output_dir: Path | None
-    overwrite: bool
-    resume: bool
-    save_interval: int
-    seed: int
-    view: Literal["auto", "live", "lines"]
-    store_host: str
-    actor_num_nodes: int
-    actor_num_gpus_per_node: int
-    rollout_num_gpus: int
-    local: LocalTrainerSettings
-
+from agl_slime.support.agl import Algorithm, LightningStore
 
 # The settings of a run that are somebody else's here, and whose.
 _OTHERS = {
@@ -72,14 +38,16 @@ _OTHERS = {
 
 
 class SlimeAlgorithm(Algorithm):
-    """Trains the policy that the agents talk to: with slime, or with the local trainer.
+    """Trains the policy that the agents talk to: with slime, or with the local trainer (``trainer="local"``), which
+    needs neither Ray nor a GPU.
 
     Args:
         model_path: Hugging Face checkpoint that the policy starts from.
         sglang_url: SGLang server or router; without it the local trainer starts an embedded engine, and slime launches
             engines of its own.
         slime_flags: slime's own command-line flags, for ``trainer="slime"``.
-        settings: see ``AlgorithmSettings``; ``store_host`` is where slime's manager reaches the store.
+        settings: the fields of ``agl_slime.run.settings.TrainConfig`` that are not the Trainer's or the agent's;
+            ``store_host`` is where slime's manager reaches the store.
 
     The Trainer's store should be ``agl_slime.BridgeStore()``: slime's manager reaches it over HTTP, and it tells of
     finished rollouts at once. Raises ``ConfigError`` for a setting that is the Trainer's or the agent's, or nobody's.
@@ -93,10 +61,10 @@ class SlimeAlgorithm(Algorithm):
         trainer: Literal["slime", "local"] = "slime",
         slime_flags: Sequence[str] = (),
         console: Console | None = None,
-        **settings: Unpack[AlgorithmSettings],
+        **settings: Any,
     ) -> None:
         super().__init__()
-        known = AlgorithmSettings.__annotations__
+        known = {field.name: None for field in fields(TrainConfig) if field.name not in _OTHERS}
         for name in settings.keys() - known.keys():
             hint = _OTHERS.get(name, f"the settings are {', '.join(known)}")
             raise ConfigError(f"SlimeAlgorithm has no setting {name!r}: {hint}")
@@ -112,26 +80,23 @@ class SlimeAlgorithm(Algorithm):
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
         """Called by ``Trainer.fit``. Raises ``AglSlimeError`` with one sentence when the run cannot start or go on."""
-        val_tasks = _tasks(val_dataset, "val_dataset") if val_dataset is not None else None
+        tasks = _tasks(train_dataset, name="train_dataset")
+        val_tasks = _tasks(val_dataset, name="val_dataset") if val_dataset is not None else None
         config = self.config if val_tasks is not None else replace(self.config, eval_interval=0)
-        given = RunParts(
-            store=_in_process(self.get_store()),
-            tasks=_tasks(train_dataset, "train_dataset"),
-            val_tasks=val_tasks,
-            resources=dict(self.get_initial_resources() or {}),
-        )
+        resources = dict(self.get_initial_resources() or {})
+        given = RunParts(store=_unwrapped(self.get_store()), tasks=tasks, val_tasks=val_tasks, resources=resources)
         self.result = await run_training(config, slime_flags=self.slime_flags, given=given, console=self._console)
 
 
-def _in_process(store: Any) -> Any:
-    """The ``BridgeStore`` inside the wrapper that an execution strategy put around it, else the wrapper itself."""
-    inner = store
+def _unwrapped(store: LightningStore) -> LightningStore:
+    """The ``BridgeStore`` in the wrappers that an execution strategy put around it; else ``store``."""
+    inner: Any = store
     while inner is not None and not isinstance(inner, BridgeStore):
         inner = getattr(inner, "store", None)
     return inner or store
 
 
-def _tasks(dataset: Any, name: str) -> list[Any]:
+def _tasks(dataset: Any, *, name: str) -> list[Any]:
     """Agent Lightning's data sets have a length and are indexed; nothing else is asked of them."""
     if dataset is None or len(dataset) == 0:
         raise ConfigError(f"{name} is empty; fit() needs at least one task")

@@ -191,9 +191,9 @@ async def _engine(
     if config.sglang_url is not None:
         yield checked_url(config.sglang_url), None
         return
-    from agl_slime.engine.process import EmbeddedEngine, EmbeddedEngineSettings
+    from agl_slime.engine.process import EmbeddedEngine
 
-    engine = EmbeddedEngine(model_path, settings=EmbeddedEngineSettings(random_seed=config.seed))
+    engine = EmbeddedEngine(model_path, random_seed=config.seed)
     try:
         with step(console, "starting the embedded engine"):
             await run_in_thread(engine.start)

@@ -110,7 +110,8 @@ class Connection:
             max_attempts=self.settings.max_attempts,
         )
         rollouts = [*await self.store.enqueue_many_rollouts(requests)]
-        self.wake_runner()
+        if self._runner is not None:
+            self._runner.wake()
         return rollouts
 
     async def _published(self, sampling: dict[str, Any]) -> str:
@@ -123,10 +124,6 @@ class Connection:
             llm = LLM(endpoint=url, model=model, sampling_parameters=sampling)
             self._resources[key] = (await self.store.add_resources({LLM_RESOURCE: llm})).resources_id
         return self._resources[key]
-
-    def wake_runner(self) -> None:
-        if self._runner is not None:
-            self._runner.wake()
 
     def raise_if_dead(self) -> None:
         """Raise ``DataSourceError`` when the runner of this process has ended."""

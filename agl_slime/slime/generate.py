@@ -138,28 +138,24 @@ class SingleRollouts(GroupSource):
                 run.result.set_exception(DataSourceError(reason))
 
 
-_rollouts: list[tuple[PluginSettings, SingleRollouts]] = []
+_rollouts: dict[str, SingleRollouts] = {}  # by their settings
 _lock = threading.Lock()
 
 
 def _rollouts_for(args: Any) -> SingleRollouts:
     settings = PluginSettings.from_args(args)
     if not settings.connected:
-        raise ConfigError(
-            "there is no agent to run: set agl_store_url (AGL_SLIME_STORE_URL) or agl_agent (AGL_SLIME_AGENT)"
-        )
+        raise ConfigError("there is no agent to run: set agl_store_url or agl_agent")
     with _lock:
-        found = next((rollouts for known, rollouts in _rollouts if known == settings), None)
-        if found is None:
-            found = SingleRollouts(Connection(settings))
-            _rollouts.append((settings, found))
-        return found
+        if (key := repr(settings)) not in _rollouts:
+            _rollouts[key] = SingleRollouts(Connection(settings))
+        return _rollouts[key]
 
 
 def stop_rollouts() -> None:
     """End the runners and threads that rollouts of this process have started; the next rollout starts anew."""
     with _lock:
-        stopped = [rollouts for _, rollouts in _rollouts]
+        stopped = list(_rollouts.values())
         _rollouts.clear()
     for rollouts in stopped:
         rollouts.stop()

@@ -51,10 +51,8 @@ def generate_rollout(
         resolve_name(path)(args, kept)
     if (path := getattr(args, "rollout_all_samples_process_path", None)) is not None:
         resolve_name(path)(args, everything, data_source)
-    metrics: dict[str, Any] = {"agl/wait_s": time.monotonic() - started}
-    metrics.update({f"rollout/dynamic_filter/drop_{reason}": count for reason, count in dropped.items()})
-    if (own := getattr(data_source, "metrics", None)) is not None:
-        metrics.update(own())
+    metrics = {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in dropped.items()}
+    metrics |= {"agl/wait_s": time.monotonic() - started, **getattr(data_source, "metrics", dict)()}
     return RolloutFnTrainOutput(samples=kept, metrics=metrics)
 
 
@@ -94,10 +92,8 @@ def _collect_groups(
                 if group is None:
                     raise DataSourceError("the data source gave no group; generate_rollout needs one that waits")
                 if _first(group).status == Sample.Status.PENDING:
-                    raise DataSourceError(
-                        "the data source gave samples that nobody has sampled: set agl_store_url or agl_agent, "
-                        "or use slime's default rollout function, which samples them"
-                    )
+                    what = "set agl_store_url or agl_agent, or use slime's default rollout function"
+                    raise DataSourceError(f"nobody has sampled these samples: {what}")
                 everything.append(group)
                 output = keep(args, group)
                 if getattr(output, "keep", output):
@@ -144,16 +140,10 @@ def normalize_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
     ids = _rollout_ids(flat)
     # a failed rollout has no reward: its 0 is no part of the others' baseline
     fit = [i for i, sample in enumerate(flat) if getattr(sample, "status", None) != Sample.Status.FAILED]
-    normalized = normalize.normalize_rewards(
-        [raw[i] for i in fit],
-        group_indices=[flat[i].group_index for i in fit],
-        rollout_ids=[ids[i] for i in fit],
-        std=std,
-    )
-    rewards = [0.0] * len(flat)
-    for i, reward in zip(fit, normalized, strict=True):
-        rewards[i] = reward
-    return raw, rewards
+    rewards, groups, rollouts = ([values[i] for i in fit] for values in (raw, [s.group_index for s in flat], ids))
+    normalized = normalize.normalize_rewards(rewards, group_indices=groups, rollout_ids=rollouts, std=std)
+    advantages = dict(zip(fit, normalized, strict=True))
+    return raw, [advantages.get(i, 0.0) for i in range(len(flat))]
 
 
 async def reward_of_agent(args: Any, sample: Sample, **_: Any) -> float:
@@ -195,7 +185,7 @@ def keep_nonzero_variance(args: Any, samples: Sequence[Any], **_: Any) -> Any:
 def take_oldest(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
     """Take ``num_samples`` groups out of the buffer, those with the smallest ``group_index`` first (then those that
     were put in first)."""
-    order = sorted(range(len(buffer)), key=lambda i: (_first(buffer[i]).group_index or 0, i))[:num_samples]
+    order = sorted(range(len(buffer)), key=lambda i: _first(buffer[i]).group_index or 0)[:num_samples]
     taken = [buffer[i] for i in order]
     for i in sorted(order, reverse=True):
         del buffer[i]

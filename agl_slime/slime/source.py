@@ -4,6 +4,7 @@ with evaluations, saved and loaded beside slime's checkpoints."""
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Sequence
@@ -11,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.datasource.source import DataSourceSettings, GroupSource, spell_ends
-from agl_slime.datasource.state import load_state, save_state
-from agl_slime.errors import ConfigError, DataSourceError
+from agl_slime.errors import ConfigError, DataSourceError, spell_exception
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import GroupResult
 from agl_slime.loop.tasks import TaskGroup
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.connection import Connection
-from agl_slime.support.agl import EnqueueRolloutRequest, LightningStore
+from agl_slime.support.agl import LightningStore
+from agl_slime.support.files import write_file
 from agl_slime.types import DataSource, Sample
 
 logger = logging.getLogger(__name__)
@@ -126,14 +127,22 @@ class AGLDataSource(GroupSource, DataSource):
         """Write the state beside the checkpoint (``args.save``), under the id of the step."""
         if (directory := getattr(self._args, "save", None)) is not None:
             state = self.state()
-            save_state(Path(directory), rollout_id, state)
+            try:
+                text = json.dumps(state, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise DataSourceError(f"a sample's metadata is not JSON ({error}); keep plain values in it") from error
+            write_file(_state_path(directory, rollout_id), text)
             with self._changed:
                 self._ends.saved(state["waiting"])
 
     def load(self, rollout_id: Any = None) -> None:
         """Read what ``save`` wrote for that step (``args.load``); nothing where there is none, as on a fresh start."""
-        if (directory := getattr(self._args, "load", None)) is not None:
-            load_state(Path(directory), rollout_id, self.restore)
+        directory = getattr(self._args, "load", None)
+        if directory is not None and (path := _state_path(directory, rollout_id)).exists():
+            try:
+                self.restore({**json.loads(path.read_text())})
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise DataSourceError(f"{path} is not a saved state: {spell_exception(error)}") from error
 
     def __len__(self) -> int:
         """Number of tasks in an epoch where this data source has a file of them, from which slime computes
@@ -184,11 +193,6 @@ class AGLDataSource(GroupSource, DataSource):
             self.expect(group.group_id, size=size, mode=mode)
         self.opened(await self._patiently(lambda: connection.enqueue(groups, size=size, mode=mode)))
 
-    async def _run_again(self, requests: list[EnqueueRolloutRequest]) -> None:
-        await super()._run_again(requests)
-        if self._connection is not None:
-            self._connection.wake_runner()
-
     def _missing(self) -> int:
         return self._wanted - len(self._groups.ready) - len(self._cursor.under_way) if self._cursor is not None else 0
 
@@ -226,3 +230,8 @@ class AGLDataSource(GroupSource, DataSource):
 
     def _more_to_come(self) -> bool:
         return self._connection is not None or super()._more_to_come()
+
+
+def _state_path(directory: str | Path, rollout_id: Any) -> Path:
+    """slime keeps a data source's state under ``rollout/`` of the checkpoint directory."""
+    return Path(directory) / "rollout" / f"agl_datasource_{rollout_id}.json"

@@ -12,12 +12,12 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pkgutil import resolve_name
 from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError, TrainerError
-from agl_slime.slime.versions import INSTALL_SLIME, logging_function, periodic_action
+from agl_slime.slime.versions import INSTALL_SLIME, logging_function
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +37,19 @@ def require_slime() -> None:
 def parse_slime_args(flags: Sequence[str]) -> Any:
     """slime's own ``parse_args`` on ``flags``. Raises ``ConfigError`` when it refuses them."""
     require_slime()
+    before, sys.argv = sys.argv, ["train.py", *flags]  # slime and Megatron parse sys.argv and nothing else
     try:
         from slime.utils.arguments import parse_args  # pyright: ignore[reportMissingImports]
 
-        with _command_line(["train.py", *flags]):
-            return parse_args()
+        return parse_args()
     except ImportError as error:
         raise MissingDependencyError(f"slime needs what is not installed ({error}): follow its guide") from error
     except SystemExit as error:
         raise ConfigError("slime does not take its flags (after --); its own message is above") from error
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"slime does not take its flags (after --): {error}") from error
+    finally:
+        sys.argv = before
 
 
 class SlimeTrainer:
@@ -102,6 +104,7 @@ class SlimeTrainer:
         """Take the next batch of groups in the manager's process and train on it; save when slime's ``--save-interval``
         says so. Returns the tokens under the loss mask in what reached the actors."""
         import ray
+        from slime.utils.misc import should_run_periodic_action  # pyright: ignore[reportMissingImports]
 
         args = self.args
         data = ray.get(self._manager.generate.remote(rollout_id))
@@ -114,11 +117,14 @@ class SlimeTrainer:
         values: Any = self._critic.async_train(rollout_id, data) if args.use_critic else None
         if actor_trains:
             external = {"external_data": values} if args.use_critic else {}
-            ray.get(self._actor.async_train(rollout_id, data, **external))
-        else:
-            ray.get(values)
-        if periodic_action(rollout_id, args.save_interval, self._per_epoch, args.num_rollout):
-            self._save(rollout_id, actor_trained=actor_trains)
+            values = self._actor.async_train(rollout_id, data, **external)
+        ray.get(values)
+        if should_run_periodic_action(rollout_id, args.save_interval, self._per_epoch, args.num_rollout):
+            for model in [self._actor] * actor_trains + [self._critic] * bool(args.use_critic):
+                model.save_model(rollout_id, force_sync=rollout_id == args.num_rollout - 1)
+            if args.rollout_global_dataset:  # the data source's state, beside the checkpoint
+                ray.get(self._manager.save.remote(rollout_id))
+            self.saved = rollout_id
         if not args.offload_train:
             (self._actor if actor_trains else self._critic).clear_memory()
         return sum(ray.get(tokens))
@@ -152,27 +158,6 @@ class SlimeTrainer:
             logger.warning("slime's rollout manager did not end in good order: %s", error)
         ray.kill(self._manager)
 
-    def _save(self, rollout_id: int, *, actor_trained: bool) -> None:
-        """Write slime's checkpoint of this step and the data source's state beside it."""
-        import ray
-
-        trained = [model for model, done in ((self._actor, actor_trained), (self._critic, True)) if model and done]
-        for model in trained:
-            model.save_model(rollout_id, force_sync=rollout_id == self.args.num_rollout - 1)
-        if self.args.rollout_global_dataset:
-            ray.get(self._manager.save.remote(rollout_id))
-        self.saved = rollout_id
-
 
 def _tokens_under_mask(rank_data: dict[str, Any]) -> int:
     return sum(int(sum(mask)) for mask in rank_data["loss_masks"])
-
-
-@contextmanager
-def _command_line(argv: list[str]) -> Any:
-    # slime and Megatron parse sys.argv and nothing else
-    before, sys.argv = sys.argv, argv
-    try:
-        yield
-    finally:
-        sys.argv = before

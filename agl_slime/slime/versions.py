@@ -39,12 +39,3 @@ def logging_function(name: str) -> Callable[..., Any]:
         except (ImportError, AttributeError):
             continue
     raise MissingDependencyError(f"the installed slime has no {name}; v0.2.4 to v0.3.1 and 624b824 are known to work")
-
-
-def periodic_action(rollout_id: int, interval: int | None, per_epoch: int | None, num_rollout: int | None) -> bool:
-    """Whether something that happens every ``interval`` rollouts, at the end of an epoch and at the end of the run is
-    due."""
-    if interval is None:
-        return False
-    step = rollout_id + 1
-    return step == num_rollout or step % interval == 0 or bool(per_epoch and step % per_epoch == 0)

@@ -7,8 +7,8 @@ that still stands, renders the rest, and the fork is classified and counted. A f
 sampled one: what was sampled is trained where it was sampled.
 
 Text is added after a token that is cut out before anything is merged (an end of turn), so no merge of the byte-pair
-encoding reaches across that token boundary. Where there is none (a partial answer that is continued), ``open_seams``
-counts it: the ids left of it are still the engine's, those right of it a valid encoding.
+encoding reaches across that token boundary. Where there is none (a partial answer that is continued),
+``open_boundaries`` counts it: the ids left of it are still the engine's, those right of it a valid encoding.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Plan:
     added: tuple[int, ...]
     place: _Place | None
     fork: ForkReason | None
-    open_seams: int
+    open_boundaries: int
     continues: bool  # the last message is an assistant's and the answer goes on with it
     rendering: Rendering | None = None  # of the whole conversation, less a partial answer, where it was made
     opening: str = ""  # of the answer, as text
@@ -83,8 +83,8 @@ class ChatContext:
 
     ``messages`` may be edited in any way between two prompts. A conversation that ends with an assistant message is
     continued: the next answer goes on with that message's text. ``forks`` counts the prompts that did not continue what
-    was held, by reason; ``open_seams`` the open token boundaries. ``kept_tokens`` is how many tokens of what was held the last answered prompt began with, and ``fork`` why it
-    did not begin with all of them.
+    was held, by reason; ``open_boundaries`` the open token boundaries. ``kept_tokens`` is how many tokens of what was
+    held the last answered prompt began with, and ``fork`` why it did not begin with all of them.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ChatContext:
         self._template = template or ChatTemplate(tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs)
         self.messages: list[Message] = [dict(message) for message in messages]
         self.forks: Counter[ForkReason] = Counter()
-        self.open_seams = 0
+        self.open_boundaries = 0
         self.kept_tokens = 0
         self.fork: ForkReason | None = None
         self._most_chars: int | None = None
@@ -174,7 +174,7 @@ class ChatContext:
         self._tokens.cut(plan.kept)
         self._tokens.extend(plan.added)
         self._tokens.extend(generation.output_ids)
-        self.open_seams += plan.open_seams
+        self.open_boundaries += plan.open_boundaries
         if self.fork is not None:
             self.forks[self.fork] += 1
             explain_once(self.fork)
@@ -194,13 +194,13 @@ class ChatContext:
         """Another conversation with what is held here: the next prompt keeps of it what stands in ``messages``."""
         other = copy.copy(self)
         other.messages = [dict(message) for message in messages]
-        other.forks, other.open_seams, other._asked = Counter(), 0, None
+        other.forks, other.open_boundaries, other._asked = Counter(), 0, None
         other._turns, other._seen, other._written = [*self._turns], [*self._seen], [*self._written]
         other._tokens = TokenBuffer(self.token_ids)
         return other
 
     def prompt_view(self, length: int) -> TokenArray:
-        """The first ``length`` held ids as an array that stays as it is; prompts of one conversation share its memory."""
+        """The first ``length`` held ids, an array that stays as it is; prompts of one conversation share its memory."""
         return self._tokens.view(length)
 
     # -- what the next prompt keeps and adds --------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class ChatContext:
         continues: bool,
         fork: ForkReason | None,
     ) -> _Plan:
-        """The first ``keep`` ids, then ``text``, ``opening`` and the partial answer that the conversation may end with."""
+        """The first ``keep`` ids, then ``text``, ``opening`` and the partial answer that the conversation ends with."""
         # the opening apart where that changes nothing: the place before it can be kept when the answer is dropped
         apart = self._template.begins_with_added_token(opening)
         partial = str(self.messages[-1].get("content") or "") if continues else ""
@@ -361,7 +361,7 @@ class ChatContext:
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def _encode_after(self, text: str, last: int | None) -> tuple[list[int], int]:
-        """``text`` as ids that follow token ``last``, and 1 when a merge might have reached across that seam, else 0."""
+        """``text`` as ids that follow token ``last``, and 1 when a merge might have reached into that token."""
         if not text:
             return [], 0
         if last is not None:
@@ -387,14 +387,12 @@ def _chars(messages: Sequence[Message]) -> int:
 
 
 def _copy_of(message: Message) -> Message:
-    """``message`` as it is now, whatever is done to it later; ``deepcopy`` of a few strings takes longer than a
-    prompt's rendering is looked up."""
+    """``message`` as it is now, whatever is done to it later; ``deepcopy`` of a few strings takes too long."""
     return {key: value if type(value) is str else copy.deepcopy(value) for key, value in message.items()}
 
 
 def answer_text(generation: Generation) -> str:
-    """What the model said, with the stop string that the engine leaves out of its text: the tokens of it were sampled
-    and are held."""
+    """What the model said, with the stop string: its tokens are held, but the engine leaves it out of the text."""
     matched = generation.matched_stop
     if isinstance(matched, str) and not generation.text.endswith(matched):
         return generation.text + matched

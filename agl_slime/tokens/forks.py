@@ -8,7 +8,7 @@ import re
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from agl_slime.tokens.codec import TokenArray, shared_length
+from agl_slime.tokens.codec import TokenArray
 
 if TYPE_CHECKING:
     from agl_slime.tokens.tokenizer import ChatTokenizer
@@ -51,7 +51,7 @@ _MEANING = {
 _explained: set[ForkReason] = set()
 
 _EMPTY_BLOCK = re.compile(r"<(\w+)></\1>")
-_CLOSED = re.compile(r"</\w+>\Z")
+_BLOCK = re.compile(r"<(\w+)>.*?</\1>")
 
 
 def explain_once(reason: ForkReason) -> None:
@@ -81,35 +81,11 @@ def rendering_drift(held: TokenArray, prompt: TokenArray, tokenizer: ChatTokeniz
 
 
 def _same_but_for_rendering(held: str, prompt: str, special_tokens: tuple[str, ...]) -> bool:
-    """``prompt`` begins with ``held`` but for its end-of-turn token, or but for one tagged block within a message."""
-    content = held
+    """``prompt`` begins with ``held`` but for its end-of-turn token and tagged blocks that are left out."""
+    kept = content = _BLOCK.sub(lambda block: block[0] if block[0] in prompt else "", held)
     while special_tokens and content.endswith(special_tokens):
         content = next(content.removesuffix(token) for token in special_tokens if content.endswith(token))
-    if prompt.startswith(content) and (content == held or prompt.startswith(special_tokens, len(content))):
-        return True
-    at = shared_length(held, prompt)
-    if at == len(prompt):
-        return False
-    # the block ends before the next special token does: a template leaves out parts of messages, not what lies across
-    # them
-    block_ends = min(
-        (found + len(token) - 1 for token in special_tokens if (found := held.find(token, at)) != -1),
-        default=len(held) - 1,
-    )
-    for resume in range(at + 1, block_ends + 1):
-        if held[resume] == prompt[at] and prompt.startswith(held[resume:], at):
-            return _is_closed_block(held, at, resume)  # the first hit keeps the most of what was held
-    return False
-
-
-def _is_closed_block(text: str, start: int, end: int) -> bool:
-    """Whether ``text[start:end]`` ends with a closing tag, as reasoning does. Where the block begins as its
-    surroundings do (``<t`` of two tags), it can be taken some characters earlier."""
-    while not _CLOSED.search(text, max(start, end - 64), end):  # tags are short
-        if start == 0 or text[start - 1] != text[end - 1]:
-            return False
-        start, end = start - 1, end - 1
-    return True
+    return prompt.startswith(kept) or (prompt.startswith(content) and prompt.startswith(special_tokens, len(content)))
 
 
 def _squash(text: str) -> str:

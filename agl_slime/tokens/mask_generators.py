@@ -62,7 +62,7 @@ class QwenMask(_Pieces):
 
 @register_loss_mask_generator("qwen3")
 class Qwen3Mask(_Pieces):
-    """Each message, or run of tool results, after a question (Qwen3: its template wants one, and groups tool results)."""
+    """Each message, or run of tool results, after a question (Qwen3: its template wants one)."""
 
     def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
         opening, question = self._opening(), self._render([_QUESTION])
@@ -104,9 +104,7 @@ class Qwen35Mask(MaskGenerator):
             start = text.find(self.header, at)
             end = text.find(self.end_mark, start + len(self.header)) if start >= 0 else -1
             if end < 0:
-                raise TraceError(
-                    f"message {number}, an answer, is not in what the chat template renders between {self.header!r} and {self.end_mark!r}"
-                )
+                raise TraceError(f"message {number}, an answer, is not between {self.header!r} and {self.end_mark!r}")
             at = end + len(self.end_mark)
             at += text.startswith("\n", at)
             if is_trained(message):

@@ -3,7 +3,7 @@
 Where an engine's ids are known they are used and nothing here is. This is for traces that hold text alone: their ids
 are the template's rendering, tokenized again, which is an approximation of what was sampled and is to be marked as one.
 
-    generator = get_loss_mask_generator(tokenizer)            # or a name: "qwen", "qwen3", "qwen3_5", "distill_qwen", or one that was registered
+    generator = get_loss_mask_generator(tokenizer)  # or a name: "qwen3", or one that was registered
     token_ids, loss_mask = generator.get_loss_mask(messages, tools=tools)
     (response_length,) = generator.get_response_lengths([loss_mask])
 
@@ -17,57 +17,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from agl_slime.errors import ConfigError, TraceError
 from agl_slime.support.registry import Registry
+from agl_slime.tokens.codec import shared_length
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 
 
-class MaskTokenizer(Protocol):
-    """What is asked of a tokenizer: a chat template, and ids with the characters that each stands for
-    (``transformers``' fast tokenizers)."""
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
-
-    def __call__(self, text: str, **kwargs: Any) -> Any: ...
-
-    def decode(self, token_ids: Any) -> Any: ...
-
-
-class LossMaskGenerator(Protocol):
-    def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
-        """Token ids of the conversation and, for each, 1 where the model said it and is to be trained on it, else 0."""
-        ...
-
-    def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
-        """Of each mask, how many tokens there are from the first trained one on; 0 when none is trained."""
-        ...
-
-
 class MaskGenerator:
-    """What generators share. A subclass implements ``get_loss_mask``."""
+    """A loss mask generator; a subclass implements ``get_loss_mask``."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer: MaskTokenizer = tokenizer
+        self.tokenizer: Any = tokenizer  # a fast one of transformers, with a chat template
 
     def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
+        """Token ids of the conversation and, for each, 1 where the model said it and is to be trained on it, else 0."""
         raise NotImplementedError(f"{type(self).__name__} must implement get_loss_mask(messages, tools)")
 
     def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
+        """Of each mask, how many tokens there are from the first trained one on; 0 when none is trained."""
         return [next((len(mask) - at for at, trained in enumerate(mask) if trained), 0) for mask in loss_masks]
-
-    def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:
-        """The text of each run of trained tokens."""
-        pairs = zip(token_ids, loss_masks, strict=True)
-        return [
-            str(self.tokenizer.decode([i for i, _ in run]))
-            for trained, run in groupby(pairs, key=lambda pair: pair[1])
-            if trained
-        ]
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
@@ -77,9 +49,7 @@ class MaskGenerator:
         shown = [{key: value for key, value in message.items() if key != "step_loss_mask"} for message in messages]
         try:
             return self.tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=opening, **options)
-        except (
-            Exception
-        ) as error:  # a template may raise anything: jinja's errors, TypeError for a shape it does not expect
+        except Exception as error:  # jinja's errors, TypeError for a shape it does not expect: anything
             raise TraceError(f"the chat template cannot render the messages: {error}") from error
 
     def _encode(self, text: str) -> list[int]:
@@ -91,9 +61,7 @@ class MaskGenerator:
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         offsets = encoded.get("offset_mapping")
         if offsets is None:
-            raise ConfigError(
-                "the tokenizer does not tell which characters a token stands for; loss masks need a fast tokenizer"
-            )
+            raise ConfigError("the tokenizer gives no offsets of its tokens; loss masks need a fast tokenizer")
         mask, at = [], 0
         for start, end in offsets:
             while at < len(spans) and spans[at][1] <= start:
@@ -109,12 +77,12 @@ def is_trained(message: Message) -> bool:
 
 # -- the registry ----------------------------------------------------------------------------------------------------
 
-_generators: Registry[LossMaskGenerator] = Registry("loss mask type")
+_generators: Registry[MaskGenerator] = Registry("loss mask type")
 register_loss_mask_generator = _generators.register
 """A decorator that makes a class (or a function of the tokenizer) known as ``--loss-mask-type name``."""
 
 
-def get_loss_mask_generator(tokenizer: Any, tokenizer_type: str = "auto") -> LossMaskGenerator:
+def get_loss_mask_generator(tokenizer: Any, tokenizer_type: str = "auto") -> MaskGenerator:
     """The generator of that name for ``tokenizer``. Raises ``ConfigError`` for a name that is not registered."""
     from agl_slime.tokens import mask_generators  # registers the named ones
 
@@ -125,6 +93,7 @@ def get_loss_mask_generator(tokenizer: Any, tokenizer_type: str = "auto") -> Los
 # -- auto ------------------------------------------------------------------------------------------------------------
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REGISTER = "register a loss mask generator for this template"
 _SENTINEL = "SENTINELanswerSENTINEL"
 
 
@@ -180,9 +149,7 @@ class TemplateMask(MaskGenerator):
                 else text.find(opening, done)
             )
             if not opening or start < 0 or not text.startswith(opening, start):
-                raise TraceError(
-                    f"message {at}, an answer, is not in what the chat template renders; register a loss mask generator for this template"
-                )
+                raise TraceError(f"message {at}, an answer, is not in what the chat template renders; {_REGISTER}")
             start += len(opening)
             after = self._prefix(messages[: at + 1], tools)
             if after is not None and text.startswith(after) and len(after) > start:
@@ -190,9 +157,7 @@ class TemplateMask(MaskGenerator):
             elif end_mark and (found := text.find(end_mark, start)) >= 0:
                 end = found + len(end_mark)
             else:
-                raise TraceError(
-                    f"the end of message {at}, an answer, cannot be found in what the chat template renders"
-                )
+                raise TraceError(f"message {at}, an answer, does not end in the rendered text; {_REGISTER}")
             spans.append(((start, end), message))
             done = end
         return spans
@@ -206,19 +171,13 @@ class TemplateMask(MaskGenerator):
             return None
 
     def _answer_marks(self) -> tuple[str, str, str]:
-        """What stands before each answer, the mark that ends it (sampled), and all that the template writes after it."""
+        """What stands before each answer, the mark that ends it (sampled), and all that is written after it."""
         question = {"role": "user", "content": "?"}
         asked = self._render([question])
         answered = self._render([question, {"role": "assistant", "content": _SENTINEL}])
         prompt = self._render([question], opening=True)
         header, found, closing = answered.removeprefix(asked).partition(_SENTINEL)
         if not found or not answered.startswith(asked):
-            raise TraceError(
-                "the chat template does not write answers after questions; register a loss mask generator for this template"
-            )
-        opening = _common_prefix(header, prompt.removeprefix(asked))
+            raise TraceError(f"the chat template does not write answers after questions; {_REGISTER}")
+        opening = header[: shared_length(header, prompt.removeprefix(asked))]
         return opening, closing.rstrip(), closing
-
-
-def _common_prefix(a: str, b: str) -> str:
-    return a[: next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]

@@ -17,17 +17,24 @@ is rendered whole from there on. The cost stays linear.
 from __future__ import annotations
 
 import functools
+import marshal
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from agl_slime.errors import ConfigError
 from agl_slime.tokens.codec import shared_length
-from agl_slime.tokens.first_prompts import FirstPrompts
 from agl_slime.tokens.tokenizer import ChatTokenizer
 
 Message = dict[str, Any]
+T = TypeVar("T")
+
+# of first prompts: members of a group are claimed one after the other, so a few are enough
+_PROMPTS = 128
+_HELD_BYTES = 2_000_000
 
 WINDOW_FROM = 32
 TAIL = 8
@@ -135,7 +142,7 @@ class ChatTemplate:
             _, found, closing = rendered.rpartition(_SENTINEL)
             if not found:
                 raise ConfigError(
-                    "the chat template does not write the content of assistant messages; a conversation cannot be continued with it"
+                    "the chat template does not write the content of answers; no conversation can be continued with it"
                 )
             self._closing = closing
         return self._closing
@@ -218,3 +225,43 @@ def _end_of_same(written: str, sampled: str, done: int) -> int | None:
         at, found = blank.end(), found + len(piece)
     end = at + len(wanted) - found
     return end if written[at:end] == wanted[found:] else None
+
+
+class FirstPrompts(Generic[T]):
+    """What was made of the first messages of recent conversations, for the other members of a group: the last 128, or
+    as many as belong to 2 MB of messages (20 MB of results). Thread-safe; of two threads both may make it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: OrderedDict[bytes, T] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, messages: Sequence[Any], make: Callable[[], T]) -> T:
+        """What ``make()`` gave for these messages before, or gives now."""
+        key = _key(messages)
+        if key is None:
+            return make()
+        with self._lock:
+            held = self._held.get(key)
+            if held is not None:
+                self._held.move_to_end(key)
+                return held
+        made = make()
+        with self._lock:
+            if key not in self._held:
+                self._bytes += len(key)
+            self._held[key] = made
+            while len(self._held) > _PROMPTS or self._bytes > _HELD_BYTES:
+                oldest, _ = self._held.popitem(last=False)
+                self._bytes -= len(oldest)
+        return made
+
+
+def _key(messages: Sequence[Any]) -> bytes | None:
+    """Messages are equal when their types, their order and their values are: a template may tell ``1`` from ``True``, a
+    list from a tuple. ``None`` when there is a value that is not Python's own, whose text nobody can know."""
+    try:
+        # format 2 writes equal values as equal bytes; later ones note which objects are the same object
+        return marshal.dumps(list(messages), 2)
+    except ValueError:
+        return None

@@ -49,7 +49,7 @@ LATENCY_S: Final = "agl_slime.latency_s"
 RESUMED: Final = "agl_slime.resumed"
 STOP_REASON: Final = "agl_slime.stop_reason"  # on any span: why the rollout as a whole stopped; the last one counts
 TOOLS: Final = "agl_slime.tools"  # JSON, on the last span: the tools on offer, calls by tool, malformed calls, errors
-OPEN_SEAMS: Final = "agl_slime.prompt.open_seams"  # on the last span: prompt texts whose first merge might have reached into the tokens before
+OPEN_BOUNDARIES: Final = "agl_slime.prompt.open_boundaries"  # on the last span: see ChatContext
 UNTRAINED_TURNS: Final = "agl_slime.untrained_turns"  # JSON list, on the last span: turns that are context only
 
 # -- what Agent Lightning's instrumentation writes and its adapters read (agentlightning/adapter/triplet.py) ----------

@@ -77,7 +77,7 @@ def convert_rollout(
     attempt_id = options.get("attempt_id") or (None if attempt is None else attempt.attempt_id)
     reward_key = options.get("reward_key")
     own = spans_of_attempt(spans, attempt_id)
-    turns = read_turns(own, tokenizer, is_policy_call=options.get("is_policy_call")).turns
+    turns = read_turns(own, tokenizer, is_policy_call=options.get("is_policy_call"))
     said = _last_said(own)
     if not any(len(turn.response_ids) for turn in turns):
         raise TraceError(f"rollout {rollout.rollout_id} has no sampled token in {len(own)} spans", reason="no_turns")
@@ -96,8 +96,8 @@ def convert_rollout(
     metadata: dict[str, Any] = {}
     if names.TOOLS in said:
         metadata["tools"] = parse_json(str(said[names.TOOLS]), names.TOOLS)
-    if names.OPEN_SEAMS in said:
-        metadata["open_seams"] = said[names.OPEN_SEAMS]
+    if names.OPEN_BOUNDARIES in said:
+        metadata["open_boundaries"] = said[names.OPEN_BOUNDARIES]
     untrained = parse_json(str(said.get(names.UNTRAINED_TURNS, "[]")), names.UNTRAINED_TURNS)
     if not isinstance(untrained, list) or not all(isinstance(turn, int) for turn in untrained):
         raise TraceError(f"{names.UNTRAINED_TURNS} must be a JSON list of turn numbers, got {untrained!r:.80}")
@@ -192,7 +192,7 @@ def rollout_to_sample(
     return conversion.samples[0]
 
 
-_SAID = (names.TOOLS, names.OPEN_SEAMS, names.UNTRAINED_TURNS, names.STOP_REASON)
+_SAID = (names.TOOLS, names.OPEN_BOUNDARIES, names.UNTRAINED_TURNS, names.STOP_REASON)
 
 
 def _last_said(spans: Sequence[Span]) -> dict[str, Any]:

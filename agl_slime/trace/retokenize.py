@@ -35,12 +35,8 @@ class Retokenizer:
         finish_reason: str = "stop",
         tools: Sequence[Any] | None = None,
     ) -> tuple[list[int], list[int]]:
-        """Prompt ids and response ids of one call that was sent ``messages`` (and ``tools``) and answered ``answer``.
-
-        The response ends with the tokenizer's end-of-sequence token where the template writes it and the call was not
-        cut off. Raises ``TraceError`` when the template refuses the messages, or there is no template and more than one
-        message.
-        """
+        """Prompt ids and response ids of one call. The end-of-sequence token is the response's where the template
+        writes it and the call was not cut off. ``TraceError`` when the template refuses the messages."""
         prompt, response = self._render(messages, answer, finish_reason, tools)
         held_text, held_ids = max(
             (held for held in self._held if prompt.startswith(held[0])), key=lambda held: len(held[0]), default=("", [])
@@ -56,17 +52,13 @@ class Retokenizer:
         content = str(answer.get("content") or "")
         if not getattr(self.tokenizer, "chat_template", None):
             if len(messages) != 1:
-                raise TraceError(
-                    f"the tokenizer has no chat template, so a text trace of {len(messages)} messages cannot be tokenised"
-                )
+                raise TraceError(f"the tokenizer has no chat template, the text trace has {len(messages)} messages")
             return str(messages[0].get("content") or ""), content  # the completions API: one text in, one text out
         options: dict[str, Any] = {"tokenize": False, **({"tools": list(tools)} if tools else {})}
         try:
             prompt = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **options)
             whole = self.tokenizer.apply_chat_template([*messages, answer], **options)
-        except (
-            Exception
-        ) as error:  # a template may raise anything: jinja's errors, TypeError for a shape it does not expect
+        except Exception as error:  # jinja's errors, TypeError for a shape it does not expect: anything
             raise TraceError(f"the chat template cannot render the messages of the trace: {error}") from error
         if not whole.startswith(prompt):  # the template renders a finished answer in another way than an open one
             return prompt, content

@@ -33,9 +33,7 @@ def read_reward(spans: Sequence[Span], *, reward_key: str | None = None) -> Rewa
     ``RewardError`` with reason ``no_reward`` when there is none (or none of that name), ``bad_reward`` when one is not
     a finite number.
     """
-    from agl_slime.support.agl import (
-        find_final_reward,
-    )  # seconds of import, which packing and merging tokens do without
+    from agl_slime.support.agl import find_final_reward  # seconds of import, which merging tokens does without
 
     named: dict[str, float] = {}
     primary: float | None = None
@@ -53,18 +51,14 @@ def read_reward(spans: Sequence[Span], *, reward_key: str | None = None) -> Rewa
     except ValueError as error:  # pydantic's: a value that is no number
         raise RewardError(f"a reward span does not hold named numbers: {error}") from error
     if primary is None:
-        raise RewardError(
-            "the rollout has no reward: emit one with emit_reward, or return a number from the agent",
-            reason="no_reward",
-        )
+        raise RewardError("the rollout has no reward: emit one, or return a number", reason="no_reward")
     if not named:  # the forms of Agent Lightning before 0.3, which have no names
         named["primary"] = _finite(primary, "primary")
     if reward_key is None:
         return Reward(_finite(primary, "primary"), named)
     if reward_key not in named:
-        raise RewardError(
-            f"the rollout has no reward named {reward_key!r}, only {', '.join(sorted(named))}", reason="no_reward"
-        )
+        known = ", ".join(sorted(named))
+        raise RewardError(f"the rollout has no reward named {reward_key!r}, only {known}", reason="no_reward")
     return Reward(named[reward_key], named)
 
 

@@ -13,7 +13,7 @@ import secrets
 import threading
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class TurnEncoder:
             index, base = len(self._messages), turn.base_turn
             if base is not None and not 0 <= base < index:
                 raise TraceError(f"turn {index} goes on from turn {base}, which was not encoded before")
-            written = map(_message_json, turn.messages or ())
+            written = map(_json, turn.messages or ())
             messages = tuple(self._shared_json.setdefault(text, text) for text in written)
             base_messages = () if base is None else self._messages[base]
             self._messages.append(messages)
@@ -105,19 +105,14 @@ class TurnEncoder:
         return attributes
 
 
-def _message_json(message: Mapping[str, Any]) -> str:
-    try:
-        return _json(message)
-    except (TypeError, ValueError) as error:
-        raise TraceError(f"a chat message cannot be written as JSON: {error}") from error
-
-
 def _json(value: Any) -> str:
-    text = _to_json(value)
     try:
+        text = _to_json(value)
         text.encode()
     except UnicodeEncodeError:  # a lone surrogate, which no store could write as UTF-8
         return json.dumps(value, default=str)
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"a chat message cannot be written as JSON: {error}") from error
     return text
 
 
@@ -136,19 +131,12 @@ def _checksum(prompt: TokenArray, response: TokenArray, log_probs: LogProbArray 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-class HasAttributes(Protocol):
-    """The part of a span that is read here."""
-
-    @property
-    def attributes(self) -> Mapping[str, Any]: ...
-
-
 def is_packed(attributes: Mapping[str, Any]) -> bool:
     """Whether the attributes are those of a ``TurnEncoder``."""
     return names.FORMAT in attributes
 
 
-def decode_turns(spans: Iterable[HasAttributes]) -> list[Turn]:
+def decode_turns(spans: Iterable[Any]) -> list[Turn]:
     """The turns of spans whose attributes a ``TurnEncoder`` made, in their order; other spans are passed over.
 
     Turns of one encoder come in the order of encoding, whatever the order of the spans; those of several encoders keep

@@ -16,8 +16,7 @@ Calls beneath a reward span (a judge) are no turns of the policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from agl_slime.errors import TraceError
 from agl_slime.trace.foreign import model_calls
@@ -29,18 +28,6 @@ if TYPE_CHECKING:
     from agl_slime.support.agl import Span
     from agl_slime.tokens.tokenizer import ChatTokenizer
 
-Convention = Literal["packed", "lists", "text"]
-
-
-@dataclass(frozen=True)
-class TurnsRead:
-    """The turns of an attempt in order, the convention that they were written in, and how many other model calls there
-    were that are not turns."""
-
-    turns: tuple[Turn, ...]
-    convention: Convention | None
-    ignored_calls: int = 0
-
 
 def spans_of_attempt(spans: Iterable[Span], attempt_id: str | None = None) -> list[Span]:
     """The spans of one attempt by sequence id, each once. Without ``attempt_id``, of the attempt that began last.
@@ -51,9 +38,8 @@ def spans_of_attempt(spans: Iterable[Span], attempt_id: str | None = None) -> li
     spans = list(spans)
     if attempt_id is None:
         attempt_id = _latest_attempt(spans)
-    by_id = {
-        span.span_id: span for span in reversed(spans) if span.attempt_id == attempt_id
-    }  # an exporter may deliver a span twice
+    own = [span for span in reversed(spans) if span.attempt_id == attempt_id]
+    by_id = {span.span_id: span for span in own}  # an exporter may deliver a span twice
     return sorted(by_id.values(), key=lambda span: (span.sequence_id, span.start_time or 0.0))
 
 
@@ -64,9 +50,7 @@ def _latest_attempt(spans: Sequence[Span]) -> str | None:
             began[span.attempt_id] = min(span.start_time, began.get(span.attempt_id, span.start_time))
     attempts = {span.attempt_id for span in spans}
     if len(attempts) > 1 and attempts != set(began):
-        raise TraceError(
-            f"spans of {len(attempts)} attempts, not all with start times; name the attempt to read with attempt_id"
-        )
+        raise TraceError(f"spans of {len(attempts)} attempts lack start times; name the attempt with attempt_id")
     return max(attempts, key=lambda attempt: began.get(attempt, 0.0), default=None)
 
 
@@ -75,23 +59,21 @@ def read_turns(
     tokenizer: ChatTokenizer | None = None,
     *,
     is_policy_call: Callable[[Span], bool] | None = None,
-) -> TurnsRead:
+) -> tuple[Turn, ...]:
     """The turns among ``spans``, which are those of one attempt in order (``spans_of_attempt``).
 
     ``tokenizer`` is needed for text-only traces alone. ``is_policy_call`` leaves out calls to other models in the
     second and third convention, whose spans do not say whether the policy answered; without it every call counts.
     Raises ``TraceError`` when a span is damaged or a text-only trace comes without tokenizer.
     """
-    calls = model_calls(spans, is_policy_call)
     if any(is_packed(span.attributes) for span in spans):
-        return TurnsRead(tuple(decode_turns(spans)), "packed", len(calls))
-    with_ids = [call for call in calls if call.has_ids]
-    if with_ids:
-        return TurnsRead(tuple(call.turn() for call in with_ids), "lists", len(calls) - len(with_ids))
+        return tuple(decode_turns(spans))
+    calls = model_calls(spans, is_policy_call)
+    if any(call.has_ids for call in calls):
+        return tuple(call.turn() for call in calls if call.has_ids)
     if not calls:
-        return TurnsRead((), None)
+        return ()
     if tokenizer is None:
-        raise TraceError("the trace has text but no token ids; a tokenizer is needed to tokenise it again")
+        raise TraceError("the trace has text but no token ids; a tokenizer is needed to tokenize it again")
     retokenizer = Retokenizer(tokenizer)
-    turns = tuple(turn for call in calls if (turn := call.retokenized_turn(retokenizer)) is not None)
-    return TurnsRead(turns, "text", len(calls) - len(turns))
+    return tuple(turn for call in calls if (turn := call.retokenized_turn(retokenizer)) is not None)

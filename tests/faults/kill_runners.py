@@ -65,7 +65,8 @@ class CountAgent(SGLangLitAgent):
 
 
 def answer_of(n: int) -> str:
-    """What the engine says in each turn of task ``n``; of different lengths, so that rollouts end at different times."""
+    """What the engine says in each turn of task ``n``; of different lengths, so that rollouts end at different
+    times."""
     return f"it is {n}" + " and on" * (n % _PHASES)
 
 
@@ -286,14 +287,15 @@ def _check(
         handed_out.update(group_ids)
         if len(group_ids) != 1 or sorted(ids) != sorted(wanted.get(next(iter(group_ids)), [])):
             faults.append(
-                f"a trained group consists of {len(ids)} samples of the groups {sorted(group_ids)}, not of one group's members"
+                f"a trained group has {len(ids)} samples of the groups {sorted(group_ids)}, not one group's members"
             )
         for rollout_id, sample in zip(ids, samples, strict=True):
             n = store.tasks.get(rollout_id, -1)
             if sample.reward != n or tokenizer.decode(sample.tokens) != conversation_of(n):
                 wrong += 1
                 faults.append(
-                    f"rollout {rollout_id} of task {n} has the reward {sample.reward} and says {tokenizer.decode(sample.tokens)!r}"
+                    f"rollout {rollout_id} of task {n} has the reward {sample.reward} and says "
+                    f"{tokenizer.decode(sample.tokens)!r}"
                 )
 
     dropped = [group for group in settled if not group.ready]
@@ -317,7 +319,8 @@ def _check(
         faults.append(f"{len(doubled)} rollouts are in the trained samples twice: {doubled[:5]}")
     if not_once:
         faults.append(
-            f"{len(not_once)} rollouts did not end once in the store: {[(name, store.ends[name]) for name in not_once[:5]]}"
+            f"{len(not_once)} rollouts did not end once in the store: "
+            f"{[(name, store.ends[name]) for name in not_once[:5]]}"
         )
     repeated = [name for name, times in told.items() if times > 1]
     if repeated:
@@ -359,7 +362,8 @@ def main() -> int:
     logging.getLogger("agl_slime.runner.processes").setLevel(logging.ERROR)  # each kill is a warning there
     result = run(kills=options.kills, seed=options.seed, max_attempts=options.max_attempts)
     print(
-        f"{result.kills} of {options.kills} kills in {result.seconds:.0f} s (load {os.getloadavg()[0]:.1f}, seed {options.seed})"
+        f"{result.kills} of {options.kills} kills in {result.seconds:.0f} s "
+        f"(load {os.getloadavg()[0]:.1f}, seed {options.seed})"
     )
     for name, count in result.counts.items():
         print(f"  {name:<40}{count:>8}")

@@ -24,7 +24,10 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parents[2]
-_FLAGS = "--agent tests.faults.flaky_lookup:FlakyLookup --rollout-batch-size 4 --n-samples-per-prompt 4 --eval-interval 7 --eval-rollouts 4"
+_FLAGS = (
+    "--agent tests.faults.flaky_lookup:FlakyLookup --rollout-batch-size 4 --n-samples-per-prompt 4 "
+    "--eval-interval 7 --eval-rollouts 4"
+)
 _SAVE_INTERVAL = 3
 # Lives that are ended before they have trained on anything; the others are ended within seconds of their first
 # iteration.
@@ -225,7 +228,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         result = run(Path(directory), kills=options.kills, seed=options.seed, limit_s=120 + 60 * options.kills)
     print(
-        f"{result.kills} kills of train.py ({result.kills_while_training} while it trained) in {result.seconds:.0f} s, {result.iterations} iterations"
+        f"{result.kills} kills of train.py ({result.kills_while_training} while it trained) "
+        f"in {result.seconds:.0f} s, {result.iterations} iterations"
     )
     print(f"  tasks      {result.tasks}: {result.trained} trained on, {result.dropped} dropped with a reason")
     print(f"  lost       {len(result.lost)} {result.lost[:10]}")
@@ -234,7 +238,8 @@ def main() -> int:
         f"  steps      {result.optimizer_steps[0]} in the last checkpoint, {result.optimizer_steps[1]} in the reports"
     )
     print(
-        f"  ledger     {'adds up' if result.adds_up else 'does NOT add up'}; reports {'in order' if result.reports_in_order else 'NOT in order'}"
+        f"  ledger     {'adds up' if result.adds_up else 'does NOT add up'}; "
+        f"reports {'in order' if result.reports_in_order else 'NOT in order'}"
     )
     print(f"  left over  {len(result.leftovers)} processes {result.leftovers[:3]}")
     return 0 if result.good else 1

@@ -391,7 +391,10 @@ class ScriptedEngine:
         if max(prompt) >= self.vocab_size:
             return f"The input_ids {prompt} contains values greater than the vocab size ({self.vocab_size})."
         if len(prompt) >= self.context_length:
-            return f"The input ({len(prompt)} tokens) is longer than the model's context length ({self.context_length} tokens)."
+            return (
+                f"The input ({len(prompt)} tokens) is longer than the model's context length "
+                f"({self.context_length} tokens)."
+            )
         if wanted > self.context_length:
             return (
                 f"Requested token count exceeds the model's maximum context length of {self.context_length} tokens. "
@@ -529,7 +532,8 @@ async def _wait(event: asyncio.Event, seconds: float) -> bool:
 
 @contextmanager
 def in_thread(engine: ScriptedEngine) -> Iterator[ScriptedEngine]:
-    """Run ``engine`` on an event loop of its own in another thread, for tests whose code under test has its own loops."""
+    """Run ``engine`` on an event loop of its own in another thread, for tests whose code under test has its own
+    loops."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="scripted-engine", daemon=True)
     thread.start()

@@ -1,4 +1,5 @@
-"""What the command line says to flags and files that cannot be used: one sentence that names them, never a traceback."""
+"""What the command line says to flags and files that cannot be used: one sentence that names them, never a
+traceback."""
 
 from __future__ import annotations
 
@@ -182,8 +183,8 @@ def test_a_model_path_that_is_missing_or_no_checkpoint_is_named(here: Path, caps
         code, text = said(capsys, "--model-path", path)
         assert code == 2
         assert (
-            text
-            == f"error: --model-path {path}: there is no Hugging Face checkpoint (no config.json); leave the flag out to make a tiny policy"
+            text == f"error: --model-path {path}: there is no Hugging Face checkpoint (no config.json); "
+            "leave the flag out to make a tiny policy"
         )
 
 

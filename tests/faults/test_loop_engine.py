@@ -1,4 +1,5 @@
-"""What the loop makes of an engine that misbehaves, over real HTTP: it recovers, or each rollout fails with the reason."""
+"""What the loop makes of an engine that misbehaves, over real HTTP: it recovers, or each rollout fails with the
+reason."""
 
 from __future__ import annotations
 

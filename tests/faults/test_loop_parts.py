@@ -1,4 +1,5 @@
-"""What happens to the run when one of its own parts breaks: trainer, store, threads, tasks; and when it is cancelled."""
+"""What happens to the run when one of its own parts breaks: trainer, store, threads, tasks; and when it is
+cancelled."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def test_a_trainer_that_raises_stops_the_run_with_its_place_and_its_cause(engine
         LoopCase(agent=HelloAgent(), url=engine.url, train=train, num_iterations=4) as case,
         pytest.raises(
             LoopError,
-            match=r"^iteration 2: training failed with ZeroDivisionError: division by zero \(test_loop_parts\.py, line \d+\)$",
+            match=r"^iteration 2: training failed with ZeroDivisionError: .*\(test_loop_parts\.py, line \d+\)$",
         ) as caught,
     ):
         case.loop.run()

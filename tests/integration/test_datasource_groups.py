@@ -133,7 +133,7 @@ async def test_with_complete_groups_one_failure_drops_the_group() -> None:
         await told.until(lambda: bool(told.groups))
         with pytest.raises(
             DataSourceError,
-            match=r"within 0\.2 s \(0 rollouts in flight, 0 ready, ended: 1 failed \(bad_reward\), 1 filtered",
+            match=r"0 rollouts in flight.*1 failed \(bad_reward\), 1 filtered",
         ):
             await get(source, 1)
 
@@ -210,7 +210,7 @@ async def test_nothing_at_the_deadline_is_an_error_that_says_where_rollouts_stan
         source.expect("g", size=1)
         source.opened(await enqueue(store, 1, group_id="g"))
         began = time.monotonic()
-        with pytest.raises(DataSourceError, match=r"within 0\.2 s \(1 rollouts in flight, 0 ready, ended: none\)"):
+        with pytest.raises(DataSourceError, match=r"0\.2 s.*1 rollouts in flight"):
             await get(source, 1)
         assert time.monotonic() - began < 5
 

@@ -93,7 +93,7 @@ async def test_the_first_failure_ends_a_group_that_cannot_be_used_any_more() -> 
         late = await enqueue_group(store, "g", size=1)
         source.opened(late)  # one that was on its way to the store when its group settled
         assert await cancelled_in(store, late[0].rollout_id)
-        assert source.ledger.counts().reasons[Outcome.CANCELLED, "group_settled"] == 1
+        assert source.ledger.counts().reasons[Outcome.CANCELLED, "group_finalized"] == 1
 
 
 async def test_failed_members_are_run_again_and_the_group_is_complete() -> None:

@@ -26,7 +26,7 @@ LONG_PROMPT = "say hello " * 2_000
 def engine() -> Iterator[ScriptedEngine]:
     with hello_engine(context_length=100_000) as engine:
         with LoopCase(agent=HelloAgent(), url=engine.url) as case:
-            case.loop.run()  # what is done once per process, such as a full garbage collection before the first rollout, is not what is measured
+            case.loop.run()  # what is done once per process, such as a first garbage collection, is not measured
         yield engine
 
 

@@ -254,7 +254,7 @@ async def test_tools_and_a_scheduler_work_together() -> None:
     assert sample.metadata["tools"]["calls"] == {"look": 2}
 
 
-# -- users' code off the loop (fault 27) -------------------------------------------------------------------------------
+# -- users' code off the loop (fault 27) -----------------------------------------------------------------------------
 
 
 class Box:
@@ -404,7 +404,7 @@ async def test_a_loss_scale_that_is_a_weight_fails_the_rollout() -> None:
 
 
 # -- from the command line
-# ------------------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 
 PLUGIN = """
 from agl_slime.rollout.scheduler import MultiTurnScheduler, register_scheduler

@@ -102,7 +102,8 @@ async def test_no_id_differs_between_the_engines_record_and_the_samples(server: 
         turns += len(record)
         prompt_tokens += sum(len(prompt) for prompt, _ in record)
         cached_tokens += sum(generation.cached_tokens for _, generation in record)
-    report = f"{n} rollouts, {turns} turns, {samples} Samples, {mismatched} mismatched, {cached_tokens / prompt_tokens:.0%} of prompt tokens cached"
+    cached = cached_tokens / prompt_tokens
+    report = f"{n} rollouts, {turns} turns, {samples} Samples, {mismatched} mismatched, {cached:.0%} of prompts cached"
     record_property("multi_turn", report)
     print(report)
     assert mismatched == 0

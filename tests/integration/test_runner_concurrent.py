@@ -1,4 +1,5 @@
-"""The runner against a real store: many rollouts at once, each span on its own rollout, every failure with its reason."""
+"""The runner against a real store: many rollouts at once, each span on its own rollout, every failure with its
+reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Spans find their rollout from wherever the agent's code runs: tasks, threads, executors, third-party instrumentation."""
+"""Spans find their rollout from wherever the agent's code runs: tasks, threads, executors, third-party
+instrumentation."""
 
 from __future__ import annotations
 

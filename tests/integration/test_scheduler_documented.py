@@ -178,7 +178,7 @@ def test_external_plugins_register_local_schedulers() -> None:
     assert agent.scheduler.max_turns == 4
 
 
-# -- as ms-swift's users write schedulers today (fault 26) -------------------------------------------------------------
+# -- as ms-swift's users write schedulers today (fault 26) -----------------------------------------------------------
 
 
 class Environment(MultiTurnScheduler):

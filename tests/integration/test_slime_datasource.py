@@ -242,7 +242,8 @@ def wait_until(source: AGLDataSource, settled: int) -> None:
 
 
 def test_a_checkpoint_says_exactly_what_was_handed_out(tmp_path: Path):
-    """Groups handed out, ready, half finished and not begun at the checkpoint; the manager dies and another one loads."""
+    """Groups handed out, ready, half finished and not begun at the checkpoint; the manager dies and another one
+    loads."""
     with service_with_runner() as (_, service):
         args = args_for(agl_store_url=service.url, save=str(tmp_path), load=str(tmp_path))
         handed_out = enqueue(service.url, "handed-out", 2)

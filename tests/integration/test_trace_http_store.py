@@ -1,4 +1,5 @@
-"""Turns through Agent Lightning's HTTP store: what a remote runner writes and a data source in another process reads."""
+"""Turns through Agent Lightning's HTTP store: what a remote runner writes and a data source in another process
+reads."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_templates_that_only_append_never_fork(template: str, data: st.DataObjec
 @given(data=st.data())
 def test_no_merge_can_reach_across_a_seam_where_markers_end_answers(template: str, data: st.DataObject) -> None:
     conversation = data.draw(conversations(chat_tokenizer("anthropic", template), template, allowed=_UNEDITED))
-    assert conversation.context.open_seams == 0
+    assert conversation.context.open_boundaries == 0
 
 
 @pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "forgets_results"])

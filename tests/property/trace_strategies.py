@@ -1,4 +1,5 @@
-"""Random conversations as token ids: every way in which an agent's next prompt can relate to what it has seen before."""
+"""Random conversations as token ids: every way in which an agent's next prompt can relate to what it has seen
+before."""
 
 from __future__ import annotations
 

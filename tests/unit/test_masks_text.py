@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ CONVERSATION = [
 ]
 MARKED = """\
 {%- for message in messages %}
-{%- if message.role == 'assistant' %}{{- '<|im_start|>assistant\\n' }}{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}{{-
+{%- if message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' }}{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}{{-
 '\\n' }} {%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
@@ -35,8 +37,8 @@ def trained(tokenizer: Any, messages: list[dict[str, Any]], kind: str = "auto", 
     generator = get_loss_mask_generator(tokenizer, kind)
     token_ids, loss_mask = generator.get_loss_mask(messages, **options)
     assert len(token_ids) == len(loss_mask)
-    assert isinstance(generator, MaskGenerator)
-    return generator.get_text_from_loss_mask(token_ids, loss_mask)
+    runs = groupby(zip(token_ids, loss_mask, strict=True), key=lambda pair: pair[1])
+    return [tokenizer.decode([token for token, _ in run]) for trained, run in runs if trained]
 
 
 def test_the_templates_own_marks_are_used() -> None:
@@ -75,7 +77,9 @@ def test_a_template_that_drops_all_thinking_and_one_without_end_marks() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-@pytest.mark.parametrize("template", list(TEMPLATES))
+# templates that end a conversation or an opening otherwise than an answer are refused: they need a generator of their
+# own
+@pytest.mark.parametrize("template", sorted({*TEMPLATES} - {"ends_with_token", "drops_empty_blocks"}))
 def test_ids_are_those_of_the_rendering(vocabulary: str, template: str) -> None:
     tokenizer = chat_tokenizer(vocabulary, template)
     rendered = tokenizer.apply_chat_template(CONVERSATION, tokenize=True, return_dict=False)

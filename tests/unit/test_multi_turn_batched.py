@@ -22,8 +22,7 @@ from agl_slime.groups.assembler import GroupAssembler
 from agl_slime.groups.policy import CompleteGroup
 from agl_slime.groups.results import MemberResult
 from agl_slime.rollout.alarms import alike_answers, tool_never_fired
-from agl_slime.rollout.batched.base import Rollout
-from agl_slime.rollout.batched.multi_turn import MultiTurnRollout
+from agl_slime.rollout.batched.multi_turn import MultiTurnRollout, Rollout
 from agl_slime.rollout.batched.sampler import SGLangSampler
 from agl_slime.rollout.batched.samples import trajectory_to_samples
 from agl_slime.rollout.tools import ToolManager

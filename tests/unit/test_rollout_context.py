@@ -64,7 +64,7 @@ def test_a_truncated_answer_is_closed_by_the_template(template: str) -> None:
     context.add({"role": "tool", "content": "3"})
     added = text_of(tokenizer, context.prompt_ids()[len(prompt) + len(generation.output_ids) :])
     assert added.startswith(tokenizer.eos_token)
-    assert context.open_seams == 0
+    assert context.open_boundaries == 0
 
 
 def test_a_stop_token_that_the_template_does_not_write_stays_and_the_closing_follows() -> None:
@@ -331,7 +331,7 @@ def test_a_seam_that_a_merge_might_cross_is_counted() -> None:
     context.messages[-1]["content"] += "e apples"
     continued, _ = answer(context, tokenizer, " left.")
     assert continued[-2:] == tokenizer.encode("e apples", add_special_tokens=False)
-    assert context.open_seams == 1
+    assert context.open_boundaries == 1
 
 
 def test_an_answer_to_another_prompt_is_refused() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from agl_slime.tokens.conversation import ChatContext
-from agl_slime.tokens.first_prompts import _HELD_BYTES, _PROMPTS, FirstPrompts
-from agl_slime.tokens.template import ChatTemplate
+from agl_slime.tokens.template import _HELD_BYTES, _PROMPTS, ChatTemplate, FirstPrompts
 from tests.chat_templates import CHATML
 from tests.conversations import answer
 from tests.vocabularies import chat_tokenizer

@@ -14,7 +14,6 @@ from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.run.settings import TrainConfig
 from agl_slime.run.slime import check_slime_args, loop_flags
 from agl_slime.slime.trainer import require_slime
-from agl_slime.slime.versions import periodic_action
 from agl_slime.trainers import LocalTrainerSettings
 
 
@@ -104,18 +103,3 @@ def test_settings_that_slime_would_not_follow_are_refused(given: dict[str, Any],
     _config(local=LocalTrainerSettings())
     with pytest.raises(ConfigError, match=named):
         _config(**given)
-
-
-@pytest.mark.parametrize(
-    ("rollout_id", "interval", "per_epoch", "due"),
-    [
-        (0, None, None, False),
-        (1, 2, None, True),
-        (2, 2, None, False),
-        (9, 100, None, True),
-        (4, 100, 5, True),
-        (3, 100, 5, False),
-    ],
-)
-def test_when_something_periodic_is_due(rollout_id: int, interval: int | None, per_epoch: int | None, due: bool):
-    assert periodic_action(rollout_id, interval, per_epoch, 10) is due

@@ -110,7 +110,8 @@ def test_reward_adapters_are_built_once() -> None:
 
 
 def finish_without_suspending(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that must not wait for anything: the store's one lock is held by threads, not by tasks."""
+    """The result of a coroutine that must not wait for anything: the store's one lock is held by threads, not by
+    tasks."""
     try:
         waited_for = work.send(None)
     except StopIteration as stop:

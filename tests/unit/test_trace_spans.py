@@ -68,11 +68,11 @@ def test_token_lists_are_the_engines_ids():
         messages=[{"role": "user", "content": "q"}],
         latency_s=0.5,
     )
-    assert (read.turns, read.convention, read.ignored_calls) == ((expected,), "lists", 0)
+    assert read == (expected,)
 
 
 def test_token_lists_without_log_probs_have_none():
-    [turn] = read_turns([span(1, ids([1], [2]))]).turns
+    [turn] = read_turns([span(1, ids([1], [2]))])
     assert turn.log_probs is None
     assert turn.token_source == "engine"
 
@@ -94,7 +94,7 @@ def test_litellms_raw_requests_are_read(as_text: Any):
         "llm.hosted_vllm.prompt_token_ids": as_text([1, 2]),
         "llm.hosted_vllm.choices": as_text([choice]),
     }
-    [turn] = read_turns([span(1, attributes, name="raw_gen_ai_request")]).turns
+    [turn] = read_turns([span(1, attributes, name="raw_gen_ai_request")])
     assert (turn.prompt_ids.tolist(), turn.response_ids.tolist(), turn.finish_reason, turn.request_id) == (
         [1, 2],
         [3, 4],
@@ -107,13 +107,13 @@ def test_litellms_raw_requests_are_read(as_text: Any):
 
 def test_the_ids_of_vllms_first_choice_count():
     attributes = {"llm.hosted_vllm.prompt_token_ids": "[1]", "llm.hosted_vllm.response_token_ids": "[[2, 3], [4]]"}
-    [turn] = read_turns([span(1, attributes)]).turns
+    [turn] = read_turns([span(1, attributes)])
     assert turn.response_ids.tolist() == [2, 3]
 
 
 def test_turns_come_in_the_order_of_sequence_ids():
     spans = spans_of_attempt([span(3, ids([3], [3])), span(1, ids([1], [1])), span(2, ids([2], [2]))])
-    assert [turn.prompt_ids.tolist() for turn in read_turns(spans).turns] == [[1], [2], [3]]
+    assert [turn.prompt_ids.tolist() for turn in read_turns(spans)] == [[1], [2], [3]]
 
 
 # -- one call, several spans -----------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_a_call_that_client_and_proxy_both_recorded_is_one_turn(child_first: boo
         span(client, ids([1], [2], **{names.RESPONSE_ID: "r"}), span_id="client"),
         span(proxy, raw, parent="client"),
     ]
-    assert len(read_turns(spans_of_attempt(spans)).turns) == 1
+    assert len(read_turns(spans_of_attempt(spans))) == 1
 
 
 @pytest.mark.parametrize("child_first", [True, False])
@@ -142,7 +142,7 @@ def test_nested_spans_of_a_call_without_response_ids_are_one_turn(child_first: b
         span(5, {}, name="http", span_id="http", parent="client"),
         span(proxy, ids([1], [2]), parent="http"),
     ]
-    assert len(read_turns(spans_of_attempt(spans)).turns) == 1
+    assert len(read_turns(spans_of_attempt(spans))) == 1
 
 
 def test_an_agents_span_with_the_messages_of_its_calls_is_no_call_itself():
@@ -151,7 +151,7 @@ def test_an_agents_span_with_the_messages_of_its_calls_is_no_call_itself():
         span(2, text("q", "a", **{names.OPERATION_NAME: "chat"}), parent="agent"),
         span(3, text("q", "b"), parent="agent"),
     ]
-    assert [turn.text for turn in read_turns([agent, *calls], chat_tokenizer("anthropic", PLAIN)).turns] == ["a", "b"]
+    assert [turn.text for turn in read_turns([agent, *calls], chat_tokenizer("anthropic", PLAIN))] == ["a", "b"]
 
 
 def test_a_span_with_text_above_spans_with_ids_does_not_hide_them():
@@ -161,7 +161,7 @@ def test_a_span_with_text_above_spans_with_ids_does_not_hide_them():
         span(3, ids([3], [4]), parent="chain"),
     ]
     read = read_turns(spans)
-    assert ([turn.prompt_ids.tolist() for turn in read.turns], read.ignored_calls) == ([[1], [3]], 0)
+    assert [turn.prompt_ids.tolist() for turn in read] == [[1], [3]]
 
 
 def test_two_equal_calls_are_two_turns():
@@ -170,7 +170,7 @@ def test_two_equal_calls_are_two_turns():
         span(2, ids([1], [2]), parent="agent"),
         span(3, {}, name="agent", span_id="agent"),
     ]
-    assert len(read_turns(spans).turns) == 2
+    assert len(read_turns(spans)) == 2
 
 
 def test_a_judge_beneath_a_reward_span_is_no_turn():
@@ -181,14 +181,11 @@ def test_a_judge_beneath_a_reward_span_is_no_turn():
         span(3, {}, name="inner", span_id="inner", parent="reward"),
         span(4, reward, name="agentlightning.operation", span_id="reward"),
     ]
-    assert [turn.prompt_ids.tolist() for turn in read_turns(spans).turns] == [[1]]
+    assert [turn.prompt_ids.tolist() for turn in read_turns(spans)] == [[1]]
 
 
 def test_a_span_that_is_its_own_ancestor_does_not_hang():
-    assert (
-        len(read_turns([span(1, ids([1], [2]), span_id="a", parent="b"), span(2, {}, span_id="b", parent="a")]).turns)
-        == 1
-    )
+    assert len(read_turns([span(1, ids([1], [2]), span_id="a", parent="b"), span(2, {}, span_id="b", parent="a")])) == 1
 
 
 def test_calls_of_other_models_can_be_left_out():
@@ -197,7 +194,7 @@ def test_calls_of_other_models_can_be_left_out():
         span(2, ids([3], [4], **{names.REQUEST_MODEL: "helper"})),
     ]
     read = read_turns(spans, is_policy_call=lambda call: call.attributes[names.REQUEST_MODEL] == "policy")
-    assert [turn.prompt_ids.tolist() for turn in read.turns] == [[1]]
+    assert [turn.prompt_ids.tolist() for turn in read] == [[1]]
 
 
 def test_packed_turns_win_over_lists_and_lists_over_text():
@@ -206,22 +203,14 @@ def test_packed_turns_win_over_lists_and_lists_over_text():
     )
     lists, words = span(2, ids([3], [4])), span(3, text("q", "a"))
     first = read_turns([packed, lists, words])
-    assert (first.convention, [turn.prompt_ids.tolist() for turn in first.turns], first.ignored_calls) == (
-        "packed",
-        [[1]],
-        2,
-    )
+    assert [turn.prompt_ids.tolist() for turn in first] == [[1]]
     second = read_turns([lists, words])
-    assert (second.convention, [turn.prompt_ids.tolist() for turn in second.turns], second.ignored_calls) == (
-        "lists",
-        [[3]],
-        1,
-    )
+    assert [turn.prompt_ids.tolist() for turn in second] == [[3]]
 
 
 def test_no_model_call_is_no_turn():
     read = read_turns([span(1, {"http.method": "GET"})])
-    assert (read.turns, read.convention) == ((), None)
+    assert read == ()
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
@@ -241,8 +230,7 @@ def encoded(answer: str) -> list[int]:
 
 def test_text_is_tokenised_again_through_the_template_and_marked():
     read = read_turns([span(1, text("What?", "That."))], chat_tokenizer("anthropic", PLAIN))
-    [turn] = read.turns
-    assert read.convention == "text"
+    [turn] = read
     assert turn.token_source == "retokenized"
     assert turn.log_probs is None
     assert turn.prompt_ids.tolist() == rendered([{"role": "user", "content": "What?"}])
@@ -257,7 +245,7 @@ def test_text_needs_a_tokenizer():
 
 def test_an_answer_that_was_cut_off_has_no_end_of_turn():
     attributes = text("What?", "Tha", **{"gen_ai.completion.0.finish_reason": "length"})
-    [turn] = read_turns([span(1, attributes)], chat_tokenizer("anthropic", PLAIN)).turns
+    [turn] = read_turns([span(1, attributes)], chat_tokenizer("anthropic", PLAIN))
     assert turn.response_ids.tolist() == encoded("Tha")
     assert turn.finish_reason == "length"
 
@@ -309,7 +297,7 @@ FLATTENED = {
 
 @pytest.mark.parametrize("attributes", [OTEL_PARTS, OTEL_PLAIN, FLATTENED], ids=["parts", "chat messages", "flattened"])
 def test_every_way_to_write_messages_gives_the_same_tokens(attributes: dict[str, Any]):
-    [turn] = read_turns([span(1, attributes)], chat_tokenizer("anthropic", PLAIN)).turns
+    [turn] = read_turns([span(1, attributes)], chat_tokenizer("anthropic", PLAIN))
     conversation = [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "Weather?"},
@@ -334,7 +322,7 @@ def test_an_answer_that_is_a_tool_call_is_rendered_by_the_template():
         "gen_ai.completion.0.tool_calls.0.arguments": '{"at": "Rome"}',
         "gen_ai.completion.0.finish_reason": "tool_calls",
     }
-    [turn] = read_turns([span(1, attributes)], chat_tokenizer("anthropic", PLAIN)).turns
+    [turn] = read_turns([span(1, attributes)], chat_tokenizer("anthropic", PLAIN))
     assert turn.response_ids.tolist() == encoded(
         '<tool_call>\n{"name": "look", "arguments": {"at": "Rome"}}\n</tool_call><|im_end|>'
     )
@@ -360,16 +348,16 @@ def test_what_is_not_text_is_refused_rather_than_left_out(attributes: dict[str, 
 
 
 def test_where_ids_are_there_text_that_cannot_be_read_does_no_harm():
-    [turn] = read_turns([span(1, ids([1], [2], **IMAGE))]).turns
+    [turn] = read_turns([span(1, ids([1], [2], **IMAGE))])
     assert (turn.response_ids.tolist(), turn.messages) == ([2], None)
     packed = span(1, TurnEncoder().encode(Turn(prompt_ids=[1], response_ids=[2], log_probs=[-1.0])))
-    assert len(read_turns([packed, span(2, IMAGE)]).turns) == 1
+    assert len(read_turns([packed, span(2, IMAGE)])) == 1
 
 
 def test_a_conversation_without_messages_is_no_turn():
     empty = {names.INPUT_MESSAGES: "[]", names.OUTPUT_MESSAGES: "[]"}
     read = read_turns([span(1, empty), span(2, text("What?", "That."))], chat_tokenizer("anthropic", PLAIN))
-    assert ([turn.text for turn in read.turns], read.ignored_calls) == (["That."], 1)
+    assert [turn.text for turn in read] == ["That."]
 
 
 def test_messages_that_are_no_json_are_refused():

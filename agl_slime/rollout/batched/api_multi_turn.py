@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
-from agl_slime.rollout.batched.base import ToolRollout, Trajectory
+from agl_slime.rollout.batched.multi_turn import ToolRollout, Trajectory
 from agl_slime.rollout.scheduler import StopReason
 from agl_slime.rollout.session import Answer, Session
 from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolCall, get_tool_parser

@@ -6,7 +6,6 @@ sees: samples of similar length, padded to the longest; how they are cut changes
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -79,43 +78,32 @@ class TrainBatch:
         tokens, masks, log_probs = [], [], []
         for i, sample in enumerate(flat):
             ids, length = _array(sample.tokens, f"tokens of sample {i}", np.int64), sample.response_length
-            fits = 0 <= length < len(ids)
-            _require(
-                fits, f"response_length of sample {i} is {length} with {len(ids)} tokens; leave one to the prompt."
-            )
+            found = f"response_length of sample {i} is {length} with {len(ids)} tokens"
+            _require(0 <= length < len(ids), f"{found}; leave one to the prompt.")
             _require(ids.min() >= 0, f"tokens of sample {i} hold the id {ids.min()}; token ids cannot be negative.")
             images = getattr(sample, "multimodal_train_inputs", None)
             _require(images is None, f"sample {i} has multimodal_train_inputs; use slime: this trains on text only.")
-            given = sample.loss_mask if sample.loss_mask is not None and not sample.remove_sample else None
-            mask = _array(
-                [int(not sample.remove_sample)] * length if given is None else given,
-                f"loss_mask of sample {i}",
-                np.int64,
-            )
-            _require(
-                len(mask) == length, f"loss_mask of sample {i} has {len(mask)} entries, response_length is {length}."
-            )
+            whole = sample.remove_sample or sample.loss_mask is None
+            given = [int(not sample.remove_sample)] * length if whole else sample.loss_mask
+            mask = _array(given, f"loss_mask of sample {i}", np.int64, length)
             _require(np.isin(mask, (0, 1)).all(), f"loss_mask of sample {i} must hold only 0 and 1.")
             tokens.append(ids)
             masks.append(mask.astype(np.bool_))
             if sample.rollout_log_probs is not None:
-                name = f"rollout_log_probs of sample {i}"
-                own = _array(sample.rollout_log_probs, name, np.float32)
-                _require(len(own) == length, f"{name} has {len(own)} entries, response_length is {length}.")
+                own = _array(sample.rollout_log_probs, f"rollout_log_probs of sample {i}", np.float32, length)
                 log_probs.append(own[masks[i]])
 
-        counts = [int(mask.sum()) for mask in masks]
-        sums: Counter[int] = Counter()
-        for rollout_id, n in zip(rollout_ids, counts, strict=True):
-            sums[rollout_id] += n
+        counts = np.array([mask.sum() for mask in masks], dtype=np.int64)
+        numbers = np.array(rollout_ids, dtype=np.int64)
+        _, rollout_of_sample = np.unique(numbers, return_inverse=True)
+        sums = np.bincount(rollout_of_sample, weights=counts).astype(np.int64)[rollout_of_sample]
+        targets = [len(ids) - len(mask) + np.flatnonzero(mask) for ids, mask in zip(tokens, masks, strict=True)]
         return cls(
             tokens=tokens,
-            target_positions=[
-                len(ids) - len(mask) + np.flatnonzero(mask) for ids, mask in zip(tokens, masks, strict=True)
-            ],
-            rollout_ids=np.array(rollout_ids, dtype=np.int64),
+            target_positions=targets,
+            rollout_ids=numbers,
             token_rewards=np.repeat(np.array(rewards, dtype=np.float64), counts),
-            token_rollout_mask_sums=np.repeat(np.array([sums[i] for i in rollout_ids], dtype=np.int64), counts),
+            token_rollout_mask_sums=np.repeat(sums, counts),
             token_log_probs=np.concatenate(log_probs) if log_probs else None,
         )
 
@@ -184,15 +172,16 @@ def make_microbatches(
     bucket: list[int] = []
     for i in sorted(lengths, key=lambda i: (lengths[i], i)):
         if bucket and (len(bucket) + 1) * lengths[i] > max_tokens:
-            yield _pad(batch, bucket, width=lengths[bucket[-1]])
+            yield _pad(batch, bucket)
             bucket = []
         bucket.append(i)
     if bucket:
-        yield _pad(batch, bucket, width=lengths[bucket[-1]])
+        yield _pad(batch, bucket)
 
 
-def _pad(batch: TrainBatch, samples: list[int], *, width: int) -> MicroBatch:
-    input_ids = np.zeros((len(samples), width), dtype=np.int64)
+def _pad(batch: TrainBatch, samples: list[int]) -> MicroBatch:
+    """One microbatch of ``samples``, the longest last."""
+    input_ids = np.zeros((len(samples), batch.target_positions[samples[-1]][-1]), dtype=np.int64)
     for row, i in enumerate(samples):
         ids = batch.tokens[i][: batch.target_positions[i][-1]]
         input_ids[row, : len(ids)] = ids
@@ -211,17 +200,18 @@ def _require(fits: Any, text: str) -> None:
         raise TrainerError(text)
 
 
-def _array(values: Any, name: str, dtype: type[np.number]) -> NDArray[Any]:
+def _array(values: Any, name: str, dtype: type[np.number], length: int | None = None) -> NDArray[Any]:
     """A flat array of finite numbers; integers are not made of anything else."""
     integers = issubclass(dtype, np.integer)
     try:
         array = np.asarray(values, dtype=None if integers else dtype)
     except (TypeError, ValueError):
         raise TrainerError(f"{name} must be numbers, got {values!r:.80}.") from None
-    kind = "integers" if integers else "numbers"
-    found = f"{array.dtype} of shape {array.shape}"
     fits = array.ndim == 1 and not (integers and array.size and array.dtype.kind not in "iu")
-    _require(fits, f"{name} must be a flat sequence of {kind}, got {found}.")
+    kind = "integers" if integers else "numbers"
+    _require(fits, f"{name} must be a flat sequence of {kind}, got {array.dtype} of shape {array.shape}.")
+    if length is not None:
+        _require(len(array) == length, f"{name} has {len(array)} entries, response_length is {length}.")
     for i in np.flatnonzero(~np.isfinite(array)):
         raise TrainerError(f"{name} holds {array[i]} at position {i}; only finite numbers can be trained on.")
     return array.astype(dtype)

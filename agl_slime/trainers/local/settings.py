@@ -56,24 +56,19 @@ class LocalTrainerSettings:
     """Seed of the order in which rollouts are divided among minibatches."""
 
     def __post_init__(self) -> None:
-        checks = {
-            "lr": (math.isfinite(self.lr) and self.lr > 0, "above 0"),
-            "warmup_steps": (self.warmup_steps >= 0, "at least 0"),
-            "betas": (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"),
-            "weight_decay": (math.isfinite(self.weight_decay) and self.weight_decay >= 0, "at least 0"),
-            "grad_clip": (self.grad_clip > 0, "above 0 (inf for no clipping)"),
-            "clip": (0 < self.clip <= 1, "in (0, 1]"),
-            "clip_high": (self.clip_high is None or self.clip_high > 0, "above 0"),
-            "n_minibatches": (self.n_minibatches >= 1, "at least 1"),
-            "epochs": (self.epochs >= 1, "at least 1"),
-            "kl_coef": (math.isfinite(self.kl_coef) and self.kl_coef >= 0, "at least 0"),
-            "aggregation": (self.aggregation in ("token", "sequence"), "'token' or 'sequence'"),
-            "temperature": (math.isfinite(self.temperature) and self.temperature > 0, "above 0"),
-            "old_log_probs": (self.old_log_probs in ("engine", "recompute"), "'engine' or 'recompute'"),
-            "max_tokens_per_microbatch": (self.max_tokens_per_microbatch >= 1, "at least 1"),
-            "torch_threads": (self.torch_threads is None or self.torch_threads >= 1, "at least 1"),
-            "seed": (self.seed >= 0, "at least 0"),
-        }
-        for name, (fits, range_in_words) in checks.items():
-            if not fits:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be {range_in_words}.")
+        for names, fits, range_in_words in (
+            ("lr temperature", lambda value: 0 < value < math.inf, "above 0"),
+            ("weight_decay kl_coef", lambda value: 0 <= value < math.inf, "at least 0"),
+            ("warmup_steps seed", lambda value: value >= 0, "at least 0"),
+            ("n_minibatches epochs max_tokens_per_microbatch", lambda value: value >= 1, "at least 1"),
+            ("torch_threads", lambda value: value is None or value >= 1, "at least 1"),
+            ("betas", lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)"),
+            ("grad_clip", lambda value: value > 0, "above 0 (inf for no clipping)"),
+            ("clip", lambda value: 0 < value <= 1, "in (0, 1]"),
+            ("clip_high", lambda value: value is None or value > 0, "above 0"),
+            ("aggregation", lambda value: value in ("token", "sequence"), "'token' or 'sequence'"),
+            ("old_log_probs", lambda value: value in ("engine", "recompute"), "'engine' or 'recompute'"),
+        ):
+            for name in names.split():
+                if not fits(value := getattr(self, name)):
+                    raise ConfigError(f"{name} is {value!r}; it must be {range_in_words}.")

@@ -122,23 +122,20 @@ class LocalTrainer:
             metrics["train/logprob_diff_max"] = float(difference.max())
             metrics["train/logprob_diff_mean"] = float(difference.mean())
             old = engine if self.settings.old_log_probs == "engine" else log_probs
-        weights = token_weights(
-            self.settings.aggregation,
-            rollout_mask_sums=self._tensor(batch.token_rollout_mask_sums),
-            n_tokens=batch.n_tokens,
-            n_rollouts=batch.n_rollouts,
-            n_minibatches=n_minibatches,
-        )
-        start = None
-        if self._start_model is not None:
-            start, _ = self._score(self._start_model, everything, batch.n_tokens)
         objective = Objective(
             settings=self.settings,
             old_log_probs=old,
             advantages=self._tensor(batch.token_rewards.astype(np.float32)),
-            weights=weights,
-            start_log_probs=start,
+            weights=token_weights(
+                self.settings.aggregation,
+                rollout_mask_sums=self._tensor(batch.token_rollout_mask_sums),
+                n_tokens=batch.n_tokens,
+                n_rollouts=batch.n_rollouts,
+                n_minibatches=n_minibatches,
+            ),
         )
+        if self._start_model is not None:
+            objective.start_log_probs, _ = self._score(self._start_model, everything, batch.n_tokens)
         return objective, metrics
 
     def _step(self, microbatches: list[MicroBatch], objective: Objective, *, place: str) -> tuple[float, float]:
@@ -167,8 +164,7 @@ class LocalTrainer:
     @torch.no_grad()
     def _score(self, model: Any, microbatches: list[MicroBatch], n_tokens: int) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of every token under the mask, ``[n_tokens]`` each, in the order of the batch."""
-        log_probs = torch.empty(n_tokens, device=self._device)
-        entropy = torch.empty(n_tokens, device=self._device)
+        log_probs, entropy = (torch.empty(n_tokens, device=self._device) for _ in range(2))
         for micro in microbatches:
             logits, own = self._log_probs(model, micro)
             index = self._tensor(micro.token_index)
