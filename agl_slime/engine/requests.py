@@ -94,7 +94,7 @@ class Request:
     return_logprob: bool = False
     logprob_start_len: int = -1
     """First place of the prompt to report a log-prob for; -1 reports none."""
-    on_finish: Callable[[Request], None] = lambda _: None
+    on_finish: Callable[[Request], object] = lambda _: None
 
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
