@@ -118,7 +118,7 @@ class TrainConfig:
             ("temperature", 0 < self.temperature < math.inf, "above 0: training needs samples that differ"),
         ):
             if not fits:
-                raise ConfigError(f"{_flag(name)} must be {range_in_words}, got {getattr(self, name)}")
+                raise ConfigError(f"{flag_of(name)} must be {range_in_words}, got {getattr(self, name)}")
         if self.resume and self.output_dir is None:
             raise ConfigError("--resume needs --output-dir: the directory of the run to go on with")
         if self.resume and self.overwrite:
@@ -145,11 +145,11 @@ class TrainConfig:
         self._refuse("save_interval", "slime keeps its own checkpoints; give -- --save DIR --save-interval N instead")
         for setting in fields(self.local):
             if (value := getattr(self.local, setting.name)) != setting.default:
-                raise ConfigError(f"{_flag(f'local.{setting.name}')} {value} with --trainer slime: leave it out")
+                raise ConfigError(f"{flag_of(f'local.{setting.name}')} {value} with --trainer slime: leave it out")
 
     def _refuse(self, name: str, why: str) -> None:
         if getattr(self, name) != getattr(TrainConfig, name):
-            raise ConfigError(f"{_flag(name)} with --trainer {self.trainer}: {why}")
+            raise ConfigError(f"{flag_of(name)} with --trainer {self.trainer}: {why}")
 
     def check_files(self) -> None:
         """Raise ``ConfigError`` when a file that the settings name cannot be used: within milliseconds, before anything
@@ -164,5 +164,5 @@ class TrainConfig:
             )
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"

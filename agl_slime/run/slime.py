@@ -23,7 +23,7 @@ from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.report import open_run_dir
 from agl_slime.report.metrics import TOKENS_TRAINED
 from agl_slime.run.parts import RunParts, RunReports, load_parts, make_loop
-from agl_slime.run.settings import TrainConfig
+from agl_slime.run.settings import TrainConfig, flag_of
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.trainer import SlimeTrainer, parse_slime_args, require_slime
@@ -161,15 +161,11 @@ def check_slime_args(args: Any, config: TrainConfig) -> None:
     """Raise ``ConfigError`` for what slime was told after ``--`` and the loop would not follow."""
     for theirs, ours in _THE_LOOPS.items():
         if (value := getattr(args, theirs, None)) != (own := getattr(config, ours)):
-            raise ConfigError(f"{_flag(theirs)} {value} after -- is not {_flag(ours)} {own}: give the latter only")
+            raise ConfigError(f"{flag_of(theirs)} {value} after -- is not {flag_of(ours)} {own}: give the latter only")
     for name in _SLIMES_OWN:
         value = getattr(args, name, None)
         if value is not None and value is not False:
-            raise ConfigError(f"{_flag(name)} after -- is for slime's own loop, not for --trainer slime: leave it out")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag_of(name)} after -- is for slime's own loop, not --trainer slime: leave it out")
 
 
 class SlimeSteps:
