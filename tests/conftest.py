@@ -47,7 +47,7 @@ def policy_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def embedded_engine(policy_dir: Path) -> Iterator[str]:
     """URL of the embedded engine that all tests share; it serves ``policy_dir``. A test that pauses it or changes its
     weights leaves it as it was: nothing runs, nothing is paused, and the weights are the policy's."""
-    from agl_slime.engine import EmbeddedEngine, EmbeddedEngineSettings
+    from agl_slime.engine import EmbeddedEngine
 
-    with EmbeddedEngine(policy_dir, settings=EmbeddedEngineSettings(max_running_requests=MAX_RUNNING)) as engine:
+    with EmbeddedEngine(policy_dir, max_running_requests=MAX_RUNNING) as engine:
         yield engine.url

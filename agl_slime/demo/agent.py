@@ -6,7 +6,6 @@ The value is random, so the only way to a reward is to call the tool with the ri
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from typing import Any
@@ -14,7 +13,9 @@ from typing import Any
 from agl_slime import RolloutSession, SGLangLitAgent
 from agl_slime.demo.formats import LookupDemonstrations
 
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_CALL = re.compile(
+    r'<tool_call>\s*\{\s*"name":\s*"lookup",\s*"arguments":\s*\{\s*"key":\s*"([^"]*)"\s*\}\s*\}\s*</tool_call>'
+)
 
 
 class LookupAgent(SGLangLitAgent):
@@ -28,24 +29,9 @@ class LookupAgent(SGLangLitAgent):
         return self.demonstrations.prompt(task)
 
     async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
-        answer = await session.ask()
-        key = called_key(answer.text)
-        if key is None:
-            return  # no tool call: this answer is what compute_reward will see
-        await session.ask({"role": "tool", "content": self.demonstrations.observation(task, key)})
+        called = _CALL.search((await session.ask()).text)
+        if called is not None:  # else that answer is what compute_reward will see
+            await session.ask({"role": "tool", "content": self.demonstrations.observation(task, called[1])})
 
     def compute_reward(self, task: dict[str, Any], response: str) -> float:
         return 1.0 if self.demonstrations.is_correct(task, response) else 0.0
-
-
-def called_key(text: str) -> str | None:
-    """The key of a well-formed call of ``lookup`` in the text; ``None`` when there is none."""
-    found = _TOOL_CALL.search(text)
-    if found is None:
-        return None
-    try:
-        call = json.loads(found.group(1))
-        key = call["arguments"]["key"] if call["name"] == "lookup" else None
-    except (ValueError, KeyError, TypeError):
-        return None
-    return key if isinstance(key, str) else None

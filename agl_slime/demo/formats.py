@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 Message = dict[str, Any]
@@ -38,7 +37,6 @@ class DemonstrationSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
 class LookupDemonstrations:
     """A two-turn tool task: call ``lookup`` with the key of the question, read the observation, answer with it.
 
@@ -48,16 +46,12 @@ class LookupDemonstrations:
     defaults training starts from a reward of 0.1 to 0.2.
     """
 
-    blur_call: float = 0.65
-    blur_answer: float = 0.5
-    unsure: float = 0.85
-    length: int = 2
-
+    blur_call, blur_answer, unsure = 0.65, 0.5, 0.85
     tool_name = "lookup"
     system = "Call lookup in a <tool_call> block, then answer with what it returns."
 
     def make_task(self, rng: random.Random) -> dict[str, Any]:
-        return {"key": _word(rng, _LETTERS, self.length), "answer": _word(rng, _SYMBOLS, self.length)}
+        return {"key": _word(rng, _LETTERS, 2), "answer": _word(rng, _SYMBOLS, 2)}
 
     def prompt(self, task: Mapping[str, Any]) -> list[Message]:
         """The conversation that a rollout of this task starts from."""
@@ -79,34 +73,23 @@ class LookupDemonstrations:
         return answer.strip() == task["answer"]
 
     def demonstrations(self, rng: random.Random, n: int, *, quality: Quality) -> list[Demonstration]:
-        make = self._clean if quality == "clean" else self._imperfect
-        return [make(rng) for _ in range(n)]
+        return [self._one(rng, imperfect=quality == "imperfect") for _ in range(n)]
 
-    def _clean(self, rng: random.Random) -> Demonstration:
+    def _one(self, rng: random.Random, *, imperfect: bool) -> Demonstration:
         task = self.make_task(rng)
-        return [
-            *self.prompt(task),
-            {"role": "assistant", "content": self.tool_call(task["key"])},
-            {"role": "tool", "content": self.observation(task, task["key"])},
-            {"role": "assistant", "content": task["answer"]},
-        ]
-
-    def _imperfect(self, rng: random.Random) -> Demonstration:
-        # a conversation whose first turn does not call the tool rightly ends there, as a rollout's would
-        demonstration = self._clean(rng)
-        call, answer = demonstration[2], demonstration[4]
-        if rng.random() < self.blur_call:
-            key = demonstration[1]["content"].split('"')[1]
-            right = call["content"]
-            call["content"] = UNSURE if rng.random() < self.unsure else self.tool_call(_one_wrong(rng, key, _LETTERS))
-            if call["content"] != right:
-                return demonstration[:3]
-        if rng.random() < self.blur_answer:
-            answer["content"] = UNSURE if rng.random() < self.unsure else _one_wrong(rng, answer["content"], _SYMBOLS)
-        return demonstration
+        call, answer = self.tool_call(task["key"]), task["answer"]
+        if imperfect and rng.random() < self.blur_call:
+            wrong = rng.random() >= self.unsure
+            call = self.tool_call(_one_wrong(rng, task["key"], _LETTERS)) if wrong else UNSURE
+        started = [*self.prompt(task), {"role": "assistant", "content": call}]
+        if call != self.tool_call(task["key"]):
+            return started  # where the tool is not called rightly it ends, as a rollout would
+        if imperfect and rng.random() < self.blur_answer:
+            answer = UNSURE if rng.random() < self.unsure else _one_wrong(rng, answer, _SYMBOLS)
+        observed = {"role": "tool", "content": self.observation(task, task["key"])}
+        return [*started, observed, {"role": "assistant", "content": answer}]
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReverseDemonstrations:
     """A one-turn task: write three letters backwards. A task is ``{"letters": "b k t", "answer": "t k b"}``.
 
@@ -114,12 +97,10 @@ class ReverseDemonstrations:
     letter wrong.
     """
 
-    blur: float = 0.75
-    unsure: float = 0.7
-    length: int = 3
+    blur, unsure = 0.75, 0.7
 
     def make_task(self, rng: random.Random) -> dict[str, Any]:
-        letters = _word(rng, _LETTERS, self.length)
+        letters = _word(rng, _LETTERS, 3)
         return {"letters": " ".join(letters), "answer": " ".join(reversed(letters))}
 
     def prompt(self, task: Mapping[str, Any]) -> list[Message]:
@@ -135,11 +116,8 @@ class ReverseDemonstrations:
             task = self.make_task(rng)
             content = task["answer"]
             if quality == "imperfect" and rng.random() < self.blur:
-                content = (
-                    UNSURE
-                    if rng.random() < self.unsure
-                    else " ".join(_one_wrong(rng, content.replace(" ", ""), _LETTERS))
-                )
+                wrong = rng.random() >= self.unsure
+                content = " ".join(_one_wrong(rng, content.replace(" ", ""), _LETTERS)) if wrong else UNSURE
             conversations.append([*self.prompt(task), {"role": "assistant", "content": content}])
         return conversations
 

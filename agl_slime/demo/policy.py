@@ -82,23 +82,19 @@ def make_policy(
                 for file in SHIPPED.iterdir():
                     shutil.copyfile(file, fresh / file.name)
             else:
-                _make(fresh, spec, seed, source, settings)
+                try:
+                    from agl_slime.demo.warmup import train_policy
+                except ImportError as error:
+                    raise MissingDependencyError(
+                        'the tiny policy needs torch and transformers: pip install "agl-slime[local]"'
+                    ) from error
+                report = train_policy(fresh, seed=seed, source=source, settings=settings)
+                text = json.dumps({"spec": spec, "seed": seed, **report}, indent=2) + "\n"
+                (fresh / SPEC_FILE).write_text(text, encoding="utf-8")
     except OSError:
         if _read_spec(target) != spec:  # another process made the same policy meanwhile
             raise
     return target
-
-
-def _make(directory: Path, spec: str, seed: int, source: DemonstrationSource, settings: PolicySettings) -> None:
-    try:
-        from agl_slime.demo.warmup import train_policy
-    except ImportError as error:
-        raise MissingDependencyError(
-            'making the tiny policy needs torch and transformers: pip install "agl-slime[local]"'
-        ) from error
-    report = train_policy(directory, seed=seed, source=source, settings=settings)
-    text = json.dumps({"spec": spec, "seed": seed, **report}, indent=2) + "\n"
-    (directory / SPEC_FILE).write_text(text, encoding="utf-8")
 
 
 def _spec(seed: int, source: DemonstrationSource, settings: PolicySettings) -> str:

@@ -78,11 +78,8 @@ def make_tokenizer(source: DemonstrationSource) -> PreTrainedTokenizerFast:
 
 
 def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 460, max_length: int = 4096) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of exactly ``vocab_size`` tokens, the added tokens included.
-
-    ``texts`` are the contents of messages; the same texts in the same order give the same tokenizer. Raises
-    ``ConfigError`` when they hold too few different words for ``vocab_size``.
-    """
+    """A byte-level BPE tokenizer of exactly ``vocab_size`` tokens, the added tokens included; ``ConfigError`` when
+    ``texts`` hold too few different words. The same texts in the same order give the same tokenizer."""
     added = (PAD, START, END, *_TOOL_MARKERS)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()

@@ -12,7 +12,6 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,6 @@ _SHAPE: dict[str, Any] = {
     "bos_token_id": None,
 }
 
-_IGNORED = -100
-
 
 def train_policy(
     directory: Path, *, seed: int, source: DemonstrationSource, settings: PolicySettings
@@ -65,9 +62,8 @@ def train_policy(
     # transformers 5 writes what transformers 4, in a server for example, does not read
     _edit(directory / "config.json", rope_theta=_SHAPE["rope_theta"])
     _edit(directory / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
-    made_with = (
-        f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}, transformers {transformers.__version__}"
-    )
+    cpu = torch.backends.cpu.get_cpu_capability()
+    made_with = f"torch {torch.__version__} {cpu}, transformers {transformers.__version__}"
     return {"warmup": report, "made_with": made_with}
 
 
@@ -79,7 +75,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> 
     """
     ids: list[int] = []
     turns: list[int] = []
-    number = 0
     rendered = 0
     text = str(tokenizer.apply_chat_template(demonstration, tokenize=False))
     for index, message in enumerate(demonstration):
@@ -89,9 +84,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> 
         context = tokenizer.encode(text[rendered : len(prompt)], add_special_tokens=False)
         answer = [*tokenizer.encode(str(message["content"]), add_special_tokens=False), int(tokenizer.eos_token_id)]  # type: ignore[arg-type]
         ids += context + answer
-        turns += [-1] * len(context) + [number] * len(answer)
+        turns += [-1] * len(context) + [max(turns, default=-1) + 1] * len(answer)
         rendered = len(prompt) + len(str(message["content"])) + len(str(tokenizer.eos_token))
-        number += 1
     return ids, turns
 
 
@@ -140,43 +134,30 @@ def warm_up(
     }
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Right-padded conversations, all [conversations, tokens]: a label is the id at the same place where an assistant
-    wrote it, else -100; ``turns`` is the turn's number, else -1."""
-
-    ids: torch.Tensor
-    labels: torch.Tensor
-    turns: torch.Tensor
-
-
-def _batch(tokenizer: PreTrainedTokenizerBase, demonstrations: Sequence[Demonstration]) -> _Batch:
+def _batch(tokenizer: PreTrainedTokenizerBase, demonstrations: Sequence[Demonstration]) -> torch.Tensor:
+    """Right-padded conversations, [2, conversations, tokens]: ids, and the turn of each as in ``encode``."""
     encoded = [encode(tokenizer, demonstration) for demonstration in demonstrations]
     width = max(len(ids) for ids, _ in encoded)
-    ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in encoded])
-    turns = torch.tensor([row + [-1] * (width - len(row)) for _, row in encoded])
-    return _Batch(ids, torch.where(turns >= 0, ids, _IGNORED), turns)
+    return torch.tensor([[row[n] + [-n] * (width - len(row[n])) for row in encoded] for n in range(2)])
 
 
-def _answer_logits(model: Any, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def _answer_logits(model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # the output layer is a large part of a tiny model: it runs only where an assistant wrote. Right padding needs no
     # mask under causal attention.
-    hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
-    written = batch.labels[:, 1:] != _IGNORED
-    return model.lm_head(hidden[:, :-1][written]), batch.labels[:, 1:][written]
+    ids, turns = batch
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    written = turns[:, 1:] >= 0
+    return model.lm_head(hidden[:, :-1][written]), ids[:, 1:][written]
 
 
 @torch.no_grad()
-def _probe(model: Any, batch: _Batch) -> float:
+def _probe(model: Any, batch: torch.Tensor) -> float:
     """Share of the assistant turns in which every token is the model's first choice."""
     logits, labels = _answer_logits(model, batch)
-    turns = batch.turns[:, 1:]
-    written = turns >= 0
-    rows = torch.arange(len(turns)).unsqueeze(1).expand_as(turns)[written]
-    turn_of_token = rows * (int(turns.max()) + 1) + turns[written]
-    _, where = torch.unique(turn_of_token, return_inverse=True)
-    missed = torch.zeros(int(where.max()) + 1).index_add_(0, where, (logits.argmax(-1) != labels).float())
-    return float((missed == 0).float().mean())
+    rows, places = (batch[1, :, 1:] >= 0).nonzero(as_tuple=True)
+    turns = list(zip(rows.tolist(), batch[1, rows, places + 1].tolist(), strict=True))
+    wrong = {turn for turn, right in zip(turns, (logits.argmax(-1) == labels).tolist(), strict=True) if not right}
+    return 1 - len(wrong) / len(set(turns))
 
 
 @contextmanager

@@ -4,6 +4,6 @@
 transformers.
 """
 
-from agl_slime.engine.process import EmbeddedEngine, EmbeddedEngineSettings
+from agl_slime.engine.process import EmbeddedEngine
 
-__all__ = ["EmbeddedEngine", "EmbeddedEngineSettings"]
+__all__ = ["EmbeddedEngine"]

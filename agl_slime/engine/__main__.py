@@ -22,21 +22,7 @@ _PARENT_POLL_S = 0.25
 TOKEN_VARIABLE = "AGL_SLIME_ENGINE_TOKEN"
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = _parse(argv)
-    try:
-        require_token(args.host, args.token, setting="--token")
-        if not (
-            Path(args.model_path) / "config.json"
-        ).is_file():  # before torch is imported, so that it is told at once
-            raise ConfigError(f"--model-path {args.model_path!r} is no Hugging Face checkpoint (it has no config.json)")
-        return asyncio.run(_serve(args))
-    except (AglSlimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m agl_slime.engine", description="Serve a small checkpoint on the CPU with SGLang's protocol."
     )
@@ -49,14 +35,21 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--max-running-requests", type=int, default=128, help="requests that are decoded together; more wait")
     add("--random-seed", type=int, default=0)
     add("--parent-pid", type=int, help="end when this process is no longer the parent")
-    return parser.parse_args(argv)
+    args = parser.parse_args()
+    try:
+        require_token(args.host, args.token, setting="--token")
+        if not (Path(args.model_path) / "config.json").is_file():  # before torch is imported: told at once
+            raise ConfigError(f"--model-path {args.model_path!r} is no Hugging Face checkpoint (it has no config.json)")
+        return asyncio.run(_serve(args))
+    except (AglSlimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 async def _serve(args: argparse.Namespace) -> int:
     try:
         import torch
 
-        from agl_slime.engine.engine import EngineSettings
         from agl_slime.engine.server import load_server
     except ImportError as error:
         raise MissingDependencyError(
@@ -68,10 +61,8 @@ async def _serve(args: argparse.Namespace) -> int:
     # The engine's thread gives the interpreter away at every tensor operation; with the default of 5 ms it would wait
     # that long to get it back from a busy event loop.
     sys.setswitchinterval(0.0002)
-    settings = EngineSettings(
-        max_running=args.max_running_requests, context_length=args.context_length, seed=args.random_seed
-    )
-    server = load_server(args.model_path, settings=settings, token=args.token)
+    limits = {"max_running": args.max_running_requests, "context_length": args.context_length, "seed": args.random_seed}
+    server = load_server(args.model_path, token=args.token, **limits)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

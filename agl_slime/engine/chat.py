@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from agl_slime.engine.requests import UNSUPPORTED, BadRequest, Request, Sampling, parse
+from agl_slime.engine.requests import UNSUPPORTED, BadRequest, Request, Sampling, copies_asked, parse
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
@@ -20,11 +20,8 @@ _SAMPLING_NAMES = (Sampling.model_fields.keys() | UNSUPPORTED.keys()) - {"max_ne
 def chat_requests(body: Mapping[str, Any], *, tokenizer: Any) -> list[Request]:
     """The requests of a ``/v1/chat/completions`` body, one per choice. Raises ``BadRequest``."""
     messages = body.get("messages")
-    if (
-        not isinstance(messages, list)
-        or not messages
-        or not all(isinstance(item, Mapping) and isinstance(item.get("role"), str) for item in messages)
-    ):
+    roles = [isinstance(item, Mapping) and isinstance(item.get("role"), str) for item in messages or ()]
+    if not isinstance(messages, list) or not roles or not all(roles):
         raise BadRequest("messages must be a list of objects with a role.")
     if (body.get("response_format") or {}).get("type", "text") != "text":
         raise BadRequest("response_format is not supported by the embedded engine: leave it out or use a real SGLang")
@@ -58,36 +55,30 @@ def completion_requests(body: Mapping[str, Any], *, encode: Callable[[str], list
 
 
 def openai_answer(
-    requests: list[Request],
-    body: Mapping[str, Any],
-    *,
-    chat: bool,
-    model: str,
-    tokenizer: Any,
-    text: Callable[[Request], str],
+    requests: list[Request], body: Mapping[str, Any], *, tokenizer: Any, text: Callable[[Request], str]
 ) -> dict[str, Any]:
     """SGLang's answer to a chat completion, or a completion; the latter gives no log-probs, ``/generate`` does."""
+    chat = "messages" in body
     choices: list[dict[str, Any]] = []
     for index, request in enumerate(requests):
         finish = request.finish or {"type": "abort"}
-        choice = {
-            "index": index,
-            "logprobs": None,
-            "finish_reason": finish["type"],
-            "matched_stop": finish.get("matched"),
-        }
-        content, calls = text(request), None
+        choice = {"index": index, "logprobs": None, "finish_reason": finish["type"]}
+        choices.append({**choice, "matched_stop": finish.get("matched")})
+        content = text(request)
         if not chat:
-            choices.append({**choice, "text": content})
+            choices[-1]["text"] = content
             continue
-        if _tools(body):
-            content, calls = split_tool_calls(content)
-        choice["message"] = {"role": "assistant", "content": content, "reasoning_content": None, "tool_calls": calls}
-        if calls:
-            choice["finish_reason"] = "tool_calls"
+        content, calls = split_tool_calls(content) if _tools(body) else (content, None)
+        message = {"role": "assistant", "content": content, "reasoning_content": None, "tool_calls": calls}
+        choices[-1] |= {"message": message, **({"finish_reason": "tool_calls"} if calls else {})}
         if body.get("logprobs"):
-            choice["logprobs"] = {"content": _content_log_probs(request, tokenizer)}
-        choices.append(choice)
+            pieces = [tokenizer.decode([token]) for token in request.output_ids]
+            choices[-1]["logprobs"] = {
+                "content": [
+                    {"token": piece, "bytes": list(piece.encode()), "logprob": log_prob, "top_logprobs": []}
+                    for piece, log_prob in zip(pieces, request.log_probs, strict=True)
+                ]
+            }
     # every choice of one prompt shares its tokens
     prompt = sum({id(request.input_ids): len(request.input_ids) for request in requests}.values())
     completion = sum(len(request.output_ids) for request in requests)
@@ -96,7 +87,7 @@ def openai_answer(
         "id": requests[0].rid,
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
-        "model": model,
+        "model": body["model"],
         "choices": choices,
         "usage": {
             "prompt_tokens": prompt,
@@ -131,23 +122,13 @@ def _requests(body: Mapping[str, Any], ids: list[int], maximum: Any) -> list[Req
     for name in ("stream", "top_logprobs"):
         if body.get(name):
             raise BadRequest(f"{name} is not supported by the embedded engine: leave it out or use a real SGLang")
-    n = 1 if body.get("n") is None else body["n"]
-    if type(n) is not int or n < 1:
-        raise BadRequest(f"n must be at least 1, got {n!r}.")
+    n = copies_asked(body.get("n"))
     given = {name: body[name] for name in _SAMPLING_NAMES if body.get(name) is not None}
     sampling = parse(Sampling, {**given, "max_new_tokens": maximum})
     rid = body.get("rid")
     rids = [rid] if isinstance(rid, str) and n == 1 else [uuid.uuid4().hex for _ in range(n)]
     wanted = bool(body.get("logprobs"))
     return [Request(rid=each, input_ids=ids, sampling=sampling, return_logprob=wanted) for each in rids]
-
-
-def _content_log_probs(request: Request, tokenizer: Any) -> list[dict[str, Any]]:
-    pieces = [tokenizer.decode([token]) for token in request.output_ids]
-    return [
-        {"token": piece, "bytes": list(piece.encode()), "logprob": log_prob, "top_logprobs": []}
-        for piece, log_prob in zip(pieces, request.log_probs, strict=True)
-    ]
 
 
 def _text(content: Any) -> str:

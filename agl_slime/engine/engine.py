@@ -15,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -25,61 +24,46 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from agl_slime.engine.requests import BadRequest, Request
 from agl_slime.engine.sampling import RowParams, sample
 from agl_slime.engine.slots import SlotModel
-from agl_slime.engine.weights import apply_weights, check_weights
+from agl_slime.engine.weights import load_weights
 from agl_slime.errors import EngineError
 
 T = TypeVar("T")
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """Limits of the engine. ``max_running`` rows decode together; the rest wait in order of arrival."""
-
-    max_running: int = 128
-    context_length: int | None = None
-    """Tokens of prompt and response together; None takes the model's."""
-    prefill_tokens: int = 8192
-    """Tokens (padding included) that one prefill may take, so that running rows do not wait long."""
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Load:
-    """What the engine is doing: requests running and waiting, tokens held in the slots."""
-
-    running: int
-    waiting: int
-    used_tokens: int
-
-
 class Engine:
     """Serves requests until ``close``; ``submit`` returns at once and the request's ``on_finish`` is called in the
-    engine's thread."""
+    engine's thread.
+
+    ``max_running`` rows decode together; the rest wait in order of arrival. ``context_length`` counts the tokens of
+    prompt and response together, by default the model's; ``prefill_tokens`` (padding included) are what one prefill may
+    take, so that running rows do not wait long.
+    """
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        settings: EngineSettings | None = None,
-        weight_version: str = "default",
+        max_running: int = 128,
+        context_length: int | None = None,
+        prefill_tokens: int = 8192,
+        seed: int = 0,
     ) -> None:
-        self.settings = settings or EngineSettings()
-        config: Any = model.config
-        self.context_length = int(self.settings.context_length or config.max_position_embeddings)
-        self.vocab_size = int(config.vocab_size)
-        self.weight_version = weight_version
-        self.model_type: str | None = getattr(config, "model_type", None)
-        self.architectures: list[str] | None = getattr(config, "architectures", None)
+        self.max_running = max_running
+        self.config: Any = model.config
+        self.context_length = int(context_length or self.config.max_position_embeddings)
+        self.vocab_size = int(self.config.vocab_size)
+        self.weight_version = "default"
         self.eos_ids = _eos_ids(model, tokenizer)
         self.paused = False
         self.failure: BaseException | None = None
         self.tokens_sampled = 0
         self._model = model
         self._tokenizer = tokenizer
-        self._slots = SlotModel(model, slots=self.settings.max_running, context=self.context_length)
-        self._generator = torch.Generator().manual_seed(self.settings.seed)
+        self._slots = SlotModel(model, slots=max_running, context=self.context_length)
+        self._prefill_tokens = prefill_tokens
+        self._generator = torch.Generator().manual_seed(seed)
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._commands: deque[Callable[[], None]] = deque()
@@ -105,12 +89,10 @@ class Engine:
         with self._wake:
             if self._closed or self.failure is not None:
                 raise EngineError(f"the embedded engine has stopped: {self.failure or 'closed'}")
-            for request in requests:
-                if request.rid in self._by_rid:
-                    raise BadRequest(f"Duplicate request ID detected: {request.rid}")
-            for request in requests:
-                self._by_rid[request.rid] = request
-                self._submitted.append(request)
+            if known := next((request.rid for request in requests if request.rid in self._by_rid), None):
+                raise BadRequest(f"Duplicate request ID detected: {known}")
+            self._by_rid.update((request.rid, request) for request in requests)
+            self._submitted.extend(requests)
             self._wake.notify()
 
     def abort(self, rid: str | None = None) -> Future[int]:
@@ -124,7 +106,6 @@ class Engine:
         return self._call(lambda: self._pause(mode))
 
     def resume(self) -> Future[None]:
-        """Go on after ``pause``."""
         return self._call(lambda: setattr(self, "paused", False))
 
     def update_weights(self, tensors: dict[str, torch.Tensor], *, version: str | None = None) -> Future[None]:
@@ -135,12 +116,12 @@ class Engine:
         self._enqueue(lambda: update() if self.paused or not self._running else self._when_idle.append(update), future)
         return future
 
-    def load(self) -> Load:
-        """A snapshot; exact only between steps."""
+    def load(self) -> tuple[int, int, int]:
+        """Requests running and waiting, and tokens held in the slots; exact only between steps."""
         running = list(self._running)
         used = sum(len(request.input_ids) + len(request.output_ids) for request in running)
         with self._lock:
-            return Load(len(running), len(self._waiting) + len(self._submitted), used)
+            return len(running), len(self._waiting) + len(self._submitted), used
 
     @property
     def idle(self) -> bool:
@@ -248,13 +229,13 @@ class Engine:
         return True
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.settings.max_running:
+        while self._waiting and len(self._running) < self.max_running:
             batch: list[Request] = []
             longest = 0
-            while self._waiting and len(self._running) + len(batch) < self.settings.max_running:
+            while self._waiting and len(self._running) + len(batch) < self.max_running:
                 request = self._waiting[0]
                 width = max(longest, len(request.input_ids) + len(request.output_ids))
-                if batch and width * (len(batch) + 1) > self.settings.prefill_tokens:
+                if batch and width * (len(batch) + 1) > self._prefill_tokens:
                     break
                 longest = width
                 batch.append(self._waiting.popleft())
@@ -360,8 +341,7 @@ class Engine:
                 self._waiting.appendleft(self._remove(row))
 
     def _update(self, tensors: dict[str, torch.Tensor], version: str | None) -> None:
-        check_weights(self._model, tensors)
-        apply_weights(self._model, tensors)
+        load_weights(self._model, tensors)
         if version is not None:
             self.weight_version = version
 

@@ -5,47 +5,40 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
+import select
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from agl_slime.errors import EngineError, EngineTimeoutError
 
 _STDERR_TAIL = 2000
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmbeddedEngineSettings:
-    """How the engine's process is started. ``port`` 0 takes a free one."""
-
-    port: int = 0
-    start_timeout_s: float = 60.0
-    stop_timeout_s: float = 3.0
-    max_running_requests: int = 128
-    context_length: int | None = None
-    random_seed: int = 0
+_STOP_TIMEOUT_S = 3.0
 
 
 class EmbeddedEngine:
     """Serves ``model_path`` on 127.0.0.1 in a process of its own, from ``start`` (or the ``with`` block) to ``stop``.
-    The child ends by itself when this process dies, however it dies."""
+    The child ends by itself when this process dies, however it dies.
+
+    ``options`` are the flags of ``python -m agl_slime.engine``: ``random_seed``, ``context_length``, …; the port is a
+    free one unless it is given.
+    """
 
     def __init__(
         self,
         model_path: str | os.PathLike[str],
         *,
-        settings: EmbeddedEngineSettings | None = None,
+        start_timeout_s: float = 60.0,
         env: Mapping[str, str] | None = None,
+        **options: int,
     ) -> None:
         self.model_path = Path(model_path)
-        self.settings = settings or EmbeddedEngineSettings()
+        self._start_timeout_s = start_timeout_s
+        self._options = options
         self._env = dict(env or {})
         self._process: subprocess.Popen[str] | None = None
         self._stderr: IO[bytes] | None = None
@@ -89,17 +82,9 @@ class EmbeddedEngine:
 
     def _spawn(self) -> subprocess.Popen[str]:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - for the child's life; a pipe nobody reads would fill and block it
-        settings = self.settings
-        flags = {
-            "model-path": self.model_path,
-            "port": settings.port,
-            "max-running-requests": settings.max_running_requests,
-            "random-seed": settings.random_seed,
-            "context-length": settings.context_length,
-            "parent-pid": os.getpid(),
-        }
+        flags = {"model_path": self.model_path, "port": 0, "parent_pid": os.getpid(), **self._options}
         command = [sys.executable, "-m", "agl_slime.engine"]
-        command += [part for name, value in flags.items() if value is not None for part in (f"--{name}", str(value))]
+        command += [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
         # one BLAS/OpenMP thread: more are slower for a model this small, and they would fight the trainer for the cores
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         return subprocess.Popen(
@@ -113,19 +98,18 @@ class EmbeddedEngine:
         )
 
     def stop(self) -> None:
-        """End the process: SIGTERM, and SIGKILL after ``stop_timeout_s``. Doing it twice is fine, also from another
-        thread than the one that is in ``start``: no process is left behind, and none is started afterwards."""
+        """End the process: SIGTERM, and SIGKILL after 3 s. Doing it twice is fine, also from another thread than the
+        one that is in ``start``: no process is left behind, and none is started afterwards."""
         with self._lock:
             self._stopped = True
             process, self._process, self._url = self._process, None, None
         if process is not None:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(self.settings.stop_timeout_s)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            process.terminate()
+            try:
+                process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             if process.stdout is not None:
                 process.stdout.close()
         if self._stderr is not None:
@@ -137,17 +121,14 @@ class EmbeddedEngine:
         stderr = self._stderr
         if stderr is None or stderr.closed:
             return ""
-        # the child shares the file's position, so it must not be moved: read through a descriptor of its own where the
-        # platform has one
+        # the child shares the file's position, so it must not be moved
         size = os.fstat(stderr.fileno()).st_size
         return os.pread(stderr.fileno(), _STDERR_TAIL, max(0, size - _STDERR_TAIL)).decode(errors="replace").strip()
 
     def __enter__(self) -> EmbeddedEngine:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def __del__(self) -> None:
@@ -155,29 +136,21 @@ class EmbeddedEngine:
             self.stop()
 
     def _wait_ready(self, process: subprocess.Popen[str]) -> str:
-        stdout = process.stdout
-        assert stdout is not None
-        lines: queue.Queue[str] = queue.Queue()
-
-        def read() -> None:
-            try:
-                lines.put(stdout.readline())  # an empty line means that the process ended
-            except ValueError:  # closed by stop() from another thread
-                lines.put("")
-
-        threading.Thread(target=read, name="embedded-engine-ready", daemon=True).start()
+        assert process.stdout is not None
         name = f"the embedded engine for {self.model_path}"
         try:
-            line = lines.get(timeout=self.settings.start_timeout_s)
-        except queue.Empty:
-            waited = f"{self.settings.start_timeout_s:.0f} s"
-            raise EngineTimeoutError(
-                f"{name} was not ready within {waited}; its last words: {self.stderr_tail() or 'none'}"
-            ) from None
+            poll = select.poll()
+            poll.register(process.stdout, select.POLLIN)
+            # it writes one line, at once; none means that it has ended
+            line = process.stdout.readline() if poll.poll(self._start_timeout_s * 1000) else None
+        except (ValueError, OSError):  # closed by stop() from another thread
+            line = ""
+        if line is None:
+            said = self.stderr_tail() or "none"
+            raise EngineTimeoutError(f"{name} was not ready within {self._start_timeout_s:g} s; last words: {said}")
         if not line:
-            raise EngineError(
-                f"{name} ended with exit code {process.wait()}: {self.stderr_tail() or 'it said nothing'}"
-            )
+            said = self.stderr_tail() or "it said nothing"
+            raise EngineError(f"{name} ended with exit code {process.wait()}: {said}")
         try:
             return str(json.loads(line)["url"])
         except (ValueError, KeyError, TypeError):

@@ -3,7 +3,6 @@ and error texts."""
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -104,7 +103,6 @@ class Request:
     logprob_start_len: int = -1
     """First place of the prompt to report a log-prob for; -1 reports none."""
     on_finish: Callable[[Request], None] = lambda _: None
-    created: float = field(default_factory=time.perf_counter)
 
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -147,12 +145,10 @@ def parse_generate(body: Any, *, encode: Callable[[str], list[int]]) -> tuple[li
     if not prompts or not all(prompts):
         raise BadRequest("input_ids cannot be empty.")
     params = _each(asked.sampling_params, len(prompts), "sampling_params")
-    copies = [1 if item is None or item.get("n") is None else item["n"] for item in params]
-    n = copies[0]
-    if copies != [n] * len(copies):
+    copies = [(item or {}).get("n") for item in params]
+    if copies != [copies[0]] * len(copies):
         raise BadRequest("The parallel_sample_num should be the same for all samples in sample params.")
-    if type(n) is not int or n < 1:
-        raise BadRequest(f"n must be at least 1, got {n!r}.")
+    n = copies_asked(copies[0])
     rids = iter(_rids(asked.rid, len(prompts), n, batched))
     wanted = _each(asked.return_logprob, len(prompts), "return_logprob")
     starts = _each(asked.logprob_start_len, len(prompts), "logprob_start_len")
@@ -170,6 +166,13 @@ def parse_generate(body: Any, *, encode: Callable[[str], list[int]]) -> tuple[li
         for _ in range(n)
     ]
     return requests, not batched and n == 1
+
+
+def copies_asked(n: Any) -> int:
+    """How many samples of one prompt ``n`` asks for."""
+    if n is not None and (type(n) is not int or n < 1):
+        raise BadRequest(f"n must be at least 1, got {n!r}.")
+    return n or 1
 
 
 def _each(value: Any, count: int, name: str) -> list[Any]:

@@ -8,24 +8,22 @@ images) is refused with status 400.
 from __future__ import annotations
 
 import asyncio
-import datetime
 import json
 import time
 import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, TypeVar
 
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
 from agl_slime.engine.chat import chat_requests, completion_requests, openai_answer
-from agl_slime.engine.engine import Engine, EngineSettings
+from agl_slime.engine.engine import Engine
 from agl_slime.engine.requests import BadRequest, Request, Sampling, parse_generate
 from agl_slime.engine.weights import read_weights
 from agl_slime.errors import AglSlimeError, ConfigError, EngineError
-from agl_slime.support.net import bearer_middleware
+from agl_slime.support.net import has_token
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -46,7 +44,7 @@ class EmbeddedServer:
         tokenizer: PreTrainedTokenizerBase,
         *,
         model_path: str,
-        token: str | None = None,
+        token: str | None,
     ) -> None:
         self.engine = engine
         self._tokenizer: Any = tokenizer
@@ -55,7 +53,11 @@ class EmbeddedServer:
         self._worker_id = str(uuid.uuid4())
 
     def application(self) -> web.Application:
-        authorize = bearer_middleware(self._token, lambda: _answer({"error": {"message": "Unauthorized"}}, status=401))
+        @web.middleware
+        async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
+            allowed = has_token(request.headers.get("Authorization"), self._token)
+            return await handler(request) if allowed else _answer({"error": {"message": "Unauthorized"}}, status=401)
+
         middlewares: list[Any] = [_errors, authorize]
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=middlewares)
         routes: dict[str, tuple[str, Handler]] = {
@@ -85,25 +87,23 @@ class EmbeddedServer:
     # -- generation ---------------------------------------------------------------------------------------------------
 
     async def _generate(self, http: web.Request) -> web.Response:
-        requests, single = parse_generate(await _object(http), encode=self._encode)
+        requests, single = parse_generate(await _object(http), encode=self._tokenizer.encode)
         await self._run(requests)
         answers = [self._generate_answer(request) for request in requests]
         return _answer(answers[0] if single else answers)
 
     async def _chat(self, http: web.Request) -> web.Response:
         body = await _object(http)
-        return await self._openai(body, chat_requests(body, tokenizer=self._tokenizer), chat=True)
+        return await self._openai(body, chat_requests(body, tokenizer=self._tokenizer))
 
     async def _completions(self, http: web.Request) -> web.Response:
         body = await _object(http)
-        return await self._openai(body, completion_requests(body, encode=self._encode), chat=False)
+        return await self._openai(body, completion_requests(body, encode=self._tokenizer.encode))
 
-    async def _openai(self, body: dict[str, Any], requests: list[Request], *, chat: bool) -> web.Response:
+    async def _openai(self, body: dict[str, Any], requests: list[Request]) -> web.Response:
         await self._run(requests)
-        model = str(body.get("model") or self._model_path)
-        return _answer(
-            openai_answer(requests, body, chat=chat, model=model, tokenizer=self._tokenizer, text=self._text)
-        )
+        body["model"] = str(body.get("model") or self._model_path)
+        return _answer(openai_answer(requests, body, tokenizer=self._tokenizer, text=self._text))
 
     async def _run(self, requests: list[Request]) -> None:
         """Until every request has ended; when the client goes away they are aborted."""
@@ -134,7 +134,6 @@ class EmbeddedServer:
             "id": request.rid,
             "finish_reason": request.finish,
             "weight_version": self.engine.weight_version,
-            "e2e_latency": time.perf_counter() - request.created,
             "completion_tokens": len(request.output_ids),
         }
         if request.started:
@@ -164,9 +163,6 @@ class EmbeddedServer:
             return text[: text.index(matched) + (len(matched) if sampling.no_stop_trim else 0)]
         return text
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text))
-
     # -- control ------------------------------------------------------------------------------------------------------
 
     async def _flush_cache(self, http: web.Request) -> web.Response:
@@ -180,8 +176,8 @@ class EmbeddedServer:
             await asyncio.sleep(0.01)
         if self.engine.idle:
             return web.Response(text="Cache flushed.\n")
-        load = self.engine.load()
-        counts = f"#queue-req: {load.waiting}, #running-req: {load.running}"
+        running, waiting, _ = self.engine.load()
+        counts = f"#queue-req: {waiting}, #running-req: {running}"
         return web.Response(status=400, text=f"Cache not flushed because there are pending requests. {counts}\n")
 
     async def _pause(self, http: web.Request) -> web.Response:
@@ -221,14 +217,8 @@ class EmbeddedServer:
     # -- what it is and how it does -----------------------------------------------------------------------------------
 
     async def _models(self, http: web.Request) -> web.Response:
-        card = {
-            "id": self._model_path,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "sglang",
-            "root": self._model_path,
-            "max_model_len": self.engine.context_length,
-        }
+        card = {"id": self._model_path, "object": "model", "created": int(time.time()), "owned_by": "sglang"}
+        card |= {"root": self._model_path, "max_model_len": self.engine.context_length}
         return _answer({"object": "list", "data": [card]})
 
     async def _model_info(self, http: web.Request) -> web.Response:
@@ -237,12 +227,9 @@ class EmbeddedServer:
                 "model_path": self._model_path,
                 "tokenizer_path": self._model_path,
                 "is_generation": True,
-                "preferred_sampling_params": None,
                 "weight_version": self.engine.weight_version,
-                "has_image_understanding": False,
-                "has_audio_understanding": False,
-                "model_type": self.engine.model_type,
-                "architectures": self.engine.architectures,
+                "model_type": getattr(self.engine.config, "model_type", None),
+                "architectures": getattr(self.engine.config, "architectures", None),
                 "vocab_size": self.engine.vocab_size,  # not SGLang's
             }
         )
@@ -257,8 +244,8 @@ class EmbeddedServer:
                 "weight_version": self.engine.weight_version,
                 "context_length": self.engine.context_length,
                 "vocab_size": self.engine.vocab_size,
-                "max_running_requests": self.engine.settings.max_running,
-                "max_total_num_tokens": self.engine.settings.max_running * self.engine.context_length,
+                "max_running_requests": self.engine.max_running,
+                "max_total_num_tokens": self.engine.max_running * self.engine.context_length,
                 "dp_size": 1,
                 "tp_size": 1,
                 "enable_memory_saver": False,  # slime asks for it before it uses an engine that runs already
@@ -279,29 +266,24 @@ class EmbeddedServer:
         return web.Response()
 
     async def _loads(self, http: web.Request) -> web.Response:
-        load, rows = self.engine.load(), self.engine.settings.max_running
+        (running, waiting, tokens), rows = self.engine.load(), self.engine.max_running
         capacity = rows * self.engine.context_length
         core = {
             "dp_rank": 0,
             "timestamp": time.time(),
-            "num_running_reqs": load.running,
-            "num_waiting_reqs": load.waiting,
-            "num_used_tokens": load.used_tokens,
-            "num_total_tokens": load.used_tokens,
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            "num_used_tokens": tokens,
             "max_total_num_tokens": capacity,
-            "token_usage": load.used_tokens / capacity,
-            "cache_hit_rate": 0.0,
-            "utilization": load.running / rows,
+            "token_usage": tokens / capacity,
             "max_running_requests": rows,
         }
-        now = datetime.datetime.now(datetime.timezone.utc).isoformat()
-        return _answer({"timestamp": now, "version": "embedded", "loads": [core]})
+        return _answer({"version": "embedded", "loads": [core]})
 
     async def _workers(self, http: web.Request) -> web.Response:
         """Itself, in the form in which sglang-router lists its workers: a client need not know whether it talks to a
         router."""
-        load = self.engine.load()
-        served = {"served_model_name": self._model_path, "model_path": self._model_path}
+        running, waiting, _ = self.engine.load()
         worker = {
             "id": self._worker_id,
             "url": f"{http.scheme}://{http.host}",
@@ -310,9 +292,9 @@ class EmbeddedServer:
             "cost": 1.0,
             "worker_type": "regular",
             "is_healthy": self.engine.alive,
-            "load": load.running + load.waiting,
+            "load": running + waiting,
             "connection_mode": "HTTP",
-            "metadata": {"tp_size": "1", "dp_size": "1", **served},
+            "metadata": {"tp_size": "1", "dp_size": "1", "model_path": self._model_path},
             "disable_health_check": False,
         }
         stats = {"prefill_count": 0, "decode_count": 0, "regular_count": 1}
@@ -352,17 +334,15 @@ def _answer(body: Any, *, status: int = 200) -> web.Response:
     return web.Response(body=encoded, status=status, content_type="application/json")
 
 
-def load_server(model_path: str | Path, *, settings: EngineSettings, token: str | None) -> EmbeddedServer:
-    """The server for a checkpoint directory. Raises ``ConfigError`` when it cannot be loaded."""
+def load_server(model_path: str, *, token: str | None, **limits: Any) -> EmbeddedServer:
+    """The server for a checkpoint directory, ``limits`` being the engine's. Raises ``ConfigError``."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
-    path = Path(model_path)
     transformers_logging.disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, attn_implementation="sdpa").float()
+        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(model_path, local_files_only=True, attn_implementation="sdpa")
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"the checkpoint in {str(model_path)!r} cannot be loaded: {error}") from error
-    engine = Engine(model, tokenizer, settings=settings)
-    return EmbeddedServer(engine, tokenizer, model_path=str(path), token=token)
+        raise ConfigError(f"the checkpoint in {model_path!r} cannot be loaded: {error}") from error
+    return EmbeddedServer(Engine(model.float(), tokenizer, **limits), tokenizer, model_path=model_path, token=token)

@@ -60,12 +60,7 @@ class SlotLayer(CacheLayerMixin):
         n = len(plan.rows)
         return self.keys[:n, :, : plan.width], self.values[:n, :, : plan.width]
 
-    def move(self, source: int, target: int, length: int) -> None:
-        self.keys[target, :, :length] = self.keys[source, :, :length]
-        self.values[target, :, :length] = self.values[source, :, :length]
-
-    # What transformers asks of a layer besides; a decode step brings its own mask, so these matter for prefill only,
-    # where nothing precedes.
+    # What transformers asks of a layer besides; a decode step brings its own mask: these matter for prefill only.
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         pass
 
@@ -86,11 +81,8 @@ class SlotModel:
 
     def __init__(self, model: PreTrainedModel, *, slots: int, context: int) -> None:
         config: Any = model.config
-        kinds = set(getattr(config, "layer_types", None) or ())
-        if kinds - {"full_attention"}:
-            raise ConfigError(
-                f"the embedded engine serves full attention only, this model has {sorted(kinds)}: use a real SGLang"
-            )
+        if kinds := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+            raise ConfigError(f"the embedded engine serves full attention only, not {sorted(kinds)}: use a real SGLang")
         self.model = model.eval()
         self.slots, self.context = slots, context
         self.active = 0
@@ -159,8 +151,8 @@ class SlotModel:
         last = self.active
         if row == last:
             return None
-        length = self.lengths[last]
+        length = self.lengths[row] = self.lengths[last]
         for layer in self._layers:
-            layer.move(last, row, length)
-        self.lengths[row] = length
+            layer.keys[row, :, :length] = layer.keys[last, :, :length]
+            layer.values[row, :, :length] = layer.values[last, :, :length]
         return last

@@ -1,5 +1,5 @@
-"""Where runners run, as one word on the command line (``inproc``, ``process:4``, ``ray:16``), and what each kind can
-do."""
+"""Runners execute the rollouts of a store: where, as one word on the command line (``inproc``, ``process:4``,
+``ray:16``), and what each kind can do."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from agl_slime.errors import ConfigError
 
 if TYPE_CHECKING:
     from agl_slime.runner.concurrent import RunnerSettings
+    from agl_slime.support.agl import LightningStore, LitAgent
 
 RunnerKind = Literal["inproc", "process", "ray"]
 FinishedListener = Callable[[str], None]
@@ -44,8 +45,8 @@ class RunnerPool(Protocol):
     """Runners that execute the rollouts of one store."""
 
     def start(self) -> Any:
-        """Start; returns when rollouts can be executed. Raises ``LoopError`` or ``ConfigError``. Blocks, for seconds
-        where processes start."""
+        """Returns when rollouts can be executed, after seconds where processes start. Raises ``LoopError`` or
+        ``ConfigError``."""
         ...
 
     def wake(self) -> None:
@@ -61,3 +62,27 @@ class RunnerPool(Protocol):
         """End all runners, with what is in flight cancelled or finished; nothing is left running. ``False`` when force
         was needed."""
         ...
+
+
+def make_runners(
+    plan: RunnerPlan | str,
+    *,
+    agent: LitAgent[Any],
+    store: LightningStore,
+    on_finished: FinishedListener | None = None,
+) -> RunnerPool:
+    """The runners of a plan (``inproc``, ``process:N``, ``ray:N``), not started yet.
+
+    ``on_finished`` is told about each rollout that a thread of this process has executed; workers elsewhere tell the
+    ``store``, a ``BridgeStore`` (then served over HTTP) or a client of one.
+    """
+    plan = RunnerPlan.parse(plan) if isinstance(plan, str) else plan
+    if plan.kind == "inproc":
+        from agl_slime.runner.thread import RunnerThread
+
+        return RunnerThread(agent=agent, store=store, settings=plan.settings, on_finished=on_finished)
+    if plan.kind == "process":
+        from agl_slime.runner.processes import ProcessPool as Pool
+    else:
+        from agl_slime.runner.ray import RayPool as Pool
+    return Pool(agent=agent, store=store, count=plan.count, settings=plan.settings, store_host=plan.store_host)

@@ -42,23 +42,20 @@ async def _follow(store: Any, cancel: Callable[[str], None], claimed: Callable[[
     position = FeedPosition()
     try:
         async for page in store.follow_cancelled(position):
-            for rollout_id in page["rollout_ids"]:
-                cancel(rollout_id)
+            ids = set(page["rollout_ids"])
             # another instance of the server: what was cancelled between the two is in neither's feed
             if page["missed"] or position.instance_id not in ("", page["instance_id"]):
                 try:
-                    await _look(store, cancel, claimed())
+                    if mine := claimed():
+                        found = await store.query_rollouts(rollout_id_in=sorted(mine), status_in=["cancelled"])
+                        ids.update(rollout.rollout_id for rollout in found)
                 except (aiohttp.ClientError, asyncio.TimeoutError) as error:
                     logger.debug("The store did not say what was cancelled (%s); asking again.", error)
                     continue  # the position stays, so the same page comes again
+            for rollout_id in ids:
+                cancel(rollout_id)
             position.instance_id, position.after = page["instance_id"], page["last"]
     except DataSourceError as error:
         logger.info("Rollouts that are cancelled in the store run to their ends here: %s", error)
     except Exception as error:
         logger.error("This runner does not hear of cancelled rollouts any more: %s", error, exc_info=error)
-
-
-async def _look(store: Any, cancel: Callable[[str], None], mine: set[str]) -> None:
-    if mine:
-        for rollout in await store.query_rollouts(rollout_id_in=sorted(mine), status_in=["cancelled"]):
-            cancel(rollout.rollout_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,12 +93,11 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self,
         *,
         settings: RunnerSettings | None = None,
-        tracer: ContextTracer | None = None,
         on_finished: FinishedListener | None = None,
         name: str | None = None,
     ) -> None:
         self.settings = settings or RunnerSettings()
-        self._context_tracer = tracer or ContextTracer(flush_spans=self.settings.flush_spans)
+        self._context_tracer = ContextTracer(flush_spans=self.settings.flush_spans)
         super().__init__(
             self._context_tracer,
             poll_interval=self.settings.poll_interval_s,
@@ -110,7 +110,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self._in_flight: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
-        self._stopping = False
+        self.stopping = False
         self._cancelling = False
         self._limit = self.settings.max_concurrent
         self._next_claim = _FIRST_CLAIM
@@ -130,11 +130,8 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         if settings.lag_warning_s:
             self.lag = LagMonitor(agent_name=type(agent).__name__, threshold_s=settings.lag_warning_s)
 
-    def get_agent(self) -> LitAgent[Any]:
+    def get_agent(self) -> Any:
         """The agent under guard: what Agent Lightning's step calls."""
-        return self._guarded()  # type: ignore[return-value]  # the guard passes everything else through
-
-    def _guarded(self) -> GuardedAgent:
         if self._guard is None:
             raise ValueError("The runner has no agent yet: call init() first.")
         return self._guard
@@ -147,11 +144,6 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         """Rollouts that are being executed."""
         return len(self._in_flight)
 
-    @property
-    def stopping(self) -> bool:
-        """Whether ``stop`` was called."""
-        return self._stopping
-
     # -- from any thread ----------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
@@ -161,25 +153,20 @@ class ConcurrentRunner(LitAgentRunner[Any]):
     def cancel(self, rollout_id: str) -> None:
         """Cancel the agent that runs this rollout, or is about to, if one does; its attempt then fails with the reason
         ``cancelled``."""
-        self._on_loop(lambda: self._guarded().cancel(rollout_id))
+        self._on_loop(lambda: self.get_agent().cancel(rollout_id))
 
     def stop(self, *, cancel: bool = True) -> None:
         """End ``iter``: claim nothing more, and either cancel what is in flight or let it finish."""
-        self._stopping = True
+        self.stopping = True
         self._cancelling = self._cancelling or cancel
-
         if cancel:
-            self._on_loop(lambda: self._guarded().cancel_all())
+            self._on_loop(lambda: self.get_agent().cancel_all())
         self.wake()
 
     def _on_loop(self, callback: Callable[[], Any]) -> None:
-        loop = self._loop
-        if loop is None or loop.is_closed():
-            return
-        try:
-            loop.call_soon_threadsafe(callback)
-        except RuntimeError:  # the loop closed between the check and the call: nothing is left to wake or stop
-            logger.debug("The runner's loop is closed already.")
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: nothing is left to wake or stop
+                self._loop.call_soon_threadsafe(callback)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -197,13 +184,14 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         if self.lag is not None:
             self.lag.start()
         try:
-            while not self._should_stop(event):
+            while not self.stopping and not (event is not None and event.is_set()):
                 self._wake.clear()
                 if not await self._claim():
-                    await self._idle()
+                    with suppress(asyncio.TimeoutError):
+                        await asyncio.wait_for(self._wake.wait(), timeout=self.settings.poll_interval_s)
             await self._drain()
         except asyncio.CancelledError:
-            self._stopping = self._cancelling = True
+            self.stopping = self._cancelling = True
             await self._drain()
             raise
         finally:
@@ -223,19 +211,16 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         while self._in_flight:
             # again and again: what was claimed just before the end may not have reached its agent yet
             if self._cancelling:
-                self._guarded().cancel_all()
+                self.get_agent().cancel_all()
             await asyncio.wait(self._in_flight, timeout=0.2)
 
     def _claimed(self) -> set[str]:
         return {task.get_name() for task in self._in_flight}
 
-    def _should_stop(self, event: ExecutionEvent | None) -> bool:
-        return self._stopping or (event is not None and event.is_set())
-
     async def _claim(self) -> bool:
         """Claim and start what there is room for; whether anything was claimed."""
         # a rollout that was cancelled before it is asked for will not be delivered
-        self._guarded().forget_refusals(claimed=self._claimed)
+        self.get_agent().forget_refusals(claimed=self._claimed)
         limit = min(self._room(), self._next_claim)
         if limit <= 0:
             return False
@@ -253,15 +238,8 @@ class ConcurrentRunner(LitAgentRunner[Any]):
 
     def _room(self) -> int:
         # threads of a sync agent that hang, abandoned: with those that run, twice as many as may run, and not one more
-        hung = self._guarded().threads.abandoned
+        hung = self.get_agent().threads.abandoned
         return min(self._limit, 2 * self._limit - hung) - len(self._in_flight)
-
-    async def _idle(self) -> None:
-        assert self._wake is not None
-        try:
-            await asyncio.wait_for(self._wake.wait(), timeout=self.settings.poll_interval_s)
-        except asyncio.TimeoutError:
-            return
 
     def _retire(self, task: asyncio.Task[None]) -> None:
         self._in_flight.discard(task)
@@ -281,11 +259,8 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         try:
             await self._step_impl(rollout)
             if current_recording.get() is None:
-                # The step returned without running the agent, which it does only when the store holds no resources:
-                # left alone, the attempt would stay "preparing" for ever.
-                logger.error(
-                    "Rollout %s: the store holds no resources; add `main_llm` before enqueueing.", rollout.rollout_id
-                )
+                # The step returned without running the agent: the attempt would stay "preparing" for ever.
+                logger.error("Rollout %s: the store has no resources; add `main_llm` first.", rollout.rollout_id)
                 await self.get_store().update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="failed")
         finally:
             if self._on_finished is not None:

@@ -10,6 +10,7 @@ knows why.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -26,28 +27,6 @@ FAILURE_REASON = "agl_slime.failure.reason"
 _CANCEL_GRACE_S = 2.0
 
 
-class _Run:
-    """One agent at work. ``cancel`` cancels it, and lets whoever waits go on when it does not end within the grace
-    period."""
-
-    def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self.inner = asyncio.ensure_future(work)
-        self.given_up: asyncio.Future[None] = self._loop.create_future()
-        self._cancelled = False
-
-    def cancel(self) -> None:
-        if self._cancelled:  # told of it twice: a second one would interrupt the agent's cleaning up
-            return
-        self._cancelled = True
-        self.inner.cancel()
-        self._loop.call_later(_CANCEL_GRACE_S, self._give_up)
-
-    def _give_up(self) -> None:
-        if not self.given_up.done():
-            self.given_up.set_result(None)
-
-
 class GuardedAgent:
     """Runs one agent's rollouts under guard; everything else is the agent's own (hooks see it as the agent).
 
@@ -61,13 +40,13 @@ class GuardedAgent:
         *,
         agent: LitAgent[Any],
         max_threads: int,
-        default_timeout_s: float | None = None,
-        flush_interval_s: float | None = None,
+        default_timeout_s: float | None,
+        flush_interval_s: float,
     ) -> None:
         self._agent = agent
         self._default_timeout_s = default_timeout_s
         self._flush_interval_s = flush_interval_s
-        self._running: dict[str, _Run] = {}
+        self._running: dict[str, asyncio.Future[None]] = {}  # resolved to cancel the agent
         self._refused: set[str] = set()
         self.threads = ThreadPool(name="agl-slime-agent", max_running=max_threads, max_abandoned=2 * max_threads)
 
@@ -78,28 +57,24 @@ class GuardedAgent:
         return True
 
     async def training_rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
-        agent = self._agent
-        method: Any = agent.training_rollout_async if agent.is_async() else agent.training_rollout
-        return await self._run(method, task, resources, rollout)
+        return await self._run("training_rollout", task, resources, rollout)
 
     async def validation_rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
-        agent = self._agent
-        method: Any = agent.validation_rollout_async if agent.is_async() else agent.validation_rollout
-        return await self._run(method, task, resources, rollout)
+        return await self._run("validation_rollout", task, resources, rollout)
 
     def cancel_all(self) -> None:
         """Cancel every agent that is running; each attempt then fails with the reason ``cancelled``."""
-        for run in self._running.values():
-            run.cancel()
+        for rollout_id in self._running:
+            self.cancel(rollout_id)
 
     def cancel(self, rollout_id: str) -> None:
         """Cancel the agent that runs this rollout. One that is about to begin with it will not, until
         ``forget_refusals`` says that nobody is."""
-        run = self._running.get(rollout_id)
-        if run is not None:
-            run.cancel()
-        else:
+        told = self._running.get(rollout_id)
+        if told is None:
             self._refused.add(rollout_id)
+        elif not told.done():
+            told.set_result(None)
 
     def forget_refusals(self, *, claimed: Callable[[], set[str]]) -> None:
         """Of what was cancelled and had no agent, only what is among the ``claimed`` can still get one. Costs nothing
@@ -107,55 +82,50 @@ class GuardedAgent:
         if self._refused:
             self._refused &= claimed()
 
-    async def _run(self, method: Callable[..., Any], task: Any, resources: NamedResources, rollout: Rollout) -> Any:
+    async def _run(self, method: str, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
         if (recording := current_recording.get()) is not None:
-            recording.flush_after_s = self._flush_after_s(rollout)
+            # an attempt without new spans is dead to the store after unresponsive_seconds: show life well within them
+            silence = rollout.config.unresponsive_seconds or math.inf
+            recording.flush_after_s = min(self._flush_interval_s, silence / 3)
         try:
             if rollout.rollout_id in self._refused:
                 raise RolloutError("The rollout was cancelled before its agent had begun.", reason="cancelled")
-            is_async = self._agent.is_async()
-            work = method(task, resources, rollout) if is_async else self.threads.run(method, task, resources, rollout)
+            agent, told = self._agent, (task, resources, rollout)
+            if agent.is_async():
+                work = getattr(agent, f"{method}_async")(*told)
+            else:
+                work = self.threads.run(getattr(agent, method), *told)
             result = await self._with_time_limit(work, rollout)
             check_result(result)
         except Exception as error:
-            emit_exception(error, {FAILURE_REASON: failure_reason(error)})
+            reason = error.reason if isinstance(error, RolloutError) else type(error).__name__
+            emit_exception(error, {FAILURE_REASON: reason})
             raise
         return result
 
-    def _flush_after_s(self, rollout: Rollout) -> float | None:
-        # the store takes an attempt without new spans for dead after unresponsive_seconds: show life well within them
-        silence = rollout.config.unresponsive_seconds
-        limits = [self._flush_interval_s, silence / 3 if silence is not None else None]
-        return min((limit for limit in limits if limit is not None), default=None)
-
     async def _with_time_limit(self, work: Coroutine[Any, Any, Any], rollout: Rollout) -> Any:
         limit = rollout.config.timeout_seconds or self._default_timeout_s
-        run = _Run(work)
-        inner = run.inner
-        self._running[rollout.rollout_id] = run
+        inner, told = asyncio.ensure_future(work), asyncio.get_running_loop().create_future()
+        self._running[rollout.rollout_id] = told
         try:
-            await asyncio.wait({inner, run.given_up}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if not inner.done() and not run.given_up.done():
+            await asyncio.wait({inner, told}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not inner.done():
+                late = not told.done()
                 inner.cancel()
                 await asyncio.wait({inner}, timeout=_CANCEL_GRACE_S)
-                how = "was cancelled" if inner.done() else "ignored its cancellation; it was abandoned"
-                raise RolloutTimeoutError(f"The agent ran past its limit of {limit:g} s and {how}.")
-            if not inner.done():
-                raise RolloutError("The rollout was cancelled; its agent was abandoned.", reason="cancelled")
-            if inner.cancelled():
-                raise RolloutError("The rollout was cancelled.", reason="cancelled")
+                if late:
+                    how = "was cancelled" if inner.done() else "ignored its cancellation; it was abandoned"
+                    raise RolloutTimeoutError(f"The agent ran past its limit of {limit:g} s and {how}.")
+            if not inner.done() or inner.cancelled():
+                how = "" if inner.done() else "; its agent was abandoned"
+                raise RolloutError(f"The rollout was cancelled{how}.", reason="cancelled")
             return inner.result()
         except asyncio.CancelledError:
             inner.cancel()
             raise
         finally:
-            if self._running.get(rollout.rollout_id) is run:
+            if self._running.get(rollout.rollout_id) is told:
                 del self._running[rollout.rollout_id]
-
-
-def failure_reason(error: BaseException) -> str:
-    """One stable word for why an attempt failed: the error's own ``reason``, else the name of its class."""
-    return error.reason if isinstance(error, RolloutError) else type(error).__name__
 
 
 def check_result(result: Any) -> None:
@@ -185,23 +155,20 @@ class _Contained(Coroutine[Any, Any, Any]):
         return self
 
     def send(self, value: Any) -> Any:
-        try:
-            return self._inner.send(value)
-        except (SystemExit, KeyboardInterrupt) as error:
-            raise _ended_by(error) from error
+        return _step(self._inner.send, value)
 
     def throw(self, *exception: Any) -> Any:
-        try:
-            return self._inner.throw(*exception)
-        except (SystemExit, KeyboardInterrupt) as error:
-            raise _ended_by(error) from error
+        return _step(self._inner.throw, *exception)
 
     def close(self) -> None:
         self._inner.close()
 
 
-def _ended_by(error: BaseException) -> RolloutError:
-    return RolloutError(f"The agent raised {error!r}.", reason=type(error).__name__)
+def _step(step: Callable[..., Any], *given: Any) -> Any:
+    try:
+        return step(*given)
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RolloutError(f"The agent raised {error!r}.", reason=type(error).__name__) from error
 
 
 def contain_tasks(loop: asyncio.AbstractEventLoop) -> Callable[[], None]:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 # Frames of these packages are how the agent's code is called, not what it does.
-_PLUMBING = (
+_PLUMBING = [
     "asyncio",
     "agl_slime/runner",
     "agentlightning",
@@ -29,7 +29,7 @@ _PLUMBING = (
     "concurrent/futures",
     "threading.py",
     "contextvars",
-)
+]
 
 
 class LagMonitor:
@@ -50,7 +50,8 @@ class LagMonitor:
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._clock = _own_cpu_clock()
+        clock_of: Any = getattr(time, "pthread_getcpuclockid", None)  # of a thread, to be read from others
+        self._clock = clock_of(self._loop_thread) if clock_of is not None else None
         self._tick()
         threading.Thread(target=self._watch, name="agl-slime-lag-monitor", daemon=True).start()
 
@@ -97,28 +98,15 @@ class LagMonitor:
         logger.warning(self.warning)
 
 
-def _own_cpu_clock() -> int | None:
-    """The clock of the calling thread's CPU time; it can be read from other threads."""
-    clock_of: Any = getattr(time, "pthread_getcpuclockid", None)
-    return clock_of(threading.get_ident()) if clock_of is not None else None
-
-
 def _runs_a_callback(frame: FrameType) -> bool:
-    innermost: FrameType | None = frame
-    while innermost is not None:
-        code = innermost.f_code
-        if code.co_name == "_run" and code.co_filename.endswith("events.py"):
-            return True
-        innermost = innermost.f_back
-    return False
+    codes = [entry.f_code for entry, _ in traceback.walk_stack(frame)]
+    return any(code.co_name == "_run" and code.co_filename.endswith("events.py") for code in codes)
 
 
 def _place_of(frame: FrameType) -> str:
     """The innermost line that is neither plumbing nor the standard library's, else the innermost line."""
     stack = traceback.extract_stack(frame)
-    library = sys.prefix, sys.base_prefix
     own = [entry for entry in stack if not any(part in entry.filename.replace("\\", "/") for part in _PLUMBING)]
-    chosen = next(
-        (entry for entry in reversed(own) if not entry.filename.startswith(library)), own[-1] if own else stack[-1]
-    )
+    users = [entry for entry in own if not entry.filename.startswith((sys.prefix, sys.base_prefix))]
+    chosen = (users or own or stack)[-1]
     return f"{chosen.filename}:{chosen.lineno} ({chosen.name})"

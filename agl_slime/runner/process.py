@@ -18,7 +18,6 @@ from agl_slime.runner.recording import Recording, current_recording
 _THRESHOLDS = (100_000, 5, 50)
 _DEFAULTS = {(700, 10, 10), (2_000, 10, 0), (2_000, 10, 10)}
 
-_lock = threading.Lock()
 _owned = False
 
 
@@ -26,20 +25,17 @@ def own_this_process() -> None:
     """Runners of this process carry recordings into threads from now on, and tune the garbage collector as they
     start."""
     global _owned
-    with _lock:
-        if not _owned:
-            _owned = True
-            carry_recordings()
+    if not _owned:
+        _owned = True
+        carry_recordings()
 
 
 def tune_garbage_collector() -> None:
     """What exists now is never looked at again (it is freed by its reference counts as before), and collections become
     rarer, unless the program has set limits of its own.
 
-    The collector's default is to look at everything again whenever a quarter of it is new. Imports alone leave some
-    hundred thousand objects, and each rollout in flight three hundred more, none of them garbage: with 4,096 in flight,
-    full collections took 40 % of the CPU time and stopped the event loop for up to half a second. Does nothing in a
-    process that is somebody else's.
+    With 4,096 rollouts in flight full collections took 40 % of the CPU time and stopped the event loop for up to half a
+    second, and found nothing. Does nothing in a process that is somebody else's.
     """
     if not _owned:
         return
@@ -53,9 +49,8 @@ def carry_recordings() -> None:
     """``threading.Thread.start`` and ``ThreadPoolExecutor.submit`` hand the recording of whoever calls them on, and
     nothing else of the context.
 
-    Python gives a new thread, and a call in a ``ThreadPoolExecutor``, an empty context (until 3.14, and there only by a
-    switch), so that a span of such a thread would belong to no rollout. ``asyncio.to_thread`` carries the whole context
-    by itself; ``loop.run_in_executor`` goes through ``submit``.
+    Python gives both an empty context (until 3.14, and there only by a switch), so that a span of such a thread would
+    belong to no rollout. ``asyncio.to_thread`` carries the whole context; ``run_in_executor`` goes through ``submit``.
     """
     start: Callable[..., None] = threading.Thread.start
     submit: Callable[..., Future[Any]] = ThreadPoolExecutor.submit

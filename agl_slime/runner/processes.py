@@ -123,12 +123,12 @@ class ProcessPool(WorkerPool):
             self._watcher.join()
             self._watcher = None
         for worker in workers:
-            self._access.fail_worker(worker.name, "the pool was stopped")
+            self._bury(worker.name, "the pool was stopped")
             worker.control.close()
             worker.process.close()
         with self._changed:
             self._workers.clear()
-        self._access.close()
+        self._close()
         if forced:
             logger.warning("%d of %d runner processes had to be ended.", len(forced), len(workers))
         return not forced

@@ -76,16 +76,15 @@ class RayPool(WorkerPool):
         actors = self._all()
         with self._changed:
             self._actors.clear()
-        unfinished: list[Any] = []
+        for actor in actors:
+            actor.handle.stop.remote(cancel)
+        unfinished: list[Any] = [actor.running for actor in actors]
         if actors:
-            for actor in actors:
-                actor.handle.stop.remote(cancel)
-            running = [actor.running for actor in actors]
-            _, unfinished = self._ray.wait(running, num_returns=len(running), timeout=max(timeout_s, 0.001))
+            _, unfinished = self._ray.wait(unfinished, num_returns=len(actors), timeout=max(timeout_s, 0.001))
         for actor in actors:
             self._ray.kill(actor.handle)
-            self._access.fail_worker(actor.name, "the pool was stopped")
-        self._access.close()
+            self._bury(actor.name, "the pool was stopped")
+        self._close()
         if self._own_ray:
             self._own_ray = False
             self._ray.shutdown()
@@ -102,9 +101,9 @@ class RayPool(WorkerPool):
             self._ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
             self._own_ray = True
         nodes = sum(bool(node.get("Alive")) for node in self._ray.nodes())
-        if nodes > 1 and is_loopback(self._access.host):
+        if nodes > 1 and is_loopback(self._store_host):
             raise ConfigError(
-                f"Ray has {nodes} nodes, and only this one reaches a store on {self._access.host}; "
+                f"Ray has {nodes} nodes, and only this one reaches a store on {self._store_host}; "
                 "give --store-host an address of this machine"
             )
         super()._open()

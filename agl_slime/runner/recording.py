@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from agl_slime.support.agl import LightningStore, Span
 
-# A span is built once its sequence id is known: the store numbers the spans of an attempt when they are written.
-SpanBuilder = Callable[[str, str, int], Span]
+# Called with rollout_id, attempt_id and sequence_id, once the store has numbered the spans of an attempt.
+SpanBuilder = Callable[..., Span]
 
 
 @dataclass(eq=False)
@@ -63,12 +63,12 @@ class Recording:
     async def write(self, *, close: bool = False) -> None:
         """Write what is there to the store, in one call each for the numbers and the spans; with ``close`` nothing is
         taken in after this. What could not be written stays for the next time, and the error is raised."""
-        if self._writing is not None or not close:  # the usual attempt is written once, at its end, and needs no lock
-            self._writing = self._writing or asyncio.Lock()
-            async with self._writing:
-                await self._write(close=close)
-        else:
+        if self._writing is None and close:  # the usual attempt is written once, at its end, and needs no lock
             await self._write(close=True)
+            return
+        self._writing = self._writing or asyncio.Lock()
+        async with self._writing:
+            await self._write(close=close)
 
     async def _write(self, *, close: bool) -> None:
         with self._lock:
@@ -76,25 +76,18 @@ class Recording:
             self.closed = self.closed or close
         if not pending:
             return
+        key, ids = (self.rollout_id, self.attempt_id), {"rollout_id": self.rollout_id, "attempt_id": self.attempt_id}
+        store, first = self.store, len(self.written) + 1
         try:
-            spans = await self._store_spans(pending)
+            numbers: Sequence[int] = range(first, first + len(pending))
+            if store is not None:
+                numbers = await store.get_many_span_sequence_ids([key] * len(pending))
+            spans = [build(**ids, sequence_id=number) for build, number in zip(pending, numbers, strict=True)]
+            self.written.extend(await store.add_many_spans(spans) if store is not None else spans)
         except BaseException:
             with self._lock:
                 self._pending[:0] = pending
             raise
-        self.written.extend(spans)
-
-    async def _store_spans(self, builders: list[SpanBuilder]) -> list[Span]:
-        key = (self.rollout_id, self.attempt_id)
-        if self.store is None:
-            first = len(self.written) + 1
-            return [build(*key, number) for number, build in enumerate(builders, first)]
-        numbers = await self.store.get_many_span_sequence_ids([key] * len(builders))
-        return [
-            *await self.store.add_many_spans(
-                [build(*key, number) for build, number in zip(builders, numbers, strict=True)]
-            )
-        ]
 
 
 current_recording: ContextVar[Recording | None] = ContextVar("agl_slime_recording", default=None)

@@ -17,8 +17,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,7 +28,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace import Span as SdkSpan
 
-from agl_slime.runner.recording import Recording, SpanBuilder, current_recording
+from agl_slime.runner.recording import Recording, current_recording
 from agl_slime.support.agl import (
     LightningStore,
     OtelSpanRecordingContext,
@@ -60,7 +61,6 @@ class ContextTracer(Tracer):
 
     def init_worker(self, worker_id: int, store: LightningStore | None = None) -> None:
         super().init_worker(worker_id, store)
-        _attach_processor()
         _activate(self)
 
     def teardown_worker(self, worker_id: int) -> None:
@@ -92,34 +92,37 @@ class ContextTracer(Tracer):
             logger.warning("Spans of rollout %s could not be written yet: %s", recording.rollout_id, error)
 
     def _on_full(self, recording: Recording) -> None:
-        loop = self._loop
-        if loop is None or loop.is_closed():
-            return  # nobody flushes: the end of the attempt writes them all
-        try:
-            loop.call_soon_threadsafe(self._flush, recording)
-        except RuntimeError:
-            logger.debug(
-                "The runner's loop closed before the spans of rollout %s could be written early.", recording.rollout_id
-            )
+        if self._loop is not None:  # else nobody flushes: the end of the attempt writes them all
+            with suppress(RuntimeError):  # the loop has closed meanwhile
+                self._loop.call_soon_threadsafe(self._flush, recording)
 
-    def trace_context(
+    @asynccontextmanager
+    async def trace_context(
         self,
         name: str | None = None,
         *,
         store: LightningStore | None = None,
         rollout_id: str | None = None,
         attempt_id: str | None = None,
-    ) -> AbstractAsyncContextManager[Recording]:
+    ) -> AsyncIterator[Recording]:
         """The scope of one attempt; on leaving it, also by an exception, its spans are written to the store in one
-        call."""
+        call. The context variable keeps the finished recording, so that ``get_last_trace`` works after the scope."""
         if (rollout_id is None) != (attempt_id is None):
             raise ValueError("trace_context needs rollout_id and attempt_id together, or neither")
         if rollout_id is None or attempt_id is None:
-            return _AttemptScope(self, Recording("rollout-untracked", "attempt-untracked"))
-        recording = Recording(
-            rollout_id, attempt_id, store=store or self._store, flush_spans=self._flush_spans, on_full=self._on_full
-        )
-        return _AttemptScope(self, recording)
+            recording = Recording("rollout-untracked", "attempt-untracked")
+        else:
+            store = store or self._store
+            recording = Recording(
+                rollout_id, attempt_id, store=store, flush_spans=self._flush_spans, on_full=self._on_full
+            )
+        current_recording.set(recording)
+        self._open.add(recording)
+        try:
+            yield recording
+        finally:
+            self._open.discard(recording)
+            await recording.write(close=True)
 
     # -- spans --------------------------------------------------------------------------------------------------------
 
@@ -138,12 +141,11 @@ class ContextTracer(Tracer):
             end_time=now,
             status=status or TraceStatus(status_code="UNSET"),
         )
-        _record(
-            lambda rollout_id, attempt_id, sequence_id: Span.from_core_fields(
-                core, rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=sequence_id
-            ),
-            name,
-        )
+        recording = current_recording.get()
+        if recording is None:
+            logger.warning("Span %r was emitted outside of any rollout and is dropped.", name)
+        elif not recording.add(partial(Span.from_core_fields, core)):
+            logger.warning("Span %r came after its rollout %s had ended and is dropped.", name, recording.rollout_id)
         return core
 
     @contextmanager
@@ -169,24 +171,6 @@ class ContextTracer(Tracer):
         return list(recording.written) if recording is not None else []
 
 
-class _AttemptScope(AbstractAsyncContextManager[Recording]):
-    """Makes a recording current, and writes it when left. The context variable keeps the finished recording, so that
-    ``get_last_trace`` works after the scope."""
-
-    def __init__(self, tracer: ContextTracer, recording: Recording) -> None:
-        self._tracer = tracer
-        self._recording = recording
-
-    async def __aenter__(self) -> Recording:
-        current_recording.set(self._recording)
-        self._tracer._open.add(self._recording)
-        return self._recording
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self._tracer._open.discard(self._recording)
-        await self._recording.write(close=True)
-
-
 class _RecordingSpanProcessor(SpanProcessor):
     """Hands finished OpenTelemetry spans to the recording of the code that *started* them: they may end in a callback
     thread without context.
@@ -209,11 +193,7 @@ class _RecordingSpanProcessor(SpanProcessor):
 
     def on_end(self, span: ReadableSpan) -> None:
         recording = self._started.pop(_key_of(span), None)
-        if recording is None:
-            return
-        if not recording.add(
-            lambda rollout_id, attempt_id, sequence_id: _from_otel(span, rollout_id, attempt_id, sequence_id)
-        ):
+        if recording is not None and not recording.add(partial(Span.from_opentelemetry, span)):
             logger.warning("Span %r ended after its rollout %s and is not recorded.", span.name, recording.rollout_id)
 
 
@@ -222,27 +202,12 @@ def _key_of(span: ReadableSpan) -> tuple[int, int]:
     return (context.trace_id, context.span_id) if context is not None else (0, 0)
 
 
-def _from_otel(span: ReadableSpan, rollout_id: str, attempt_id: str, sequence_id: int) -> Span:
-    return Span.from_opentelemetry(span, rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=sequence_id)
-
-
 def _writable(value: Any) -> Any:
     """``value`` with lone surrogates spelled out as backslash and number: no JSON and no database takes them."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
-    return (
-        [_writable(item) for item in value]
-        if isinstance(value, (list, tuple)) and value and isinstance(value[0], str)
-        else value
-    )
-
-
-def _record(builder: SpanBuilder, name: str) -> None:
-    recording = current_recording.get()
-    if recording is None:
-        logger.warning("Span %r was emitted outside of any rollout and is dropped.", name)
-    elif not recording.add(builder):
-        logger.warning("Span %r came after its rollout %s had ended and is dropped.", name, recording.rollout_id)
+    texts = isinstance(value, (list, tuple)) and value and isinstance(value[0], str)
+    return [_writable(item) for item in value] if texts else value
 
 
 # -- process-wide state: one span processor and one active tracer, shared by all ContextTracers ----------------------
@@ -252,8 +217,10 @@ _processor: _RecordingSpanProcessor | None = None
 _users = 0
 
 
-def _attach_processor() -> None:
-    global _processor
+def _activate(tracer: ContextTracer) -> None:
+    # Agent Lightning's emitters look the tracer up in a process global. All ContextTracers share the context variable,
+    # so any one of them serves them all.
+    global _processor, _users
     with _state_lock:
         if _processor is None:
             provider = trace_api.get_tracer_provider()
@@ -262,13 +229,6 @@ def _attach_processor() -> None:
                 trace_api.set_tracer_provider(provider)
             _processor = _RecordingSpanProcessor()
             provider.add_span_processor(_processor)
-
-
-def _activate(tracer: ContextTracer) -> None:
-    # Agent Lightning's emitters look the tracer up in a process global. All ContextTracers share the context variable,
-    # so any one of them serves them all.
-    global _users
-    with _state_lock:
         if not isinstance(get_active_tracer(), ContextTracer):
             set_active_tracer(tracer)
         _users += 1

@@ -57,57 +57,33 @@ class Worker:
             await store.close()
 
 
-class StoreAccess:
-    """How workers outside of this process reach a store: served from here, with a random token, or where it is served
-    already."""
-
-    def __init__(self, store: LightningStore, *, host: str = "127.0.0.1") -> None:
-        if not isinstance(store, (BridgeStore, LightningStoreClient)):
-            kind = type(store).__name__
-            raise ConfigError(f"runners in other processes need a BridgeStore or a client of one, got a {kind}")
-        self._store = store
-        self.host = host
-        self._service: StoreService | None = None
-        self.token: str | None = getattr(store, "_token", None)
-
-    @property
-    def url(self) -> str:
-        if self._service is not None:
-            return self._service.url
-        assert isinstance(self._store, LightningStoreClient)
-        return self._store.server_address_root
-
-    def open(self) -> None:
-        if isinstance(self._store, BridgeStore) and self._service is None:
-            self.token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
-            self._service = StoreService(store=self._store, host=self.host, token=self.token).start()
-
-    def close(self) -> None:
-        service, self._service = self._service, None
-        if service is not None:
-            service.stop()
-
-    def fail_worker(self, name: str, reason: str) -> None:
-        """Have others try the rollouts of a dead worker. A store elsewhere notices by itself, when the worker's
-        heartbeats stop."""
-        if isinstance(self._store, BridgeStore):
-            run_blocking(self._store.fail_worker(name, reason=reason, gone=True))
-
-
 class WorkerPool:
     """``count`` workers that are replaced when they die; base of the pools, which start, watch and stop them.
 
     Args:
         agent: travels to the workers by pickle; its class must be importable there.
+        store: a ``BridgeStore``, then served on ``store_host`` with a random token, or a client of one that is served
+            already.
     """
 
     kind: str
 
     def __init__(
-        self, *, agent: LitAgent[Any], access: StoreAccess, count: int, settings: RunnerSettings | None = None
+        self,
+        *,
+        agent: LitAgent[Any],
+        store: LightningStore,
+        count: int,
+        settings: RunnerSettings | None = None,
+        store_host: str = "127.0.0.1",
     ) -> None:
+        if not isinstance(store, (BridgeStore, LightningStoreClient)):
+            kind = type(store).__name__
+            raise ConfigError(f"runners in other processes need a BridgeStore or a client of one, got a {kind}")
         self._agent = agent
-        self._access = access
+        self._store = store
+        self._store_host = store_host
+        self._service: StoreService | None = None
         self._count = count
         self._settings = settings or RunnerSettings()
         self._replacements = self._settings.restarts(count)
@@ -146,7 +122,16 @@ class WorkerPool:
         self.stop()
 
     def _open(self) -> None:
-        self._access.open()
+        if isinstance(self._store, BridgeStore):
+            token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+            self._service = StoreService(store=self._store, host=self._store_host, token=token).start()
+            self._store_url, self._store_token = self._service.url, token
+        else:
+            self._store_url, self._store_token = self._store.server_address_root, getattr(self._store, "_token", None)
+
+    def _close(self) -> None:
+        if self._service is not None:
+            self._service.stop()
 
     def _launch(self, spec: WorkerSpec) -> None:
         raise NotImplementedError
@@ -174,14 +159,15 @@ class WorkerPool:
         # a name that no other runner of the store has, nor had: what the dead one has sent may still be under way
         return WorkerSpec(
             agent=self._agent,
-            store_url=self._access.url,
-            store_token=self._access.token,
+            store_url=self._store_url,
+            store_token=self._store_token,
             settings=self._settings,
             name=f"{self.kind}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
         )
 
     def _replace(self, reason: str, *, left: int) -> None:
         """A worker has ended, and ``left`` others have not."""
+        logger.warning("A runner (%s) has ended: %s.", self.kind, reason)
         if self._replacements > 0:
             self._replacements -= 1
             self._launch(self._new_spec())
@@ -189,5 +175,7 @@ class WorkerPool:
             self._fail(LoopError(f"all runners ({self.kind}) have ended, the last one with {reason}"))
 
     def _bury(self, name: str, reason: str) -> None:
-        self._access.fail_worker(name, reason)
-        logger.warning("Runner %s has ended (%s).", name, reason)
+        """Have others try the rollouts of a dead worker. A store elsewhere notices by itself, when its heartbeats
+        stop."""
+        if isinstance(self._store, BridgeStore):
+            run_blocking(self._store.fail_worker(name, reason=reason, gone=True))

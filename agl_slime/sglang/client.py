@@ -14,18 +14,18 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 
 from agl_slime.errors import (
     ContextOverflowError,
+    EngineProtocolError,
     EngineRequestError,
     EngineServerError,
     OutOfVocabularyError,
 )
-from agl_slime.sglang.describe import EngineDescription, describe, find_workers, model_info, version_of
+from agl_slime.sglang.describe import EngineDescription, describe, parse_workers, version_of
 from agl_slime.sglang.generation import (
     Decode,
     Generation,
@@ -34,24 +34,19 @@ from agl_slime.sglang.generation import (
     SamplingParams,
     parse_generation,
 )
-from agl_slime.sglang.retry import classify_exception, context_limit
+from agl_slime.sglang.retry import classify_exception, context_limit, status_of
 from agl_slime.sglang.transport import ClientSettings, HttpTransport
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.threads import run_in_thread
 
-__all__ = ["ROUTING_KEY_HEADER", "ClientSettings", "PauseMode", "SGLangClient"]
-
 logger = logging.getLogger(__name__)
-
-PauseMode = Literal["abort", "retract", "in_place"]
 
 # sglang-router's "manual" and "consistent hashing" policies keep requests with one key on one worker, so that the turns
 # of a rollout find their prefix cache
-ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
+_ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 
-# aborts of requests that nobody waits for any more: best effort, so few at a time and not for long
-_ABORTERS = 32
-_ABORT_TIMEOUT_S = 2.0
+# aborts: best effort, so few at a time and not for long
+_ABORTERS, _ABORT_TIMEOUT_S = 32, 2.0  # for requests that nobody waits for any more
 
 # A resumed answer of more ids is joined in a thread: decoding takes about a millisecond per 2,000.
 _LONG_ANSWER = 4_000
@@ -102,18 +97,15 @@ class SGLangClient:
     async def __aenter__(self) -> SGLangClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
         """Close all connections; aborts still under way get a moment to be sent."""
-        if aborters := self._aborters_here():
-            _, late = await asyncio.wait(aborters, timeout=_ABORT_TIMEOUT_S)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+        here = asyncio.get_running_loop()
+        if aborters := [task for task in self._aborters if task.get_loop() is here]:
+            await asyncio.wait(aborters, timeout=_ABORT_TIMEOUT_S)
+            self._unwanted.clear()
         await self._http.aclose()
 
     # -- generation ---------------------------------------------------------------------------------------------------
@@ -139,11 +131,8 @@ class SGLangClient:
             resume_aborted: Take up a generation again that the engine aborted (a weight sync does); False returns it as
                 it is, reason "abort".
 
-        Raises:
-            OutOfVocabularyError, ContextOverflowError: Before sending when the client knows the sizes, else by the
-                server's answer.
-            EngineRequestError: The server refused the request.
-            EngineUnreachableError, EngineTimeoutError, EngineServerError, EngineProtocolError: After retries.
+        Raises ``OutOfVocabularyError`` and ``ContextOverflowError`` (before sending when the client knows the sizes),
+        ``EngineRequestError`` when refused, and another ``EngineError`` after retries.
         """
         started = time.monotonic()
         deadline = started + self.settings.total_timeout_s
@@ -197,7 +186,7 @@ class SGLangClient:
         self, request: PartRequest, rids: Iterator[str], *, routing_key: str | None, deadline: float
     ) -> Generation:
         """One part with its retries, each under the next of ``rids``."""
-        headers = {ROUTING_KEY_HEADER: routing_key} if routing_key else None
+        headers = {_ROUTING_KEY_HEADER: routing_key} if routing_key else None
         payload: dict[str, Any] = {
             "input_ids": request.input_ids,
             "sampling_params": request.sampling.to_payload(),
@@ -221,7 +210,7 @@ class SGLangClient:
                 raise
             return parse_generation(answer, latency_s=time.monotonic() - sent, where=where)
 
-        return await self._http.retrier.run(attempt, where=where, deadline=deadline)
+        return await self._http.retry(attempt, where=where, deadline=deadline)
 
     def _check_prompt(self, input_ids: Sequence[int]) -> None:
         if len(input_ids) == 0:
@@ -240,9 +229,15 @@ class SGLangClient:
 
     # -- control ------------------------------------------------------------------------------------------------------
 
-    async def model_info(self) -> dict[str, Any]:
+    async def model_info(self, **limits: Any) -> dict[str, Any]:
         """What the server says of its model: model_path, weight_version, ..."""
-        return await model_info(self._http)
+        try:
+            return await self._http.call("GET", "/model_info", **limits)
+        except EngineRequestError as error:
+            if status_of(error) not in (404, 405):
+                raise
+            # sglang-router passes only the older path on, to one of its workers
+            return await self._http.call("GET", "/get_model_info", **limits)
 
     async def weight_version(self) -> str:
         """The version that the weights have now."""
@@ -254,30 +249,34 @@ class SGLangClient:
 
         Raises ``EngineProtocolError`` when a router has no worker at all.
         """
-        return await find_workers(self._http)
+        try:
+            listed = await self._http.call("GET", "/workers")
+        except EngineRequestError:
+            return (self.base_url,)  # plain SGLang has no /workers
+        workers = parse_workers(listed, where=f"{self.base_url}/workers")
+        if not workers:
+            raise EngineProtocolError(f"the router at {self.base_url} has no workers; start some with --worker-urls")
+        return workers
 
     async def flush_cache(self) -> None:
         """Empty the prefix cache. Raises ``EngineRequestError`` (400) while requests run or wait: pause first, and ask
         again."""
         await self._post("/flush_cache")
 
-    async def pause_generation(self, mode: PauseMode = "abort") -> None:
-        """Stop sampling; requests that come later wait for ``continue_generation``. "abort": running requests answer
-        with what they have, and ``generate`` resumes them."""
-        await self._post("/pause_generation", {"mode": mode})
+    async def pause_generation(self) -> None:
+        """Stop sampling: running requests answer with what they have, and ``generate`` resumes them; later ones wait
+        for ``continue_generation``."""
+        await self._post("/pause_generation", {"mode": "abort"})
 
     async def continue_generation(self, *, timeout_s: float | None = None) -> None:
-        """Undo ``pause_generation``; harmless when nothing is paused. ``timeout_s``: None for the settings'
-        ``control_timeout_s``."""
+        """Undo ``pause_generation``; harmless when nothing is paused."""
         await self._post("/continue_generation", {}, timeout_s=timeout_s)
 
     async def abort(self, rid: str | None = None) -> None:
         """Abort the requests whose id begins with ``rid``; None: all. They answer with what they have."""
         await self._post("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
-    async def update_weights_from_disk(
-        self, path: str, version: str, *, flush_cache: bool = False, timeout_s: float = 600.0
-    ) -> None:
+    async def update_weights_from_disk(self, path: str, version: str, *, timeout_s: float = 600.0) -> None:
         """Load the checkpoint directory ``path`` (as the server sees it) under weight version ``version``.
 
         ``flush_cache`` is sent as False although SGLang's default is True: with requests pending, True ends a 0.5.15
@@ -287,7 +286,7 @@ class SGLangClient:
         Raises:
             EngineRequestError: The server could not load it; the text has its reason.
         """
-        payload = {"model_path": path, "weight_version": version, "flush_cache": flush_cache}
+        payload = {"model_path": path, "weight_version": version, "flush_cache": False}
         found = await self._http.call("POST", "/update_weights_from_disk", payload, timeout_s=timeout_s)
         if found.get("success") is not True:
             raise EngineRequestError(f"{self.base_url}/update_weights_from_disk answered {str(found)[:500]}")
@@ -296,13 +295,11 @@ class SGLangClient:
         """Look at the server once, at start-up, and say what it is; a failure is one sentence for the person who gave
         the URL.
 
-        Raises:
-            EngineUnreachableError: Nothing listens there, or it does not answer within ``timeout_s``.
-            EngineProtocolError: Something answers that is not SGLang.
-            EngineServerError: It answers 5xx, as one that is starting may do.
-            EngineRequestError: It wants another API key.
+        Raises ``EngineUnreachableError`` (nothing answers within ``timeout_s``), ``EngineProtocolError`` (what answers
+        is not SGLang), ``EngineServerError`` (5xx, as while it starts) or ``EngineRequestError`` (another API
+        key is wanted).
         """
-        return await describe(self._http, timeout_s=timeout_s)
+        return await describe(self, timeout_s=timeout_s)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -310,17 +307,13 @@ class SGLangClient:
         await self._http.call("POST", path, payload, timeout_s=timeout_s, json=False)
 
     def _abort_soon(self, rid: str) -> None:
-        """Ask the engine to abort ``rid`` without waiting for it. Best effort: SGLang also notices by itself, some
-        seconds later, that the connection is gone."""
+        """Ask the engine to abort ``rid`` without waiting for it; SGLang also notices by itself, seconds later, that
+        the connection is gone."""
         self._unwanted.append(rid)
-        if len(self._aborters_here()) < _ABORTERS:
+        if len(self._aborters) < _ABORTERS:
             task = asyncio.get_running_loop().create_task(self._send_aborts())
             self._aborters.add(task)
             task.add_done_callback(self._aborters.discard)
-
-    def _aborters_here(self) -> list[asyncio.Task[None]]:
-        here = asyncio.get_running_loop()
-        return [task for task in self._aborters if task.get_loop() is here]
 
     async def _send_aborts(self) -> None:
         while self._unwanted:

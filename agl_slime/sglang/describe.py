@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agl_slime.errors import (
     EngineProtocolError,
@@ -19,12 +19,11 @@ from agl_slime.errors import (
     EngineUnreachableError,
 )
 from agl_slime.sglang.retry import status_of
-from agl_slime.sglang.transport import HttpTransport
+
+if TYPE_CHECKING:
+    from agl_slime.sglang.client import SGLangClient
 
 _DP_RANK = re.compile(r"@\d+/?$")
-
-# One hiccup is forgiven; an address where nobody listens is told at once.
-_ATTEMPTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +35,15 @@ class EngineDescription:
     weight_version: str
 
 
-async def describe(http: HttpTransport, *, timeout_s: float) -> EngineDescription:
+async def describe(client: SGLangClient, *, timeout_s: float) -> EngineDescription:
     """Look at the server; see ``SGLangClient.probe``."""
-    url = http.base_url
+    url = client.base_url
     try:
-        return await asyncio.wait_for(_describe(http, timeout_s), timeout_s)
+        # one hiccup is forgiven; an address where nobody listens is told at once
+        info = await asyncio.wait_for(client.model_info(timeout_s=timeout_s, max_attempts=2), timeout_s)
+        if not isinstance(model_path := info.get("model_path"), str):
+            raise EngineProtocolError("its /model_info names no model_path")
+        return EngineDescription(base_url=url, model_path=model_path, weight_version=version_of(info, url))
     except (EngineUnreachableError, EngineTimeoutError, asyncio.TimeoutError, TimeoutError) as error:
         why = str(error) or f"no answer within {timeout_s:g} s"
         raise EngineUnreachableError(
@@ -56,36 +59,12 @@ async def describe(http: HttpTransport, *, timeout_s: float) -> EngineDescriptio
         ) from error
 
 
-async def model_info(http: HttpTransport, **limits: Any) -> dict[str, Any]:
-    """``/model_info``, or ``/get_model_info``: sglang-router passes only the older path on, to one of its workers."""
-    try:
-        return await http.call("GET", "/model_info", **limits)
-    except EngineRequestError as error:
-        if status_of(error) not in (404, 405):
-            raise
-        return await http.call("GET", "/get_model_info", **limits)
-
-
 def version_of(info: Mapping[str, Any], base_url: str) -> str:
     """The weight version in a ``/model_info`` answer."""
     version = info.get("weight_version")
     if version is None:
         raise EngineProtocolError(f"{base_url}/model_info names no weight_version; update SGLang")
     return str(version)
-
-
-async def find_workers(http: HttpTransport) -> tuple[str, ...]:
-    """See ``SGLangClient.workers``."""
-    try:
-        listed = await http.call("GET", "/workers")
-    except EngineRequestError:
-        return (http.base_url,)  # plain SGLang has no /workers
-    workers = parse_workers(listed, where=f"{http.base_url}/workers")
-    if not workers:
-        raise EngineProtocolError(
-            f"the router at {http.base_url} has no workers; start some with --worker-urls, or by POST /workers"
-        )
-    return workers
 
 
 def parse_workers(body: Any, *, where: str = "/workers") -> tuple[str, ...]:
@@ -131,13 +110,3 @@ def _model_file(model: str, name: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-async def _describe(http: HttpTransport, timeout_s: float) -> EngineDescription:
-    info = await model_info(http, timeout_s=timeout_s, max_attempts=_ATTEMPTS)
-    model_path = info.get("model_path")
-    if not isinstance(model_path, str):
-        raise EngineProtocolError("its /model_info names no model_path")
-    return EngineDescription(
-        base_url=http.base_url, model_path=model_path, weight_version=version_of(info, http.base_url)
-    )

@@ -172,15 +172,13 @@ class ResumableGeneration:
     version of its own sampling, and it ends where one that was never aborted would have ended:
 
     - **Budget**: at ``max_new_tokens`` ids the reason is ``length``, which the engine checks before anything else.
-    - **Stop tokens**: SGLang looks at the abort mark before it looks at the sampled token, so the last id of an aborted
-      part may be a stop token that nobody acted on; ``eos_token_ids`` are the model's own.
+    - **Stop tokens**: SGLang looks at the abort mark first, so the last id of an aborted part may be a stop token that
+      nobody acted on; ``eos_token_ids`` are the model's own.
     - **Stop strings**: the engine searches only what one request sampled. When the text so far ends in the beginning of
-      a stop string, the next part is asked for one token at a time, until the string is complete or can no longer
-      become one: rare, and a hit of the prefix cache.
+      a stop string, the next part is asked for one token at a time, until that is decided.
     - **Text**: the engine decodes each part alone, so a character whose bytes are split is U+FFFD in both. With
       ``decode``, the text of joined parts is decoded from their ids.
     - **Constrained output**: a grammar would start anew in the middle, so such a generation starts again from nothing.
-    - ``min_new_tokens`` shrinks with each part.
 
     What it cannot give back: penalties (``repetition_penalty`` and its kin) and ``stop_regex`` see one part only.
     """
@@ -216,9 +214,6 @@ class ResumableGeneration:
         self._matched: int | str | None = None
         self._aborted = False
         self.resumed = 0
-        """How often an aborted generation was taken up again."""
-        self.empty_parts = 0
-        """Parts in a row, up to now, that brought no token."""
 
     @property
     def done(self) -> bool:
@@ -258,14 +253,12 @@ class ResumableGeneration:
         return PartRequest((*self._prompt, *self._ids), replace(self._sampling, max_new_tokens=left, extra=extra))
 
     def add(self, part: Generation) -> None:
-        """Take in the answer to ``next_request``."""
         one_token = self._open_stop
         searched = max(0, len(self._text) - max(map(len, self._stops), default=1) + 1)
         offset = len(self._ids)
         if self._counts[0] == 0:  # a part that was aborted in the queue has no counts
             self._counts = (part.prompt_tokens, part.cached_tokens)
         self._request_id = part.request_id
-        self.empty_parts = 0 if part.output_ids else self.empty_parts + 1
         self._ids += part.output_ids
         self._log_probs += part.log_probs
         self._text += part.text
@@ -352,6 +345,5 @@ def _weight_spans(meta: Mapping[str, Any], n_tokens: int, where: str) -> tuple[W
     return () if version is None or n_tokens == 0 else (WeightSpan(str(version), 0, n_tokens),)
 
 
-def _short(value: Any, limit: int = 200) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "…"
+def _short(value: Any) -> str:
+    return f"{value!r:.200}"

@@ -162,48 +162,38 @@ def retry_after_s(headers: Mapping[str, str] | None) -> float:
     return max(0.0, seconds) if seconds < float("inf") else 0.0
 
 
-class Retrier:
-    """Runs attempts until one succeeds, its verdict is final, the attempts are used up, or the deadline would pass."""
-
-    def __init__(self, *, max_attempts: int, base_s: float, cap_s: float) -> None:
-        self._max_attempts, self._base_s, self._cap_s = max_attempts, base_s, cap_s
-
-    async def run(
-        self, attempt: Callable[[], Awaitable[T]], *, where: str, deadline: float, max_attempts: int | None = None
-    ) -> T:
-        """``deadline`` is on ``time.monotonic``'s clock. Raises the typed error of the last failure, and names the
-        first one where it was another."""
-        started = time.monotonic()
-        tries = max_attempts or self._max_attempts
-        backoff = Backoff(base_s=self._base_s, cap_s=self._cap_s, tries=tries, deadline=deadline)
-        first: EngineError | None = None
-        protocol_errors = 0
-        while True:
-            try:
-                return await attempt()
-            except Exception as exc:
-                verdict = classify_exception(exc, where=where)
-                error, cause = verdict.error, exc.__cause__ if exc is verdict.error else exc
-            first = first or error
-            protocol_errors += isinstance(error, EngineProtocolError)
-            pause = backoff.failed(error, at_least_s=verdict.after_s)
-            why = ""
-            if time.monotonic() >= deadline:
-                error = EngineTimeoutError(f"{where} did not answer within the time limit; the last failure: {error}")
-            elif not verdict.retry or protocol_errors > PROTOCOL_ERROR_RETRIES:
-                pass
-            elif pause is None:
-                why = "" if backoff.failures >= tries else "; the time limit leaves no room for another"
-            else:
-                logger.debug("%s; trying again in %.2f s (attempt %d of %d)", error, pause, backoff.failures + 1, tries)
-                await asyncio.sleep(pause)
-                continue
-            if backoff.failures > 1 or why:
-                if type(first) is not type(verdict.error):
-                    why += f"; the first failure: {first}"
-                seconds = time.monotonic() - started
-                plural = "s" if backoff.failures > 1 else ""
-                error = type(error)(
-                    f"{error} (gave up after {backoff.failures} attempt{plural} in {seconds:.1f} s{why})"
-                )
-            raise error from cause
+async def retried(
+    attempt: Callable[[], Awaitable[T]], *, where: str, deadline: float, tries: int, base_s: float, cap_s: float
+) -> T:
+    """Attempts until one succeeds, its verdict is final, the ``tries`` are used up, or the ``deadline`` (on
+    ``time.monotonic``'s clock) would pass. Raises the typed error of the last failure, and names the first one where it
+    was another."""
+    started = time.monotonic()
+    backoff = Backoff(base_s=base_s, cap_s=cap_s, tries=tries, deadline=deadline)
+    first: EngineError | None = None
+    protocol_errors = 0
+    while True:
+        try:
+            return await attempt()
+        except Exception as exc:
+            verdict = classify_exception(exc, where=where)
+            error, cause = verdict.error, exc.__cause__ if exc is verdict.error else exc
+        first = first or error
+        protocol_errors += isinstance(error, EngineProtocolError)
+        pause = backoff.failed(error, at_least_s=verdict.after_s)
+        retry = verdict.retry and protocol_errors <= PROTOCOL_ERROR_RETRIES
+        why = ""
+        if time.monotonic() >= deadline:
+            error = EngineTimeoutError(f"{where} did not answer within the time limit; the last failure: {error}")
+        elif retry and pause is not None:
+            logger.debug("%s; trying again in %.2f s (attempt %d of %d)", error, pause, backoff.failures + 1, tries)
+            await asyncio.sleep(pause)
+            continue
+        elif retry and backoff.failures < tries:
+            why = "; the time limit leaves no room for another"
+        if backoff.failures > 1 or why:
+            if type(first) is not type(verdict.error):
+                why += f"; the first failure: {first}"
+            told = f"{backoff.failures} attempt{'s' * (backoff.failures > 1)} in {time.monotonic() - started:.1f} s"
+            error = type(error)(f"{error} (gave up after {told}{why})")
+        raise error from cause

@@ -10,18 +10,20 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 
 from agl_slime.errors import ConfigError, EngineProtocolError
-from agl_slime.sglang.retry import HttpStatusError, Retrier, error_message
+from agl_slime.sglang.retry import HttpStatusError, error_message, retried
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # uvicorn under SGLang closes a connection that was idle for 5 s (SGLANG_TIMEOUT_KEEP_ALIVE); letting go of it first
 # avoids sending into a closing socket.
@@ -29,7 +31,7 @@ _KEEPALIVE_S = 4.0
 
 # A generation can be silent for many minutes: without probes a vanished host or a NAT that forgot the connection would
 # be noticed only by the idle timeout.
-_TCP_KEEPALIVE_IDLE_S, _TCP_KEEPALIVE_INTERVAL_S, _TCP_KEEPALIVE_PROBES = 60, 20, 6
+_TCP_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 6}
 
 # Files that a process needs besides: libraries, logs, the store's connections.
 _OTHER_FILES = 512
@@ -40,61 +42,44 @@ class ClientSettings:
     """Limits of a client; all times in seconds."""
 
     max_connections: int = 4096
-    """Requests on the wire at once; more wait in the client, in order. The engine's own queue orders them better than
-    ours could, so this guards file descriptors (one each). The soft limit of open files is raised for it where the hard
-    one allows; else there are fewer connections, and a warning."""
+    """Requests on the wire at once; more wait in the client, in order. The soft limit of open files is raised for them
+    where the hard one allows; else there are fewer connections, and a warning."""
     total_timeout_s: float = 3600.0
     """One call with all its retries, resumes and waiting for a connection. 32k tokens at 20 tokens/s are 27 minutes,
     plus as much again in the queue."""
     idle_timeout_s: float = 1800.0
-    """The longest silence of one request (aiohttp's ``sock_read``), so the longest that one generation may take:
-    ``/generate`` without streaming is silent until its last token. A vanished host is noticed by TCP keep-alive within
-    3 minutes."""
+    """The longest silence of one request, so the longest that one generation may take: ``/generate`` without streaming
+    is silent until its last token. A vanished host is noticed by TCP keep-alive within 3 minutes."""
     connect_timeout_s: float = 10.0
     """Opening one TCP connection; SYN is sent again after 1, 3 and 7 s."""
     control_timeout_s: float = 60.0
-    """One control call (model_info, flush, pause, ...) with its retries; ``pause`` waits until every running request
-    has answered, which takes one decode step and some polling."""
+    """One control call (model_info, flush, pause, ...) with its retries."""
     max_attempts: int = 8
-    """Sends of one request. With the backoff below the seven pauses are 23 s together on average and 45 s at most: a
-    restarted engine is found again, a dead one is reported within a minute."""
+    """Sends of one request. With the backoff below the seven pauses are 23 s together on average and 45 s at most."""
     backoff_base_s: float = 0.5
     """Upper bound of the first pause; each further one doubles it (see ``agl_slime.support.backoff``)."""
     backoff_cap_s: float = 15.0
     """No bound of a pause grows above this."""
     resume_limit: int = 64
-    """How often one generation may be aborted and taken up again: a weight sync aborts it once, so this is far above
-    any real run and still ends a server that aborts everything."""
+    """How often one generation may be aborted and taken up again; a weight sync aborts it once."""
     api_key: str | None = field(default=None, repr=False)
     """Sent as ``Authorization: Bearer``; what SGLang was started with as ``--api-key``."""
 
     def __post_init__(self) -> None:
-        check_positive(self, *(name for name in self.__dataclass_fields__ if name.endswith("_s")))
-        for name, least in (("max_connections", 1), ("max_attempts", 1), ("resume_limit", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)!r}")
-
-
-def check_positive(settings: object, *names: str) -> None:
-    """Raise ``ConfigError`` for a time that is not more than 0 seconds (NaN is not)."""
-    for name in names:
-        if not getattr(settings, name) > 0:
-            raise ConfigError(f"{name} must be more than 0 seconds, got {getattr(settings, name)!r}")
+        for name, value in vars(self).items():
+            if name.endswith("_s") and not value > 0:
+                raise ConfigError(f"{name} must be more than 0 seconds, got {value!r}")
+            if name in ("max_connections", "max_attempts", "resume_limit") and value < (name != "resume_limit"):
+                raise ConfigError(f"{name} must be at least {int(name != 'resume_limit')}, got {value!r}")
 
 
 class HttpTransport:
-    """Requests to one base URL from any number of event loops: each loop gets its own connection pool when it first
-    sends something.
-
-    A program with a background loop may therefore make it in one thread and use it in another, or in several.
-    """
+    """Requests to one base URL from any number of event loops and threads: each loop gets its own connection pool when
+    it first sends something."""
 
     def __init__(self, *, base_url: str, settings: ClientSettings) -> None:
         self.base_url = checked_url(base_url)
         self.settings = settings
-        self.retrier = Retrier(
-            max_attempts=settings.max_attempts, base_s=settings.backoff_base_s, cap_s=settings.backoff_cap_s
-        )
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self._lock = threading.Lock()
 
@@ -118,7 +103,15 @@ class HttpTransport:
                 raise EngineProtocolError(f"{where} answered a JSON {type(found).__name__}; expected an object")
             return found
 
-        return await self.retrier.run(attempt, where=where, deadline=deadline, max_attempts=max_attempts)
+        return await self.retry(attempt, where=where, deadline=deadline, tries=max_attempts)
+
+    async def retry(
+        self, attempt: Callable[[], Awaitable[T]], *, where: str, deadline: float, tries: int | None = None
+    ) -> T:
+        """See ``retried``."""
+        limits = {"base_s": self.settings.backoff_base_s, "cap_s": self.settings.backoff_cap_s}
+        tries = tries or self.settings.max_attempts
+        return await retried(attempt, where=where, deadline=deadline, tries=tries, **limits)
 
     async def send(
         self,
@@ -258,27 +251,16 @@ def _within_file_limit(connections: int) -> int:
     with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         soft = allowed
-    if soft >= needed:
-        return connections
-    fewer = max(1, soft // 2)
-    logger.warning(
-        "at most %d connections instead of %d: this process may open only %d files (raise ulimit -Hn)",
-        fewer,
-        connections,
-        soft,
-    )
+    fewer = connections if soft >= needed else max(1, soft // 2)
+    if fewer < connections:
+        logger.warning("at most %d connections instead of %d: raise ulimit -Hn (%d)", fewer, connections, soft)
     return fewer
 
 
 def _socket_with_keepalive(addr_info: tuple[Any, ...]) -> socket.socket:
-    family, kind, proto, _, _ = addr_info
-    made = socket.socket(family=family, type=kind, proto=proto)
+    made = socket.socket(*addr_info[:3])
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", _TCP_KEEPALIVE_IDLE_S),
-        ("TCP_KEEPINTVL", _TCP_KEEPALIVE_INTERVAL_S),
-        ("TCP_KEEPCNT", _TCP_KEEPALIVE_PROBES),
-    ):
+    for name, value in _TCP_KEEPALIVE.items():
         if hasattr(socket, name):  # macOS and Windows name them otherwise or not at all
             made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return made

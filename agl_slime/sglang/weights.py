@@ -17,53 +17,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
 
-from agl_slime.errors import ConfigError, EngineError, EngineRequestError, WeightSyncError
-from agl_slime.sglang.client import ClientSettings, PauseMode, SGLangClient
-from agl_slime.sglang.transport import check_positive, checked_url
+from agl_slime.errors import EngineError, EngineRequestError, WeightSyncError
+from agl_slime.sglang.client import ClientSettings, SGLangClient
+from agl_slime.sglang.transport import checked_url
 
 logger = logging.getLogger(__name__)
 
 # Ctrl-C must end a run within seconds, also in the middle of a push.
 _CONTINUE_AFTER_FAILURE_S = 3.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightSyncSettings:
-    """Limits of a weight sync; all times in seconds."""
-
-    pause_mode: PauseMode = "abort"
-    """What happens to running requests. "abort": they answer and are resumed by the client, with all their cache
-    recomputed under the new weights, at the price of one prefill each. "retract" and "in_place" keep them inside
-    SGLang, which then refuses to flush: entries of the old weights stay in the prefix cache and are mixed into later
-    answers."""
-    flush_timeout_s: float = 30.0
-    """How long a paused worker may take to become idle; normally well below a second."""
-    flush_poll_s: float = 0.05
-    """Between two flushes while the worker is not idle yet."""
-    update_timeout_s: float = 600.0
-    """Loading the checkpoint on one worker: 140 GB (70B parameters in bfloat16) at 0.5 GB/s are 280 s."""
-
-    def __post_init__(self) -> None:
-        if self.pause_mode not in ("abort", "retract", "in_place"):
-            raise ConfigError(f"pause_mode must be abort, retract or in_place, got {self.pause_mode!r}")
-        check_positive(self, "flush_timeout_s", "flush_poll_s", "update_timeout_s")
+_FLUSH_POLL_S = 0.02
 
 
 class DiskWeightSync:
-    """Pushes checkpoints to all workers behind ``base_url`` (a server, or a router)."""
+    """Pushes checkpoints to all workers behind ``base_url`` (a server, or a router).
+
+    ``flush_timeout_s`` is how long a paused worker may take to become idle, normally well below a second;
+    ``update_timeout_s`` covers loading on one worker: 140 GB (70B parameters in bfloat16) at 0.5 GB/s are 280 s.
+    """
 
     def __init__(
         self,
         *,
         base_url: str,
-        settings: WeightSyncSettings | None = None,
         client_settings: ClientSettings | None = None,
+        flush_timeout_s: float = 30.0,
+        update_timeout_s: float = 600.0,
     ) -> None:
         self.base_url = checked_url(base_url)
-        self.settings = settings or WeightSyncSettings()
         self.client_settings = client_settings or ClientSettings()
+        self._flush_timeout_s, self._update_timeout_s = flush_timeout_s, update_timeout_s
         self._pushing = False
 
     async def push(self, model_path: str, version: str) -> tuple[str, ...]:
@@ -102,13 +85,18 @@ class DiskWeightSync:
         async with SGLangClient(base_url=url, settings=self.client_settings) as client:
             # once something has failed, or this task was cancelled, there is little hope and someone who waits
             patience_s = _CONTINUE_AFTER_FAILURE_S
-            step = "pause"
+            step, refusal = "pause", ""
             try:
-                await client.pause_generation(self.settings.pause_mode)
+                await client.pause_generation()
                 step = "flush"
                 await self._flush(client)
                 step = "update"
-                refusal = await self._load(client, model_path, version)
+                try:
+                    await client.update_weights_from_disk(model_path, version, timeout_s=self._update_timeout_s)
+                except EngineRequestError as error:
+                    if "not flushed" not in str(error):
+                        raise
+                    refusal = f", after {error}"  # loaded all the same: the version tells
                 step = "verify"
                 if (found := await client.weight_version()) != version:
                     raise WeightSyncError(f"reports weight version {found} instead of {version}{refusal}")
@@ -123,27 +111,14 @@ class DiskWeightSync:
                     failures.append(f"continue: {error}")
         return "; ".join(failures)
 
-    async def _load(self, client: SGLangClient, model_path: str, version: str) -> str:
-        """Load the weights. Returns the refusal of a server that has loaded them and could not flush (it was not asked
-        to): then the version tells."""
-        try:
-            await client.update_weights_from_disk(model_path, version, timeout_s=self.settings.update_timeout_s)
-        except EngineRequestError as error:
-            if "not flushed" not in str(error):
-                raise
-            return f", after {error}"
-        return ""
-
     async def _flush(self, client: SGLangClient) -> None:
-        """Until the worker is idle and its prefix cache empty. With requests kept inside (see ``pause_mode``) it never
-        is, so there is nothing to wait for."""
-        deadline = time.monotonic() + self.settings.flush_timeout_s
-        while self.settings.pause_mode == "abort":
+        """Until the worker is idle and its prefix cache empty."""
+        deadline = time.monotonic() + self._flush_timeout_s
+        while True:
             try:
                 return await client.flush_cache()
             except EngineRequestError as error:
-                if time.monotonic() + self.settings.flush_poll_s >= deadline:
-                    waited = f"{self.settings.flush_timeout_s:g} s"
+                if time.monotonic() + _FLUSH_POLL_S >= deadline:
+                    waited = f"{self._flush_timeout_s:g} s"
                     raise WeightSyncError(f"still busy {waited} after the pause: {error}") from error
-            await asyncio.sleep(self.settings.flush_poll_s)
-        return None
+            await asyncio.sleep(_FLUSH_POLL_S)

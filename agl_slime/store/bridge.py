@@ -4,14 +4,12 @@ same cost and size however many rollouts have gone through it.
 Stock behaviour that this replaces:
 
 - Completion must be polled for. Here listeners are told (``subscribe_finished``).
-- Nothing ever removes a finished rollout, and when memory is short the spans of the oldest are dropped, read or not.
-  Here whoever has read a rollout *releases* it; released ones stay for a while to be looked at and then go entirely.
-  What was not released is never dropped: when it fills its share of memory, a warning comes first and then no more
-  rollouts are delivered until something is released.
-- A watchdog scan looks at every running rollout, and the size of every span is estimated by walking it. Here neither
-  depends on what is stored.
-- A runner that dies takes its rollouts with it until each one's own limit has passed. Here its attempts fail when its
-  heartbeats stop, or when whoever started it says so (``fail_worker``), and other runners try again.
+- Finished rollouts stay, and when memory is short the oldest spans are dropped, read or not. Here whoever has read a
+  rollout *releases* it, and only what is released is forgotten; too much that is not stops deliveries.
+- A watchdog scan looks at every running rollout, and at every span to know its size. Here neither depends on what is
+  stored.
+- The rollouts of a runner that dies wait for their own limits. Here they fail when its heartbeats stop, or when whoever
+  started it says so (``fail_worker``), and other runners try again.
 - The end of an attempt changes a rollout that has ended. Here one that was cancelled, or failed by the watchdog, stays
   so, though the agent comes to an end later.
 """
@@ -22,11 +20,10 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
-from agl_slime.store.collections import BridgeCollections
+from agl_slime.store.collections import BridgeCollections, WatchList
 from agl_slime.store.retention import Retention, StoreUsage, estimate_span_bytes
-from agl_slime.store.watch import WatchList
 from agl_slime.support.agl import (
     Attempt,
     AttemptedRollout,
@@ -48,6 +45,7 @@ RolloutUpdate = tuple[Rollout, Sequence[str]]
 
 FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 RUNNING = frozenset({"preparing", "running"})
+_ATTEMPT_STATUSES = frozenset(get_args(Attempt.model_fields["status"].annotation))
 
 # A rollout is tried again this often when the processes that ran it died, whatever its own number of attempts; then it
 # counts as what kills them.
@@ -223,7 +221,7 @@ class BridgeStore(InMemoryLightningStore):
         with self.collections.lock:
             silent = [
                 (worker.worker_id, worker.last_heartbeat_time)
-                for worker in self.collections.worker_records()
+                for worker in list(self.collections._workers._items.values())
                 if worker.last_heartbeat_time is not None
                 and now - worker.last_heartbeat_time > self._dead_worker_seconds
                 and self._judged_dead.get(worker.worker_id) != worker.last_heartbeat_time
@@ -236,15 +234,18 @@ class BridgeStore(InMemoryLightningStore):
 
     async def dequeue_rollout(self, worker_id: str | None = None) -> AttemptedRollout | None:
         with self.collections.lock:  # judged and delivered in one step
-            refused = self._backpressure or worker_id in self._gone
-            return None if refused else await super().dequeue_rollout(worker_id)
+            return await super().dequeue_rollout(worker_id) if self._delivers_to(worker_id) else None
 
     async def dequeue_many_rollouts(
         self, *, limit: int = 1, worker_id: str | None = None
     ) -> Sequence[AttemptedRollout]:
         with self.collections.lock:
-            refused = self._backpressure or worker_id in self._gone
-            return [] if refused else await super().dequeue_many_rollouts(limit=limit, worker_id=worker_id)
+            if not self._delivers_to(worker_id):
+                return []
+            return await super().dequeue_many_rollouts(limit=limit, worker_id=worker_id)
+
+    def _delivers_to(self, worker_id: str | None) -> bool:
+        return not self._backpressure and worker_id not in self._gone
 
     async def add_resources(self, resources: NamedResources) -> ResourcesUpdate:
         update = await super().add_resources(resources)
@@ -280,7 +281,8 @@ class BridgeStore(InMemoryLightningStore):
         if rollout is None or attempt is None:
             raise ValueError(f"Rollout {rollout_id} has no attempt {attempt_id}, or is not known")
         changes = {name: value for name, value in fields.items() if not isinstance(value, Unset)}
-        Attempt.model_validate({**attempt.model_dump(), **changes})
+        if changes.keys() != {"status"} or changes["status"] not in _ATTEMPT_STATUSES:  # the usual, of nearly all cost
+            Attempt.model_validate({**attempt.model_dump(), **changes})
         if changes.get("status") in ("failed", "succeeded"):
             changes["end_time"] = time.time()
         for name, value in changes.items():

@@ -57,7 +57,6 @@ class RemoteStore(LightningStoreClient):
         return Rollout.model_validate(data) if data is not None else None
 
     async def get_latest_attempt(self, rollout_id: str) -> Attempt | None:
-        """``None`` when there is none; Agent Lightning's returns it for a store that is away, too."""
         data = await self._request_json("get", f"/rollouts/{rollout_id}/attempts/latest")
         return Attempt.model_validate(data) if data else None
 
@@ -68,18 +67,12 @@ class RemoteStore(LightningStoreClient):
         return _result_of(result)
 
     def follow_finished(self, position: FeedPosition, *, wait_s: float = 20.0) -> AsyncIterator[FeedPage]:
-        """Pages of ended rollouts from ``position`` on, for ever.
-
-        Goes on after interruptions; raises ``DataSourceError`` when the store has been unreachable for two minutes, or
-        serves no feed. The caller moves the position.
-        """
+        """Pages of ended rollouts from ``position`` on, for ever, across interruptions; the caller moves the position.
+        Raises ``DataSourceError`` when the store has been unreachable for two minutes, or serves no feed."""
         return self._follow(FEED_PATH, position, wait_s=wait_s, patience_s=_UNREACHABLE_S)
 
     def follow_cancelled(self, position: FeedPosition, *, wait_s: float = 20.0) -> AsyncIterator[FeedPage]:
-        """Pages of cancelled rollouts from ``position`` on, for ever, however long the store is away meanwhile.
-
-        Raises ``DataSourceError`` when the store tells of no cancellations. The caller moves the position.
-        """
+        """As ``follow_finished`` for cancelled rollouts, however long the store is away."""
         return self._follow(CANCELLED_PATH, position, wait_s=wait_s, patience_s=None)
 
     async def _follow(
@@ -90,14 +83,12 @@ class RemoteStore(LightningStoreClient):
             body = orjson.dumps({"instance_id": position.instance_id, "after": position.after, "wait_s": wait_s})
             try:
                 page: FeedPage = await self._post(path, body, timeout_s=wait_s + 10.0)
-            except aiohttp.ClientResponseError as error:
-                if error.status in (401, 404, 405):
-                    fix = f"set {TOKEN_VARIABLE}" if error.status == 401 else "serve it with agl_slime's StoreService"
-                    url = self.server_address_root
-                    raise DataSourceError(f"the store at {url} answers {error.status} to {path}: {fix}") from error
-                await backoff.pause(error)
-                continue
             except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+                status = getattr(error, "status", None)
+                if status in (401, 404, 405):
+                    fix = f"set {TOKEN_VARIABLE}" if status == 401 else "serve it with agl_slime's StoreService"
+                    url = self.server_address_root
+                    raise DataSourceError(f"the store at {url} answers {status} to {path}: {fix}") from error
                 await backoff.pause(error)
                 continue
             backoff.reset()
@@ -137,14 +128,13 @@ def _result_of(answer: dict[str, Any]) -> Any:
     return answer["result"]
 
 
-Post = Callable[[list[orjson.Fragment]], Awaitable[list[dict[str, Any]]]]
 _Waiting = tuple[orjson.Fragment, asyncio.Future[Any]]
 
 
 class Batcher:
     """Gathers the calls of one event loop and sends them with ``post``, which gives an answer for each."""
 
-    def __init__(self, post: Post) -> None:
+    def __init__(self, post: Callable[[list[orjson.Fragment]], Awaitable[list[dict[str, Any]]]]) -> None:
         self._post = post
         self._waiting: list[_Waiting] = []
         self._senders: set[asyncio.Task[None]] = set()
@@ -193,34 +183,22 @@ def _resolve(batch: list[_Waiting], answers: Sequence[Any]) -> None:
 
 
 class WorkerStore(RemoteStore):
-    """The store of a runner in another process: ends of rollouts travel in batches, resources are fetched once a second
-    at most."""
+    """The store of a runner in another process, used on one event loop: ends of rollouts travel in batches, resources
+    are fetched once a second at most."""
 
-    def __init__(self, url: str, *, token: str | None = None, **kwargs: Any) -> None:
-        super().__init__(url, token=token, **kwargs)
-        self._reset()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._reset()
-
-    def _reset(self) -> None:
-        self._batchers: dict[asyncio.AbstractEventLoop, Batcher] = {}
-        self._resources: dict[tuple[Any, str], tuple[float, asyncio.Future[ResourcesUpdate | None]]] = {}
-
-    def _batcher(self) -> Batcher:
-        return self._batchers.setdefault(asyncio.get_running_loop(), Batcher(self._post_calls))
+    def __init__(self, url: str, *, token: str | None = None) -> None:
+        super().__init__(url, token=token)
+        self._batcher = Batcher(self._post_calls)
+        self._resources: dict[str, tuple[float, asyncio.Future[ResourcesUpdate | None]]] = {}
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
-        """Always 0: the store numbers the span when it arrives."""
-        return UNNUMBERED
+        return UNNUMBERED  # the store numbers spans when they arrive, in the order in which they are written
 
     async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]]) -> Sequence[int]:
-        """Zeros: the store numbers spans when they arrive, in the order in which they are written."""
         return [UNNUMBERED] * len(rollout_attempt_ids)
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        numbers = await self._batcher().call({"op": "spans", "spans": [span.model_dump(mode="json") for span in spans]})
+        numbers = await self._batcher.call({"op": "spans", "spans": [span.model_dump(mode="json") for span in spans]})
         return [span.model_copy(update={"sequence_id": number}) for span, number in zip(spans, numbers, strict=True)]
 
     async def add_span(self, span: Span) -> Span | None:
@@ -229,17 +207,17 @@ class WorkerStore(RemoteStore):
 
     async def update_attempt(self, rollout_id: str, attempt_id: str, **fields: Any) -> Attempt:  # type: ignore[override]  # by keyword, as all do
         call = {"op": "attempt", "rollout_id": rollout_id, "attempt_id": attempt_id, "fields": fields}
-        return Attempt.model_validate(await self._batcher().call(call))
+        return Attempt.model_validate(await self._batcher.call(call))
 
     async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
         # hundreds of rollouts that begin together ask together: one request for all
         loop = asyncio.get_running_loop()
-        fetched_at, fetch = self._resources.get((loop, resources_id), (0.0, None))
+        fetched_at, fetch = self._resources.get(resources_id, (0.0, None))
         failed = fetch is not None and fetch.done() and (fetch.cancelled() or fetch.exception() is not None)
         if fetch is None or failed or (fetch.done() and loop.time() - fetched_at > _RESOURCES_TTL_S):
             fetch = asyncio.ensure_future(super().get_resources_by_id(resources_id))
-            self._resources.pop((loop, resources_id), None)
-            self._resources[loop, resources_id] = loop.time(), fetch
+            self._resources.pop(resources_id, None)
+            self._resources[resources_id] = loop.time(), fetch
             if len(self._resources) > _RESOURCES_CACHED:
                 del self._resources[next(iter(self._resources))]
         return await asyncio.shield(fetch)

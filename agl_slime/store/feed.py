@@ -7,18 +7,16 @@ follower that comes from another instance, or from too far behind, is told so an
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import uuid
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from typing_extensions import TypedDict
 
 from agl_slime.support.agl import Rollout
-
-logger = logging.getLogger(__name__)
 
 FEED_PATH = "/agl_slime/v1/finished"
 CANCELLED_PATH = "/agl_slime/v1/cancelled"
@@ -82,10 +80,8 @@ class FinishedFeed:
         ended = asyncio.Event()
 
         def notify() -> None:
-            try:
+            with suppress(RuntimeError):  # the follower's loop is gone, and the follower with it
                 loop.call_soon_threadsafe(ended.set)
-            except RuntimeError:  # the follower's loop is gone, and the follower with it
-                logger.debug("A follower of the feed is gone.")
 
         with self._lock:
             self._waiters.add(notify)
@@ -93,9 +89,8 @@ class FinishedFeed:
             page = self.read(position)
             if page["rollout_ids"] or page["instance_id"] != position.instance_id or self._closed:
                 return page
-            await asyncio.wait_for(ended.wait(), timeout=min(timeout_s, _LONGEST_WAIT_S))
-            return self.read(position)
-        except asyncio.TimeoutError:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(ended.wait(), timeout=min(timeout_s, _LONGEST_WAIT_S))
             return self.read(position)
         finally:
             with self._lock:

@@ -9,11 +9,12 @@ ended after position ``after``, as soon as there are any, so following a store c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
 
 from agl_slime.errors import ConfigError
 from agl_slime.store.bridge import BridgeStore
@@ -87,9 +88,7 @@ class StoreService:
     def __enter__(self) -> StoreService:
         return self.start()
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
     def _take(self, rollout: Rollout) -> None:
@@ -98,25 +97,15 @@ class StoreService:
             self.cancellations.append(rollout)
 
     def _add_routes(self, token: str | None) -> None:
-        from fastapi import Request
-        from fastapi.responses import JSONResponse, Response
-
         app = self._server.app
         assert app is not None
 
-        async def finished(request: dict[str, Any]) -> FeedPage:
-            return await _answer(self.feed, request)
-
-        async def cancelled(request: dict[str, Any]) -> FeedPage:
-            return await _answer(self.cancellations, request)
-
-        async def batch(request: Any) -> Response:
+        async def batch(request: Request) -> Response:
             return Response(await execute_batch(self._store, await request.body()), media_type="application/json")
 
-        batch.__annotations__["request"] = Request  # postponed annotations hide it from FastAPI
         # POST: the dashboard of Agent Lightning's server answers every GET
-        app.post(FEED_PATH)(finished)
-        app.post(CANCELLED_PATH)(cancelled)
+        app.post(FEED_PATH)(_pages_of(self.feed))
+        app.post(CANCELLED_PATH)(_pages_of(self.cancellations))
         app.post(BATCH_PATH)(batch)
 
         async def authorize(request: Any, call_next: Any) -> Any:
@@ -129,9 +118,12 @@ class StoreService:
             app.middleware("http")(authorize)
 
 
-async def _answer(feed: FinishedFeed, request: dict[str, Any]) -> FeedPage:
-    position = FeedPosition(str(request.get("instance_id", "")), int(request.get("after", 0)))
-    return await feed.wait(position, float(request.get("wait_s", 0.0)))
+def _pages_of(feed: FinishedFeed) -> Callable[[dict[str, Any]], Awaitable[FeedPage]]:
+    async def pages(request: dict[str, Any]) -> FeedPage:
+        position = FeedPosition(str(request.get("instance_id", "")), int(request.get("after", 0)))
+        return await feed.wait(position, float(request.get("wait_s", 0.0)))
+
+    return pages
 
 
 async def execute_batch(store: BridgeStore, body: bytes) -> bytes:

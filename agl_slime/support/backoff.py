@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -13,18 +12,8 @@ T = TypeVar("T")
 
 
 class Backoff:
-    """One row of failures: how long to pause after each, and when to give up.
-
-        backoff = Backoff(f"the store at {url} did not answer", DataSourceError, patience_s=120.0)
-        while True:
-            try:
-                page = await ask()
-            except ConnectionError as error:
-                await backoff.pause(error)  # in a thread: backoff.pause_sync(error, stop)
-            else:
-                backoff.reset()             # where one object follows something for ever
-
-    ``run`` is that loop for a call that is made once. The pause after the n-th failure (from 0) is uniform in
+    """One row of failures: how long to pause after each, and when to give up. ``run`` is the loop for one call; who
+    follows something for ever calls ``pause`` and ``reset``. The pause after the n-th failure (from 0) is uniform in
     [0, min(cap_s, base_s · 2ⁿ)], "full jitter": of the jitters that M. Brooker, "Exponential Backoff and Jitter", AWS
     Architecture Blog, 2015, compares it needs the fewest calls when many clients retry at once.
 
@@ -46,12 +35,10 @@ class Backoff:
         tries: int | None = None,
         patience_s: float | None = None,
         deadline: float | None = None,
-        rng: random.Random | None = None,
     ) -> None:
         self._what, self._error = what, error
         self._base_s, self._cap_s = base_s, cap_s
         self._tries, self._patience_s, self._deadline = tries, patience_s, deadline
-        self._uniform = (rng or random).uniform
         self.failures = 0
         self.first: BaseException | None = None
         self._began = 0.0
@@ -66,7 +53,7 @@ class Backoff:
         if self.first is None:
             self.first, self._began = error, now
         # a wait that the other side asked for is spread as well, or everyone comes back in the same instant
-        pause = at_least_s + self._uniform(0.0, min(self._cap_s, self._base_s * 2.0 ** min(self.failures, 60)))
+        pause = at_least_s + random.uniform(0.0, min(self._cap_s, self._base_s * 2.0 ** min(self.failures, 60)))
         self.failures += 1
         late = (self._patience_s is not None and now + pause - self._began > self._patience_s) or (
             self._deadline is not None and now + pause >= self._deadline
@@ -82,18 +69,12 @@ class Backoff:
         made.__cause__ = self.first
         return made
 
-    async def pause(self, error: BaseException, *, at_least_s: float = 0.0) -> None:
+    async def pause(self, error: BaseException) -> None:
         """Sleep after a failure, or raise that it is given up."""
-        seconds = self.failed(error, at_least_s=at_least_s)
+        seconds = self.failed(error)
         if seconds is None:
             raise self.given_up(error)
         await asyncio.sleep(seconds)
-
-    def pause_sync(self, error: BaseException, stop: threading.Event | None = None, *, at_least_s: float = 0.0) -> None:
-        """``pause`` for a thread; a ``stop`` that is set meanwhile ends the pause and raises as if given up."""
-        seconds = self.failed(error, at_least_s=at_least_s)
-        if seconds is None or (stop or threading.Event()).wait(seconds):
-            raise self.given_up(error)
 
     async def run(self, call: Callable[[], Awaitable[T]], retried: Callable[[Exception], bool]) -> T:
         """``call()`` until it returns, raises what is not ``retried``, or is given up."""

@@ -5,13 +5,8 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import socket
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 from agl_slime.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aiohttp import web
 
 
 def is_loopback(host: str) -> bool:
@@ -41,19 +36,3 @@ def has_token(authorization: str | None, token: str | None) -> bool:
     whatever is wrong with it."""
     given = (authorization or "").encode("utf-8", "surrogateescape")
     return not token or hmac.compare_digest(given, f"Bearer {token}".encode())
-
-
-Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
-
-
-def bearer_middleware(
-    token: str | None, refuse: Callable[[], web.StreamResponse]
-) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
-    """aiohttp middleware that answers ``refuse()`` (status 401) to requests without the token."""
-    from aiohttp import web
-
-    @web.middleware
-    async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
-        return await handler(request) if has_token(request.headers.get("Authorization"), token) else refuse()
-
-    return authorize

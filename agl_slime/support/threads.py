@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -32,23 +33,13 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 30.0  # a thread without work ends after this long
 
 
-class _Job:
-    __slots__ = ("call", "finished", "future", "loop", "name", "started")
+class _Job(Future[Any]):
+    """A call, and the future of its result."""
 
     def __init__(self, name: str, call: Callable[[], Any]) -> None:
+        super().__init__()
         self.name, self.call = name, call
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self.loop.create_future()
         self.started: float | None = None
-        self.finished = False
-
-    def resolve(self, result: Any, error: BaseException | None) -> None:
-        if self.future.done():
-            return
-        if error is None:
-            self.future.set_result(result)
-        else:
-            self.future.set_exception(error)
 
 
 class ThreadPool:
@@ -98,7 +89,7 @@ class ThreadPool:
             self._start_thread_if_needed()
         self._work.put(job)
         try:
-            return await job.future
+            return await asyncio.wrap_future(job)
         except asyncio.CancelledError:
             self._abandon(job)
             raise
@@ -110,7 +101,7 @@ class ThreadPool:
 
     def _abandon(self, job: _Job) -> None:
         with self._lock:
-            if job.finished or job.started is None:  # one that still waits for a thread is passed over there
+            if job.done() or job.started is None:  # one that still waits for a thread is passed over there
                 return
             self._abandoned.add(job)
             self._outstanding -= 1
@@ -134,14 +125,13 @@ class ThreadPool:
                 except BaseException as raised:  # belongs to whoever waits
                     error = raised
             with self._lock:
-                job.finished = True
                 replaced = job in self._abandoned
                 self._abandoned.discard(job)
                 self._outstanding -= not replaced
-            try:
-                job.loop.call_soon_threadsafe(job.resolve, result, error)
-            except RuntimeError:
-                logger.debug("%s has outlived the loop that waited for it.", job.name)
+                if error is not None:
+                    job.set_exception(error)
+                elif job.started is not None:
+                    job.set_result(result)
             if replaced:
                 return
             del job, result, error
@@ -158,7 +148,7 @@ class ThreadPool:
                         return None
                 continue
             with self._lock:
-                if not job.future.cancelled():
+                if job.set_running_or_notify_cancel():
                     job.started = time.monotonic()
             return job
 
@@ -178,14 +168,11 @@ _ours = ThreadPool(name="agl-slime-worker", max_running=64)
 _users = ThreadPool(name="agl-slime-user-code", max_running=64, max_abandoned=256)
 
 
-async def run_in_thread(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """This package's own blocking work: train steps, saving, starting and stopping, tokenizing. Never users' code."""
-    return await _ours.run(fn, *args, **kwargs)
+run_in_thread = _ours.run
+"""This package's own blocking work: train steps, saving, starting and stopping, tokenizing. Never users' code."""
 
-
-async def run_user_code(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Users' sync code: rewards, tools, schedulers, prompts. See ``ThreadPool`` for what it may raise."""
-    return await _users.run(fn, *args, **kwargs)
+run_user_code = _users.run
+"""Users' sync code: rewards, tools, schedulers, prompts. See ``ThreadPool`` for what it may raise."""
 
 
 async def call_user_code(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -207,18 +194,13 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    outcome: list[T] = []
-    failure: list[BaseException] = []
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.append(asyncio.run(work))
+            outcome.set_result(asyncio.run(work))
         except BaseException as error:  # belongs to the caller
-            failure.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="agl-slime-blocking", daemon=True)
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return outcome[0]
+    threading.Thread(target=run, name="agl-slime-blocking", daemon=True).start()
+    return outcome.result()

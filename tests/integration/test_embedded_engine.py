@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 transformers = pytest.importorskip("transformers")
 
-from agl_slime.engine.engine import Engine, EngineSettings  # noqa: E402
+from agl_slime.engine.engine import Engine  # noqa: E402
 from agl_slime.engine.requests import BadRequest, Request, Sampling  # noqa: E402
 from agl_slime.engine.weights import read_weights  # noqa: E402
 from agl_slime.errors import ConfigError, EngineError  # noqa: E402
@@ -25,7 +25,7 @@ def engine(policy_dir: Path) -> Iterator[Engine]:
     torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(policy_dir, attn_implementation="sdpa")
     tokenizer = transformers.AutoTokenizer.from_pretrained(policy_dir)
-    engine = Engine(model, tokenizer, settings=EngineSettings(max_running=4, prefill_tokens=64))
+    engine = Engine(model, tokenizer, max_running=4, prefill_tokens=64)
     yield engine
     engine.close()
 

@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 
-from agl_slime.engine import EmbeddedEngine, EmbeddedEngineSettings
+from agl_slime.engine import EmbeddedEngine
 from agl_slime.errors import EngineError, EngineTimeoutError
 
 
@@ -46,8 +46,7 @@ def until(condition: Callable[[], bool], limit_s: float) -> bool:
 def test_it_starts_on_a_free_port_asks_every_request_for_its_token_and_stops_quickly_with_one_open(
     policy_dir: Path,
 ) -> None:
-    settings = EmbeddedEngineSettings(context_length=512)
-    engine = EmbeddedEngine(policy_dir, settings=settings, env={"AGL_SLIME_ENGINE_TOKEN": "s3cret"})
+    engine = EmbeddedEngine(policy_dir, context_length=512, env={"AGL_SLIME_ENGINE_TOKEN": "s3cret"})
     with pytest.raises(EngineError, match="has not been started"):
         _ = engine.url
     with engine:
@@ -82,7 +81,7 @@ def test_a_missing_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_too_slow_a_start_is_an_error_and_leaves_no_process(policy_dir: Path) -> None:
-    engine = EmbeddedEngine(policy_dir, settings=EmbeddedEngineSettings(start_timeout_s=0.05))
+    engine = EmbeddedEngine(policy_dir, start_timeout_s=0.05)
     started = time.monotonic()
     with pytest.raises(EngineTimeoutError, match="was not ready within"):
         engine.start()

@@ -18,12 +18,11 @@ import pytest
 
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.rollout.loading import load_agent
-from agl_slime.runner import make_runners
-from agl_slime.runner.base import RunnerPlan
+from agl_slime.runner.base import RunnerPlan, make_runners
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.processes import READY, ProcessPool, process_main
 from agl_slime.runner.thread import RunnerThread
-from agl_slime.runner.worker import StoreAccess, WorkerSpec
+from agl_slime.runner.worker import WorkerSpec
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LitAgent, RolloutConfig, emit_reward, find_final_reward
 
@@ -134,7 +133,7 @@ async def test_two_processes_share_the_work_and_nothing_is_left_running(tmp_path
     go = tmp_path / "go"
     tasks = [{"n": n, "spans": n % 3, **({"wait_for": str(go)} if n < 40 else {})} for n in range(120)]
     store, ids = await prepared(tasks)
-    pool = ProcessPool(agent=EchoAgent(), access=StoreAccess(store), count=2, settings=SETTINGS)
+    pool = ProcessPool(agent=EchoAgent(), store=store, count=2, settings=SETTINGS)
     await asyncio.to_thread(pool.start)
     pids = pool.pids()
     assert len(pids) == 2
@@ -171,9 +170,7 @@ async def test_rollouts_of_a_process_that_dies_are_executed_by_another(tmp_path:
     tasks: list[dict[str, Any]] = [{"n": n} for n in range(20)]
     tasks[7]["die_unless"] = str(tmp_path / "died")
     store, ids = await prepared(tasks, max_attempts=1)
-    pool = ProcessPool(
-        agent=EchoAgent(), access=StoreAccess(store), count=1, settings=replace(SETTINGS, max_restarts=1)
-    )
+    pool = ProcessPool(agent=EchoAgent(), store=store, count=1, settings=replace(SETTINGS, max_restarts=1))
     await asyncio.to_thread(pool.start)
     try:
         rollouts = await ends(store, ids)
@@ -193,7 +190,7 @@ async def test_a_rollout_that_is_cancelled_in_the_store_is_cancelled_in_the_proc
     store, [hanging] = await prepared([{"begun": str(begun), "cancelled": str(cancelled)}])
     pool = ProcessPool(
         agent=HangingAgent(),
-        access=StoreAccess(store),
+        store=store,
         count=1,
         settings=replace(SETTINGS, max_concurrent=1, max_restarts=0),
     )
@@ -216,9 +213,7 @@ async def test_a_rollout_that_is_cancelled_in_the_store_is_cancelled_in_the_proc
 
 async def test_an_agent_that_kills_every_process_ends_the_pool_with_a_reason() -> None:
     store, [poison] = await prepared([{"n": 0}])
-    pool = ProcessPool(
-        agent=PoisonAgent(), access=StoreAccess(store), count=1, settings=replace(SETTINGS, max_restarts=0)
-    )
+    pool = ProcessPool(agent=PoisonAgent(), store=store, count=1, settings=replace(SETTINGS, max_restarts=0))
     await asyncio.to_thread(pool.start)
     for _ in range(3_000):
         if pool.failure is not None:
@@ -248,7 +243,7 @@ async def test_a_process_whose_pool_is_gone_ends_by_itself() -> None:
 
 async def test_stopping_cancels_in_the_other_processes_and_says_so(tmp_path: Path) -> None:
     store, ids = await prepared([{"n": 0, "wait_for": str(tmp_path / "never")}])
-    pool = ProcessPool(agent=EchoAgent(), access=StoreAccess(store), count=1, settings=SETTINGS)
+    pool = ProcessPool(agent=EchoAgent(), store=store, count=1, settings=SETTINGS)
     await asyncio.to_thread(pool.start)
     for _ in range(1_000):
         if store.usage().running:
@@ -259,7 +254,7 @@ async def test_stopping_cancels_in_the_other_processes_and_says_so(tmp_path: Pat
 
 
 def test_an_agent_that_cannot_travel_is_one_sentence() -> None:
-    pool = ProcessPool(agent=UnpicklableAgent(), access=StoreAccess(BridgeStore()), count=1, settings=SETTINGS)
+    pool = ProcessPool(agent=UnpicklableAgent(), store=BridgeStore(), count=1, settings=SETTINGS)
     with pytest.raises(ConfigError, match="UnpicklableAgent"):
         pool.start()
     assert pool.pids() == []
@@ -276,7 +271,7 @@ def test_a_plan_makes_its_runners() -> None:
 _SCRIPT = """
 import sys
 from agl_slime.support.agl import LitAgent
-from agl_slime.runner import make_runners
+from agl_slime.runner.base import make_runners
 from agl_slime.store.bridge import BridgeStore
 
 class Agent(LitAgent):

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime.runner import make_runners
-from agl_slime.runner.base import RunnerPlan
-from agl_slime.runner.worker import StoreAccess
+from agl_slime.runner.base import RunnerPlan, make_runners
 from agl_slime.support.agl import find_final_reward
 from tests.integration.test_pools_process import SETTINGS, EchoAgent, ends, gone, prepared
 
@@ -28,7 +26,7 @@ async def test_ray_actors_execute_rollouts_and_a_dead_one_is_replaced(tmp_path: 
     tasks[5]["die_unless"] = str(tmp_path / "died")
     tasks[6]["pid_to"] = str(pid_file)
     store, ids = await prepared(tasks, max_attempts=1)
-    pool = RayPool(agent=PidAgent(), access=StoreAccess(store), count=1, settings=replace(SETTINGS, max_restarts=1))
+    pool = RayPool(agent=PidAgent(), store=store, count=1, settings=replace(SETTINGS, max_restarts=1))
     await asyncio.to_thread(pool.start)
     try:
         rollouts = await ends(store, ids)

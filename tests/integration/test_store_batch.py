@@ -27,7 +27,7 @@ def served() -> Iterator[tuple[BridgeStore, str]]:
 def counted_batches(remote: WorkerStore) -> list[int]:
     """Grows by the number of calls in each request that ``remote`` sends."""
     batches: list[int] = []
-    batcher = remote._batcher()
+    batcher = remote._batcher
     post = batcher._post
 
     async def counted(calls: list[orjson.Fragment]) -> list[dict[str, object]]:

@@ -13,17 +13,14 @@ from aiohttp import web
 from agl_slime.errors import ConfigError, EngineUnreachableError, WeightSyncError
 from agl_slime.sglang.client import ClientSettings, SGLangClient
 from agl_slime.sglang.generation import SamplingParams, WeightSpan
-from agl_slime.sglang.weights import DiskWeightSync, WeightSyncSettings
+from agl_slime.sglang.weights import DiskWeightSync
 from tests.faults.scripted_engine import Answer, Body, Fault, Reset, ScriptedEngine, Stall, Status, in_thread
 
 QUICK = ClientSettings(backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3)
-SYNC = WeightSyncSettings(flush_poll_s=0.002, flush_timeout_s=5.0)
 
 
-def make_sync(
-    engine: ScriptedEngine, settings: WeightSyncSettings = SYNC, client_settings: ClientSettings = QUICK
-) -> DiskWeightSync:
-    return DiskWeightSync(base_url=engine.url, settings=settings, client_settings=client_settings)
+def make_sync(engine: ScriptedEngine, **limits: float) -> DiskWeightSync:
+    return DiskWeightSync(base_url=engine.url, client_settings=QUICK, **({"flush_timeout_s": 5.0} | limits))
 
 
 def steps(engine: ScriptedEngine) -> list[str]:
@@ -123,11 +120,11 @@ async def test_it_flushes_until_the_worker_is_idle() -> None:
 async def test_one_worker_that_fails_is_named_and_all_are_continued(
     path: str, fault: Fault, phase: str, says: str
 ) -> None:
-    settings = WeightSyncSettings(flush_poll_s=0.002, flush_timeout_s=0.05, update_timeout_s=0.3)
+    limits = {"flush_timeout_s": 0.05, "update_timeout_s": 0.3}
     async with ScriptedEngine() as good, ScriptedEngine() as bad, ScriptedEngine(workers=[good.url, bad.url]) as router:
         bad.always(path, fault)
         with pytest.raises(WeightSyncError, match="weight version 1 did not reach 1 of 2 workers") as caught:
-            await make_sync(router, settings).push("/models/step-1", "1")
+            await make_sync(router, **limits).push("/models/step-1", "1")
         text = str(caught.value)
         assert f"{bad.url}: {phase}: " in text
         assert says in text
@@ -139,7 +136,7 @@ async def test_one_worker_that_fails_is_named_and_all_are_continued(
         assert bad.calls["/continue_generation"] == 1
         # and the next push works
         bad.always(path, None)
-        await make_sync(router, settings).push("/models/step-2", "2")
+        await make_sync(router, **limits).push("/models/step-2", "2")
         assert (good.weight_version, bad.weight_version) == ("2", "2")
 
 
@@ -204,15 +201,6 @@ async def test_two_pushes_at_once_are_refused() -> None:
         await sync.push("/models/step-2", "2")
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
-async def test_other_modes_do_not_flush(mode: str) -> None:
-    async with ScriptedEngine() as engine:
-        await make_sync(engine, WeightSyncSettings(pause_mode=mode)).push("/models/step-1", "1")  # pyright: ignore[reportArgumentType]
-        assert "/flush_cache" not in steps(engine)
-        assert engine.received[1].payload == {"mode": mode}
-        assert engine.weight_version == "1"
-
-
 def test_pushes_from_one_event_loop_after_another() -> None:
     with in_thread(ScriptedEngine()) as engine:
         sync = make_sync(engine)
@@ -221,10 +209,6 @@ def test_pushes_from_one_event_loop_after_another() -> None:
         assert engine.weight_version == "2"
 
 
-def test_settings_are_checked() -> None:
-    with pytest.raises(ConfigError, match="pause_mode must be"):
-        WeightSyncSettings(pause_mode="stop")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="flush_timeout_s"):
-        WeightSyncSettings(flush_timeout_s=0)
+def test_the_url_is_checked() -> None:
     with pytest.raises(ConfigError, match="must look like http://"):
         DiskWeightSync(base_url="localhost")

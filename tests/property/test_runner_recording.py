@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from hypothesis import given
@@ -47,11 +48,7 @@ def test_spans_are_written_once_and_in_order(sequence: list[str]) -> None:
             nonlocal added
             number = added
             added += 1
-            assert recording.add(
-                lambda ro, at, n: Span.from_attributes(
-                    rollout_id=ro, attempt_id=at, sequence_id=n, name=str(number), attributes={}
-                )
-            )
+            assert recording.add(partial(Span.from_attributes, name=str(number), attributes={}))
 
         for step in sequence:
             if step == "add":
@@ -71,8 +68,6 @@ def test_spans_are_written_once_and_in_order(sequence: list[str]) -> None:
         assert [int(span.name) for span in store.spans] == list(range(added))
         assert [span.sequence_id for span in store.spans] == sorted(span.sequence_id for span in store.spans)
         assert recording.written == store.spans
-        assert not recording.add(
-            lambda ro, at, n: Span.from_attributes(rollout_id=ro, attempt_id=at, sequence_id=n, attributes={})
-        )
+        assert not recording.add(partial(Span.from_attributes, attributes={}))
 
     asyncio.run(run())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.store.watch import WatchList
+from agl_slime.store.collections import WatchList
 
 names = st.sampled_from([f"r{n}" for n in range(12)])
 steps = st.one_of(

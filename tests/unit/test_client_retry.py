@@ -23,10 +23,10 @@ from agl_slime.errors import (
 from agl_slime.sglang.retry import (
     PROTOCOL_ERROR_RETRIES,
     HttpStatusError,
-    Retrier,
     classify,
     classify_exception,
     context_limit,
+    retried,
     retry_after_s,
 )
 
@@ -145,8 +145,10 @@ def test_retry_after_as_a_date() -> None:
     assert retry_after_s({"Retry-After": email.utils.formatdate(time.time() - 30, usegmt=True)}) == 0.0
 
 
-def make_retrier(*, max_attempts: int = 5) -> Retrier:
-    return Retrier(max_attempts=max_attempts, base_s=0.0001, cap_s=0.001)
+async def run(attempt: Failing, *, max_attempts: int = 5, deadline: float | None = None) -> str:
+    return await retried(
+        attempt, where="w", deadline=deadline or soon(), tries=max_attempts, base_s=0.0001, cap_s=0.001
+    )
 
 
 class Failing:
@@ -169,58 +171,58 @@ def soon() -> float:
 
 async def test_it_tries_again_and_answers() -> None:
     attempt = Failing(HttpStatusError(500, "", where="w", headers={}), aiohttp.ServerDisconnectedError())
-    assert await make_retrier().run(attempt, where="w", deadline=soon()) == "answer"
+    assert await run(attempt) == "answer"
     assert attempt.calls == 3
 
 
 async def test_attempts_are_bounded_and_told() -> None:
     attempt = Failing(*[HttpStatusError(500, "boom", where="w", headers={}) for _ in range(20)])
     with pytest.raises(EngineServerError, match=r"boom \(gave up after 5 attempts in"):
-        await make_retrier(max_attempts=5).run(attempt, where="w", deadline=soon())
+        await run(attempt, max_attempts=5)
     assert attempt.calls == 5
 
 
 async def test_a_final_verdict_is_raised_at_once() -> None:
     attempt = Failing(HttpStatusError(400, PROMPT_TOO_LONG, where="w", headers={}))
     with pytest.raises(ContextOverflowError, match="longer than"):
-        await make_retrier().run(attempt, where="w", deadline=soon())
+        await run(attempt)
     assert attempt.calls == 1
 
 
 async def test_the_cause_is_kept_and_no_error_is_its_own() -> None:
     reset = aiohttp.ServerDisconnectedError()
     with pytest.raises(EngineUnreachableError) as caught:
-        await make_retrier(max_attempts=1).run(Failing(reset), where="w", deadline=soon())
+        await run(Failing(reset), max_attempts=1)
     assert caught.value.__cause__ is reset
     with pytest.raises(EngineError) as caught_again:
-        await make_retrier().run(Failing(EngineError("NaN")), where="w", deadline=soon())
+        await run(Failing(EngineError("NaN")))
     assert caught_again.value.__cause__ is None
 
 
 async def test_protocol_errors_have_a_tighter_limit() -> None:
     attempt = Failing(*[EngineProtocolError("garbage") for _ in range(20)])
     with pytest.raises(EngineProtocolError):
-        await make_retrier(max_attempts=10).run(attempt, where="w", deadline=soon())
+        await run(attempt, max_attempts=10)
     assert attempt.calls == 1 + PROTOCOL_ERROR_RETRIES
 
 
 async def test_other_failures_do_not_use_up_the_protocol_errors_limit() -> None:
     attempt = Failing(*[TimeoutError()] * 4, EngineProtocolError("garbage"))
-    assert await make_retrier(max_attempts=10).run(attempt, where="w", deadline=soon()) == "answer"
+    assert await run(attempt, max_attempts=10) == "answer"
 
 
 async def test_no_retry_that_would_miss_the_deadline() -> None:
     attempt = Failing(HttpStatusError(429, "", where="w", headers={"Retry-After": "3600"}))
     started = time.monotonic()
     with pytest.raises(EngineServerError, match="leaves no room"):
-        await make_retrier().run(attempt, where="w", deadline=soon())
+        await run(attempt)
     assert attempt.calls == 1
     assert time.monotonic() - started < 1.0
 
 
 async def test_a_failure_after_the_deadline_is_a_timeout() -> None:
     with pytest.raises(EngineTimeoutError, match="did not answer within the time limit"):
-        await make_retrier().run(Failing(TimeoutError()), where="w", deadline=time.monotonic())
+        await run(Failing(TimeoutError()), deadline=time.monotonic())
 
 
 async def test_cancellation_passes_through() -> None:
@@ -228,4 +230,4 @@ async def test_cancellation_passes_through() -> None:
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
-        await make_retrier().run(attempt, where="w", deadline=soon())
+        await run(attempt)
