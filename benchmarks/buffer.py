@@ -47,7 +47,7 @@ limits = {"limit_concurrency": 1000, "timeout_keep_alive": 5}
 uvicorn.run(module.app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error", access_log=False, **limits)
 """
 
-_OURS = "import sys; from agl_slime.buffer.command import main; sys.exit(main(sys.argv[1:]))"
+_OURS = "import sys; from agl_slime.buffer.server import main; sys.exit(main(sys.argv[1:]))"
 
 
 @dataclass(frozen=True, kw_only=True)

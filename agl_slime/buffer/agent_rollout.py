@@ -25,12 +25,12 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agl_slime.buffer.session import AgentRolloutSession, AgentRolloutSettings, Step, read_batch, start_generator
+from agl_slime.buffer.session import AgentRolloutSession, AgentRolloutSettings, Step, start_generator
+from agl_slime.buffer.session import get_rollout_data as get_rollout_data
 from agl_slime.buffer.stages import BUFFER_GROUP
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.support.threads import run_blocking
@@ -97,47 +97,15 @@ async def generate_agent_rollout(
     return groups
 
 
-async def get_rollout_data(
-    api_base_url: str,
-    num: int | None = None,
-    timeout: float = 100.0,
-    *,
-    task_type: str | None = None,
-    token: str | None = None,
-    request_id: str | None = None,
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Ask the buffer once for at most ``num`` items (all that are ready when it is ``None``); returns the items and
-    what is told about them.
-
-    Both are empty when nothing is ready. A request that is repeated under its ``request_id`` gets the same answer
-    again.
-
-    Raises:
-        aiohttp.ClientError: the buffer cannot be reached or answers with an error.
-        ValueError: the answer does not have the documented form.
-        asyncio.TimeoutError: no answer within ``timeout`` seconds.
-    """
-    asked = {"batch_size": num, "task_type": task_type, "request_id": request_id}
-    return await read_batch(api_base_url, asked, token=token, timeout_s=timeout)
-
-
 def start_rollout(api_base_url: str, args: Any, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Tell the buffer to start the generator. ``metadata`` holds what was trained on before, for a resumed run. Returns
-    the buffer's answer.
-
-    A buffer that cannot be reached yet is waited for, up to ten minutes; one that refuses raises ``ConfigError``.
-    """
+    """``start_generator`` for slime's ``args``; ``metadata`` holds what was trained on before, for a resumed run."""
     settings = settings_of(args)
     payload = start_payload(args, metadata, task_type=settings.task_type, group_size=settings.group_size)
     return run_blocking(start_generator(api_base_url, payload, token=settings.token))
 
 
 def log_raw_info(args: Any, all_meta_info: Sequence[Mapping[str, Any]], rollout_id: int) -> None:
-    """Log what came in for this step before anything was filtered: ``rollout/no_filter/total_samples`` and
-    ``…/avg_reward``.
-
-    To the log always; to WandB and TensorBoard when ``args.use_wandb`` and ``args.use_tensorboard`` say so.
-    """
+    """Log ``raw_metrics``; also to WandB and TensorBoard when ``use_wandb`` and ``use_tensorboard`` say so."""
     figures = raw_metrics(all_meta_info)
     if not figures:
         return
@@ -158,7 +126,7 @@ def log_raw_info(args: Any, all_meta_info: Sequence[Mapping[str, Any]], rollout_
 
 
 def raw_metrics(all_meta_info: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of several answers as those of one: the mean reward is weighted by the number of samples."""
+    """What came in before anything was filtered; the mean reward is weighted by the number of samples."""
     told = [meta for meta in all_meta_info if isinstance(meta.get("total_samples"), (int, float))]
     total = sum(meta["total_samples"] for meta in told)
     if not total:
@@ -171,7 +139,11 @@ def raw_metrics(all_meta_info: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def start_payload(args: Any, metadata: Mapping[str, Any] | None, *, task_type: str, group_size: int) -> dict[str, Any]:
     """The documented payload of ``/start_rollout``."""
-    skip, groups = _trained(metadata or {})
+    skip: list[Any] = []
+    groups: list[str] = []
+    for key, value in (metadata or {}).items():
+        if isinstance(value, (list, tuple)):
+            (groups if str(key).startswith(_GROUPS_PREFIX) else skip).extend(value)
     host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
     limit = getattr(args, "rollout_max_response_len", None)
     sampling = {
@@ -190,7 +162,8 @@ def start_payload(args: Any, metadata: Mapping[str, Any] | None, *, task_type: s
         "sampling_params": {name: value for name, value in sampling.items() if value is not None},
         "tokenizer_path": getattr(args, "hf_checkpoint", None),
         "skip_instance_ids": skip,
-        **({} if groups is None else {"trained_groups": groups}),
+        # no names were kept when the buffer is not ours
+        **({"trained_groups": groups[-_MOST_GROUP_NAMES:]} if groups or not skip else {}),
     }
 
 
@@ -219,21 +192,18 @@ def settings_of(args: Any, data_source: Any = None) -> AgentRolloutSettings:
 
 
 _sessions: dict[tuple[str, str], AgentRolloutSession] = {}
-_sessions_lock = threading.Lock()
 
 
 def _session_of(args: Any, data_source: Any) -> AgentRolloutSession:
     settings = settings_of(args, data_source)
-    with _sessions_lock:
-        session = _sessions.setdefault((settings.buffer_url, settings.task_type), AgentRolloutSession(settings))
-        session.settings = settings
-        return session
+    session = _sessions.setdefault((settings.buffer_url, settings.task_type), AgentRolloutSession(settings))
+    session.settings = settings
+    return session
 
 
 def forget_sessions() -> None:
     """Begin anew, as in a fresh process: generators are started again and fetched groups forgotten."""
-    with _sessions_lock:
-        _sessions.clear()
+    _sessions.clear()
 
 
 async def _evaluate(args: Any, data_source: Any) -> RolloutFnEvalOutput:
@@ -241,10 +211,7 @@ async def _evaluate(args: Any, data_source: Any) -> RolloutFnEvalOutput:
     settings = settings_of(args, data_source)
     task_type = settings.eval_task_type
     if task_type is None or task_type == settings.task_type:
-        why = "has no generator for evaluations" if task_type is None else f"cannot evaluate with that of {task_type!r}"
-        raise ConfigError(
-            f"the agent rollout {why}: set agent_rollout_eval_task_type to one of its own, or evaluate checkpoints"
-        )
+        raise ConfigError(f"agent_rollout_eval_task_type is {task_type!r}; expected the generator of evaluations only")
     session = AgentRolloutSession(replace(settings, task_type=task_type, normalized=False))
 
     def payload() -> dict[str, Any]:
@@ -305,14 +272,3 @@ def _metadata_before(data_buffer: Any, rollout_id: int) -> dict[str, Any]:
     metadata: Mapping[str, Any] = get() if get is not None else {}
     steps = {key: str(key).removeprefix(_GROUPS_PREFIX) for key in metadata}
     return {key: value for key, value in metadata.items() if not steps[key].isdecimal() or int(steps[key]) < rollout_id}
-
-
-def _trained(metadata: Mapping[str, Any]) -> tuple[list[Any], list[str] | None]:
-    """The instance ids and the group names in the metadata; no names when they were never kept (the buffer is not
-    ours)."""
-    skip: list[Any] = []
-    groups: list[str] = []
-    for key, value in metadata.items():
-        if isinstance(value, (list, tuple)):
-            (groups if str(key).startswith(_GROUPS_PREFIX) else skip).extend(value)
-    return skip, groups[-_MOST_GROUP_NAMES:] if groups or not skip else None

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictInt, S
 from pydantic.json_schema import SkipJsonSchema
 
 from agl_slime import __version__
-from agl_slime.buffer.errors import BufferRequestError
+from agl_slime.errors import BufferRequestError
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -97,16 +97,16 @@ class StoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a reader gets: processed items, whole groups one after the other, as the JSON that goes out; and what is to
-    be told about them."""
+    """What a reader gets: ``size`` processed items as JSON, a piece without brackets for each group (many megabytes:
+    copied once, into the answer), and what is to be told about them."""
 
     size: int
-    data_json: bytes
+    groups_json: list[bytes]
     meta_info: dict[str, Any]
 
     @property
     def data(self) -> list[dict[str, Any]]:
-        return orjson.loads(self.data_json)
+        return orjson.loads(b"[%s]" % b",".join(self.groups_json))
 
 
 class GroupTable:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 import orjson
+import tyro
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from yarl import URL
 
 from agl_slime import __version__
-from agl_slime.buffer.errors import BufferRequestError
 from agl_slime.buffer.models import ReadRequest, check, openapi_description, parse_items, parse_json
 from agl_slime.buffer.service import RolloutBuffer
 from agl_slime.buffer.settings import BufferSettings
+from agl_slime.errors import AglSlimeError, BufferRequestError, ConfigError
 from agl_slime.support.net import has_token
 from agl_slime.support.threads import run_in_thread
 
@@ -28,18 +32,17 @@ T = TypeVar("T")
 _BUFFER = web.AppKey("buffer", RolloutBuffer)
 _OPEN_PATHS = frozenset({"/health", "/openapi.json"})
 _RETRY_AFTER_S = "5"
-
-# An answer to a write repeats the item, as slime's server does; a client that does not want it says so (RFC 7240).
-_MINIMAL = "return=minimal"
+# Threads that return from SQLite wait this long for the interpreter lock while the event loop is busy; the default of 5
+# ms adds up to half a second for a batch of 256 items.
+_SWITCH_INTERVAL_S = 0.0005
 
 # Bytes that are parsed in a millisecond or two; a thread that fights for the interpreter lock takes longer.
 _PARSED_AT_ONCE = 512_000
 
 
-def make_app(*, buffer: RolloutBuffer) -> web.Application:
-    """The aiohttp application; the caller starts and closes ``buffer``."""
-    settings = buffer.settings
-    app = web.Application(middlewares=[_gate(settings)], client_max_size=int(settings.max_body_mb * 1_000_000))
+def _make_app(buffer: RolloutBuffer) -> web.Application:
+    limit = int(buffer.settings.max_body_mb * 1_000_000)
+    app = web.Application(middlewares=[_gate(buffer.settings)], client_max_size=limit)
     app[_BUFFER] = buffer
     app.add_routes(
         [
@@ -47,9 +50,7 @@ def make_app(*, buffer: RolloutBuffer) -> web.Application:
             web.post("/runs/{key}/buffer/write", _write),
             web.post("/get_rollout_data", _get_rollout_data),
             web.post("/start_rollout", _start_rollout),
-            web.get("/stats", _stats),
-            web.get("/health", _health),
-            web.get("/openapi.json", _openapi),
+            *(web.get(path, _look) for path in ("/stats", *_OPEN_PATHS)),
         ]
     )
     return app
@@ -67,7 +68,7 @@ class BufferServer:
         async with AsyncExitStack() as ends:
             ends.push_async_callback(self.buffer.close)
             await self.buffer.prepare()
-            app = make_app(buffer=self.buffer)
+            app = _make_app(self.buffer)
             runner = web.AppRunner(app, access_log=None, keepalive_timeout=75.0, shutdown_timeout=3.0)
             ends.push_async_callback(runner.cleanup)
             await runner.setup()
@@ -92,10 +93,11 @@ async def _write(request: web.Request) -> web.Response:
     if task is None:
         task = await buffer.task_for(named)
     new = await buffer.write(task, written)
-    echo = b"" if _MINIMAL in request.headers.get("Prefer", "") else b",".join(item.body for item in written)
+    # An answer repeats the items, as slime's server does; a client that does not want them says so (RFC 7240).
+    echo = b"" if "return=minimal" in request.headers.get("Prefer", "") else b",".join(item.body for item in written)
     begin = b'{"success":true,"message":"Data has been successfully written to buffer","data":{"data":['
     told = b'],"meta_info":"write to buffer","written":%d,"duplicates":%d}}' % (new, len(written) - new)
-    return _json_bytes(begin + echo + told)
+    return _json_bytes(b"".join((begin, echo, told)))
 
 
 async def _get_rollout_data(request: web.Request) -> web.Response:
@@ -111,8 +113,8 @@ async def _get_rollout_data(request: web.Request) -> web.Response:
     if batch is None or not batch.size:
         return _json({"success": False, "message": "No data available to read", "data": {"data": [], "meta_info": {}}})
     meta_info = orjson.dumps(batch.meta_info, default=repr, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
-    message = b'{"success":true,"message":"Successfully read %d items","data":{"data":' % batch.size
-    return _json_bytes(message + batch.data_json + b',"meta_info":' + meta_info + b"}}")
+    begin = b'{"success":true,"message":"Successfully read %d items","data":{"data":[' % batch.size
+    return _json_bytes(b"".join((begin, b",".join(batch.groups_json), b'],"meta_info":', meta_info, b"}}")))
 
 
 async def _start_rollout(request: web.Request) -> web.Response:
@@ -124,16 +126,11 @@ async def _parsed(parse: Callable[[bytes], T], raw: bytes) -> T:
     return parse(raw) if len(raw) <= _PARSED_AT_ONCE else await run_in_thread(parse, raw)
 
 
-async def _stats(request: web.Request) -> web.Response:
-    return _json(await request.app[_BUFFER].stats())
-
-
-async def _health(request: web.Request) -> web.Response:
-    return _json({"status": "ok", "version": __version__})
-
-
-async def _openapi(request: web.Request) -> web.Response:
-    return _json(openapi_description())
+async def _look(request: web.Request) -> web.Response:
+    """``/stats``, ``/health`` and ``/openapi.json``."""
+    if request.path == "/stats":
+        return _json(await request.app[_BUFFER].stats())
+    return _json(openapi_description() if request.path != "/health" else {"status": "ok", "version": __version__})
 
 
 def _gate(settings: BufferSettings) -> Middleware:
@@ -192,3 +189,34 @@ def _json(value: Any) -> web.Response:
 
 def _json_bytes(body: bytes) -> web.Response:
     return web.Response(body=body, content_type="application/json")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``agl-slime buffer``: serve until SIGINT or SIGTERM; returns the exit code."""
+    given = list(arguments)
+    token = os.environ.get("AGL_SLIME_BUFFER_TOKEN")
+    if token and not any(argument.split("=")[0] == "--token" for argument in given):
+        given += ["--token", token]
+    try:
+        settings = tyro.cli(BufferSettings, prog="agl-slime buffer", args=given)
+        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+        asyncio.run(_serve(settings))
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except AglSlimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(settings: BufferSettings) -> None:
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    async with BufferServer(settings=settings) as server:
+        kept = f"kept in {settings.run_dir}" if settings.run_dir is not None else "in memory only; --run-dir keeps it"
+        print(f"rollout buffer at {server.url} (items {kept})", flush=True)
+        await ended.wait()

@@ -19,14 +19,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agl_slime.buffer.batching import Batcher
-from agl_slime.buffer.discovery import SHIPPED_GENERATORS, Discovery, discover_generators
-from agl_slime.buffer.errors import BufferRequestError
 from agl_slime.buffer.models import StartRequest, WrittenItem, check
 from agl_slime.buffer.pipeline import GroupPipeline
 from agl_slime.buffer.records import Batch
-from agl_slime.buffer.runs import INTERRUPTED, GeneratorRun, RunRecords
+from agl_slime.buffer.runs import (
+    INTERRUPTED,
+    SHIPPED_GENERATORS,
+    Discovery,
+    GeneratorRun,
+    RunRecords,
+    discover_generators,
+)
 from agl_slime.buffer.settings import BufferSettings
 from agl_slime.buffer.store import ItemStore
+from agl_slime.errors import BufferRequestError
 from agl_slime.support.database import Database
 from agl_slime.support.threads import run_in_thread, run_user_code
 
@@ -141,7 +147,7 @@ class RolloutBuffer:
             raise BufferRequestError(f"the items could not be stored: {error}", status=503) from error
 
     async def read(
-        self, task: str, *, batch_size: int | None = None, request_id: str | None = None, ack: Iterable[str] = ()
+        self, task: str, *, batch_size: int | None = None, request_id: str | None = None, ack: Sequence[str] = ()
     ) -> Batch | None:
         """Whole groups of at most ``batch_size`` items together, but at least one group; all that are ready when it is
         ``None``."""

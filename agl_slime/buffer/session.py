@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -67,8 +68,7 @@ class NothingMoreError(DataSourceError):
 
 @dataclass(slots=True)
 class Step:
-    """What one step is made of: its groups of samples, the fetched groups behind them, those that cannot be used, and
-    what the buffer told meanwhile."""
+    """One step: its groups of samples, the fetched groups behind them, unusable ones, and what the buffer told."""
 
     groups: list[list[Sample]] = field(default_factory=list)
     used: list[Group] = field(default_factory=list)
@@ -91,7 +91,6 @@ class AgentRolloutSession:
 
     @property
     def fetched(self) -> list[Group]:
-        """The groups that are here and that nobody has been given yet."""
         return [*self.step.used, *self.step.unusable, *self.surplus]
 
     async def start(self, payload: Payload) -> dict[str, Any]:
@@ -107,10 +106,10 @@ class AgentRolloutSession:
             maker = await self._get_maker()
             while len(step.groups) < settings.batch_size:
                 if not self.surplus:
-                    asked = time.monotonic()
+                    began = time.monotonic()
                     missing = (settings.batch_size - len(step.groups)) * settings.group_size
                     step.told.append(await self._fetch(missing, payload))
-                    step.waited_s += time.monotonic() - asked
+                    step.waited_s += time.monotonic() - began
                     continue
                 fetched = self.surplus.popleft()
                 try:
@@ -144,7 +143,14 @@ class AgentRolloutSession:
     async def _fetch(self, wanted: int | None, payload: Payload) -> dict[str, Any]:
         """Wait until the buffer gives something; it goes to ``surplus``. Returns what was told about it."""
         settings = self.settings
-        asked = {"batch_size": wanted, "task_type": settings.task_type, "request_id": uuid.uuid4().hex}
+        read = partial(
+            get_rollout_data,
+            settings.buffer_url,
+            wanted,
+            task_type=settings.task_type,
+            token=settings.token,
+            request_id=uuid.uuid4().hex,
+        )
         failures = Backoff(
             f"the rollout buffer at {settings.buffer_url} failed",
             DataSourceError,
@@ -154,7 +160,7 @@ class AgentRolloutSession:
         pause, looked = _SHORTEST_PAUSE_S, time.monotonic()
         while True:
             try:
-                items, meta_info = await read_batch(settings.buffer_url, asked, token=settings.token)
+                items, meta_info = await read()
             except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
                 if not is_passing(error):  # the same request would be answered in the same way for ever
                     message = f"the rollout buffer at {settings.buffer_url} cannot be read: {error}"
@@ -180,10 +186,9 @@ class AgentRolloutSession:
             group, self._loose = self._loose[:size], self._loose[size:]
             instances = {json.dumps(item["instance_id"]) for item in group}
             if len(instances) > 1:
-                raise DataSourceError(
-                    f"n_samples_per_prompt is {size}, but items of {', '.join(sorted(instances))} came as one group; "
-                    "it must be what the generator was started with"
-                )
+                came = ", ".join(sorted(instances))
+                message = f"n_samples_per_prompt is {size}, not what the generator was started with: a group has {came}"
+                raise DataSourceError(message)
             self.surplus.append(group)
 
     async def _look_at_run(self, payload: Payload) -> None:
@@ -199,18 +204,13 @@ class AgentRolloutSession:
         task = stats["task_types"].get(settings.task_type) or {}
         run = task.get("run")
         if run is None:
-            logger.warning(
-                "The buffer at %s was restarted and has forgotten its items and its run of %r, as without --run-dir; "
-                "the generator is started again for what was not trained on.",
-                settings.buffer_url,
-                settings.task_type,
-            )
+            forgotten = "The buffer at %s was restarted without --run-dir and forgot its run of %r; starting it again."
+            logger.warning(forgotten, settings.buffer_url, settings.task_type)
             await self.start(payload)
         elif run.get("state") != "running" and not task.get("groups_undecided"):
             why = f": {run['error']}" if run.get("error") else ""
-            raise NothingMoreError(
-                f"the generator of {settings.task_type!r} has ended ({run.get('state')}) and no group is left{why}"
-            )
+            ended = f"the generator of {settings.task_type!r} has ended ({run.get('state')})"
+            raise NothingMoreError(f"{ended} and no group is left{why}")
 
     async def _get_maker(self) -> SampleMaker:
         if self.maker is None:
@@ -230,13 +230,22 @@ async def start_generator(url: str, payload: Mapping[str, Any], *, token: str | 
         raise ConfigError(f"{what}: {error.message}") from error
 
 
-async def read_batch(
-    url: str, asked: Mapping[str, Any], *, token: str | None, timeout_s: float = 100.0
+async def get_rollout_data(
+    api_base_url: str,
+    num: int | None = None,
+    timeout: float = 100.0,
+    *,
+    task_type: str | None = None,
+    token: str | None = None,
+    request_id: str | None = None,
 ) -> tuple[list[Item], dict[str, Any]]:
-    """``POST /get_rollout_data``: the items and what is told about them, both empty when nothing is ready. Raises what
-    ``ask_buffer`` does, and ``ValueError`` when the answer does not have the documented form."""
+    """Ask the buffer once for at most ``num`` items (``None``: all that are ready); returns the items and what is told
+    about them, both empty when nothing is ready. A ``request_id`` that is repeated gets the same answer again.
+
+    Raises what ``ask_buffer`` does, and ``ValueError`` when the answer does not have the documented form."""
+    url, asked = api_base_url, {"batch_size": num, "task_type": task_type, "request_id": request_id}
     body = {name: value for name, value in asked.items() if value is not None}
-    answer = await ask_buffer(url, "/get_rollout_data", body, token=token, timeout_s=timeout_s)
+    answer = await ask_buffer(url, "/get_rollout_data", body, token=token, timeout_s=timeout)
     if not isinstance(answer, dict) or "success" not in answer:
         raise ValueError(f"{url} answered {str(answer)[:200]!r}; expected an object with success and data")
     if not answer["success"]:

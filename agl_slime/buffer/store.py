@@ -19,11 +19,11 @@ from typing import Any
 
 import orjson
 
-from agl_slime.buffer.errors import BufferRequestError
 from agl_slime.buffer.models import WrittenItem
 from agl_slime.buffer.pipeline import REASON_STAGE_ERROR, FinishedGroup, GroupPipeline
 from agl_slime.buffer.records import Batch, GroupTable, StoredGroup, insert_many
 from agl_slime.buffer.stages import BUFFER_GROUP, Figures
+from agl_slime.errors import BufferRequestError
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
@@ -150,9 +150,7 @@ class ItemStore:
         return len(new)
 
     def _stored_body(self, task: str, item: WrittenItem, rollout_id: str) -> bytes | None:
-        query = (
-            "SELECT body FROM groups JOIN items ON group_no = groups.no WHERE key = ? AND task = ? AND rollout_id = ?"
-        )
+        query = "SELECT body FROM groups JOIN items ON group_no = groups.no WHERE key=? AND task=? AND rollout_id=?"
         row = self._database.connection.execute(query, (item.key, task, rollout_id)).fetchone()
         return None if row is None else row[0]
 
@@ -182,7 +180,7 @@ class ItemStore:
         *,
         max_groups: int | None = None,
         request_id: str | None = None,
-        ack: Iterable[str] = (),
+        ack: Sequence[str] = (),
         claim: Lock | None = None,
     ) -> Batch | None:
         """Decide the groups that are due or timed out and deliver up to ``max_groups`` valid ones, oldest first;
@@ -193,7 +191,8 @@ class ItemStore:
         for good. Whoever gives up waiting takes ``claim``; then nothing is delivered.
         """
         known = self._tasks[task]
-        self.acknowledge(task, ack)
+        if ack:
+            self.acknowledge(task, ack)
         if request_id is not None and (again := self._repeat(task, request_id)) is not None:
             return again
         decided: dict[int, _Decision] = {}
@@ -211,9 +210,10 @@ class ItemStore:
                     valid += decision.finished.valid
         if claim is not None and not claim.acquire(blocking=False):
             return None  # nobody waits for this batch any more; its groups stay where they are
-        with self._database.transaction() as connection:
-            for group in waiting:  # until its next item, which may have come already
-                connection.execute("UPDATE groups SET due = 0 WHERE no = ? AND count = ?", (group.no, group.count))
+        if waiting:
+            with self._database.transaction() as connection:
+                for group in waiting:  # until its next item, which may have come already
+                    connection.execute("UPDATE groups SET due = 0 WHERE no = ? AND count = ?", (group.no, group.count))
         return self._deliver(task, known, list(decided.values()), request_id) if decided else None
 
     def _candidates(self, task: str, pipeline: GroupPipeline) -> Iterator[StoredGroup]:
@@ -267,7 +267,7 @@ class ItemStore:
                     known.refused[finished.reason] += 1
                     known.last_refusal = f"{finished.reason}: {finished.detail}"
             known.finished_since = [] if size else finished_ids  # told with the next batch that has data
-        return Batch(size, _join(decided), meta_info) if size else None
+        return Batch(size, [decision.json for decision in decided if decision.json], meta_info) if size else None
 
     def _finalize(self, decision: _Decision, delivery_no: int | None) -> None:
         connection = self._database.connection
@@ -318,7 +318,6 @@ class ItemStore:
             return sum(self._groups.trained(self._groups.where(query, task, request)) for request in request_ids)
 
     def resume(self, task: str, trained_instances: Iterable[Any], trained_groups: Iterable[str] | None = None) -> int:
-        """See ``GroupTable.resume``."""
         with self._database.reading():
             lost = self._groups.resume(task, trained_instances, trained_groups)
             self._held += sum(group.count for group in lost)
@@ -337,9 +336,9 @@ class ItemStore:
                 return None
             groups = self._groups.where("delivery_no = ? ORDER BY no", row[0])
         # the stages are pure: what they said then they say again
-        decisions = [self._decide(self._tasks[task].pipeline, group) for group in groups]
-        decided = [decision for decision in decisions if decision is not None]
-        return Batch(sum(len(decision.finished.data) for decision in decided), _join(decided), orjson.loads(row[1]))
+        decided = list(filter(None, (self._decide(self._tasks[task].pipeline, group) for group in groups)))
+        size = sum(len(decision.finished.data) for decision in decided)
+        return Batch(size, [decision.json for decision in decided if decision.json], orjson.loads(row[1]))
 
     @property
     def held_items(self) -> int:
@@ -354,10 +353,8 @@ class ItemStore:
         """The task type's figures for ``/stats``."""
         with self._database.reading() as connection:
             known = self._tasks[task]
-            query = (
-                "SELECT count(*), coalesce(sum(count), 0), min(last_time) FROM groups "
-                "WHERE task = ? AND delivery_no IS NULL"
-            )
+            figures = "count(*), coalesce(sum(count), 0), min(last_time)"
+            query = f"SELECT {figures} FROM groups WHERE task = ? AND delivery_no IS NULL"
             groups, items, oldest = connection.execute(query, (task,)).fetchone()
             return {
                 "group_size": known.pipeline.settings.group_size,
@@ -382,10 +379,6 @@ def _thresholds(pipeline: GroupPipeline) -> tuple[int, int]:
     if pipeline.custom_validity:
         return 1, 2**31
     return pipeline.settings.min_valid_group_size, pipeline.settings.group_size
-
-
-def _join(decided: Iterable[_Decision]) -> bytes:
-    return b"[" + b",".join(decision.json for decision in decided if decision.json) + b"]"
 
 
 def _same(one: bytes, other: bytes) -> bool:

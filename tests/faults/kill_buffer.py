@@ -27,7 +27,6 @@ _GENERATOR = '''
     """Writes two items per instance, slowly enough to be killed in between."""
     import asyncio, os, random
     from pathlib import Path
-    from agl_slime.buffer.client import item_of
     from agl_slime.buffer.generators import base_generator
 
     TASK_TYPE = "kill"
@@ -82,7 +81,7 @@ class Run:
 
     def keep_up(self) -> None:
         if self.buffer is None or self.buffer.poll() is not None:
-            code = "import sys; from agl_slime.buffer.command import main; sys.exit(main(sys.argv[1:]))"
+            code = "import sys; from agl_slime.buffer.server import main; sys.exit(main(sys.argv[1:]))"
             where = (
                 "--generators",
                 f"{self.directory}/generators",

@@ -16,12 +16,11 @@ from aiohttp import web
 
 from agl_slime import Generation, SGLangLitAgent
 from agl_slime.buffer.client import BufferUnreachableError, BufferWriter
-from agl_slime.buffer.discovery import SHIPPED_GENERATORS, discover_generators
-from agl_slime.buffer.errors import BufferRequestError
 from agl_slime.buffer.generators import agl_generator, base_generator
+from agl_slime.buffer.runs import SHIPPED_GENERATORS, discover_generators
 from agl_slime.buffer.samples import SampleMaker
 from agl_slime.buffer.server import BufferServer
-from agl_slime.errors import ConfigError
+from agl_slime.errors import BufferRequestError, ConfigError
 from tests.buffer_cases import Client, add_generator, eventually, make_item, settings_for
 from tests.vocabularies import chat_tokenizer
 
@@ -89,7 +88,7 @@ def test_the_shipped_directory_has_no_broken_generator():
 
 def test_the_buffer_starts_without_agent_lightning():
     """Importing it takes seconds, which a start of the buffer and each start of a generator would wait for."""
-    modules = "agl_slime.buffer.command, agl_slime.buffer.instance_ids, agl_slime.buffer.generators.agl_generator"
+    modules = "agl_slime.buffer.server, agl_slime.buffer.instance_ids, agl_slime.buffer.generators.agl_generator"
     code = f"import sys, {modules}; sys.exit('agentlightning' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

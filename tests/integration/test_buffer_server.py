@@ -503,7 +503,7 @@ async def test_a_generator_and_its_workers_end_with_a_killed_buffer(tmp_path):
     server = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
-        "import sys; from agl_slime.buffer.command import main; sys.exit(main(sys.argv[1:]))",
+        "import sys; from agl_slime.buffer.server import main; sys.exit(main(sys.argv[1:]))",
         *("--port", "0", "--generators", str(tmp_path / "generators"), "--input-dir", str(tmp_path)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

@@ -9,13 +9,13 @@ from typing import Any
 import orjson
 import pytest
 
-from agl_slime.buffer.errors import BufferRequestError
 from agl_slime.buffer.models import parse_items
 from agl_slime.buffer.pipeline import GroupPipeline
 from agl_slime.buffer.records import Batch
 from agl_slime.buffer.runs import RunRecords
 from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.buffer.store import ItemStore
+from agl_slime.errors import BufferRequestError
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
 

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agl_slime.buffer.client import item_of
-from agl_slime.buffer.generators.work import Row, extra_of, failed_item, plan, read_rows, write_items
+from agl_slime.buffer.client import Row, failed_item, item_of, plan, read_rows, write_items
 from agl_slime.buffer.stages import Item
 from agl_slime.errors import ConfigError
 from agl_slime.groups.results import MemberResult
@@ -105,12 +104,6 @@ def item_of_member(member: MemberResult, row: Row, epoch: int) -> Item:
     last = member.samples[-1]
     prompt = last.prompt if isinstance(last.prompt, list) else [{"role": "user", "content": last.prompt}]
     told = {"rewards": member.rewards, "round_number": member.turns, "finish_reason": parts[-1]["finish_reason"]}
-    return item_of(
-        uid=member.rollout_id,
-        instance_id=row["instance_id"],
-        group_id=epoch,
-        messages=[*prompt, {"role": "assistant", "content": last.response}],
-        reward=member.reward,
-        extra_info={**extra_of(row), **told},
-        **(parts[0] if len(parts) == 1 else {"samples": parts}),
-    )
+    messages = [*prompt, {"role": "assistant", "content": last.response}]
+    fields = parts[0] if len(parts) == 1 else {"samples": parts}
+    return item_of(row, epoch, member.rollout_id, messages, member.reward, told, **fields)

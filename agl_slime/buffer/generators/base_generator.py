@@ -19,9 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agl_slime.buffer.client import item_of
+from agl_slime.buffer.client import Row, failed_item, item_of, plan, read_rows, write_items
 from agl_slime.buffer.generators.math_reward import boxed_reward
-from agl_slime.buffer.generators.work import Row, extra_of, failed_item, plan, read_rows, write_items
 from agl_slime.buffer.stages import Item
 from agl_slime.errors import RewardError
 from agl_slime.support.threads import ThreadPool
@@ -164,14 +163,7 @@ class BaseGenerator:
             except Exception as error:  # a rollout may fail in any way; the item says how
                 logger.warning("A rollout of %s failed: %s: %s", row["instance_id"], type(error).__name__, error)
                 return failed_item(row, epoch, f"{type(error).__name__}: {error}", uid=uid)
-            return item_of(
-                uid=uid,
-                instance_id=row["instance_id"],
-                group_id=epoch,
-                messages=messages,
-                reward=reward,
-                extra_info={**extra_of(row), "finish_reason": finish_reason, "round_number": turns},
-            )
+            return item_of(row, epoch, uid, messages, reward, {"finish_reason": finish_reason, "round_number": turns})
 
         try:
             work = self._plan(rows, num_epoch=num_epoch)
