@@ -116,7 +116,8 @@ class SampleMaker:
 
     def _rendered(self, item: Item) -> tuple[list[int], int, list[int]]:
         if self.masks is None:
-            raise ValueError(f"item {item.get('uid')!r} has no token ids and no tokenizer; set --hf-checkpoint")
+            name = f"item {item.get('uid')!r}"
+            raise ValueError(f"{name} has no token ids and there is no tokenizer; set --hf-checkpoint")
         tokens, mask = self.masks.get_loss_mask(item["messages"], item.get("tools"))
         (length,) = self.masks.get_response_lengths([mask])
         if len(tokens) < 2:
