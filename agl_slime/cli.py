@@ -1,5 +1,4 @@
-"""The command line. Errors are one sentence on stderr, never a traceback; Ctrl-C ends within seconds and keeps what was
-written.
+"""The command line. Errors are one sentence on stderr, never a traceback; Ctrl-C keeps what was written.
 
 Exit codes: 0 finished, 1 the run could not go on, 2 a flag or file cannot be used, 130 interrupted, 141 nobody reads
 the output any more.
@@ -17,7 +16,8 @@ import sys
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,14 +41,6 @@ COMMANDS = {
 }
 
 
-@dataclass(frozen=True)
-class PlotSettings:
-    """Draw the reward.png of a run from its metrics."""
-
-    run_dir: tyro.conf.Positional[Path]
-    """The directory of the run."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -57,18 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"usage: agl-slime COMMAND [flags]\n\n{commands}")
         return 0
     command, *rest = arguments
-    if command == "train":
-        return _train(rest)
-    if command == "plot":
-        return _plot(rest)
-    if command == "buffer":
-        from agl_slime.buffer.server import main as serve_buffer
-
-        return serve_buffer(rest)
-    if command == "assign-instance-id":
-        from agl_slime.buffer.instance_ids import main as assign_instance_ids
-
-        return assign_instance_ids(rest)
+    if command in ("train", "plot"):
+        return _train(rest) if command == "train" else _plot(rest)
+    if command in COMMANDS:
+        home = "server" if command == "buffer" else "instance_ids"
+        return import_module(f"agl_slime.buffer.{home}").main(rest)
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 
@@ -94,9 +79,8 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or _PIPE_CLOSED
     if training:
-        # Reports, engine and store are closed by now. A thread may still be in the middle of native code (training, an
-        # import, an agent that was given up), and the interpreter's ordinary end would wait for it for seconds, or
-        # abort.
+        # Reports, engine and store are closed by now; the interpreter's ordinary end would wait for seconds, or abort,
+        # for a thread that is still in native code.
         os._exit(code)
     sys.exit(code)
 
@@ -106,25 +90,33 @@ def _train(arguments: list[str]) -> int:
     config, slime_flags = tyro.cli(TrainConfig, prog="train.py", args=arguments[:at]), arguments[at + 1 :]
     if config.trainer == "local" and config.local.torch_threads is None:  # more slow small models down
         config = replace(config, local=replace(config.local, torch_threads=1))
-    return _reported(lambda console: _run(config, slime_flags, console))
 
+    def train(console: Console) -> None:
+        config.check_files()
+        with console.status("loading ...") if console.is_terminal else nullcontext():
+            from agl_slime.run.local import run_training  # Agent Lightning takes seconds to import; --help should not
+            from agl_slime.runner.process import own_this_process
+        own_this_process()
+        _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
 
-def _run(config: TrainConfig, slime_flags: list[str], console: Console) -> None:
-    config.check_files()
-    with console.status("loading ...") if console.is_terminal else nullcontext():
-        from agl_slime.run.local import run_training  # Agent Lightning takes seconds to import; --help should not
-        from agl_slime.runner.process import own_this_process
-    own_this_process()
-    _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
+    return _reported(train)
 
 
 def _plot(arguments: list[str]) -> int:
-    settings = tyro.cli(PlotSettings, prog="agl-slime plot", args=arguments)
+    def plot(run_dir: tyro.conf.Positional[Path]) -> Path:
+        """Draw the reward.png of a run from its metrics.
+
+        Args:
+            run_dir: The directory of the run.
+        """
+        return run_dir
+
+    run_dir = tyro.cli(plot, prog="agl-slime plot", args=arguments)
 
     def draw(_: Console) -> None:
         from agl_slime.report.plot import draw_run
 
-        print(draw_run(settings.run_dir))
+        print(draw_run(run_dir))
 
     return _reported(draw)
 

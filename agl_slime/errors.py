@@ -78,8 +78,7 @@ class RolloutError(AglSlimeError):
 
     def __init__(self, message: str, *, reason: str | None = None) -> None:
         super().__init__(message)
-        if reason is not None:
-            self.reason = reason
+        self.reason = reason or self.reason
 
 
 class RewardError(RolloutError, ValueError):
@@ -118,16 +117,11 @@ def spell_exception(error: BaseException) -> str:
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     # a SyntaxError names its file and line itself
     place = "" if isinstance(error, SyntaxError) else spell_place(frames)
-    return (f"{type(error).__name__}: {message}" if message else type(error).__name__) + (
-        f" ({place})" if place else ""
-    )
+    return type(error).__name__ + (f": {message}" if message else "") + (f" ({place})" if place else "")
 
 
 def spell_place(frames: Sequence[tuple[str, int]]) -> str:
     """File and line of the innermost frame that is neither a library's nor this package's, else of the innermost one;
     empty without frames."""
     own = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS) and "site-packages" not in frame[0]]
-    if not frames:
-        return ""
-    file, line = (own or frames)[-1]
-    return f"{Path(file).name}, line {line}"
+    return "".join(f"{Path(file).name}, line {line}" for file, line in (own or frames)[-1:])

@@ -146,11 +146,7 @@ def start_payload(args: Any, metadata: Mapping[str, Any] | None, *, task_type: s
             (groups if str(key).startswith(_GROUPS_PREFIX) else skip).extend(value)
     host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
     limit = getattr(args, "rollout_max_response_len", None)
-    sampling = {
-        "max_tokens": limit,
-        "temperature": getattr(args, "rollout_temperature", None),
-        "top_p": getattr(args, "rollout_top_p", None),
-    }
+    sampling = {name: getattr(args, f"rollout_{name}", None) for name in ("temperature", "top_p")}
     return {
         "num_process": int(getattr(args, "rollout_num_process", None) or 100),
         "num_epoch": int(getattr(args, "num_epoch", None) or 3),
@@ -159,7 +155,7 @@ def start_payload(args: Any, metadata: Mapping[str, Any] | None, *, task_type: s
         "input_file": getattr(args, "prompt_data", None),
         "num_repeat_per_sample": str(group_size),
         **({} if limit is None else {"max_tokens": limit}),
-        "sampling_params": {name: value for name, value in sampling.items() if value is not None},
+        "sampling_params": {k: v for k, v in {"max_tokens": limit, **sampling}.items() if v is not None},
         "tokenizer_path": getattr(args, "hf_checkpoint", None),
         "skip_instance_ids": skip,
         # no names were kept when the buffer is not ours
@@ -227,11 +223,8 @@ async def _evaluate(args: Any, data_source: Any) -> RolloutFnEvalOutput:
     ]
     if not samples:
         raise DataSourceError(f"the evaluation generator {task_type!r} made no usable group")
-    entry = {
-        "rewards": [sample.reward for sample in samples],
-        "truncated": [sample.status == Sample.Status.TRUNCATED for sample in samples],
-        "samples": samples,
-    }
+    truncated = [sample.status == Sample.Status.TRUNCATED for sample in samples]
+    entry = {"rewards": [sample.reward for sample in samples], "truncated": truncated, "samples": samples}
     return RolloutFnEvalOutput(data={task_type: entry})
 
 
@@ -258,7 +251,7 @@ def _remember(data_buffer: Any, rollout_id: int, step: Step, session: AgentRollo
 def _through_data_buffer(
     args: Any, data_buffer: Any, groups: list[list[Sample]], batch_size: int
 ) -> list[list[Sample]]:
-    """Let ``--buffer-filter-path`` choose, when there is one and slime's data buffer applies it."""
+    """Let ``--buffer-filter-path`` choose, where slime's data buffer applies it."""
     if getattr(args, "buffer_filter_path", None) is None or not hasattr(data_buffer, "get_buffer_length"):
         return groups
     data_buffer.add_samples(groups)

@@ -135,10 +135,9 @@ def plan(
     num_repeat_per_sample: int,
     skip_instance_ids: Iterable[Any] | None = None,
     partial_groups: Iterable[Mapping[str, Any]] | None = None,
-    seed: int = 0,
 ) -> Iterator[tuple[Row, int]]:
     """``(row, epoch)`` for each item to make: each instance ``num_repeat_per_sample`` times per epoch, in an order that
-    depends on the seed and the epoch only.
+    depends on the epoch only.
 
     An id in ``skip_instance_ids`` skips its instance once (one that is there twice skips two epochs).
     ``partial_groups`` are groups that the buffer holds in part, as ``{"instance_id", "group_id", "items"}`` with the
@@ -150,7 +149,7 @@ def plan(
     }
     for epoch in range(num_epoch):
         order = list(rows)
-        random.Random(f"{seed}:{epoch}").shuffle(order)
+        random.Random(f"0:{epoch}").shuffle(order)
         for row in order:
             key = orjson.dumps(row["instance_id"])
             if skip[key] > 0:

@@ -146,13 +146,9 @@ def _operation(summary: str, answer: Any, body: Any = None, *, body_required: bo
 
     refusal = content(_object({"success": {"const": False}, "message": {"type": "string"}}))
     refused = {"description": "Refused, with 400, 401, 403, 404, 405, 409 or 413; 503 says try again later", **refusal}
-    operation = {
-        "summary": summary,
-        "responses": {"200": {"description": "Done", **content(answer)}, "4XX": refused, "503": refused},
-    }
-    if body is not None:
-        operation["requestBody"] = {"required": body_required, **content(body)}
-    return operation
+    responses = {"200": {"description": "Done", **content(answer)}, "4XX": refused, "503": refused}
+    asked = {} if body is None else {"requestBody": {"required": body_required, **content(body)}}
+    return {"summary": summary, "responses": responses, **asked}
 
 
 def openapi_description() -> dict[str, Any]:

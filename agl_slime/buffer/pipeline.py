@@ -84,8 +84,7 @@ class GroupPipeline:
         self.custom_validity = "is_valid_group" in given
 
     def meta_info(self, items: Iterable[Item]) -> dict[str, Any]:
-        """Stage 1 over everything that is there. What a stage of somebody else's breaks is reported under ``error``,
-        beside the default's figures."""
+        """Stage 1 over these items; a custom stage that raises is reported under ``error``, beside the default's."""
         data: dict[Any, list[Item]] = {}
         for item in items:
             data.setdefault(item["instance_id"], []).append(dict(item))
@@ -96,8 +95,7 @@ class GroupPipeline:
             return {**stages.get_group_data_meta_info(data), "error": told}
 
     def finish(self, instance_id: Any, items: Iterable[Item], *, idle_s: float) -> FinishedGroup | None:
-        """Stages 2 to 5 for one group, ``idle_s`` seconds after its last item; ``None`` while it is to wait for more.
-        The items are not changed."""
+        """Stages 2 to 5 for a group, ``idle_s`` seconds after its last item; ``None`` while it is to wait for more."""
         settings = self.settings
         items = [dict(item) for item in items]
         try:

@@ -97,8 +97,7 @@ class StoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a reader gets: ``size`` processed items as JSON, a piece without brackets for each group (many megabytes:
-    copied once, into the answer), and what is to be told about them."""
+    """What a reader gets: ``size`` processed items as JSON, one piece without brackets per group, and what is told."""
 
     size: int
     groups_json: list[bytes]
@@ -138,7 +137,7 @@ class GroupTable:
         for start in range(0, len(asked), 100):
             page = asked[start : start + 100]
             condition = f"key IN ({', '.join('?' * len(page))}) AND accepting AND delivery_no IS NULL"
-            found.update({(group.task, group.key): group for group in self.where(condition, *page)})
+            found |= {(group.task, group.key): group for group in self.where(condition, *page)}
         return found
 
     def new(self, task: str, key: str, instance_json: str) -> StoredGroup:
@@ -199,13 +198,10 @@ class GroupTable:
     def resume(
         self, task: str, trained_instances: Iterable[Any], trained_groups: Iterable[str] | None
     ) -> list[StoredGroup]:
-        """A trainer starts (again) and says what it has trained: what was delivered to it and it does not name is due
-        again. Returns those groups.
-
-        ``trained_groups`` are the ``buffer_group`` names of its items. A trainer that does not keep those is understood
-        by ``trained_instances``, each named as often as it was finished, less what it named at its last start and what
-        was acknowledged or refused since.
-        """
+        """A trainer starts and says what it has trained; what was delivered and it does not name is due again, and
+        returned. ``trained_groups`` are ``buffer_group`` names. A trainer that does not keep those is understood by
+        ``trained_instances``, each named as often as it was finished, less what it named at its last start and what was
+        acknowledged or refused since."""
         trained: list[StoredGroup] = []
         lost: list[StoredGroup] = []
         with self._database.transaction() as connection:

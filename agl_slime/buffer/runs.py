@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -42,13 +42,11 @@ INTERRUPTED = "interrupted"
 SHIPPED_GENERATORS = Path(__file__).parent / "generators"
 
 
-@dataclass(frozen=True, slots=True)
-class Generator:
+class Generator(NamedTuple):
     """A usable generator file and the stages that it brings."""
 
-    task_type: str
     path: Path
-    stages: Mapping[str, Any] = field(default_factory=dict)
+    stages: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +63,20 @@ def discover_generators(directory: Path) -> Discovery:
     found = Discovery()
     for path in sorted(directory.glob("*_generator.py")):
         try:
-            generator = _generator_of(load_generator(path), path)
+            module = load_generator(path)
+            task_type = getattr(module, "TASK_TYPE", None)
+            if not isinstance(task_type, str) or not task_type:
+                raise TypeError(f"TASK_TYPE is {task_type!r}; expected a name")
+            if not callable(getattr(module, "run_rollout", None)):
+                raise TypeError("run_rollout(data) is missing")
         except (Exception, SystemExit) as error:  # a file of somebody else's may do anything while it is loaded
             problem = f"cannot be used: {type(error).__name__}: {error}"
         else:
-            first = found.generators.setdefault(generator.task_type, generator)
-            if first is generator:
+            if task_type not in found.generators:
+                stages = {name: stage for name in STAGE_NAMES if callable(stage := getattr(module, name, None))}
+                found.generators[task_type] = Generator(path, stages)
                 continue
-            problem = f"has the task type {generator.task_type!r} of {first.path.name} and is left out"
+            problem = f"has the task type {task_type!r} of {found.generators[task_type].path.name} and is left out"
         found.problems[path.name] = problem
         logger.warning("The generator %s %s", path, problem)
     return found
@@ -95,16 +99,6 @@ def load_generator(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _generator_of(module: ModuleType, path: Path) -> Generator:
-    task_type = getattr(module, "TASK_TYPE", None)
-    if not isinstance(task_type, str) or not task_type:
-        raise TypeError(f"TASK_TYPE is {task_type!r}; expected a name")
-    if not callable(getattr(module, "run_rollout", None)):
-        raise TypeError("run_rollout(data) is missing")
-    stages = {name: function for name in STAGE_NAMES if callable(function := getattr(module, name, None))}
-    return Generator(task_type, path, stages)
 
 
 class RunRecords:
@@ -192,7 +186,6 @@ class GeneratorRun:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the generator was last heard of."""
         return time.monotonic() - self._last_heard
 
     def heard(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, FiniteFloat, StrictInt
@@ -26,6 +27,10 @@ class _Rewarded(ItemFields):
     raw_reward: FiniteFloat | None = None
     padding_shares: int = 1
     samples: list[dict[str, Any]] | None = None
+
+    @property
+    def raw(self) -> float:
+        return self.reward if self.raw_reward is None else self.raw_reward
 
 
 class _SentTokens(BaseModel):
@@ -62,7 +67,7 @@ class SampleMaker:
         """
         group_index, self.next_group = self.next_group, self.next_group + 1
         checked = [(item, check(_Rewarded, item, f"item {item.get('uid')!r}")) for item in items]
-        raw = [_raw_reward(fields) for item, fields in checked if PADDING_OF not in item]
+        raw = [fields.raw for item, fields in checked if PADDING_OF not in item]
         mean = math.fsum(raw) / len(raw) if raw else 0.0
         samples: list[Sample] = []
         for item, fields in checked:
@@ -70,7 +75,7 @@ class SampleMaker:
             if self.normalized:
                 reward = 0.0 if is_copy else fields.reward * fields.padding_shares
             else:
-                reward = mean if is_copy else _raw_reward(fields)
+                reward = mean if is_copy else fields.raw
             # a rollout that forked comes as several parts, siblings under one rollout_id
             for part in fields.samples or [{}]:
                 sample = self._sample({**item, **part}, fields, reward)
@@ -94,7 +99,7 @@ class SampleMaker:
         finish_reason = item.get("finish_reason", extra.get("finish_reason"))
         copied = {name: item[name] for name in _COPIED if name in item}
         return sample_from_fields(
-            prompt=_prompt(fields.messages),
+            prompt=list(takewhile(lambda message: message.get("role") != "assistant", fields.messages)),
             tokens=tokens,
             response=_response(item, fields.messages),
             response_length=response_length,
@@ -111,9 +116,8 @@ class SampleMaker:
 
     def _rendered(self, item: Item) -> tuple[list[int], int, list[int]]:
         if self.masks is None:
-            raise ValueError(
-                f"item {item.get('uid')!r} has no token ids and there is no tokenizer; set --hf-checkpoint"
-            )
+            name = f"item {item.get('uid')!r}"
+            raise ValueError(f"{name} has no token ids and there is no tokenizer; set --hf-checkpoint")
         tokens, mask = self.masks.get_loss_mask(item["messages"], item.get("tools"))
         (length,) = self.masks.get_response_lengths([mask])
         if len(tokens) < 2:
@@ -121,10 +125,6 @@ class SampleMaker:
         # training predicts the response from at least one token before it
         length = min(max(length, 1), len(tokens) - 1)
         return list(tokens), length, list(mask[-length:])
-
-
-def _raw_reward(fields: _Rewarded) -> float:
-    return fields.reward if fields.raw_reward is None else fields.raw_reward
 
 
 def _sent_tokens(item: Item) -> tuple[list[int], int, list[int], list[float] | None]:
@@ -138,11 +138,6 @@ def _sent_tokens(item: Item) -> tuple[list[int], int, list[int], list[float] | N
         if values is not None and len(values) != length:
             raise ValueError(f"{name}: {field} has {len(values)} entries; response_length is {length}")
     return sent.tokens, length, sent.loss_mask or [1] * length, sent.rollout_log_probs
-
-
-def _prompt(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    first = next((at for at, message in enumerate(messages) if message.get("role") == "assistant"), len(messages))
-    return [dict(message) for message in messages[:first]]
 
 
 def _response(item: Item, messages: Sequence[Mapping[str, Any]]) -> str:

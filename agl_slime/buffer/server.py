@@ -129,7 +129,7 @@ async def _parsed(parse: Callable[[bytes], T], raw: bytes) -> T:
 async def _look(request: web.Request) -> web.Response:
     """``/stats``, ``/health`` and ``/openapi.json``."""
     if request.path == "/stats":
-        return _json(await request.app[_BUFFER].stats())
+        return _json(await run_in_thread(request.app[_BUFFER].stats))
     return _json(openapi_description() if request.path != "/health" else {"status": "ok", "version": __version__})
 
 
@@ -168,7 +168,6 @@ def _gate(settings: BufferSettings) -> Middleware:
 async def _body(request: web.Request) -> bytes:
     """The whole body, or an end to a connection that does not deliver it."""
     timeout = request.app[_BUFFER].settings.request_timeout_s
-
     give_up = asyncio.get_running_loop().call_later(timeout, _abort, request)  # cheaper than a task for `wait_for`
     try:
         return await request.read()

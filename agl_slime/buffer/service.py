@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,9 +64,7 @@ class RolloutBuffer:
         self._discovery = Discovery()
         self._started_at = time.monotonic()
         self._own_logs = tempfile.TemporaryDirectory(prefix="agl-slime-buffer-") if settings.run_dir is None else None
-        self._log_directory = (
-            Path(self._own_logs.name) if self._own_logs else Path(settings.run_dir or ".", "generators")
-        )
+        self._logs = Path(self._own_logs.name) if self._own_logs else Path(settings.run_dir or ".", "generators")
         path = settings.run_dir / "buffer.sqlite" if settings.run_dir is not None else None
         database = Database(path=path, exclusive=path is not None)
         self.store = ItemStore(
@@ -199,16 +197,15 @@ class RolloutBuffer:
             task.run = GeneratorRun(
                 path=self._discovery.generators[task.name].path,
                 payload=partial(self._payload_now, task, run_no, payload),
-                log_path=self._log_directory / f"{''.join(c if c.isalnum() else '_' for c in task.name)}-{run_no}.log",
+                log_path=self._logs / f"{''.join(c if c.isalnum() else '_' for c in task.name)}-{run_no}.log",
                 on_end=finished,
                 stall_s=self.settings.generator_stall_s,
                 restarts=self.settings.generator_restarts,
             )
         except OSError as error:
             self.runs.end(run_no, "failed", f"the process could not be started: {error}")
-            raise BufferRequestError(
-                f"the generator of {task.name!r} could not be started: {error}", status=503
-            ) from error
+            message = f"the generator of {task.name!r} could not be started: {error}"
+            raise BufferRequestError(message, status=503) from error
 
     def _payload_now(self, task: _Task, run_no: int, payload: Mapping[str, Any], key: str) -> dict[str, Any]:
         """What is held already is not to be made again: whole groups are skipped, parts of groups are named."""
@@ -236,11 +233,8 @@ class RolloutBuffer:
         message = f"input_file {given!r} lies outside of the allowed directories; start the buffer with --input-dir"
         raise BufferRequestError(message, status=403)
 
-    async def stats(self) -> dict[str, Any]:
-        """Everything that is counted, for ``/stats``."""
-        return await run_in_thread(self._stats)
-
-    def _stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
+        """Everything that is counted, for ``/stats``; waits for the database."""
         counts = self.store.ledger.counts()
         runs = self.runs.latest()
         tasks: dict[str, Any] = {}
@@ -273,8 +267,8 @@ class RolloutBuffer:
         """Decide the groups of a task type by its generator's stages. The uids of a fresh run are its own."""
         generator = self._discovery.generators.get(name)
         pipeline = GroupPipeline(
-            generator.stages if generator is not None else {},
-            settings=self.settings.with_group_size(group_size),
+            generator and generator.stages,
+            settings=replace(self.settings, group_size=group_size),
             task_type=name,
         )
         scope = None if run_no is None else f"{name}#{run_no}" if fresh else name

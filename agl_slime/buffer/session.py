@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import aiohttp
@@ -142,29 +141,17 @@ class AgentRolloutSession:
 
     async def _fetch(self, wanted: int | None, payload: Payload) -> dict[str, Any]:
         """Wait until the buffer gives something; it goes to ``surplus``. Returns what was told about it."""
-        settings = self.settings
-        read = partial(
-            get_rollout_data,
-            settings.buffer_url,
-            wanted,
-            task_type=settings.task_type,
-            token=settings.token,
-            request_id=uuid.uuid4().hex,
-        )
-        failures = Backoff(
-            f"the rollout buffer at {settings.buffer_url} failed",
-            DataSourceError,
-            cap_s=_LONGEST_PAUSE_S,
-            tries=None if settings.retry_times < 0 else settings.retry_times + 1,
-        )
+        settings, url = self.settings, self.settings.buffer_url
+        asked = {"task_type": settings.task_type, "token": settings.token, "request_id": uuid.uuid4().hex}
+        tries = None if settings.retry_times < 0 else settings.retry_times + 1
+        failures = Backoff(f"the rollout buffer at {url} failed", DataSourceError, cap_s=_LONGEST_PAUSE_S, tries=tries)
         pause, looked = _SHORTEST_PAUSE_S, time.monotonic()
         while True:
             try:
-                items, meta_info = await read()
+                items, meta_info = await get_rollout_data(url, wanted, **asked)
             except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
                 if not is_passing(error):  # the same request would be answered in the same way for ever
-                    message = f"the rollout buffer at {settings.buffer_url} cannot be read: {error}"
-                    raise DataSourceError(message) from error
+                    raise DataSourceError(f"the rollout buffer at {url} cannot be read: {error}") from error
                 logger.warning("The rollout buffer could not be read (%r); trying again.", error)
                 await failures.pause(error)
                 continue

@@ -4,7 +4,7 @@ help text."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from agl_slime.errors import ConfigError
@@ -16,7 +16,7 @@ class PipelineSettings:
     """What decides over a group. Names and defaults are those of slime's Rollout Buffer documentation; ours are
     ``reward_range`` and ``drop_zero_variance``."""
 
-    group_size: int
+    group_size: int = 16
     """Items per group until /start_rollout says num_repeat_per_sample."""
     min_valid_group_size_ratio: float = 1.0
     """Share of the group size that must be there for a group to be valid."""
@@ -43,7 +43,6 @@ class PipelineSettings:
             raise ConfigError(f"reward_range must be (lowest, highest), got {self.reward_range}")
 
     def items_for(self, ratio: float) -> int:
-        """The number of items that a share of ``group_size`` stands for, rounded up, at least 1."""
         return max(1, math.ceil(ratio * self.group_size - 1e-9))  # 0.07 * 100 is 7.000000000000001
 
     @property
@@ -54,9 +53,6 @@ class PipelineSettings:
 @dataclass(frozen=True, kw_only=True)
 class BufferSettings(PipelineSettings):
     """Serve a Rollout Buffer: generators write rollouts to it, the trainer takes groups from it."""
-
-    group_size: int = 16
-    """Items per group until /start_rollout says num_repeat_per_sample."""
 
     host: str = "127.0.0.1"
     """Address to listen on. Other machines reach it only with another address, which needs --token."""
@@ -101,19 +97,15 @@ class BufferSettings(PipelineSettings):
             for path in paths:
                 if path is not None and not path.is_dir():
                     raise ConfigError(f"{flag} {path}: there is no such directory")
-        for name in ("max_buffer_size", "max_body_mb", "request_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
-        for name in ("generator_restarts", "generator_stall_s", "keep_delivered_groups"):
-            if (getattr(self, name) or 0) < 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must not be negative, got {getattr(self, name)}")
+        positive = ("max_buffer_size", "max_body_mb", "request_timeout_s")
+        for name in (*positive, "generator_restarts", "generator_stall_s", "keep_delivered_groups"):
+            value = getattr(self, name) or 0
+            if value < 0 or (value == 0 and name in positive):
+                expected = "be positive" if name in positive else "not be negative"
+                raise ConfigError(f"--{name.replace('_', '-')} must {expected}, got {value}")
 
     @property
     def delivered_window(self) -> int:
         if self.keep_delivered_groups is not None:
             return self.keep_delivered_groups
         return 256 if self.run_dir is None else 4096
-
-    def with_group_size(self, group_size: int) -> PipelineSettings:
-        """The part that decides over groups, for a task type with groups of this size."""
-        return replace(self, group_size=group_size)

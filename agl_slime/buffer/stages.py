@@ -119,24 +119,16 @@ def pad_group_data(group: Group, group_size: int) -> Group:
     """The group with exactly ``group_size`` items: surplus ones are dropped from the end, missing ones filled up with
     copies of the first.
 
-    The total reward stays what it was: an item and its copies share its reward in equal parts. After normalisation the
-    reward is the advantage, the factor of the gradient, so a rollout that appears twice with half the reward each
-    counts once in full, whether the trainer knows about copies or not. (The rule that slime's buffer once had, every
-    reward times ``group_size / len(items)`` before the halving, makes the survivors of a broken group weigh more than
-    the members of a whole one; ours does not.)
-
-    Copies are marked: ``padding_of`` names the ``uid`` of the original, ``padding_shares`` on both says into how many
-    parts the reward was divided, and a copy's own ``uid`` is unique. ``agl_slime.buffer.agent_rollout`` uses the marks
-    to give the original its whole reward back and to mask the copies out, which is the same gradient with less work for
-    the trainer.
+    An item and its copies share its reward in equal parts: normalised it is the advantage, the factor of the gradient,
+    so a rollout counts once in full, whether the trainer knows about copies or not. Copies are marked: ``padding_of``
+    names the ``uid`` of the original, ``padding_shares`` on both says into how many parts the reward was divided. By
+    these ``agl_slime.buffer.agent_rollout`` masks copies out and gives originals their whole reward back.
     """
     instance_id, items = group
     if not items:
         return instance_id, []
     kept = items[:group_size]
-    copies_of = [
-        group_size // len(kept) + (1 if position < group_size % len(kept) else 0) for position in range(len(kept))
-    ]
+    copies_of = [group_size // len(kept) + (position < group_size % len(kept)) for position in range(len(kept))]
     padded: list[Item] = []
     for item, shares in zip(kept, copies_of, strict=True):
         padded.append(item if shares == 1 else {**item, "reward": item["reward"] / shares, PADDING_SHARES: shares})
@@ -150,8 +142,4 @@ def pad_group_data(group: Group, group_size: int) -> Group:
 def numeric_reward(item: Mapping[str, Any]) -> float | None:
     """The item's reward when it is a finite number, else ``None``."""
     reward = item.get("reward")
-    if isinstance(reward, bool):
-        return float(reward)
-    if not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        return None
-    return float(reward)
+    return float(reward) if isinstance(reward, (int, float)) and math.isfinite(reward) else None

@@ -38,7 +38,7 @@ class PolicySettings:
     lr_warmup_steps: int = 10
     grad_clip: float = 0.3
     probe_size: int = 64
-    """Conversations in the probe, drawn once and never trained on."""
+    """Conversations, drawn once and never trained on."""
     probe_every: int = 5
     target: float = 0.9
     """Share of the probe's assistant turns in which every token is the model's first choice; reached, phase 1 ends."""
@@ -67,15 +67,16 @@ def make_policy(
     exists and holds something else, ``TrainerError`` when the warm-up does not pass its probe.
     """
     target = Path(directory).expanduser().resolve()
-    source = demonstrations if demonstrations is not None else DEFAULT_SOURCES[0]
+    source = demonstrations or DEFAULT_SOURCES[0]
     settings = settings or PolicySettings()
-    spec = _spec(seed, source, settings)
-    if target.exists() and any(target.iterdir()):
-        found = _read_spec(target)
-        if found == spec:
-            return target
-        if found is None:
-            raise ConfigError(f"the policy's directory {target} holds no tiny policy: name another directory")
+    # the conversations themselves stand for the source: an edited task makes another policy
+    sample = [source.demonstrations(random.Random(1), 16, quality=quality) for quality in ("clean", "imperfect")]
+    text = json.dumps([_FORMAT, seed, asdict(settings), sample], sort_keys=True)
+    spec = hashlib.sha256(text.encode()).hexdigest()
+    if (found := _read_spec(target)) == spec:
+        return target
+    if found is None and target.exists() and any(target.iterdir()):
+        raise ConfigError(f"the policy's directory {target} holds no tiny policy: name another directory")
     try:
         with whole_directory(target, durable=False) as fresh:
             if not anew and _read_spec(SHIPPED) == spec:
@@ -95,13 +96,6 @@ def make_policy(
         if _read_spec(target) != spec:  # another process made the same policy meanwhile
             raise
     return target
-
-
-def _spec(seed: int, source: DemonstrationSource, settings: PolicySettings) -> str:
-    # the conversations themselves stand for the source: an edited task makes another policy
-    sample = [source.demonstrations(random.Random(1), 16, quality=quality) for quality in ("clean", "imperfect")]
-    text = json.dumps([_FORMAT, seed, asdict(settings), sample], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read_spec(directory: Path) -> str | None:

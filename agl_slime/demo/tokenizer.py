@@ -32,8 +32,7 @@ _GENERAL_TEXT = (
     "find, open, close, start, stop, sort, reverse or search them by key, value, type or order."
 )
 
-# Digits are split one by one, as Qwen's pre-tokenizer does; a run of blanks keeps its last blank for the word that
-# follows.
+# Digits one by one, as in Qwen's pre-tokenizer; a run of blanks keeps its last one for the word that follows.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -90,11 +89,8 @@ def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 460, max_length: 
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(added),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size - len(added), initial_alphabet=alphabet, show_progress=False)
     # A marker is one token of its own, so no merge may be spent on its letters.
     split = re.compile("|".join(re.escape(token) for token in added))
     tokenizer.train_from_iterator([piece for text in texts for piece in split.split(text)], trainer)

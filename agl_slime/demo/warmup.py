@@ -52,11 +52,12 @@ def train_policy(
     tokenizer = make_tokenizer(source)
     ends: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(**_SHAPE, **ends)
-    with torch.random.fork_rng(devices=[]), _quietly_on_one_thread():
+    with torch.random.fork_rng(devices=[]), _on_one_thread():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).float()
         report = warm_up(model, tokenizer, source, seed=seed, settings=settings)
         model.generation_config = GenerationConfig(**ends, do_sample=True, temperature=1.0)
+        transformers.utils.logging.disable_progress_bar()
         model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     # transformers 5 writes what transformers 4, in a server for example, does not read
@@ -161,18 +162,14 @@ def _probe(model: Any, batch: torch.Tensor) -> float:
 
 
 @contextmanager
-def _quietly_on_one_thread() -> Iterator[None]:
+def _on_one_thread() -> Iterator[None]:
     """Tensors this small are slower on several threads, and sums in another order would give another policy."""
-    threads, bar = torch.get_num_threads(), transformers.utils.logging
-    shown = bar.is_progress_bar_enabled()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    bar.disable_progress_bar()
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        if shown:
-            bar.enable_progress_bar()
 
 
 def _edit(path: Path, **fields: Any) -> None:

@@ -93,8 +93,6 @@ def openai_answer(
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": None,
-            "reasoning_tokens": 0,
         },
         "metadata": {"weight_version": versions[-1] if versions else None},
     }
@@ -135,6 +133,7 @@ def _text(content: Any) -> str:
     """A message's content as one string; OpenAI's list form may hold text parts only."""
     if content is None or isinstance(content, str):
         return content or ""
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        return "".join(str(part.get("text", "")) for part in content)
-    raise BadRequest("A message's content must be a string or a list of text parts: this model reads text only.")
+    try:
+        return "".join(str({"text": part["text"]}[part["type"]]) for part in content)
+    except (KeyError, TypeError):
+        raise BadRequest("A message's content must be a string or a list of text parts.") from None

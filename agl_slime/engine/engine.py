@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,7 +28,6 @@ from agl_slime.engine.weights import load_weights
 from agl_slime.errors import EngineError
 
 T = TypeVar("T")
-PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class Engine:
@@ -87,8 +86,8 @@ class Engine:
         for request in requests:
             self._check(request)
         with self._wake:
-            if self._closed or self.failure is not None:
-                raise EngineError(f"the embedded engine has stopped: {self.failure or 'closed'}")
+            if stopped := self._stopped():
+                raise stopped
             if known := next((request.rid for request in requests if request.rid in self._by_rid), None):
                 raise BadRequest(f"Duplicate request ID detected: {known}")
             self._by_rid.update((request.rid, request) for request in requests)
@@ -100,7 +99,7 @@ class Engine:
         ended."""
         return self._call(lambda: self._abort(lambda request: rid is None or request.rid == rid))
 
-    def pause(self, mode: PauseMode = "abort") -> Future[None]:
+    def pause(self, mode: str = "abort") -> Future[None]:
         """Stop sampling. ``abort`` ends every request, ``in_place`` keeps running ones with their cache, ``retract``
         queues them again to be prefilled anew. New requests wait."""
         return self._call(lambda: self._pause(mode))
@@ -141,6 +140,10 @@ class Engine:
             self._wake.notify()
         self._thread.join(timeout_s)
 
+    def _stopped(self) -> EngineError | None:
+        stopped = self._closed or self.failure is not None
+        return EngineError(f"the embedded engine has stopped: {self.failure or 'closed'}") if stopped else None
+
     def _call(self, function: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
         self._enqueue(partial(_resolve, future, function), future)
@@ -148,11 +151,11 @@ class Engine:
 
     def _enqueue(self, command: Callable[[], None], future: Future[Any]) -> None:
         with self._wake:
-            if self._closed or self.failure is not None:
-                future.set_exception(EngineError(f"the embedded engine has stopped: {self.failure or 'closed'}"))
-                return
-            self._commands.append(command)
-            self._wake.notify()
+            if stopped := self._stopped():
+                future.set_exception(stopped)
+            else:
+                self._commands.append(command)
+                self._wake.notify()
 
     def _check(self, request: Request) -> None:
         length = len(request.input_ids)
@@ -252,7 +255,7 @@ class Engine:
             if every is not None and request.logprob_start_len >= 0 and not request.started:
                 request.input_log_probs = _input_log_probs(every[row], request)
             request.started = True
-        ids, log_probs = sample(logits, _row_params(batch), self._generator)
+        ids, log_probs = sample(logits, RowParams.of(batch), self._generator)
         self._running.extend(batch)
         self._last_ids = torch.cat([self._last_ids, ids])
         self._params = None
@@ -260,7 +263,7 @@ class Engine:
 
     def _step(self) -> None:
         if self._params is None:
-            self._params = _row_params(self._running)
+            self._params = RowParams.of(self._running)
         logits = self._slots.decode(self._last_ids)
         self._last_ids, log_probs = sample(logits, self._params, self._generator)
         self._take(0, self._last_ids, log_probs)
@@ -269,9 +272,7 @@ class Engine:
         """Hand the sampled tokens to the rows from ``first`` on, and end the rows that are done."""
         version = self.weight_version
         done: list[int] = []
-        for row, token, log_prob in zip(
-            range(first, len(self._running)), ids.tolist(), log_probs.tolist(), strict=True
-        ):
+        for row, (token, log_prob) in enumerate(zip(ids.tolist(), log_probs.tolist(), strict=True), first):
             request = self._running[row]
             if not request.versions or request.versions[-1][0] != version:
                 request.versions.append((version, len(request.output_ids)))
@@ -295,9 +296,8 @@ class Engine:
             return {"type": "length", "length": request.limit}
         if sampling.stop:
             tail = str(self._tokenizer.decode(request.output_ids[-request.stop_tail :], skip_special_tokens=False))
-            for text in sampling.stop:
-                if text in tail:
-                    return {"type": "stop", "matched": text}
+            if matched := next((text for text in sampling.stop if text in tail), None):
+                return {"type": "stop", "matched": matched}
         if not sampling.ignore_eos and (token in self.eos_ids or token in sampling.stop_token_ids):
             return {"type": "stop", "matched": token}
         return None
@@ -331,7 +331,7 @@ class Engine:
         request.finish = {"type": "abort", "message": message, "status_code": None, "err_type": None}
         self._end(request)
 
-    def _pause(self, mode: PauseMode) -> None:
+    def _pause(self, mode: str) -> None:
         self.paused = True
         if mode == "abort":
             self._abort(lambda _: True)
@@ -344,11 +344,6 @@ class Engine:
         load_weights(self._model, tensors)
         if version is not None:
             self.weight_version = version
-
-
-def _row_params(requests: list[Request]) -> RowParams:
-    samplings = [request.sampling for request in requests]
-    return RowParams.of((each.temperature, each.top_p, each.top_k) for each in samplings)
 
 
 def _input_log_probs(logits: torch.Tensor, request: Request) -> list[tuple[float | None, int]]:

@@ -15,17 +15,9 @@ M = TypeVar("M", bound=BaseModel)
 # Parameters of SGLang that change what is sampled and are not built here: refused when set, never ignored. The value is
 # what leaves them off.
 UNSUPPORTED: Mapping[str, Any] = {
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
+    **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty", "min_new_tokens"), 0),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "logit_bias")),
     "repetition_penalty": 1.0,
-    "min_new_tokens": 0,
-    "json_schema": None,
-    "regex": None,
-    "ebnf": None,
-    "structural_tag": None,
-    "stop_regex": None,
-    "logit_bias": None,
 }
 # Accepted without effect: spaces_between_special_tokens concerns slow tokenizers; a stock SGLang ignores the others as
 # well unless it is started for them.
@@ -102,7 +94,7 @@ class Request:
     return_logprob: bool = False
     logprob_start_len: int = -1
     """First place of the prompt to report a log-prob for; -1 reports none."""
-    on_finish: Callable[[Request], None] = lambda _: None
+    on_finish: Callable[[Request], object] = lambda _: None
 
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
+from agl_slime.engine.requests import Request
+
 ALL_TOKENS = 1 << 30
 """The top_k that cuts nothing; SGLang's -1."""
 
@@ -41,11 +43,12 @@ class RowParams:
     """Every temperature is 1."""
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[float, float, int]]) -> RowParams:
-        """From each row's (temperature, top_p, top_k) as SGLang takes them."""
+    def of(cls, requests: Iterable[Request]) -> RowParams:
         normal = [
-            (1.0, top_p, 1) if temperature < 1e-6 else (temperature, top_p, ALL_TOKENS if top_k == -1 else top_k)
-            for temperature, top_p, top_k in rows
+            (1.0, row.top_p, 1)
+            if row.temperature < 1e-6
+            else (row.temperature, row.top_p, ALL_TOKENS if row.top_k == -1 else row.top_k)
+            for row in (request.sampling for request in requests)
         ]
         temperature, top_p, top_k = (torch.tensor(column) for column in zip(*normal, strict=True))
         return cls(

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -108,20 +109,13 @@ class EmbeddedServer:
     async def _run(self, requests: list[Request]) -> None:
         """Until every request has ended; when the client goes away they are aborted."""
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-        left = len(requests)
-
-        def finished() -> None:
-            nonlocal left
-            left -= 1
-            if left == 0 and not done.done():
-                done.set_result(None)
-
+        ended: asyncio.Queue[Request] = asyncio.Queue()
         for request in requests:
-            request.on_finish = lambda _: loop.call_soon_threadsafe(finished)  # type: ignore[assignment]
+            request.on_finish = partial(loop.call_soon_threadsafe, ended.put_nowait)
         self.engine.submit(*requests)
         try:
-            await done
+            for _ in requests:
+                await ended.get()
         except asyncio.CancelledError:
             for request in requests:
                 self.engine.abort(request.rid)
@@ -176,9 +170,7 @@ class EmbeddedServer:
             await asyncio.sleep(0.01)
         if self.engine.idle:
             return web.Response(text="Cache flushed.\n")
-        running, waiting, _ = self.engine.load()
-        counts = f"#queue-req: {waiting}, #running-req: {running}"
-        return web.Response(status=400, text=f"Cache not flushed because there are pending requests. {counts}\n")
+        return web.Response(status=400, text="Cache not flushed because there are pending requests.\n")
 
     async def _pause(self, http: web.Request) -> web.Response:
         mode = (await _object(http)).get("mode", "abort")
@@ -269,8 +261,6 @@ class EmbeddedServer:
         (running, waiting, tokens), rows = self.engine.load(), self.engine.max_running
         capacity = rows * self.engine.context_length
         core = {
-            "dp_rank": 0,
-            "timestamp": time.time(),
             "num_running_reqs": running,
             "num_waiting_reqs": waiting,
             "num_used_tokens": tokens,
@@ -281,8 +271,7 @@ class EmbeddedServer:
         return _answer({"version": "embedded", "loads": [core]})
 
     async def _workers(self, http: web.Request) -> web.Response:
-        """Itself, in the form in which sglang-router lists its workers: a client need not know whether it talks to a
-        router."""
+        """Itself, as sglang-router lists its workers."""
         running, waiting, _ = self.engine.load()
         worker = {
             "id": self._worker_id,
@@ -297,8 +286,7 @@ class EmbeddedServer:
             "metadata": {"tp_size": "1", "dp_size": "1", "model_path": self._model_path},
             "disable_health_check": False,
         }
-        stats = {"prefill_count": 0, "decode_count": 0, "regular_count": 1}
-        return _answer({"workers": [worker], "total": 1, "stats": stats})
+        return _answer({"workers": [worker], "total": 1, "stats": {"regular_count": 1}})
 
 
 @web.middleware
@@ -306,10 +294,8 @@ async def _errors(http: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(http)
     except BadRequest as error:
-        refused: dict[str, Any] = {"error": {"message": str(error)}}
-        if http.path.startswith("/v1/"):
-            refused = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
-        return _answer(refused, status=400)
+        openai = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
+        return _answer(openai if http.path.startswith("/v1/") else {"error": {"message": str(error)}}, status=400)
     except (AglSlimeError, asyncio.TimeoutError) as error:
         return _answer({"error": {"message": str(error) or type(error).__name__}}, status=500)
 
@@ -330,8 +316,7 @@ async def _object(http: web.Request) -> dict[str, Any]:
 
 
 def _answer(body: Any, *, status: int = 200) -> web.Response:
-    encoded = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
-    return web.Response(body=encoded, status=status, content_type="application/json")
+    return web.json_response(body, status=status, dumps=partial(json.dumps, ensure_ascii=False, allow_nan=False))
 
 
 def load_server(model_path: str, *, token: str | None, **limits: Any) -> EmbeddedServer:

@@ -2,8 +2,7 @@
 account of it.
 
 ``checkpoints/step_000010/`` holds ``trainer/`` (what ``Trainer.save`` writes), ``loop.json`` and ``data_source.json``.
-It appears as a whole or not at all, written through to the disk, after the ledger has noted the step. A process that is
-killed at any moment leaves a newest checkpoint that the ledger knows; what was trained on or in flight after it is
+It appears as a whole or not at all, after the ledger has noted the step. What was trained on or in flight after it is
 taken back when the run goes on from there, so no group is lost and none is trained on twice.
 """
 
@@ -42,8 +41,7 @@ class Checkpoint:
         return self.path / _TRAINER
 
     def rewind(self, ledger: Ledger) -> int:
-        """Take the ledger back to this checkpoint, for a run whose rollouts were in the process that has ended; returns
-        how many were in flight."""
+        """Take the ledger back to this checkpoint; returns how many rollouts were in flight."""
         kept = [rollout_id for members in self.data_source.get("members") or [] for rollout_id in members]
         return ledger.resume(self.loop.iteration, kept=kept)
 
@@ -55,8 +53,7 @@ class CheckpointWriter:
         self._directory, self._trainer, self._source, self._keep = directory, trainer, source, keep
 
     def save(self, state: LoopState) -> None:
-        """Write one; nothing trains meanwhile. Raises ``TrainerError`` or ``OSError`` when it cannot be written; the
-        older ones are kept then."""
+        """Write one. Raises ``TrainerError`` or ``OSError`` when it cannot be written; the older ones are kept then."""
         target = self._directory / f"step_{state.iteration:06d}"
         held = self._source.state(checkpoint=state.iteration)
         with whole_directory(target) as fresh:

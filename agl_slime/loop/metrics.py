@@ -79,14 +79,10 @@ def _trained_tokens(sample: Sample) -> int:
 def spell_failures(members: Sequence[MemberResult]) -> str:
     """The reasons of failed rollouts, most frequent first, each with one example of its message."""
     counts = Counter(member.failure for member in members if not member.ok)
-    examples = {member.failure: member.failure_message for member in members if not member.ok}
-    spelled = [
-        f"{count} x {reason}" + (f" ({_one_line(examples[reason])})" if examples[reason] else "")
-        for reason, count in counts.most_common(5)
-    ]
+    examples = {member.failure: " ".join(member.failure_message.split()) for member in members if not member.ok}
+    spelled = []
+    for reason, count in counts.most_common(5):
+        example = examples[reason]
+        example = example if len(example) <= _LONGEST_MESSAGE else example[:_LONGEST_MESSAGE] + "..."
+        spelled.append(f"{count} x {reason}" + (f" ({example})" if example else ""))
     return "; ".join(spelled) + (f"; and {len(counts) - 5} other reasons" if len(counts) > 5 else "")
-
-
-def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _LONGEST_MESSAGE else line[:_LONGEST_MESSAGE] + "..."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,27 +31,20 @@ def observer_and_runners(
         warnings.warn(f"OnlineRLLoop({name}=...) is now {_NEW[name]}", FutureWarning, stacklevel=3)
     old = {name: value for name, value in given.items() if value is not None}
     plan = RunnerPlan.parse(runners) if isinstance(runners, str) else runners
-    if "runner_settings" in old:
-        plan = replace(plan, settings=old.pop("runner_settings"))
-    if "store_host" in old:
-        plan = replace(plan, store_host=old.pop("store_host"))
+    new = {"runner_settings": "settings", "store_host": "store_host"}
+    plan = replace(plan, **{new[name]: old.pop(name) for name in new if name in old})
     return (_OldObserver(observer, old) if old else observer), plan
 
 
 class _OldObserver:
     def __init__(self, observer: Observer | None, old: Mapping[str, Any]) -> None:
-        self._observer = old.get("reporter", observer)
-        self._old = old
+        self._observer, self._old = old.get("reporter", observer), old
 
     def handle(self, event: Event) -> None:
         if isinstance(event, GroupsCollected) and "on_groups" in self._old:
             self._old["on_groups"](event.iteration, event.groups)
         if isinstance(event, RunStarted):
-            event = replace(
-                event,
-                settings=self._old.get("run_settings", {}),
-                output_dir=self._old.get("output_dir"),
-                at=self._old.get("began", time.monotonic()),
-            )
+            new = {"run_settings": "settings", "output_dir": "output_dir", "began": "at"}
+            event = replace(event, **{new[name]: self._old[name] for name in new if name in self._old})
         if self._observer is not None:
             self._observer.handle(event)

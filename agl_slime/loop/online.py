@@ -15,9 +15,8 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from random import Random
 from typing import Any
 
 from agl_slime.datasource.source import GroupSource
@@ -27,18 +26,8 @@ from agl_slime.loop.metrics import collect_metrics, eval_metrics, spell_failures
 from agl_slime.loop.old_names import observer_and_runners
 from agl_slime.loop.schedule import SerialSchedule
 from agl_slime.loop.settings import LoopSettings, LoopState, RunResult
-from agl_slime.loop.tasks import Task, TaskCursor, TaskSource, as_task_source
-from agl_slime.report.events import (
-    Event,
-    GroupsCollected,
-    IterationFinished,
-    Observer,
-    PhaseStarted,
-    RolloutFinished,
-    RunFinished,
-    RunStarted,
-    Warning,
-)
+from agl_slime.loop.tasks import TaskCursor, Tasks, as_task_source
+from agl_slime.report import events
 from agl_slime.report.metrics import ITERATION_S, REWARD_MEAN, VAL_REWARD_MEAN, VAL_START_REWARD_MEAN, WEIGHTS_VERSION
 from agl_slime.rollout.agent import LLM_RESOURCE
 from agl_slime.rollout.alarms import alike_answers, tool_never_fired
@@ -49,7 +38,6 @@ from agl_slime.support.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
 
-Tasks = TaskSource | Iterable[Task] | Callable[[Random], Task]
 StepFn = Callable[..., Any]
 
 
@@ -98,43 +86,36 @@ class OnlineRLLoop:
         settings: LoopSettings | None = None,
         resources: NamedResources | None = None,
         runners: RunnerPlan | str = "inproc",
-        observer: Observer | None = None,
+        observer: events.Observer | None = None,
         check_alive: Callable[[], None] | None = None,
         **old_names: Any,
     ) -> None:
         self.settings = settings or LoopSettings()
         if agent is not None and not store.capabilities.get("thread_safe"):
-            raise ConfigError(
-                f"{type(store).__name__} is not thread-safe; use agl_slime.BridgeStore(), or "
-                "InMemoryLightningStore(thread_safe=True): the agents run in a thread of their own"
-            )
+            fix = "use agl_slime.BridgeStore() or InMemoryLightningStore(thread_safe=True)"
+            raise ConfigError(f"{type(store).__name__} is not thread-safe; {fix}: agents run in a thread of their own")
         self.store = store
         self.data_source = data_source
         self._agent = agent
-        self._state = start or LoopState()
-        self._iteration = self._state.iteration
-        self._best_reward = self._state.best_reward
-        self._reward_means = list(self._state.reward_means)
-        self._validations = self._state.validations
+        start = start or LoopState()
+        self._iteration, self._version, self._validations = start.iteration, start.version, start.validations
+        self._best_reward, self._reward_means = start.best_reward, list(start.reward_means)
         source = as_task_source(tasks, seed=self.settings.seed)
         self.tasks = TaskCursor(source, finished=data_source.ledger.finished_instances())
-        self._val_tasks = TaskCursor(self._validation_source(tasks, val_tasks) or source, named=False)
+        if val_tasks is None and callable(tasks) and not hasattr(tasks, "next_batch"):
+            val_tasks = tasks
+        if val_tasks is None and self.settings.eval_interval:
+            raise ConfigError("val_tasks is None and eval_interval is set; pass val_tasks, or set eval_interval to 0")
+        val_source = source if val_tasks is None else as_task_source(val_tasks, seed=self.settings.seed + 1)
+        self._val_tasks = TaskCursor(val_source, named=False)
         self._val_tasks.skip_to(self._validations * self.settings.eval_tasks)
-        self._llm = llm
         self._train_fn = taking_iteration(slime_train_fn, "slime_train_fn")
         self._sync_fn = None if weight_sync_fn is None else taking_iteration(weight_sync_fn, "weight_sync_fn")
         self._save_fn = save_fn
-        self._resources = dict(resources or {})
+        self._resources: NamedResources = {**(resources or {}), LLM_RESOURCE: llm}
         self._observer, self._runners = observer_and_runners(observer, runners, old_names)
         self._check_alive = check_alive
-        self._version = self._state.version
-        self._schedule = SerialSchedule(
-            store=store,
-            data_source=data_source,
-            settings=self.settings,
-            raise_if_dead=self._raise_if_dead,
-            wake=lambda: self._runner.wake() if self._runner is not None else None,
-        )
+        self._schedule = SerialSchedule(store, data_source, self.settings, self._raise_if_dead, self._wake)
         self._runner: RunnerPool | None = None
         self._empty_in_a_row = 0
         self._last_metrics: dict[str, Any] = {}
@@ -144,9 +125,8 @@ class OnlineRLLoop:
         return asyncio.run(self.run_async())
 
     async def run_async(self) -> RunResult:
-        """All iterations. Raises ``LoopError`` (or another ``AglSlimeError``) when the run cannot go on. Whatever
-        happens, when this returns the runner has stopped, and every rollout that was enqueued has its end in the
-        ledger, except those that are ready and were not trained on."""
+        """All iterations. Raises ``LoopError`` (or another ``AglSlimeError``) when the run cannot go on. When this ends,
+        the runner has stopped, and every rollout that was enqueued has its end in the ledger, or is ready."""
         loop = asyncio.get_running_loop()
         settings = self.settings
         self.data_source.listen(
@@ -154,12 +134,15 @@ class OnlineRLLoop:
             on_group=lambda group: _post(loop, self._schedule.finalized, group),
         )
         per_iteration = settings.rollout_batch_size * settings.n_samples_per_prompt
-        self._emit(RunStarted(num_iterations=settings.num_iterations, rollouts_per_iteration=per_iteration))
+        self._emit(events.RunStarted(num_iterations=settings.num_iterations, rollouts_per_iteration=per_iteration))
         reason = "interrupted"
         try:
             await self._publish_weights(self._version)
             if self._agent is not None:
-                await self._start_runners(self._agent)
+                # a BridgeStore tells the data source itself
+                told = None if isinstance(self.store, BridgeStore) else self.data_source.notify
+                self._runner = make_runners(self._runners, agent=self._agent, store=self.store, on_finished=told)
+                await run_in_thread(self._runner.start)
             if self._iteration == 0:
                 await self._save()
             for iteration in range(self._iteration + 1, settings.num_iterations + 1):
@@ -179,12 +162,10 @@ class OnlineRLLoop:
             if self._runner is not None:
                 await asyncio.shield(run_in_thread(self._runner.stop, timeout_s=3.0))
             await self._schedule.cancel_outstanding()
-            self._emit(RunFinished(reason=reason, summary={"ledger": _ledger_counts(self.data_source)}))
+            self._emit(events.RunFinished(reason=reason, summary={"ledger": _ledger_counts(self.data_source)}))
         return RunResult(
             iterations=settings.num_iterations, reward_means=tuple(self._reward_means), metrics=self._last_metrics
         )
-
-    # -- one iteration ------------------------------------------------------------------------------------------------
 
     async def _iterate(self, iteration: int) -> None:
         settings = self.settings
@@ -192,21 +173,21 @@ class OnlineRLLoop:
         began = time.monotonic()
         if iteration == 1 and settings.eval_interval:
             metrics[VAL_START_REWARD_MEAN] = (await self._evaluate(iteration))[VAL_REWARD_MEAN]
-        self._emit(PhaseStarted(iteration=iteration, phase="collect"))
+        self._emit(events.PhaseStarted(iteration=iteration, phase="collect"))
         collecting = time.monotonic()
         self._schedule.metadata = {"iteration": iteration, "weight_version": self._version}
         groups = await self._schedule.collect(self.tasks)
         collect_s = time.monotonic() - collecting
         metrics.update(collect_metrics(groups, collect_s=collect_s))
         self._sound_alarms(groups)
-        self._emit(GroupsCollected(iteration=iteration, groups=groups))
+        self._emit(events.GroupsCollected(iteration=iteration, groups=groups))
         self._stop_if_hopeless(iteration, groups)
         training = time.monotonic()
         if any(group.ready for group in groups):
-            self._emit(PhaseStarted(iteration=iteration, phase="train"))
+            self._emit(events.PhaseStarted(iteration=iteration, phase="train"))
             metrics.update(await self._step("training", self._train_fn(iteration), iteration) or {})
             train_s = time.monotonic() - training
-            self._emit(PhaseStarted(iteration=iteration, phase="sync"))
+            self._emit(events.PhaseStarted(iteration=iteration, phase="sync"))
             syncing = time.monotonic()
             version = None
             if self._sync_fn is not None:
@@ -219,31 +200,26 @@ class OnlineRLLoop:
         metrics.update({"iteration": iteration, ITERATION_S: time.monotonic() - began, WEIGHTS_VERSION: self._version})
         self._reward_means.append(metrics[REWARD_MEAN])
         self._last_metrics = metrics
-        self._emit(IterationFinished(iteration=iteration, metrics=metrics))
+        self._emit(events.IterationFinished(iteration=iteration, metrics=metrics))
 
     async def _evaluate(self, iteration: int) -> dict[str, Any]:
-        """Validation rollouts with the current weights: scored, reported, never trained on."""
         n = self.settings.eval_tasks
-        self._emit(PhaseStarted(iteration=iteration, phase="eval", rollouts=n))
+        self._emit(events.PhaseStarted(iteration=iteration, phase="eval", rollouts=n))
         self._validations += 1
         self._schedule.metadata = {"iteration": iteration, "weight_version": self._version}
         return eval_metrics(await self._schedule.validate(self._val_tasks, n))
 
     def _sound_alarms(self, groups: Sequence[GroupResult]) -> None:
-        """Warn of a tool that never fires and of answers that have become all alike. Alike answers that earn the best
-        reward so far are what learning looks like; alike answers that earn less cannot be told apart by any baseline.
-        """
+        """Warn of a tool that never fires, and of answers that are all alike and earn less than the best so far."""
         rewards = [reward for group in groups for reward in group.rewards]
-        if self._best_reward is not None:
-            rewards.append(self._best_reward)
-        self._best_reward = best = max(rewards, default=None)
-        short = [
-            group.succeeded for group in groups if best is not None and group.rewards and max(group.rewards) < best
-        ]
+        self._best_reward = best = max(
+            [*rewards, *([] if self._best_reward is None else [self._best_reward])], default=None
+        )
+        short = [group.succeeded for group in groups if best is not None and max(group.rewards, default=best) < best]
         for text in tool_never_fired([member for group in groups for member in group.succeeded]):
-            self._emit(Warning(text=text, key=text.partition(" was")[0]))
+            self._emit(events.Warning(text=text, key=text.partition(" was")[0]))
         for text in alike_answers(short):
-            self._emit(Warning(text=text, key="alike_answers"))
+            self._emit(events.Warning(text=text, key="alike_answers"))
 
     def _stop_if_hopeless(self, iteration: int, groups: Sequence[GroupResult]) -> None:
         members = [member for group in groups for member in group.members if not member.straggler]
@@ -255,16 +231,12 @@ class OnlineRLLoop:
         self._empty_in_a_row += 1
         reasons = "; ".join(sorted({group.reason for group in groups}))
         if self._empty_in_a_row >= self.settings.max_empty_iterations:
-            raise LoopError(
-                f"iteration {iteration}: no group was fit to train on in {self._empty_in_a_row} iterations in a row "
-                f"({reasons}); failures: {spell_failures(members)}"
-            )
+            empty = f"no group was fit to train on in {self._empty_in_a_row} iterations in a row ({reasons})"
+            raise LoopError(f"iteration {iteration}: {empty}; failures: {spell_failures(members)}")
         logger.warning("Iteration %d: no group was fit to train on (%s).", iteration, reasons)
 
     async def _save(self) -> None:
-        """Have a checkpoint written of where the run stands."""
-        save = self._save_fn
-        if save is not None:
+        if self._save_fn is not None:
             state = LoopState(
                 iteration=self._iteration,
                 version=self._version,
@@ -272,11 +244,10 @@ class OnlineRLLoop:
                 best_reward=self._best_reward,
                 reward_means=tuple(self._reward_means),
             )
-            await self._step("writing the checkpoint", _call(partial(save, state)), self._iteration)
+            await self._step("writing the checkpoint", _call(partial(self._save_fn, state)), self._iteration)
 
     async def _step(self, name: str, work: Awaitable[Any], iteration: int) -> Any:
-        """Wait for a function of the program's; what is not an error of ours becomes one sentence that says where it
-        comes from."""
+        """Wait for a function of the program's; an error says where it comes from."""
         try:
             return await self._schedule.while_alive(asyncio.ensure_future(work))
         except AglSlimeError:
@@ -284,17 +255,9 @@ class OnlineRLLoop:
         except Exception as error:
             raise LoopError(f"iteration {iteration}: {name} failed with {spell_exception(error)}") from error
 
-    # -- parts --------------------------------------------------------------------------------------------------------
-
-    async def _start_runners(self, agent: LitAgent[Any]) -> None:
-        self._runner = make_runners(
-            self._runners,
-            agent=agent,
-            store=self.store,
-            # a BridgeStore tells the data source itself
-            on_finished=None if isinstance(self.store, BridgeStore) else self.data_source.notify,
-        )
-        await run_in_thread(self._runner.start)
+    def _wake(self) -> None:
+        if self._runner is not None:
+            self._runner.wake()
 
     def _raise_if_dead(self) -> None:
         if self._runner is not None and self._runner.failure is not None:
@@ -305,14 +268,13 @@ class OnlineRLLoop:
 
     async def _publish_weights(self, version: str) -> None:
         """A resources snapshot per weight version: a rollout names the one that it was enqueued under."""
-        resources: NamedResources = {**self._resources, LLM_RESOURCE: self._llm}
         self._version = version
         self.data_source.set_version(version)
-        self._schedule.resources_id = (await self.store.add_resources(resources)).resources_id
+        self._schedule.resources_id = (await self.store.add_resources(self._resources)).resources_id
 
     def _on_member(self, member: MemberResult) -> None:
         self._emit(
-            RolloutFinished(
+            events.RolloutFinished(
                 iteration=self._iteration,
                 rollout_id=member.rollout_id,
                 outcome="succeeded" if member.ok else member.outcome_if_failed.value,
@@ -324,18 +286,9 @@ class OnlineRLLoop:
             )
         )
 
-    def _emit(self, event: Event) -> None:
+    def _emit(self, event: events.Event) -> None:
         if self._observer is not None:
             self._observer.handle(event)
-
-    def _validation_source(self, tasks: Tasks, val_tasks: Tasks | None) -> TaskSource | None:
-        if val_tasks is None and callable(tasks) and not hasattr(tasks, "next_batch"):
-            val_tasks = tasks
-        if val_tasks is not None:
-            return as_task_source(val_tasks, seed=self.settings.seed + 1)
-        if self.settings.eval_interval:
-            raise ConfigError("val_tasks is None and eval_interval is set; pass val_tasks, or set eval_interval to 0")
-        return None
 
 
 def taking_iteration(function: StepFn, name: str) -> Callable[[int], Awaitable[Any]]:

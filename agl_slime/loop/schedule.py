@@ -25,35 +25,24 @@ _CANCEL_TIMEOUT_S = 1.0
 
 
 class SerialSchedule:
-    """Enqueues groups and waits for them. Lives on one event loop.
-
-    Args:
-        raise_if_dead: Called about once a second while something is waited for; raises when something that the run
-            needs has died.
-        wake: Called after rollouts were enqueued.
-    """
+    """Enqueues groups and waits for them. ``raise_if_dead`` is called about once a second while something is waited
+    for, ``wake`` after rollouts were enqueued."""
 
     def __init__(
         self,
-        *,
         store: LightningStore,
         data_source: GroupSource,
         settings: LoopSettings,
         raise_if_dead: Callable[[], None],
         wake: Callable[[], None],
     ) -> None:
-        self._store = store
-        self._data_source = data_source
-        self._settings = settings
-        self._raise_if_dead = raise_if_dead
-        self._wake = wake
+        self._store, self._data_source, self._settings = store, data_source, settings
+        self._raise_if_dead, self._wake = raise_if_dead, wake
         self._finalized: asyncio.Queue[GroupResult] = asyncio.Queue()
         self._waiting: dict[str, TaskCursor] = {}  # groups that have not been finalized
         self._last_look = float("-inf")
-        self.resources_id: str | None = None
-        """The resources that rollouts are enqueued with."""
-        self.metadata: dict[str, Any] = {}
-        """What each rollout's metadata begin with."""
+        self.resources_id: str | None = None  # that rollouts are enqueued with
+        self.metadata: dict[str, Any] = {}  # of each rollout
 
     def finalized(self, group: GroupResult) -> None:
         """The data source has finalized a group."""
@@ -64,7 +53,6 @@ class SerialSchedule:
         as the settings say."""
         settings = self._settings
         budget = settings.rollout_batch_size if settings.max_replaced_groups is None else settings.max_replaced_groups
-
         enqueue = partial(self._enqueue, tasks, size=settings.n_samples_per_prompt, mode="train")
         waiting = await enqueue(settings.rollout_batch_size)
         groups: list[GroupResult] = []
@@ -103,8 +91,7 @@ class SerialSchedule:
             work.cancel()
 
     async def cancel_outstanding(self) -> None:
-        """What was enqueued and has not ended when the run does: taken from the store's queue, and counted as
-        cancelled."""
+        """What has not ended when the run does is taken from the store's queue, and counted as cancelled."""
         outstanding = self._data_source.ledger.open_ids()
         if not outstanding:
             return
@@ -123,15 +110,9 @@ class SerialSchedule:
         for group in groups:  # before they are enqueued: a rollout may end before the call below returns
             self._waiting[group.group_id] = tasks
             self._data_source.expect(group.group_id, size=size, mode=mode)
-        requests = enqueue_requests(
-            groups,
-            size=size,
-            mode=mode,
-            resources_id=self.resources_id,
-            timeout_s=self._settings.rollout_timeout_s,
-            max_attempts=self._settings.max_attempts,
-            **self.metadata,
-        )
+        limits = {"timeout_s": self._settings.rollout_timeout_s, "max_attempts": self._settings.max_attempts}
+        about: dict[str, Any] = {**limits, **self.metadata}
+        requests = enqueue_requests(groups, size=size, mode=mode, resources_id=self.resources_id, **about)
         rollouts = await self._store.enqueue_many_rollouts(requests)
         # at once and not in a thread, although a ledger on disk writes (0.04 ms per rollout): what a cancellation finds
         # enqueued, the ledger knows

@@ -34,22 +34,12 @@ class LoopSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("num_iterations", self.num_iterations),
-            ("rollout_batch_size", self.rollout_batch_size),
-            ("n_samples_per_prompt", self.n_samples_per_prompt),
-            ("max_attempts", self.max_attempts),
-            ("eval_tasks", self.eval_tasks),
-            ("max_empty_iterations", self.max_empty_iterations),
-            ("save_interval", self.save_interval),
-        ):
-            if value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        for name, value, meaning in (
-            ("max_replaced_groups", self.max_replaced_groups or 0, "none"),
-            ("eval_interval", self.eval_interval, "never"),
-        ):
-            if value < 0:
+        at_least_1 = "num_iterations rollout_batch_size n_samples_per_prompt max_attempts eval_tasks"
+        for name in (*at_least_1.split(), "max_empty_iterations", "save_interval"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, meaning in (("max_replaced_groups", "none"), ("eval_interval", "never")):
+            if (value := getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name} must be 0 ({meaning}) or more, got {value}")
         if not self.rollout_timeout_s > 0:
             raise ConfigError(f"rollout_timeout_s must be above 0 seconds, got {self.rollout_timeout_s}")

@@ -7,7 +7,7 @@ import json
 import random
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
@@ -22,9 +22,10 @@ Task = dict[str, Any]
 
 
 class TaskSource(Protocol):
-    def next_batch(self, n: int) -> list[Task]:
-        """The next ``n`` tasks."""
-        ...
+    def next_batch(self, n: int) -> list[Task]: ...
+
+
+Tasks = TaskSource | Iterable[Task] | Callable[[random.Random], Task]
 
 
 class ShuffledTasks:
@@ -33,17 +34,16 @@ class ShuffledTasks:
     def __init__(self, *, tasks: Sequence[Task], seed: int = 0) -> None:
         if not tasks:
             raise ConfigError("there are no tasks; give at least one")
-        self._row = self._endless(list(tasks), seed)
+        self._row = (task for epoch in count() for task in _shuffled(tasks, f"{seed}:{epoch}"))
 
     def next_batch(self, n: int) -> list[Task]:
         return list(islice(self._row, n))
 
-    @staticmethod
-    def _endless(tasks: list[Task], seed: int) -> Iterator[Task]:
-        for epoch in count():
-            order = list(range(len(tasks)))
-            random.Random(f"{seed}:{epoch}").shuffle(order)
-            yield from (tasks[i] for i in order)
+
+def _shuffled(tasks: Sequence[Task], seed: str) -> list[Task]:
+    order = list(tasks)
+    random.Random(seed).shuffle(order)
+    return order
 
 
 class GeneratedTasks:
@@ -135,8 +135,7 @@ def enqueue_requests(
     max_attempts: int = 1,
     **metadata: Any,
 ) -> list[EnqueueRolloutRequest]:
-    """``size`` rollouts per group. ``timeout_s`` and ``max_attempts`` go into each one's configuration; ``metadata``
-    goes beside the group's id, size and instance."""
+    """``size`` rollouts per group; ``metadata`` goes beside the group's id, size and instance."""
     from agl_slime.support.agl import EnqueueRolloutRequest, RolloutConfig  # seconds to import; --help should not
 
     config = RolloutConfig(
@@ -144,24 +143,21 @@ def enqueue_requests(
         max_attempts=max_attempts,
         retry_condition=["failed", "timeout", "unresponsive"] if max_attempts > 1 else [],
     )
-    requests = []
-    for group in groups:
-        known = {"group_id": group.group_id, "group_size": size, **metadata}
-        if group.instance_id is not None:
-            known["instance_id"] = group.instance_id
-        requests += [
-            EnqueueRolloutRequest(
-                input=group.task, mode=mode, resources_id=resources_id, config=config, metadata=dict(known)
-            )
-            for _ in range(size)
-        ]
-    return requests
+    return [
+        EnqueueRolloutRequest(
+            input=group.task,
+            mode=mode,
+            resources_id=resources_id,
+            config=config,
+            metadata={"group_id": group.group_id, "group_size": size, **metadata}
+            | ({} if group.instance_id is None else {"instance_id": group.instance_id}),
+        )
+        for group in groups
+        for _ in range(size)
+    ]
 
 
-def as_task_source(
-    tasks: TaskSource | Iterable[Task] | Callable[[random.Random], Task], *, seed: int = 0
-) -> TaskSource:
-    """A list of tasks, a function of a random generator, or a ``TaskSource`` as it is."""
+def as_task_source(tasks: Tasks, *, seed: int = 0) -> TaskSource:
     if hasattr(tasks, "next_batch"):
         return tasks  # type: ignore[return-value]
     if callable(tasks):
@@ -170,8 +166,7 @@ def as_task_source(
 
 
 def read_tasks(path: str | Path, *, flag: str = "--tasks") -> list[Task]:
-    """Tasks from a JSON-lines file, one object per line. Raises ``ConfigError`` naming ``flag``, the file and the line
-    that is not one."""
+    """Tasks from a JSON-lines file, one object per line; ``flag`` is what an error begins with."""
     file = Path(path)
     try:
         # not splitlines(): a JSON string may hold U+2028 and other characters that it takes for line ends

@@ -1,14 +1,5 @@
 """What a run tells: progress on the console, metrics, TensorBoard, the reward plot, transcripts and the closing
-summary.
-
-``StandardReporters`` sets them all up for one run directory::
-
-    run = open_run_dir(None, agent="LookupAgent", settings=settings)
-    with StandardReporters(run) as reporters:
-        reporters.handle(RunStarted(num_iterations=40, rollouts_per_iteration=64))
-        ...
-        reporters.handle(RunFinished())
-"""
+summary. ``StandardReporters`` sets them all up for the directory that ``open_run_dir`` gives."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -32,8 +32,7 @@ View = Literal["auto", "live", "lines"]
 BARS = "▁▂▃▄▅▆▇█"
 MOST_REASONS = 50
 OTHER = "other reasons"
-_PHASE_WORDS = {"start": "starting", "collect": "collecting", "train": "training", "sync": "syncing weights"}
-_PHASE_WORDS["eval"] = "validating"
+_PHASE_WORDS = {"collect": "collecting", "train": "training", "sync": "syncing weights", "eval": "validating"}
 
 
 class ProgressReporter:
@@ -44,30 +43,27 @@ class ProgressReporter:
         self._console = console or Console()
         self._lock = threading.Lock()  # the live view draws from a thread of its own
         self._warned: set[str] = set()
-        self._num_iterations: int | None = None
-        self._usual_rollouts: int | None = None
-        self._started_at = self._phase_at = time.monotonic()
-        self._iteration = 0
-        self._phase = "start"
-        self._phase_rollouts: int | None = None
+        self._run = RunStarted()
+        self._phase: PhaseStarted | None = None
         self._done = self._tokens = 0  # of the phase
         self._rewards: deque[float] = deque(maxlen=1_000)  # of the last iterations
         self._best: float | None = None
         self._val: float | None = None
         self._version = ""
-        self._reward_sum = 0.0  # of the training rollouts of the iteration at hand, as are the next two
-        self._reward_count = 0
-        self._reasons: Counter[str] = Counter()
+        self._reward_sum, self._reward_count = 0.0, 0  # of the training rollouts of the iteration at hand
+        self._reasons: Counter[str] = Counter()  # of the same
         self._live: Live | None = None
         if view == "live" or (view == "auto" and wants_live(self._console)):
             self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=4, transient=True)
 
     def handle(self, event: Event) -> None:
         if isinstance(event, Warning):
-            self._warning(event)
+            if event.key not in self._warned and len(self._warned) < 100:
+                self._warned.add(event.key)
+                self._print(f"warning: {event.text}", sys.stderr, style="yellow")
             return
         if isinstance(event, IterationFinished):
-            self._print(iteration_line(event, self._num_iterations, self._reasons))
+            self._print(iteration_line(event, self._run.num_iterations, self._reasons))
         with self._lock:
             self._update(event)
         if isinstance(event, RunStarted):
@@ -91,13 +87,9 @@ class ProgressReporter:
 
     def _update(self, event: Event) -> None:
         if isinstance(event, RunStarted):
-            self._started_at = event.at
-            self._num_iterations, self._usual_rollouts = event.num_iterations, event.rollouts_per_iteration
+            self._run = event
         elif isinstance(event, PhaseStarted):
-            self._iteration, self._phase, self._phase_at = event.iteration, event.phase, event.at
-            usual = self._usual_rollouts if event.phase == "collect" else None
-            self._phase_rollouts = usual if event.rollouts is None else event.rollouts
-            self._done = self._tokens = 0
+            self._phase, self._done, self._tokens = event, 0, 0
         elif isinstance(event, RolloutFinished):
             self._done += 1
             self._tokens += event.tokens
@@ -107,7 +99,6 @@ class ProgressReporter:
                 self._reward_sum += event.reward
                 self._reward_count += 1
         elif isinstance(event, IterationFinished):
-            self._iteration = event.iteration
             if (reward := m.number(event.metrics, m.REWARD_MEAN)) is not None:
                 self._rewards.append(reward)
                 self._best = reward if self._best is None else max(self._best, reward)
@@ -118,15 +109,20 @@ class ProgressReporter:
             self._reasons.clear()
 
     def _head(self) -> RenderableType:
-        total = self._num_iterations
-        position = Text.assemble(("iteration ", "dim"), (f"{self._iteration}" + (f"/{total}" if total else ""), "bold"))
-        phase = Text(_PHASE_WORDS.get(self._phase, self._phase), style="cyan")
-        if self._phase in ("collect", "eval"):
-            phase.append(f" {self._done}" + (f"/{self._phase_rollouts}" if self._phase_rollouts else "") + " rollouts")
-        bar = ProgressBar(total=total, completed=max(self._iteration - 1, 0), width=24) if total else Text("")
-        elapsed = Text(spell_seconds(max(time.monotonic() - self._started_at, 0.0)), style="dim")
+        total, phase = self._run.num_iterations, self._phase
+        iteration = phase.iteration if phase else 0
+        doing = Text(_PHASE_WORDS[phase.phase] if phase else "starting", style="cyan")
+        if phase and phase.phase in ("collect", "eval"):
+            usual = self._run.rollouts_per_iteration if phase.phase == "collect" else None
+            rollouts = usual if phase.rollouts is None else phase.rollouts
+            doing.append(f" {self._done}" + (f"/{rollouts}" if rollouts else "") + " rollouts")
         head = Table.grid(padding=(0, 2))
-        head.add_row(position, bar, phase, elapsed)
+        head.add_row(
+            Text.assemble(("iteration ", "dim"), (f"{iteration}" + (f"/{total}" if total else ""), "bold")),
+            ProgressBar(total=total, completed=max(iteration - 1, 0), width=24) if total else "",
+            doing,
+            Text(spell_seconds(max(time.monotonic() - self._run.at, 0.0)), style="dim"),
+        )
         return head
 
     def _reward_line(self) -> Text:
@@ -143,58 +139,44 @@ class ProgressReporter:
 
     def _figures(self) -> Text:
         line = Text()
-        if self._phase in ("collect", "eval"):
-            line.append(f"{self._tokens / max(time.monotonic() - self._phase_at, 0.1):,.0f} tok/s  ")
+        if self._phase and self._phase.phase in ("collect", "eval"):
+            line.append(f"{self._tokens / max(time.monotonic() - self._phase.at, 0.1):,.0f} tok/s  ")
         if self._version:
             line.append("weights ", style="dim").append(f"{self._version}  ")
         if self._reasons:
             line.append(f"{self._reasons.total()} failed ({spell_reasons(self._reasons)})", style="red")
         return line
 
-    def _print(self, line: str) -> None:
+    def _print(self, line: str, file: IO[str] | None = None, style: str | None = None) -> None:
         if self._live is not None:  # above the live view
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
         else:
-            print(line, file=self._console.file, flush=True)
-
-    def _warning(self, event: Warning) -> None:
-        if event.key in self._warned or len(self._warned) >= 100:
-            return
-        self._warned.add(event.key)
-        if self._live is not None:
-            self._console.print(f"warning: {event.text}", style="yellow", markup=False, highlight=False)
-        else:
-            print(f"warning: {event.text}", file=sys.stderr, flush=True)
+            print(line, file=file or self._console.file, flush=True)
 
 
 def wants_live(console: Console) -> bool:
-    """A live view needs a terminal that can move the cursor and show its characters; ``NO_COLOR`` asks for plain
-    output."""
+    """A terminal that can move the cursor and show our characters; ``NO_COLOR`` asks for plain output."""
     plain = console.is_dumb_terminal or console.no_color
     return console.is_terminal and not plain and console.encoding.lower().startswith("utf")
 
 
 def iteration_line(event: IterationFinished, num_iterations: int | None, reasons: Mapping[str, int]) -> str:
     """The line of one iteration; a part whose metric is absent is left out."""
-
-    def value(key: str) -> float | None:
-        return m.number(event.metrics, key)
-
-    parts = [f"iter {event.iteration}" + (f"/{num_iterations}" if num_iterations else "")]
-    reward, val = value(m.REWARD_MEAN), latest_validation(event.metrics)
-    parts.append(f"reward {'-' if reward is None else f'{reward:.2f}'}" + ("" if val is None else f" (val {val:.2f})"))
-    if (count := value(m.COUNT)) is not None:
-        why = f": {spell_reasons(reasons)}" if reasons else ""
-        parts.append(f"rollouts {count:.0f} ({value(m.FAILED) or 0:.0f} failed{why})")
-    if (loss := value(m.LOSS)) is not None:  # an exponent where three decimals would hide the value
-        parts.append(f"loss {loss:.3f}" if loss == 0 or 0.001 <= abs(loss) < 1000 else f"loss {loss:.1e}")
-    if (rate := value(m.TOKENS_PER_S)) is not None:
-        parts.append(f"{rate:.0f} tok/s")
-    if (seconds := value(m.ITERATION_S)) is not None:
-        parts.append(spell_seconds(seconds))
-    if version := spell_version(event.metrics.get(m.WEIGHTS_VERSION)):
-        parts.append(version)
-    return "  ".join(parts)
+    keys = (m.REWARD_MEAN, m.COUNT, m.FAILED, m.LOSS, m.TOKENS_PER_S, m.ITERATION_S)
+    reward, count, failed, loss, rate, seconds = (m.number(event.metrics, key) for key in keys)
+    val, why = latest_validation(event.metrics), f": {spell_reasons(reasons)}" if reasons else ""
+    # an exponent where three decimals would hide the loss
+    loss_format = ".3f" if not loss or 0.001 <= abs(loss) < 1000 else ".1e"
+    parts = (
+        f"iter {event.iteration}" + (f"/{num_iterations}" if num_iterations else ""),
+        f"reward {'-' if reward is None else f'{reward:.2f}'}" + ("" if val is None else f" (val {val:.2f})"),
+        "" if count is None else f"rollouts {count:.0f} ({failed or 0:.0f} failed{why})",
+        "" if loss is None else f"loss {loss:{loss_format}}",
+        "" if rate is None else f"{rate:.0f} tok/s",
+        "" if seconds is None else spell_seconds(seconds),
+        spell_version(event.metrics.get(m.WEIGHTS_VERSION)),
+    )
+    return "  ".join(part for part in parts if part)
 
 
 def latest_validation(metrics: Mapping[str, Any]) -> float | None:
@@ -226,8 +208,7 @@ def spell_reasons(reasons: Mapping[str, int], most: int = 3) -> str:
 
 
 def count_reason(counter: Counter[str], reason: str) -> None:
-    """Count a reason; when there are too many different ones (an error text used as a reason), the rest is counted
-    together."""
+    """Count a reason; when there are too many different ones, the rest is counted together."""
     counter[reason if reason in counter or len(counter) < MOST_REASONS else OTHER] += 1
 
 

@@ -18,28 +18,31 @@ MetricValue = float | int | str | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunStarted:
+class _Timed:
+    at: float = field(default_factory=time.monotonic, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(_Timed):
     """The run begins. ``num_iterations`` and ``rollouts_per_iteration`` are what progress counts up to."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     output_dir: Path | None = None
     num_iterations: int | None = None
     rollouts_per_iteration: int | None = None
-    at: float = field(default_factory=time.monotonic, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseStarted:
+class PhaseStarted(_Timed):
     """The iteration enters a phase; ``rollouts`` is how many this phase runs, where that is not the usual number."""
 
     iteration: int
     phase: Phase
     rollouts: int | None = None
-    at: float = field(default_factory=time.monotonic, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutFinished:
+class RolloutFinished(_Timed):
     """One rollout ended. ``outcome`` is the ledger's word and ``"failed"`` counts as a failure, with ``reason``;
     ``tokens`` are sampled tokens, ``turns`` model calls."""
 
@@ -51,7 +54,6 @@ class RolloutFinished:
     tokens: int = 0
     turns: int = 0
     mode: Mode = "train"
-    at: float = field(default_factory=time.monotonic, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +73,11 @@ class TranscriptsSampled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IterationFinished:
+class IterationFinished(_Timed):
     """An iteration is complete; the names of the metrics are those of ``agl_slime.report.metrics``."""
 
     iteration: int
     metrics: Mapping[str, MetricValue]
-    at: float = field(default_factory=time.monotonic, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,41 +89,29 @@ class Warning:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFinished:
+class RunFinished(_Timed):
     """The run ended. ``reason`` is ``"finished"``, ``"interrupted"`` or the sentence that says why it stopped;
     ``summary`` goes into ``summary.json``, before what the reporters counted themselves."""
 
     summary: Mapping[str, Any] = field(default_factory=dict)
     reason: str = "finished"
-    at: float = field(default_factory=time.monotonic, compare=False)
 
 
-Event = (
-    RunStarted
-    | PhaseStarted
-    | RolloutFinished
-    | GroupsCollected
-    | TranscriptsSampled
-    | IterationFinished
-    | Warning
-    | RunFinished
-)
+_OfAnIteration = PhaseStarted | RolloutFinished | GroupsCollected | TranscriptsSampled | IterationFinished
+Event = RunStarted | _OfAnIteration | Warning | RunFinished
 
 
 class Observer(Protocol):
     """Takes the events of a run, one at a time, always from the same thread."""
 
-    def handle(self, event: Event, /) -> None:
-        """Take note of the event."""
-        ...
+    def handle(self, event: Event, /) -> None: ...
 
 
 class Reporter(Observer, Protocol):
     """An observer behind ``Reporters``: an exception of ``handle`` drops it from the run, and nothing else."""
 
     def close(self) -> object:
-        """Release files and threads; called once, also without a ``RunFinished`` before it."""
-        ...
+        """Called once, also without a ``RunFinished`` before it."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +121,3 @@ class Artifact:
     label: str
     path: Path
     note: str = ""
-
-
-class LeavesArtifact(Protocol):
-    """A reporter that writes files."""
-
-    def artifact(self) -> Artifact: ...

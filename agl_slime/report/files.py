@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import IO, Any
@@ -22,18 +23,14 @@ from agl_slime.support.files import whole_file, write_file
 _NOT_COMPARED = frozenset({"output_dir", "overwrite", "resume"})
 _SECRET = re.compile(r"(^|[_-])(api_?key|auth_?token|access_?token|bearer|password|secret)$|^token$", re.IGNORECASE)
 
-# -- JSON -------------------------------------------------------------------------------------------------------------
-
 
 def jsonable(value: Any) -> Any:
     """``value`` as what JSON can hold: NaN and infinity become None, scalars of numpy and torch numbers, and what is
     not known text."""
     if isinstance(value, Enum):
         return jsonable(value.value)
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool | str | int):
         return value
-    if isinstance(value, int):
-        return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -55,10 +52,8 @@ def dump(value: Any, indent: int | None = None) -> bytes:
 
 
 def iter_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The records of the file in order.
-
-    A last line that is no JSON object was torn by a kill and is left out; any other such line is a ``ConfigError``.
-    """
+    """The records of the file in order. A last line that is no JSON object was torn by a kill and is left out; any
+    other such line is a ``ConfigError``."""
     bad: int | None = None
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -109,9 +104,6 @@ class IterationFile:
         return self.path.open("ab")
 
 
-# -- the directory ---------------------------------------------------------------------------------------------------
-
-
 class RunDir:
     """The paths of a run. ``changed`` names the settings that differ from those of the run that was resumed."""
 
@@ -135,11 +127,10 @@ class RunDir:
 
     def settings(self) -> dict[str, Any] | None:
         """What ``config.json`` holds; ``None`` when it is not there or no JSON object."""
-        try:
-            settings = json.loads(self.config.read_bytes())
-        except (OSError, ValueError):
-            return None
-        return settings if isinstance(settings, dict) else None
+        with suppress(OSError, ValueError):
+            if isinstance(settings := json.loads(self.config.read_bytes()), dict):
+                return settings
+        return None
 
 
 def open_run_dir(
@@ -157,34 +148,28 @@ def open_run_dir(
     unless ``resume`` continues that run (its files are kept) or ``overwrite`` replaces it. A run with the same settings
     is replaced: the reports, checkpoints and ledger of the old run are removed, nothing else in the directory. Values
     of settings named like a password or an API key are not written.
-
-    Raises ``ConfigError`` when the directory is refused, cannot be written, or ``resume`` finds no run in it.
     """
     wanted = _redact(jsonable(settings))
     if path is None:
-        if resume:
-            raise ConfigError("resume needs the output directory of the run to continue; name it")
         return _write(RunDir(_new(Path(root), agent)), wanted)
     run = RunDir(Path(path))
     if run.path.exists() and not run.path.is_dir():
         raise ConfigError(f"output directory {run.path} is a file; choose another path")
+    fix = "choose another --output-dir, or replace what is there with --overwrite"
     if run.config.exists():
         known = run.settings()
         if known is None and not overwrite:
-            raise ConfigError(f"{run.config} is not a JSON object; choose another --output-dir or overwrite it")
+            raise ConfigError(f"{run.config} is not a JSON object; {fix}")
         changed = _differences(known or {}, wanted)
         if changed and not (resume or overwrite):
             some = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
-            fix = "choose another --output-dir, or replace that run with --overwrite"
             raise ConfigError(f"output directory {run.path} holds a run with other settings ({some}); {fix}")
         run.changed = changed if resume else ()
     elif resume:
         raise ConfigError(f"output directory {run.path} holds no run to resume ({run.config.name} is missing)")
     elif not overwrite and (foreign := [path.name for path in run.reports if path.exists()]):
-        raise ConfigError(
-            f"output directory {run.path} holds {foreign[0]} but no {run.config.name}, so it may not be a run's; "
-            "choose another --output-dir or overwrite it"
-        )
+        why = f"holds {foreign[0]} but no {run.config.name}, so it may not be a run's"
+        raise ConfigError(f"output directory {run.path} {why}; {fix}")
     return _write(run, wanted, clear=not resume)
 
 
@@ -209,16 +194,16 @@ def _redact(value: Any) -> Any:
 def _new(root: Path, agent: str) -> Path:
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", agent.rpartition(":")[2]).strip("-.") or "agent"
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
-    for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
-        path = root / f"{stem}{suffix}"
+    path, number = root / stem, 1
+    while True:
         try:
-            path.mkdir(parents=True, exist_ok=False)
+            path.mkdir(parents=True)
+            return path
         except FileExistsError:
-            continue
+            number += 1
+            path = root / f"{stem}-{number}"
         except OSError as error:
             raise _unusable(path, "made", error) from error
-        return path
-    raise ConfigError(f"{root} holds 999 runs of this second already; choose an output directory")
 
 
 def _write(run: RunDir, settings: dict[str, Any], *, clear: bool = False) -> RunDir:

@@ -35,7 +35,6 @@ WEIGHTS_VERSION = "weights/version"
 
 REQUIRED_KEYS = (REWARD_MEAN, COUNT, FAILED, LOSS, LOGPROB_DIFF_MAX, FIRST_RATIO_DEV_MAX, TOKENS_PER_S, ITERATION_S)
 REQUIRED_KEYS += (WEIGHTS_VERSION,)
-
 _NO_TENSORBOARD = 'TensorBoard is not installed; pip install "agl-slime[report]" writes its event files as well.'
 
 
@@ -46,8 +45,7 @@ def number(metrics: Mapping[str, Any], key: str) -> float | None:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The iterations in ``metrics.jsonl``; a last line torn by a kill is left out, any other broken line is a
-    ``ConfigError``."""
+    """The iterations in ``metrics.jsonl`` (see ``iter_jsonl``)."""
     return list(iter_jsonl(path))
 
 
@@ -90,21 +88,10 @@ class TensorBoardWriter:
         self._writer: Any = None
 
     def handle(self, event: Event) -> None:
-        if self._installed and isinstance(event, IterationFinished):
-            self._write(event)
-        elif isinstance(event, RunFinished):
+        if isinstance(event, RunFinished):
             self.close()
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def artifact(self) -> Artifact:
-        note = "no iteration was finished" if self._installed else _NO_TENSORBOARD
-        return Artifact("tensorboard", self._directory, note)
-
-    def _write(self, event: IterationFinished) -> None:
+        if not self._installed or not isinstance(event, IterationFinished):
+            return
         # protobuf makes these classes at run time, so a type checker cannot see them
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -119,6 +106,14 @@ class TensorBoardWriter:
         scalars = {key: number(event.metrics, key) for key in event.metrics if key != "iteration"}
         summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
         values = [summary.Value(tag=key, simple_value=value) for key, value in scalars.items() if value is not None]
-        points = summary(value=values)
-        self._writer.add_event(proto.Event(step=event.iteration, wall_time=time.time(), summary=points))
+        self._writer.add_event(proto.Event(step=event.iteration, wall_time=time.time(), summary=summary(value=values)))
         self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def artifact(self) -> Artifact:
+        note = "no iteration was finished" if self._installed else _NO_TENSORBOARD
+        return Artifact("tensorboard", self._directory, note)

@@ -1,12 +1,9 @@
 """``reward.png``: the reward per iteration with its spread and the validations, and below it what best shows the health
-of training.
-
-Drawn from ``metrics.jsonl`` on a thread of its own, so that neither the run nor the other reporters wait for it;
-matplotlib is loaded at the first drawing.
-"""
+of training. Drawn on a thread of its own, so that neither the run nor the other reporters wait for it."""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -26,6 +23,7 @@ if TYPE_CHECKING:
 
 NOT_INSTALLED = 'matplotlib is not installed; pip install "agl-slime[local]" draws reward.png as well.'
 MOST_OF_THE_TIME = 0.05  # drawings during the run take at most this share of the wall time
+EVERY, INTERRUPTED_TIMEOUT_S = 10, 2.0  # iterations; what an interrupted run waits for the last drawing, others 20 s
 INK, MUTED, GRID = "#1f2933", "#52606d", "#e4e7eb"
 REWARD_COLOR, VAL_COLOR, HEALTH_COLOR = "#2166ac", "#d6604d", "#7b6ca8"
 
@@ -54,7 +52,9 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
     if health:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
         _style(bottom, "max log-prob diff\ntrainer vs engine" if diffs else "tokens per rollout")
-        bottom.plot(*_columns(health), color=HEALTH_COLOR, linewidth=1.3, marker="o" if len(health) == 1 else None)
+        bottom.plot(
+            *zip(*health, strict=True), color=HEALTH_COLOR, linewidth=1.3, marker="o" if len(health) == 1 else None
+        )
         if diffs:
             bottom.set_yscale("log")
             bottom.set_ylim(min(y for _, y in diffs) / 3, max(y for _, y in diffs) * 3)  # noise looks like noise
@@ -63,16 +63,16 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
         top = bottom = figure.subplots()
     _style(top, "reward")
     if band := _band(rows):
-        xs, lows, highs = _columns(band)
+        xs, lows, highs = zip(*band, strict=True)
         top.fill_between(xs, lows, highs, color=REWARD_COLOR, alpha=0.14, linewidth=0, label="± 1 std over rollouts")
     if reward:
         line: dict[str, Any] = {"color": REWARD_COLOR, "linewidth": 2, "label": "training rollouts, mean"}
-        top.plot(*_columns(reward), marker="o" if len(reward) <= 60 else None, markersize=3.5, **line)
+        top.plot(*zip(*reward, strict=True), marker="o" if len(reward) <= 60 else None, markersize=3.5, **line)
         label: dict[str, Any] = {"va": "center", "color": REWARD_COLOR, "fontweight": "bold"}
         top.annotate(f"{reward[-1][1]:.2f}", reward[-1], xytext=(6, 0), textcoords="offset points", **label)
     if val:
         diamond: dict[str, Any] = {"marker": "D", "markersize": 6, "markeredgecolor": "white", "linestyle": "none"}
-        top.plot(*_columns(val), color=VAL_COLOR, label="validation, mean", zorder=4, **diamond)
+        top.plot(*zip(*val, strict=True), color=VAL_COLOR, label="validation, mean", zorder=4, **diamond)
     top.margins(x=0.03, y=0.08)
     top.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
     top.set_title(title or "Reward per iteration", loc="left", color=INK, fontsize=12, fontweight="bold")
@@ -84,8 +84,7 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
 
 
 def draw_run(run_dir: Path) -> Path:
-    """Draw ``reward.png`` of the run in the directory, whether it has ended or not; returns its path. Raises
-    ``ConfigError`` when there is nothing to draw."""
+    """Draw ``reward.png`` of a run, ended or not. Raises ``ConfigError`` when there is nothing to draw."""
     run = RunDir(run_dir)
     if not run.metrics.is_file():
         raise ConfigError(f"{run_dir} holds no {run.metrics.name}; give the directory of a run")
@@ -105,14 +104,9 @@ def _band(rows: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
     for row in rows:
         mean, std, low, high = (m.number(row, key) for key in (m.REWARD_MEAN, m.REWARD_STD, m.REWARD_MIN, m.REWARD_MAX))
         if mean is not None and std is not None:
-            below, above = mean - std, mean + std
-            below, above = below if low is None else max(below, low), above if high is None else min(above, high)
-            band.append((row["iteration"], below, above))
+            low, high = -math.inf if low is None else low, math.inf if high is None else high
+            band.append((row["iteration"], max(mean - std, low), min(mean + std, high)))
     return band
-
-
-def _columns(points: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    return list(zip(*points, strict=True))
 
 
 def _style(axes: Axes, label: str) -> None:
@@ -125,23 +119,10 @@ def _style(axes: Axes, label: str) -> None:
 
 
 class RewardPlot:
-    """Draws at the end and, during the run, at most every ``every`` iterations and for at most 5 % of the wall time. An
-    interrupted run waits ``interrupted_timeout_s`` for the last drawing, any other 20 s."""
+    """Draws at the end and, during the run, at most every 10 iterations and for at most 5 % of the wall time."""
 
-    def __init__(
-        self,
-        *,
-        metrics_path: str | os.PathLike[str],
-        image_path: str | os.PathLike[str],
-        title: str = "",
-        every: int = 10,
-        interrupted_timeout_s: float = 2.0,
-    ) -> None:
-        self._metrics_path = Path(metrics_path)
-        self._image_path = Path(image_path)
-        self._title = title
-        self._every = every
-        self._interrupted_timeout_s = interrupted_timeout_s
+    def __init__(self, *, metrics_path: Path, image_path: Path, title: str = "") -> None:
+        self._metrics_path, self._image_path, self._title = metrics_path, image_path, title
         self._installed = find_spec("matplotlib") is not None
         self._thread: threading.Thread | None = None
         self._next_at = 0.0
@@ -151,11 +132,11 @@ class RewardPlot:
     def handle(self, event: Event) -> None:
         if not self._installed:
             return
-        if isinstance(event, IterationFinished) and event.iteration > 0 and event.iteration % self._every == 0:
+        if isinstance(event, IterationFinished) and event.iteration > 0 and event.iteration % EVERY == 0:
             if time.monotonic() >= self._next_at and not self._drawing():
                 self._start()
         elif isinstance(event, RunFinished):
-            deadline = time.monotonic() + (20.0 if event.reason == "finished" else self._interrupted_timeout_s)
+            deadline = time.monotonic() + (20.0 if event.reason == "finished" else INTERRUPTED_TIMEOUT_S)
             if self._thread is not None:
                 self._thread.join(deadline - time.monotonic())
             if not self._drawing():

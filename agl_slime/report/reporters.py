@@ -6,9 +6,9 @@ import logging
 import queue
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from rich.console import Console
+from typing_extensions import Self
 
 from agl_slime.report.console import ProgressReporter, View
 from agl_slime.report.events import Event, Reporter, RolloutFinished, RunFinished, Warning
@@ -18,9 +18,6 @@ from agl_slime.report.plot import RewardPlot
 from agl_slime.report.summary import SummaryReporter
 from agl_slime.report.transcripts import TranscriptWriter
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 logger = logging.getLogger(__name__)
 
 
@@ -28,16 +25,15 @@ class Reporters:
     """Hands each event to every reporter, on a thread of its own, in the order of the calls: no disk or terminal stands
     on an event loop that serves rollouts.
 
-    A reporter that raises is dropped with one ``Warning``; the others and the run go on. When reporting falls more than
-    ``backlog`` events behind, rollout events are left out and counted, so that memory stays bounded; the other events,
-    a few per iteration, are always kept. ``handle`` may be called from any thread and never waits.
+    A reporter that raises is dropped with one ``Warning``. When reporting falls more than ``backlog`` events behind,
+    rollout events are left out and counted. ``handle`` may be called from any thread and never waits.
     """
 
     def __init__(self, reporters: Iterable[Reporter] = (), *, backlog: int = 100_000) -> None:
         self._reporters: tuple[Reporter, ...] = tuple(reporters)
         self._backlog = backlog
         self._left_out = 0
-        self._queue: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="agl-slime-report", daemon=True)
@@ -48,10 +44,6 @@ class Reporters:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def add(self, reporter: Reporter) -> None:
-        """Add a reporter; it sees the events from now on, after the reporters that were there before."""
-        self._reporters = (*self._reporters, reporter)
-
     def handle(self, event: Event) -> None:
         """Pass the event on; after ``close`` it is ignored."""
         if isinstance(event, RolloutFinished) and self._queue.qsize() >= self._backlog:
@@ -60,28 +52,20 @@ class Reporters:
             self._put(event)
 
     def warn(self, text: str, key: str) -> None:
-        """Report a ``Warning``. From a reporter it reaches the others at once, so that it is not overtaken by the end
-        of the run."""
+        """Report a ``Warning``; one of a reporter's is not overtaken by the end of the run."""
         event = Warning(text=text, key=key)
         if threading.current_thread() is self._thread:
             self._dispatch(event)
         else:
             self._put(event)
 
-    def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait until the events passed so far are handled; False when that takes longer than ``timeout_s``."""
-        done = threading.Event()
-        self._put(done)
-        return self._closed or done.wait(timeout_s)
-
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Handle what is left, close the reporters; False when that takes longer than ``timeout_s``. A second call only
-        waits again."""
+        """Handle what is left, close the reporters; False when that takes longer than ``timeout_s``."""
         self._put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _put(self, item: Event | threading.Event | None) -> None:
+    def _put(self, item: Event | None) -> None:
         with self._lock:
             if not self._closed:
                 self._closed = item is None
@@ -91,41 +75,37 @@ class Reporters:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
             if isinstance(item, RunFinished) and self._left_out:
                 why = "because reporting fell behind; counts by outcome are too low by that many."
                 self.warn(f"{self._left_out} rollout events were left out {why}", "left_out")
             self._dispatch(item)
         for reporter in self._reporters:
-            try:
-                reporter.close()
-            except Exception as error:
-                logger.warning("%s could not be closed: %r", type(reporter).__name__, error)
+            self._close(reporter)
 
     def _dispatch(self, event: Event) -> None:
         for reporter in self._reporters:
             try:
                 reporter.handle(event)
             except Exception as error:
-                self._drop(reporter, error)
+                if reporter in self._reporters:  # else it failed again on its own warning
+                    self._drop(reporter, error)
 
     def _drop(self, reporter: Reporter, error: Exception) -> None:
-        if not any(known is reporter for known in self._reporters):
-            return  # it failed again on its own warning
         self._reporters = tuple(known for known in self._reporters if known is not reporter)
         name = type(reporter).__name__
         text = f"{name} stopped with {type(error).__name__}: {error}; the run goes on without it."
         logger.debug("%s failed", name, exc_info=error)
-        try:
-            reporter.close()
-        except Exception as second:
-            logger.debug("%s could not be closed either: %s", name, second)
+        self._close(reporter)
         if self._reporters:
             self.warn(text, f"reporter:{name}")
         else:
             logger.warning("%s", text)
+
+    def _close(self, reporter: Reporter) -> None:
+        try:
+            reporter.close()
+        except Exception as error:
+            logger.warning("%s could not be closed: %r", type(reporter).__name__, error)
 
 
 class StandardReporters(Reporters):

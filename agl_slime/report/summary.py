@@ -1,8 +1,7 @@
 """The closing summary: on the console, and as ``summary.json``.
 
 What concerns iterations is taken from ``metrics.jsonl``, so that a resumed run is summed up as a whole; rollouts by
-outcome and the wall time by phase are those of this session. Entries of ``RunFinished.summary`` stand before what is
-counted here; its ``ledger`` (``opened`` and how many ended how) is shown where the run gives one.
+outcome and the wall time by phase are those of this session. Entries of ``RunFinished.summary`` stand before these.
 """
 
 from __future__ import annotations
@@ -18,15 +17,7 @@ from rich.text import Text
 
 from agl_slime.report import metrics as m
 from agl_slime.report.console import count_reason, latest_validation, spell_reasons, spell_seconds
-from agl_slime.report.events import (
-    Event,
-    LeavesArtifact,
-    PhaseStarted,
-    RolloutFinished,
-    RunFinished,
-    RunStarted,
-    Warning,
-)
+from agl_slime.report.events import Event, PhaseStarted, RolloutFinished, RunFinished, RunStarted, Warning
 from agl_slime.report.files import dump, iter_jsonl
 from agl_slime.support.files import write_file
 
@@ -43,10 +34,7 @@ _FIGURES += " first_ratio_dev_max weights_version"
 
 
 def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of a run from its iterations; a figure whose metric never came is None.
-
-    ``logprob_diff_first`` is that of the first batch that was trained on, before any step.
-    """
+    """The figures of a run from its iterations; a figure whose metric never came is None."""
     total: dict[str, Any] = {"iterations": 0, **dict.fromkeys([*_FIGURES.split(), *_SUMS])}
 
     def first(name: str, value: float | None) -> None:
@@ -78,10 +66,8 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Label and text of each line that is shown; figures that are None are left out."""
     get = summary.get
-    rows = [
-        ("run", "finished" if get("reason") == "finished" else f"stopped: {get('reason')}"),
-        ("iterations", str(get("iterations"))),
-    ]
+    how = "finished" if get("reason") == "finished" else f"stopped: {get('reason')}"
+    rows = [("run", how), ("iterations", str(get("iterations")))]
     if get("reward_first") is not None:
         best = f"  (best {get('reward_best'):.3f} in iteration {get('reward_best_iteration')})"
         rows.append(("reward", f"{get('reward_first'):.3f} -> {get('reward_last'):.3f}{best}"))
@@ -138,13 +124,9 @@ class SummaryReporter:
     """Sums the run up when it ends, and says where its files are. Comes last among the reporters, so that it finds what
     those in ``artifacts`` have left."""
 
-    def __init__(
-        self, metrics_path: Path, summary_path: Path, *, artifacts: Sequence[LeavesArtifact] = (), console: Console
-    ) -> None:
-        self._metrics_path = metrics_path
-        self._summary_path = summary_path
-        self._artifacts = artifacts
-        self._console = console
+    def __init__(self, metrics_path: Path, summary_path: Path, *, artifacts: Sequence[Any], console: Console) -> None:
+        self._metrics_path, self._summary_path = metrics_path, summary_path
+        self._artifacts, self._console = artifacts, console
         self._outcomes: dict[str, Counter[str]] = {"train": Counter(), "val": Counter()}
         self._reasons: Counter[str] = Counter()
         self._phase_s: dict[str, float] = {}

@@ -1,10 +1,9 @@
 """Sample transcripts: a few rollouts per iteration in full, as Markdown for people (a file per iteration) and as JSON
 lines for programs.
 
-Who knows the rollouts asks ``TranscriptWriter.wanted(iteration)``, picks some with ``choose_rollouts``, describes only
-these (``describe_sample``) and passes them on in a ``TranscriptsSampled`` event. An item of it is a dict:
-``rollout_id``, ``label`` (why it was chosen), ``reward``, and where they are known ``task``, ``messages`` (chat
-messages), ``samples`` (see ``describe_sample``), ``rewards``, ``outcome`` and ``reason``.
+An item of a ``TranscriptsSampled`` event is a dict: ``rollout_id``,
+``label`` (why it was chosen), ``reward``, and where they are known ``task``, ``messages`` (chat messages), ``samples``
+(see ``describe_sample``), ``rewards``, ``outcome`` and ``reason``.
 """
 
 from __future__ import annotations
@@ -35,30 +34,23 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def choose_rollouts(rewards: Mapping[str, float | None], *, iteration: int, seed: int = 0) -> dict[str, str]:
     """Rollout id → ``"best"``, ``"worst"``, ``"random"`` or ``"failed"`` (the first one without a reward).
 
-    The first of equals is taken, and the random one depends on ``seed``, ``iteration`` and the order of ``rewards``
-    only.
+    The random one depends on ``seed``, ``iteration`` and the order of ``rewards`` only.
     """
-    scored = [(rollout_id, reward) for rollout_id, reward in rewards.items() if reward is not None]
+    scored = {rollout_id: reward for rollout_id, reward in rewards.items() if reward is not None}
     chosen: dict[str, str] = {}
     if scored:
-        chosen[max(scored, key=lambda item: item[1])[0]] = "best"
-        chosen.setdefault(min(scored, key=lambda item: item[1])[0], "worst")
-        others = [rollout_id for rollout_id, _ in scored if rollout_id not in chosen]
-        if others:
+        chosen[max(scored, key=scored.__getitem__)] = "best"
+        chosen.setdefault(min(scored, key=scored.__getitem__), "worst")
+        if others := [rollout_id for rollout_id in scored if rollout_id not in chosen]:
             chosen[random.Random(f"{seed}:{iteration}").choice(others)] = "random"
-    failed = next((rollout_id for rollout_id, reward in rewards.items() if reward is None), None)
-    if failed is not None:
-        chosen[failed] = "failed"
+    chosen.update([(rollout_id, "failed") for rollout_id in rewards if rollout_id not in scored][:1])
     return chosen
 
 
 def describe_sample(sample: Sample, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """A training sample for a transcript: prompt and response as ``segments`` of neighbouring tokens with the same loss
-    mask, in order, and its figures. ``decode`` turns token ids into text, special tokens included.
-
-    Without a loss mask the whole response is trained, as in slime. Raises ``TraceError`` when mask and response differ
-    in length.
-    """
+    mask, and its figures. Without a loss mask the whole response is trained, as in slime. Raises ``TraceError`` when
+    mask and response differ in length."""
     tokens, length = sample.tokens, sample.response_length
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * length
     if len(mask) != length:
@@ -101,20 +93,12 @@ class TranscriptWriter:
         self._next_halving = self._room // 2
 
     def wanted(self, iteration: int) -> bool:
-        """Whether transcripts of this iteration will be written; may be called from any thread."""
+        """Whether transcripts of this iteration will be written."""
         return self._room > 0 and iteration % self._stride == 0
 
     def handle(self, event: Event) -> None:
-        if isinstance(event, TranscriptsSampled) and event.items and self.wanted(event.iteration):
-            self._write(event)
-
-    def close(self) -> None:
-        self._jsonl.close()
-
-    def artifact(self) -> Artifact:
-        return Artifact("transcripts", self._directory, "no rollout was sampled")
-
-    def _write(self, event: TranscriptsSampled) -> None:
+        if not (isinstance(event, TranscriptsSampled) and event.items and self.wanted(event.iteration)):
+            return
         limits = {"messages": MOST_MESSAGES, "samples": MOST_SAMPLES}
         items = [
             jsonable({key: value[: limits[key]] if key in limits else value for key, value in item.items()})
@@ -134,6 +118,12 @@ class TranscriptWriter:
             self._next_halving //= 2
             self._stride *= 2
 
+    def close(self) -> None:
+        self._jsonl.close()
+
+    def artifact(self) -> Artifact:
+        return Artifact("transcripts", self._directory, "no rollout was sampled")
+
 
 def _shortened(value: Any) -> Any:
     if isinstance(value, dict):
@@ -149,11 +139,7 @@ def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:half]}\n… {left_out} characters left out …\n{text[-half:]}"
 
 
-# -- Markdown --------------------------------------------------------------------------------------------------------
-
-
 def to_markdown(iteration: int, items: Sequence[Mapping[str, Any]]) -> str:
-    """The page of one iteration."""
     return "\n".join([f"# Iteration {iteration}", "", *(_rollout(item) for item in items)])
 
 
@@ -187,17 +173,16 @@ def _rollout(item: Mapping[str, Any]) -> str:
 
 def _figures(sample: Mapping[str, Any]) -> str:
     versions = ", ".join(dict.fromkeys(sample["weight_versions"])) or "unknown"
-    counts = f"{sample['prompt_tokens']} prompt tokens, {sample['response_tokens']} response tokens, "
-    return (
-        f"{counts}{sample['trained_tokens']} trained; stop reason {_inline(sample['stop_reason'])}; "
-        f"weights {_inline(versions)}; token ids: {_inline(sample['token_source'])}"
+    return _inline(
+        f"{sample['prompt_tokens']} prompt tokens, {sample['response_tokens']} response tokens, "
+        f"{sample['trained_tokens']} trained; stop reason {sample['stop_reason']}; "
+        f"weights {versions}; token ids: {sample['token_source']}"
     )
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    content, calls = message.get("content"), message.get("tool_calls")
-    text = content if isinstance(content, str) else "" if content is None else _json(content)
-    return "\n".join(part for part in (text, _json(calls) if calls else "") if part)
+    parts = (message.get("content"), message.get("tool_calls"))
+    return "\n".join(part if isinstance(part, str) else _json(part) for part in parts if part)
 
 
 def _json(value: Any) -> str:
@@ -206,8 +191,7 @@ def _json(value: Any) -> str:
 
 def _fence(text: str, language: str = "text") -> str:
     """A code block whose fence is longer than any run of backticks in the text; control characters are spelled out."""
-    shown = _shorten(text, MOST_CHARACTERS)
-    body = _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", shown)
+    body = _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", _shorten(text, MOST_CHARACTERS))
     fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`+", body))])
     return f"{fence}{language}\n{body}\n{fence}\n"
 

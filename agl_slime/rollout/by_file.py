@@ -16,15 +16,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from agl_slime.errors import ConfigError
+
 __path__: list[str] = []  # a package without a directory: its modules are found below
 
 
 def import_file(path: str | Path) -> ModuleType:
     """The module in the file, run when it is imported first. What stands beside the file can be imported by it, unless
-    something of that name is installed. Raises what the file raises, and ``FileNotFoundError``."""
+    something of that name is installed. Raises what the file raises, and ``ConfigError``."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
+        raise ConfigError(f"there is no file {path}")
     stem = re.sub(r"\W", "_", file.stem)
     return importlib.import_module(f"{__name__}.{stem}_{str(file).encode().hex()}")
 

@@ -39,47 +39,43 @@ def load_agent(path: str) -> Any:
 
     Raises ``ConfigError`` with one sentence, whatever the person's module or class does.
     """
-    source, class_name = split_agent(path)
+    source, name = split_agent(path)
     if path == _OLD_DEFAULT_AGENT:
         logger.warning("--agent %s is now %s.", path, DEFAULT_AGENT)
-        source, class_name = split_agent(DEFAULT_AGENT)
+        source, name = split_agent(DEFAULT_AGENT)
+
+    def unusable(why: str) -> ConfigError:
+        return ConfigError(f"--agent {path}: {why}")
+
     try:
-        return _made(_imported(source), source, class_name)
-    except _UnusableError as error:
-        raise ConfigError(f"--agent {path}: {error}") from error.__cause__
-
-
-class _UnusableError(Exception):
-    """Why the agent cannot be used."""
-
-
-def _made(module: ModuleType, source: str, name: str) -> Any:
+        module = _imported(source)
+    except ConfigError as error:
+        raise unusable(str(error)) from error
+    except Exception as error:
+        raise unusable(f"importing {source} failed with {spell_exception(error)}") from error
     from agl_slime.support.agl import LitAgent
 
     agent_class = getattr(module, name, None)
     if agent_class is None:
         own = [value for value in vars(module).values() if isinstance(value, type)]
         classes = sorted(value.__name__ for value in own if value.__module__ == module.__name__)
-        raise _UnusableError(f"{source} has no class {name!r}; it has {', '.join(classes) or 'none'}")
+        raise unusable(f"{source} has no class {name!r}; it has {', '.join(classes) or 'none'}")
     if not (isinstance(agent_class, type) and issubclass(agent_class, LitAgent)):
-        raise _UnusableError(f"{name} is not an Agent Lightning LitAgent; derive it from agl_slime.SGLangLitAgent")
+        raise unusable(f"{name} is not an Agent Lightning LitAgent; derive it from agl_slime.SGLangLitAgent")
     try:
         inspect.signature(agent_class).bind()
     except TypeError as error:
         why = f"{name}() cannot be made without arguments ({error}); give its parameters defaults"
-        raise _UnusableError(why) from error
+        raise unusable(why) from error
     try:
         return agent_class()
     except Exception as error:
-        raise _UnusableError(f"{name}() failed with {spell_exception(error)}") from error
+        raise unusable(f"{name}() failed with {spell_exception(error)}") from error
 
 
 def _imported(source: str) -> ModuleType:
-    here = str(Path.cwd())
-    if here not in sys.path:
+    if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
-    if source.endswith(".py") and not Path(source).expanduser().is_file():
-        raise _UnusableError(f"there is no file {source}")
     try:
         return import_file(source) if source.endswith(".py") else importlib.import_module(source)
     except ModuleNotFoundError as error:
@@ -90,11 +86,7 @@ def _imported(source: str) -> ModuleType:
             why = f"{source} imports {missing!r}, which is not there"
         else:
             why = f"{source} needs the module {missing!r}, which is not installed"
-        raise _UnusableError(why) from error
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise _UnusableError(f"importing {source} failed with {spell_exception(error)}") from error
+        raise ConfigError(why) from error
 
 
 def load_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
@@ -114,8 +106,7 @@ def load_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
 def configure_agent(
     agent: Any, *, scheduler: str | None = None, max_turns: int | None = None, plugins: Sequence[str | Path] = ()
 ) -> None:
-    """Load ``plugins``, then give ``agent`` the scheduler of that name and the limit. Raises ``ConfigError`` with one
-    sentence when that cannot be."""
+    """Load ``plugins``, then give ``agent`` the scheduler of that name and the limit."""
     load_plugins(plugins)
     if max_turns is not None and max_turns < 1:
         raise ConfigError(f"--max-turns must be at least 1, got {max_turns}")

@@ -1,5 +1,4 @@
-"""Wires a ``TrainConfig`` into a running loop: engine, policy, store, data source, trainer, reports. The command line
-is the only caller of note."""
+"""Wires a ``TrainConfig`` into a running loop: engine, policy, store, data source, trainer, reports."""
 
 from __future__ import annotations
 
@@ -48,12 +47,8 @@ async def run_training(
     given: RunParts | None = None,
     console: Console | None = None,
 ) -> RunResult:
-    """A whole run. Raises ``AglSlimeError`` with one sentence when it cannot start or go on; leaves no process and no
-    thread behind.
-
-    ``slime_flags`` are slime's own, for ``--trainer slime``; ``given`` is a program's own store and tasks, in place of
-    what the settings name.
-    """
+    """A whole run; leaves no process and no thread behind. ``slime_flags`` are slime's own, for ``--trainer slime``;
+    ``given`` is a program's own store and tasks, in place of what the settings name."""
     console = console or Console()
     began = time.monotonic()
     config.check_files()
@@ -62,11 +57,13 @@ async def run_training(
 
         return await run_slime_training(config, slime_flags, given=given, console=console)
     if slime_flags:
-        raise ConfigError(
-            f"{slime_flags[0]!r}: flags after -- are slime's, and the trainer is {config.trainer}; add --trainer slime"
-        )
+        why = f"flags after -- are slime's, and the trainer is {config.trainer}; add --trainer slime"
+        raise ConfigError(f"{slime_flags[0]!r}: {why}")
     parts = given or await load_parts(config)
-    described = await _probe(config.sglang_url) if config.sglang_url is not None else None
+    described = None
+    if config.sglang_url is not None:
+        async with SGLangClient(base_url=config.sglang_url) as client:
+            described = await client.probe()
     run = open_run_dir(
         config.output_dir, agent=config.agent, settings=asdict(config), resume=config.resume, overwrite=config.overwrite
     )
@@ -74,7 +71,7 @@ async def run_training(
     async with AsyncExitStack() as stack:
         reports = RunReports(run, config, console=console, began=began)
         stack.callback(reports.close)
-        model_path = await _model_path(config, parts.agent, described, run.path, console, made=bool(checkpoints))
+        model_path = await _model_path(config, parts.agent, described, run.path, console, bool(checkpoints))
         reports.tokenizer = tokenizer = await run_in_thread(load_tokenizer, model_path)
         # while the engine starts, in a process of its own; if the engine fails first, nobody asks
         loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path))
@@ -89,43 +86,38 @@ async def run_training(
         ledger = Ledger(path=run.ledger)
         stack.callback(ledger.shut)
         trained = stack.enter_context(closing(IterationFile(run.trained)))
-        source = stack.enter_context(
-            GroupSource(store=parts.store, tokenizer=tokenizer, settings=_source_settings(config), ledger=ledger)
+        policy = MinimumViableGroup(
+            min_ratio=config.group_min_ratio, max_retries=config.group_max_retries, timeout_s=config.group_timeout
         )
+        group_filter = zero_variance if config.drop_zero_variance else None
+        settings = DataSourceSettings(policy=policy, group_filter=group_filter, max_staleness=config.max_staleness)
+        groups = GroupSource(store=parts.store, tokenizer=tokenizer, settings=settings, ledger=ledger)
+        source = stack.enter_context(groups)
         if checkpoint is not None:
             checkpoint.rewind(ledger)
             source.restore(checkpoint.data_source)
+
+        def train(iteration: int) -> dict[str, float]:
+            groups = source.get_samples(config.rollout_batch_size)
+            metrics = trainer.train(groups, iteration=iteration)
+            trained.append(iteration, [_origin(group) for group in groups])
+            metrics[TOKENS_TRAINED] = metrics.pop("train/tokens")
+            return metrics
+
         loop = make_loop(
             config,
             parts,
-            source=source,
             url=url,
             model_path=model_path,
-            train=TrainStep(trainer=trainer, source=source, batch_size=config.rollout_batch_size, trained=trained),
-            sync=weights.push,
-            reports=reports,
-            save=CheckpointWriter(directory=run.checkpoints, trainer=trainer, source=source).save,
+            data_source=source,
+            slime_train_fn=train,
+            weight_sync_fn=weights.push,
+            save_fn=CheckpointWriter(directory=run.checkpoints, trainer=trainer, source=source).save,
             start=start,
+            observer=reports,
             check_alive=check_engine,
         )
         return await loop.run_async()
-
-
-class TrainStep:
-    """Takes the groups that are ready and trains on them; ``trained`` is told on which."""
-
-    def __init__(self, *, trainer: Trainer, source: GroupSource, batch_size: int, trained: IterationFile) -> None:
-        self._trainer = trainer
-        self._source = source
-        self._batch_size = batch_size
-        self._trained = trained
-
-    def __call__(self, iteration: int) -> dict[str, float]:
-        groups = self._source.get_samples(self._batch_size)
-        metrics = self._trainer.train(groups, iteration=iteration)
-        self._trained.append(iteration, [_origin(group) for group in groups])
-        metrics[TOKENS_TRAINED] = metrics.pop("train/tokens")
-        return metrics
 
 
 def _origin(group: Sequence[Sample]) -> dict[str, Any]:
@@ -137,13 +129,12 @@ def _origin(group: Sequence[Sample]) -> dict[str, Any]:
 class WeightPublisher:
     """Writes the trainer's weights as a checkpoint and has every worker load it; the last two checkpoints are kept."""
 
-    def __init__(self, *, trainer: Trainer, base_url: str, directory: Path, keep: int = 2) -> None:
+    def __init__(self, *, trainer: Trainer, base_url: str, directory: Path) -> None:
         self._trainer = trainer
         self._sync = DiskWeightSync(base_url=base_url)
         self._directory = directory.resolve()  # the engine has a working directory of its own
         # those of before a restart are removed like any others
         self._written: list[Path] = sorted(path for path in self._directory.glob("v*") if path.is_dir())
-        self._keep = keep
 
     async def push(self, iteration: int) -> str:
         """Bring the weights to the engine under the iteration's number; returns that version."""
@@ -152,50 +143,26 @@ class WeightPublisher:
         await run_in_thread(self._trainer.save_weights, target)
         await self._sync.push(str(target), version)
         self._written = [*(path for path in self._written if path != target), target]
-        while len(self._written) > self._keep:
+        while len(self._written) > 2:
             await run_in_thread(shutil.rmtree, self._written.pop(0), ignore_errors=True)
         return version
-
-
-async def _probe(url: str) -> EngineDescription:
-    async with SGLangClient(base_url=url) as client:
-        return await client.probe()
-
-
-def _source_settings(config: TrainConfig) -> DataSourceSettings:
-    """When a group of this run is fit to train on."""
-    return DataSourceSettings(
-        policy=MinimumViableGroup(
-            min_ratio=config.group_min_ratio, max_retries=config.group_max_retries, timeout_s=config.group_timeout
-        ),
-        group_filter=zero_variance if config.drop_zero_variance else None,
-        max_staleness=config.max_staleness,
-    )
 
 
 def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
     """Where the run in ``run`` was saved, newest first; none when it ended before it had begun to collect."""
     checkpoints = read_checkpoints(run.checkpoints)
     if checkpoints and (done := checkpoints[0].loop.iteration) >= config.num_iterations:
-        raise ConfigError(
-            f"the run in {run.path} has finished its {done} iterations; give --num-iterations above {done} to go on"
-        )
+        fix = f"give --num-iterations above {done} to go on"
+        raise ConfigError(f"the run in {run.path} has finished its {done} iterations; {fix}")
     if changed := [name for name in run.changed if name not in _MAY_CHANGE]:
         logger.warning("These settings differ from those that the run began with: %s.", ", ".join(changed))
     return checkpoints
 
 
 async def _model_path(
-    config: TrainConfig,
-    agent: Any,
-    described: EngineDescription | None,
-    run_dir: Path,
-    console: Console,
-    *,
-    made: bool = False,
+    config: TrainConfig, agent: Any, described: EngineDescription | None, run_dir: Path, console: Console, made: bool
 ) -> Path:
-    """The checkpoint that trainer and engine start from; ``made``: where it is a tiny policy, it was made before the
-    restart."""
+    """The checkpoint that trainer and engine start from; a tiny policy was ``made`` before the restart."""
     if config.model_path is not None:
         return config.model_path.resolve()
     if described is not None:
@@ -220,8 +187,7 @@ async def _model_path(
 async def _engine(
     config: TrainConfig, model_path: Path, console: Console
 ) -> AsyncIterator[tuple[str, Callable[[], None] | None]]:
-    """The URL of the engine, and a function that raises when it has died: of the given one, or an embedded one that
-    lives as long as the scope."""
+    """The URL of the engine, and a function that raises when the embedded one has died."""
     if config.sglang_url is not None:
         yield checked_url(config.sglang_url), None
         return
@@ -247,6 +213,5 @@ def _make_trainer(config: TrainConfig, model_path: Path) -> Trainer:
         from agl_slime.trainers.local.trainer import LocalTrainer
     except ImportError as error:
         raise MissingDependencyError('--trainer local needs torch: pip install "agl-slime[local]"') from error
-    return LocalTrainer(
-        model_path=model_path, settings=replace(config.local, temperature=config.temperature, seed=config.seed)
-    )
+    settings = replace(config.local, temperature=config.temperature, seed=config.seed)
+    return LocalTrainer(model_path=model_path, settings=settings)

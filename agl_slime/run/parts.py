@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,11 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from agl_slime.datasource.source import GroupSource
 from agl_slime.errors import ConfigError
-from agl_slime.loop.online import OnlineRLLoop, StepFn, Tasks
-from agl_slime.loop.settings import LoopSettings, LoopState
-from agl_slime.loop.tasks import read_tasks
+from agl_slime.loop.online import OnlineRLLoop
+from agl_slime.loop.settings import LoopSettings
+from agl_slime.loop.tasks import Tasks, read_tasks
 from agl_slime.report import StandardReporters
 from agl_slime.report.events import Event, GroupsCollected, RunStarted, TranscriptsSampled
 from agl_slime.report.files import RunDir
@@ -42,7 +41,6 @@ class RunParts:
 
 
 async def load_parts(config: TrainConfig) -> RunParts:
-    """What the settings name. Raises ``ConfigError`` with one sentence when that cannot be."""
     agent = await run_in_thread(load_agent, config.agent)
     configure_agent(
         agent, scheduler=config.multi_turn_scheduler, max_turns=config.max_turns, plugins=config.external_plugins
@@ -58,21 +56,16 @@ def make_loop(
     config: TrainConfig,
     parts: RunParts,
     *,
-    source: GroupSource,
     url: str,
     model_path: Path,
-    train: StepFn,
-    sync: StepFn,
-    reports: RunReports,
-    save: Callable[[LoopState], Any] | None = None,
-    start: LoopState | None = None,
-    check_alive: Callable[[], None] | None = None,
     sampling: dict[str, Any] | None = None,
     save_interval: int | None = None,
+    **functions: Any,
 ) -> OnlineRLLoop:
     """The loop of a run whose agents talk to the engine at ``url``; ``sampling`` and ``save_interval`` in place of what
-    ``config`` says."""
+    ``config`` says, ``functions`` are further arguments of ``OnlineRLLoop``."""
     sampling = sampling or {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
+    plan, runner_settings = RunnerPlan.parse(config.runners), RunnerSettings(max_concurrent=config.max_concurrent)
     return OnlineRLLoop(
         store=parts.store,
         agent=parts.agent,
@@ -80,11 +73,6 @@ def make_loop(
         val_tasks=parts.val_tasks,
         resources=parts.resources,
         llm=LLM(endpoint=url, model=str(model_path), sampling_parameters=sampling),
-        data_source=source,
-        slime_train_fn=train,
-        weight_sync_fn=sync,
-        save_fn=save,
-        start=start,
         settings=LoopSettings(
             num_iterations=config.num_iterations,
             rollout_batch_size=config.rollout_batch_size,
@@ -97,13 +85,8 @@ def make_loop(
             save_interval=save_interval or config.save_interval,
             seed=config.seed,
         ),
-        runners=replace(
-            RunnerPlan.parse(config.runners),
-            settings=RunnerSettings(max_concurrent=config.max_concurrent),
-            store_host=config.store_host,
-        ),
-        observer=reports,
-        check_alive=check_alive,
+        runners=replace(plan, settings=runner_settings, store_host=config.store_host),
+        **functions,
     )
 
 

@@ -118,7 +118,7 @@ class TrainConfig:
             ("temperature", 0 < self.temperature < math.inf, "above 0: training needs samples that differ"),
         ):
             if not fits:
-                raise ConfigError(f"{_flag(name)} must be {range_in_words}, got {getattr(self, name)}")
+                raise ConfigError(f"{flag(name)} must be {range_in_words}, got {getattr(self, name)}")
         if self.resume and self.output_dir is None:
             raise ConfigError("--resume needs --output-dir: the directory of the run to go on with")
         if self.resume and self.overwrite:
@@ -132,10 +132,8 @@ class TrainConfig:
         for name in ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus"):
             self._refuse(name, "only slime uses it; add --trainer slime, or leave it out")
         if self.n_samples_per_prompt == 1 and self.local.rewards_normalization:
-            raise ConfigError(
-                "--n-samples-per-prompt 1: there is nothing to compare a reward with, and nothing would be learned; "
-                "use 2 or more, or --local.no-rewards-normalization"
-            )
+            fix = "use 2 or more, or --local.no-rewards-normalization"
+            raise ConfigError(f"--n-samples-per-prompt 1: there is nothing to compare a reward with; {fix}")
 
     def _check_slime(self) -> None:
         """What slime does in its own way."""
@@ -145,24 +143,21 @@ class TrainConfig:
         self._refuse("save_interval", "slime keeps its own checkpoints; give -- --save DIR --save-interval N instead")
         for setting in fields(self.local):
             if (value := getattr(self.local, setting.name)) != setting.default:
-                raise ConfigError(f"{_flag(f'local.{setting.name}')} {value} with --trainer slime: leave it out")
+                raise ConfigError(f"{flag(f'local.{setting.name}')} {value} with --trainer slime: leave it out")
 
     def _refuse(self, name: str, why: str) -> None:
         if getattr(self, name) != getattr(TrainConfig, name):
-            raise ConfigError(f"{_flag(name)} with --trainer {self.trainer}: {why}")
+            raise ConfigError(f"{flag(name)} with --trainer {self.trainer}: {why}")
 
     def check_files(self) -> None:
-        """Raise ``ConfigError`` when a file that the settings name cannot be used: within milliseconds, before anything
-        is loaded or started."""
-        for flag, path in (("--tasks", self.tasks), ("--eval-tasks", self.eval_tasks)):
+        """Raise ``ConfigError`` when a file that the settings name cannot be used, before anything is loaded."""
+        for name, path in (("--tasks", self.tasks), ("--eval-tasks", self.eval_tasks)):
             if path is not None:
-                read_tasks(path, flag=flag)
+                read_tasks(path, flag=name)
         if self.model_path is not None and not (self.model_path / "config.json").is_file():
-            raise ConfigError(
-                f"--model-path {self.model_path}: there is no Hugging Face checkpoint (no config.json); "
-                "leave the flag out to make a tiny policy"
-            )
+            why = "there is no Hugging Face checkpoint (no config.json); leave the flag out to make a tiny policy"
+            raise ConfigError(f"--model-path {self.model_path}: {why}")
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"

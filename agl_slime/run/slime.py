@@ -23,7 +23,7 @@ from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.report import open_run_dir
 from agl_slime.report.metrics import TOKENS_TRAINED
 from agl_slime.run.parts import RunParts, RunReports, load_parts, make_loop
-from agl_slime.run.settings import TrainConfig
+from agl_slime.run.settings import TrainConfig, flag
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.trainer import SlimeTrainer, parse_slime_args, require_slime
@@ -48,30 +48,20 @@ HOOK_FLAGS = (
     *("--custom-eval-rollout-log-function-path", f"{_HOOKS}.log_eval_rollout"),
 )
 # What the loop decides, by slime's name and by ours; after -- they may say the same only.
-_THE_LOOPS = {
-    "num_rollout": "num_iterations",
-    "rollout_batch_size": "rollout_batch_size",
-    "n_samples_per_prompt": "n_samples_per_prompt",
-}
+_SAME = ("rollout_batch_size", "n_samples_per_prompt")
+_THE_LOOPS = {"num_rollout": "num_iterations", **dict(zip(_SAME, _SAME, strict=True))}
 # What only slime's own loop, or its own evaluation, would look at.
-_SLIMES_OWN = (
-    "release_train",
-    "dynamic_sampling_filter_path",
-    *("eval_interval", "eval_config", "eval_prompt_data", "eval_temperature", "eval_top_p", "eval_top_k"),
-    *("eval_max_response_len", "eval_min_new_tokens"),
-)
+_SLIMES_OWN = "release_train dynamic_sampling_filter_path eval_interval eval_config eval_prompt_data eval_temperature"
+_SLIMES_OWN += " eval_top_p eval_top_k eval_max_response_len eval_min_new_tokens"
 
 
 async def run_slime_training(
     config: TrainConfig, slime_flags: Sequence[str], *, console: Console, given: RunParts | None = None
 ) -> RunResult:
-    """A whole run with slime as the trainer. Raises ``AglSlimeError`` with one sentence when it cannot start or go on.
-    ``given`` as in ``run_training``; its store must be a ``BridgeStore`` of this process, which is then served to
-    slime's manager.
+    """A whole run with slime as the trainer. ``given`` as in ``run_training``; its store must be a ``BridgeStore``.
 
-    The store is served on ``--store-host``, else ``AGL_SLIME_STORE_HOST``, else 127.0.0.1; Ray on several hosts needs
-    an address that the manager's host reaches, and then a token is made for the run, or taken from
-    ``AGL_SLIME_STORE_TOKEN``. With slime's ``--load`` the run goes on where that checkpoint was written.
+    The store is served on ``--store-host``, else ``AGL_SLIME_STORE_HOST``, else 127.0.0.1; anywhere but on loopback
+    under a token, which is made for the run or ``AGL_SLIME_STORE_TOKEN``.
     """
     require_slime()
     if config.model_path is None:
@@ -113,16 +103,16 @@ async def run_slime_training(
         loop = make_loop(
             replace(config, store_host=host),
             parts,
-            source=source,
             url=agents_url,
             model_path=model_path,
             sampling=sampling,
-            train=steps.train,
-            sync=steps.sync,
-            save=steps.save,
+            data_source=source,
+            slime_train_fn=steps.train,
+            weight_sync_fn=steps.sync,
+            save_fn=steps.save,
             save_interval=1,  # slime decides when
             start=start,
-            reports=reports,
+            observer=reports,
         )
         loop.tasks.skip_to(drawn)
         steps.tasks_drawn = lambda: loop.tasks.drawn
@@ -136,9 +126,7 @@ def loop_flags(
     own; slime registers them at the ``router`` that agents use, which it launches where the host is ``None``."""
     values = {
         "--hf-checkpoint": config.model_path.resolve() if config.model_path is not None else "",
-        "--num-rollout": config.num_iterations,
-        "--rollout-batch-size": config.rollout_batch_size,
-        "--n-samples-per-prompt": config.n_samples_per_prompt,
+        **{flag(theirs): getattr(config, ours) for theirs, ours in _THE_LOOPS.items()},
         "--global-batch-size": config.rollout_batch_size * config.n_samples_per_prompt,
         "--rollout-temperature": config.temperature,
         "--rollout-max-response-len": config.max_new_tokens,
@@ -146,7 +134,7 @@ def loop_flags(
         "--actor-num-gpus-per-node": config.actor_num_gpus_per_node,
         "--advantage-estimator": "grpo",
     }
-    flags = [part for flag, value in values.items() for part in (flag, str(value))]
+    flags = [part for name, value in values.items() for part in (name, str(value))]
     if engines:
         flags += ["--rollout-external-engine-addrs", *(url.removeprefix("http://") for url in engines)]
     else:
@@ -161,34 +149,26 @@ def check_slime_args(args: Any, config: TrainConfig) -> None:
     """Raise ``ConfigError`` for what slime was told after ``--`` and the loop would not follow."""
     for theirs, ours in _THE_LOOPS.items():
         if (value := getattr(args, theirs, None)) != (own := getattr(config, ours)):
-            raise ConfigError(f"{_flag(theirs)} {value} after -- is not {_flag(ours)} {own}: give the latter only")
-    for name in _SLIMES_OWN:
+            raise ConfigError(f"{flag(theirs)} {value} after -- is not {flag(ours)} {own}: give the latter only")
+    for name in _SLIMES_OWN.split():
         value = getattr(args, name, None)
         if value is not None and value is not False:
-            raise ConfigError(f"{_flag(name)} after -- is for slime's own loop, not for --trainer slime: leave it out")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag(name)} after -- is for slime's own loop, not for --trainer slime: leave it out")
 
 
 class SlimeSteps:
     """The loop's functions over a ``SlimeTrainer``.
 
-    slime trains on full batches only; groups that were dropped leave a batch short, and then the step waits for the
-    next iteration's groups. Beside each checkpoint of slime's lies where the loop stood, so that ``--load`` goes on
-    there.
+    slime trains on full batches only; one that dropped groups leave short waits for the next iteration's groups. Beside
+    each checkpoint of slime's lies where the loop stood, so that ``--load`` goes on there.
     """
 
     def __init__(self, *, trainer: SlimeTrainer, source: GroupSource, batch_size: int) -> None:
-        self._trainer = trainer
-        self._source = source
-        self._batch_size = batch_size
+        self._trainer, self._source, self._batch_size = trainer, source, batch_size
         self._next = trainer.first_rollout_id
         self._trained = False
         self._written: int | None = None
-        self.tasks_drawn: Callable[[], int] = lambda: 0
-        """Tells how many tasks the loop has drawn."""
+        self.tasks_drawn: Callable[[], int] = lambda: 0  # by the loop
 
     def start(self, num_iterations: int) -> tuple[LoopState, int]:
         """Where the loop goes on after slime has loaded its checkpoint, and how many tasks were drawn before; each step
@@ -210,8 +190,7 @@ class SlimeSteps:
         ready = len(self._source)
         self._trained = ready >= self._batch_size
         if not self._trained:
-            found = f"{ready} of {self._batch_size} groups are ready"
-            logger.warning("Iteration %d: %s; they wait for the next iteration.", iteration, found)
+            logger.warning("Iteration %d: %d of %d groups wait for the next one.", iteration, ready, self._batch_size)
             return {"train/waiting_groups": float(ready)}
         # the manager's process has the same groups; taken here, they are counted as trained
         self._source.get_samples(self._batch_size)

@@ -1,9 +1,8 @@
 """Notices code that blocks an event loop, and names it.
 
-One agent that sleeps, computes or asks a slow judge on the event loop stops thousands of rollouts. A task on the loop
-notes the time every quarter of a second; a thread looks at the note, and when it is old, at what the loop's thread is
-doing. A busy machine makes the note old as well: the thread is accused only when it runs somebody's code, and has spent
-its time there or stands still in it.
+A timer on the loop notes the time every quarter of a second; a thread looks at the note, and when it is old, at what
+the loop's thread is doing. A busy machine makes the note old as well: the loop's thread is accused only when it runs
+somebody's code, and has spent its CPU time there or stands still in it.
 """
 
 from __future__ import annotations
@@ -91,9 +90,8 @@ class LagMonitor:
             task = None
         rollout = f" in rollout {task.get_name()}" if task is not None else ""
         self.warning = (
-            f"{self._agent_name} blocks the runner's event loop: nothing else ran for {self._threshold_s:g} s{rollout}, "
-            f"at {place}. All rollouts of this process wait meanwhile; use async calls, "
-            "`asyncio.to_thread`, or a sync rollout()."
+            f"{self._agent_name} blocks the runner's event loop: nothing else ran for {self._threshold_s:g} s"
+            f"{rollout}, at {place}; use async calls, `asyncio.to_thread`, or a sync rollout()."
         )
         logger.warning(self.warning)
 

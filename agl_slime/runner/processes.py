@@ -141,14 +141,13 @@ class ProcessPool(WorkerPool):
         except Exception as error:
             ours.close()
             if getattr(multiprocessing.current_process(), "_inheriting", False):
+                fix = "put what it does under `if __name__ == '__main__':`"
                 raise ConfigError(
-                    "a worker process imports the script that started it, and this script starts workers again while "
-                    "it is imported; put what it does under `if __name__ == '__main__':`"
+                    f"a worker imports the script that started it, and it starts workers: {fix}"
                 ) from None
-            raise ConfigError(
-                f"{type(self._agent).__name__} cannot be sent to another process ({type(error).__name__}: {error}); "
-                "make it picklable, with its class in a module of its own, or use --runners inproc"
-            ) from error
+            agent, fix = type(self._agent).__name__, "make it picklable, in a module, or use --runners inproc"
+            why = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{agent} cannot be sent to another process ({why}); {fix}") from error
         finally:
             theirs.close()
         with self._changed:

@@ -1,7 +1,7 @@
 """Runners outside of this process: what such a worker runs, and what pools of processes and of Ray actors share.
 
-Workers claim their work from the store over HTTP like any other runner; nothing is scheduled here. The rollouts of a
-worker that dies are tried again by others at once, and it is replaced while there are replacements left.
+Workers claim their work from the store over HTTP; nothing is scheduled here. The rollouts of a worker that dies are
+tried again by others at once, and it is replaced while there are replacements left.
 """
 
 from __future__ import annotations

@@ -58,15 +58,13 @@ class SGLangClient:
     """A client of one SGLang server or router, for thousands of concurrent calls.
 
     It may be made in one thread and used in another: connections are opened in the event loop that first needs them.
-    Use it as an async context manager, or call ``aclose``.
+    Use it as an async context manager, or call ``aclose``. Errors are those of ``agl_slime.errors``.
 
     ``vocab_size`` and ``context_length``, when known, refuse what the server cannot take before it is sent;
     ``context_length`` also shortens ``max_new_tokens`` to the room that is left, since SGLang refuses prompt +
     max_new_tokens beyond it. What a resumed generation needs: ``eos_token_ids``, all of the model's own end tokens
     (``end_token_ids``; ids that the server is seen to stop at are added), and ``decode``, the tokenizer's, without
     which a character that an abort has split is U+FFFD in the text.
-
-    Errors are those of ``agl_slime.errors``; ``agl_slime.sglang.retry`` says which failures are tried again.
     """
 
     def __init__(
@@ -172,10 +170,8 @@ class SGLangClient:
             if not resume_aborted:
                 wanted.give_up("abort")
             elif wanted.resumed >= self.settings.resume_limit:
-                raise EngineServerError(
-                    f"{self.base_url}/generate aborted one generation {wanted.resumed + 1} times: find out who aborts "
-                    f"there, or raise ClientSettings.resume_limit ({wanted.resumed})"
-                )
+                times = f"{wanted.resumed + 1} times (ClientSettings.resume_limit)"
+                raise EngineServerError(f"{self.base_url}/generate aborted one generation {times}: find out who does")
             elif part.output_ids:
                 emptied.reset()
             else:
@@ -215,13 +211,11 @@ class SGLangClient:
     def _check_prompt(self, input_ids: Sequence[int]) -> None:
         if len(input_ids) == 0:
             raise EngineRequestError("the prompt has no token ids; give at least one")
-        if self.vocab_size is not None:
-            low, high = min(input_ids), max(input_ids)
-            if low < 0 or high >= self.vocab_size:
-                wrong = low if low < 0 else high
-                raise OutOfVocabularyError(
-                    f"the prompt holds token id {wrong}, outside the model's vocabulary of {self.vocab_size} ids"
-                )
+        wrong = low if (low := min(input_ids)) < 0 else max(input_ids)
+        if self.vocab_size is not None and not 0 <= wrong < self.vocab_size:
+            raise OutOfVocabularyError(
+                f"the prompt holds token id {wrong}, outside the model's vocabulary of {self.vocab_size} ids"
+            )
         if self.context_length is not None and len(input_ids) >= self.context_length:
             raise ContextOverflowError(
                 f"the prompt has {len(input_ids)} tokens and leaves no room in the context of {self.context_length}"
@@ -240,7 +234,6 @@ class SGLangClient:
             return await self._http.call("GET", "/get_model_info", **limits)
 
     async def weight_version(self) -> str:
-        """The version that the weights have now."""
         return version_of(await self.model_info(), self.base_url)
 
     async def workers(self) -> tuple[str, ...]:

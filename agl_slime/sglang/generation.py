@@ -204,32 +204,21 @@ class ResumableGeneration:
         self._budget = sampling.max_new_tokens
         if context_length is not None:
             self.limit_context(context_length)
-        self._ids: list[int] = []
-        self._log_probs: list[float] = []
-        self._text = ""
-        self._spans: list[WeightSpan] = []
-        self._counts = (0, 0)
-        self._request_id = ""
-        self._finish: FinishReason | None = None
-        self._matched: int | str | None = None
-        self._aborted = False
+        self._got = Generation(output_ids=(), log_probs=(), text="", finish_reason="abort")
+        self.done = self._aborted = False
         self.resumed = 0
-
-    @property
-    def done(self) -> bool:
-        return self._finish is not None
 
     @property
     def sampled(self) -> int:
         """Ids kept so far."""
-        return len(self._ids)
+        return len(self._got.output_ids)
 
     @property
     def _open_stop(self) -> bool:
         """The text ends in the beginning of a stop string; a character cut at its end may be the string's next one."""
-        whole = self._text.rstrip(_CUT)
-        cut = whole != self._text
-        return bool(self._ids) and any(
+        whole = self._got.text.rstrip(_CUT)
+        cut = whole != self._got.text
+        return self.sampled > 0 and any(
             whole.endswith(stop[:n]) and (not stop[n].isascii() if cut else n > 0)
             for stop in self._stops
             for n in range(len(stop))
@@ -244,90 +233,87 @@ class ResumableGeneration:
             self._aborted = False
             self.resumed += 1
             if self._constrained:
-                self._ids, self._log_probs, self._text, self._spans = [], [], "", []
+                self._got = replace(self._got, output_ids=(), log_probs=(), text="", weight_versions=())
         extra = self._sampling.extra
-        if self._ids and extra.get("min_new_tokens"):
-            least = max(0, int(extra["min_new_tokens"]) - len(self._ids))
+        if self.sampled and extra.get("min_new_tokens"):
+            least = max(0, int(extra["min_new_tokens"]) - self.sampled)
             extra = {**extra, "min_new_tokens": min(least, 1) if self._open_stop else least}
-        left = 1 if self._open_stop else self._budget - len(self._ids)
-        return PartRequest((*self._prompt, *self._ids), replace(self._sampling, max_new_tokens=left, extra=extra))
+        left = 1 if self._open_stop else self._budget - self.sampled
+        return PartRequest(
+            (*self._prompt, *self._got.output_ids), replace(self._sampling, max_new_tokens=left, extra=extra)
+        )
 
     def add(self, part: Generation) -> None:
-        one_token = self._open_stop
-        searched = max(0, len(self._text) - max(map(len, self._stops), default=1) + 1)
-        offset = len(self._ids)
-        if self._counts[0] == 0:  # a part that was aborted in the queue has no counts
-            self._counts = (part.prompt_tokens, part.cached_tokens)
-        self._request_id = part.request_id
-        self._ids += part.output_ids
-        self._log_probs += part.log_probs
-        self._text += part.text
-        for span in part.weight_versions:
-            self._add_span(WeightSpan(span.version, span.start + offset, span.end + offset))
-        if part.finish_reason == "stop":
-            self._finish, self._matched = "stop", part.matched_stop
-        elif part.finish_reason == "abort" or one_token:
-            self._aborted = part.finish_reason == "abort"
-        else:
-            self._finish = "length"
+        got, one_token, offset = self._got, self._open_stop, self.sampled
+        searched = max(0, len(got.text) - max(map(len, self._stops), default=1) + 1)
+        counted = got if got.prompt_tokens else part  # a part that was aborted in the queue has no counts
+        self._got = replace(
+            part,
+            output_ids=got.output_ids + part.output_ids,
+            log_probs=got.log_probs + part.log_probs,
+            text=got.text + part.text,
+            matched_stop=part.matched_stop if part.finish_reason == "stop" else None,
+            prompt_tokens=counted.prompt_tokens,
+            cached_tokens=counted.cached_tokens,
+            weight_versions=_joined(got.weight_versions, part.weight_versions, offset),
+        )
+        self.done = part.finish_reason == "stop" or (part.finish_reason == "length" and not one_token)
+        self._aborted = part.finish_reason == "abort"
         if offset and part.output_ids and self._decode is not None:
-            self._text = self._decoded(self._ids, self._decode)
+            self._got = replace(self._got, text=self._decoded(self._got.output_ids, self._decode))
             self._trim_stop(searched)
-        if self._finish is None:
+        if not self.done:
             self._end_if_over(searched)
 
     def give_up(self, reason: FinishReason) -> None:
         """End with what is there (no room in the context for another token, or the caller does not want a resume)."""
-        self._finish = reason
+        self._got, self.done = replace(self._got, finish_reason=reason), True
 
     def result(self, *, latency_s: float) -> Generation:
-        assert self._finish is not None
-        return Generation(
-            output_ids=tuple(self._ids),
-            log_probs=tuple(self._log_probs),
-            text=self._text,
-            finish_reason=self._finish,
-            matched_stop=self._matched,
-            prompt_tokens=self._counts[0],
-            cached_tokens=self._counts[1],
-            weight_versions=tuple(self._spans),
-            request_id=self._request_id,
-            latency_s=latency_s,
-            resumed=self.resumed,
-        )
+        assert self.done
+        return replace(self._got, latency_s=latency_s, resumed=self.resumed)
 
     def _end_if_over(self, searched: int) -> None:
         """The engine ended this part before it looked whether the generation is over: look now, in the engine's own
         order (length, stop strings, stop tokens)."""
-        if len(self._ids) >= self._budget:
-            self._finish = "length"
-            return
-        matched: int | str | None = next((stop for stop in self._stops if self._text.find(stop, searched) >= 0), None)
-        if matched is None and self._ids and self._ids[-1] in self._stop_ids:
-            matched = self._ids[-1]
+        ids, text = self._got.output_ids, self._got.text
+        if len(ids) >= self._budget:
+            return self.give_up("length")
+        matched: int | str | None = next((stop for stop in self._stops if text.find(stop, searched) >= 0), None)
+        if matched is None and ids and ids[-1] in self._stop_ids:
+            matched = ids[-1]
         if matched is not None:
-            self._finish, self._matched = "stop", matched
+            self._got = replace(self._got, matched_stop=matched)
+            self.give_up("stop")
             self._trim_stop(searched)
+        return None
 
     def _trim_stop(self, searched: int) -> None:
         """Cut what ended the generation off the text, as the engine does."""
+        got, text = self._got, self._got.text
         if not self._trim:
             return
-        if isinstance(self._matched, int) and self._decode is not None:
-            self._text = self._decoded(self._ids[:-1], self._decode)
-        elif isinstance(self._matched, str) and (at := self._text.find(self._matched, searched)) >= 0:
-            self._text = self._text[:at]
+        if isinstance(got.matched_stop, int) and self._decode is not None:
+            text = self._decoded(got.output_ids[:-1], self._decode)
+        elif isinstance(got.matched_stop, str) and (at := text.find(got.matched_stop, searched)) >= 0:
+            text = text[:at]
+        self._got = replace(got, text=text)
 
     def _decoded(self, ids: Sequence[int], decode: Decode) -> str:
         # after the prompt's last tokens, as SGLang does: some tokenizers drop a blank at the very beginning
         head, skip = list(self._prompt[-_DECODED_AFTER:]), self._sampling.skip_special_tokens
         return decode([*head, *ids], skip_special_tokens=skip)[len(decode(head, skip_special_tokens=skip)) :]
 
-    def _add_span(self, span: WeightSpan) -> None:
-        if self._spans and self._spans[-1].version == span.version and self._spans[-1].end == span.start:
-            self._spans[-1] = WeightSpan(span.version, self._spans[-1].start, span.end)
-        elif span.end > span.start:
-            self._spans.append(span)
+
+def _joined(spans: tuple[WeightSpan, ...], more: tuple[WeightSpan, ...], offset: int) -> tuple[WeightSpan, ...]:
+    """``more`` begins at output token ``offset``; neighbours of one version become one span."""
+    for span in more:
+        start, end = span.start + offset, span.end + offset
+        if spans and spans[-1].version == span.version and spans[-1].end == start:
+            start, spans = spans[-1].start, spans[:-1]
+        if end > start:
+            spans = (*spans, WeightSpan(span.version, start, end))
+    return spans
 
 
 def _weight_spans(meta: Mapping[str, Any], n_tokens: int, where: str) -> tuple[WeightSpan, ...]:

@@ -149,9 +149,7 @@ class HttpTransport:
             return _decoded(content) if json else {}
         except ValueError:
             start = error_message(content[:200].decode(errors="replace"))
-            raise EngineProtocolError(
-                f"{where} answered {kind or 'a body without a type'}, which is not JSON: {start!r}"
-            ) from None
+            raise EngineProtocolError(f"{where} answered {kind}, which is not JSON: {start!r}") from None
 
     async def aclose(self) -> None:
         """Close the connections of every loop. May be called more than once; a later request opens new ones."""
@@ -191,8 +189,7 @@ class HttpTransport:
 
 
 def _encoded(payload: Any) -> bytes:
-    """``payload`` as JSON; the standard library takes what orjson refuses: text cut within a character, numbers beyond
-    64 bits."""
+    """JSON; the standard library takes what orjson refuses: text cut within a character, numbers beyond 64 bits."""
     try:
         # a copy: orjson's own bytes keep their buffer of 8 kB or more, and a body lives as long as its request
         return bytes(memoryview(orjson.dumps(payload)))
@@ -201,8 +198,7 @@ def _encoded(payload: Any) -> bytes:
 
 
 def _decoded(body: bytes) -> Any:
-    """JSON, with what orjson refuses and servers write: NaN, text cut within a character. Integers beyond 64 bits,
-    which no endpoint has, come as floats. ``ValueError`` when it is no JSON."""
+    """JSON, with what orjson refuses and servers write: NaN, text cut within a character."""
     try:
         return orjson.loads(body)
     except ValueError:

@@ -140,8 +140,12 @@ def normalize_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
     ids = _rollout_ids(flat)
     # a failed rollout has no reward: its 0 is no part of the others' baseline
     fit = [i for i, sample in enumerate(flat) if getattr(sample, "status", None) != Sample.Status.FAILED]
-    rewards, groups, rollouts = ([values[i] for i in fit] for values in (raw, [s.group_index for s in flat], ids))
-    normalized = normalize.normalize_rewards(rewards, group_indices=groups, rollout_ids=rollouts, std=std)
+    normalized = normalize.normalize_rewards(
+        [raw[i] for i in fit],
+        group_indices=[flat[i].group_index for i in fit],
+        rollout_ids=[ids[i] for i in fit],
+        std=std,
+    )
     advantages = dict(zip(fit, normalized, strict=True))
     return raw, [advantages.get(i, 0.0) for i in range(len(flat))]
 

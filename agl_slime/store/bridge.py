@@ -60,10 +60,8 @@ _RESOURCES_KEPT = 1_000
 
 
 class BridgeStore(InMemoryLightningStore):
-    """An in-memory store that tells its listeners about each rollout that has ended, whoever ended it: a runner, the
-    watchdog, a person.
-
-    Listeners are called on the event loop that wrote the end; they must be quick and thread-safe.
+    """See the module. Listeners are called on the event loop that wrote the end, whoever did; they must be quick and
+    thread-safe.
 
     Args:
         scan_debounce_seconds: shortest time between two looks for rollouts past their limits; stock is 10.
@@ -156,8 +154,8 @@ class BridgeStore(InMemoryLightningStore):
         if not self._warned:
             self._warned = True
             logger.warning(
-                "The store holds about %.0f MB of spans that nobody has released, of the %.0f MB after which it delivers "
-                "no more rollouts. A data source releases what it has read; others call `await store.release(ids)`.",
+                "%.0f MB of spans are not released, of the %.0f MB after which no more rollouts are delivered: call "
+                "`await store.release(ids)`, as a data source does.",
                 waiting / 1e6,
                 limit / 1e6,
             )

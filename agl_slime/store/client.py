@@ -1,9 +1,8 @@
 """Clients of a store that a ``StoreService`` serves: one for whoever follows it, one for runners in other processes.
 
-Agent Lightning's client needs a request per span, one more for the number of each, and one per change of an attempt,
-about a millisecond of the server's time each. Of a runner the calls that end a rollout, of all rollouts that end at the
-same time, travel together: what comes while a request is under way, or within ten milliseconds of the last one's start,
-makes up the next one. A caller waits for its own result as before.
+Agent Lightning's client needs a request, a millisecond of the server's time, per span, its number, and each change of
+an attempt. Of a runner the calls that end rollouts travel together: what comes while a request is under way, or within
+ten milliseconds of the last one's start, makes up the next one. A caller waits for its own result as before.
 """
 
 from __future__ import annotations

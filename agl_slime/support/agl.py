@@ -1,10 +1,8 @@
 """The one place that imports Agent Lightning.
 
-``agentlightning/__init__`` imports every part of it, LiteLLM's proxy included, whichever submodule is asked for
-(measured: 5.5 to 6.5 s and 325 MB, the same for ``agentlightning.types`` alone as for the whole), so nothing is gained
-by naming submodules; modules that can do without import this one inside the function that needs it. LiteLLM tries three
-times to download a price list unless told to use its own copy (another 7 s without network), so that is set before the
-first import.
+``agentlightning/__init__`` imports every part of it, whichever submodule is asked for (6 s and 325 MB), so modules that
+can do without import this one inside the function that needs it. LiteLLM tries three times to download a price
+list unless told to use its own copy (7 s without network), so that is set before the first import.
 """
 
 # ruff: noqa: F401  (what the others import from here)

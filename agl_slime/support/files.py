@@ -31,11 +31,8 @@ _MAX_AGE_S = 24 * 3600.0
 @contextmanager
 def whole_directory(target: str | os.PathLike[str], *, durable: bool = True) -> Iterator[Path]:
     """A fresh directory to write into; it takes the place of ``target`` when the block ends well, and is removed when
-    it does not.
-
-    A reader sees the old content, or the new, or (between two renames, and only where ``target`` existed) neither;
-    never a part. ``durable`` writes it through to the disk first.
-    """
+    it does not. A reader sees the old content, or the new, or (between two renames) neither; never a part. ``durable``
+    writes it through to the disk first."""
     target = _prepare(target)
     fresh = _temporary(target, "new")
     fresh.mkdir()

@@ -177,7 +177,7 @@ async def test_stopping_without_cancelling_lets_what_is_in_flight_finish() -> No
         assert await asyncio.to_thread(started.wait, 10)
         stopping = asyncio.create_task(asyncio.to_thread(runner.stop, cancel=False))
         for _ in range(2_000):  # until the thread has told the runner
-            if runner.runner._stopping:
+            if runner.runner.stopping:
                 break
             await asyncio.sleep(0.005)
         release.set()

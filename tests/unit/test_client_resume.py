@@ -143,13 +143,3 @@ def test_given_up_as_it_is() -> None:
     wanted.give_up("abort")
     result = wanted.result(latency_s=0)
     assert (result.finish_reason, result.output_ids, result.resumed) == ("abort", (1, 2), 0)
-
-
-def test_parts_without_a_token_are_counted_in_a_row() -> None:
-    wanted = start(max_new_tokens=10)
-    counts = []
-    for ids in ([], [], [1], [], [2]):
-        wanted.next_request()
-        wanted.add(part(ids, ""))
-        counts.append(wanted.empty_parts)
-    assert counts == [1, 2, 0, 1, 0]

@@ -6,11 +6,15 @@ import pytest
 
 torch = pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 
+from agl_slime.engine.requests import Request, Sampling  # noqa: E402
 from agl_slime.engine.sampling import ALL_TOKENS, RowParams, sample  # noqa: E402
 
 
 def rows(*params: tuple[float, float, int]) -> RowParams:
-    return RowParams.of(params)
+    return RowParams.of(
+        Request(rid="", input_ids=[], sampling=Sampling(temperature=temperature, top_p=top_p, top_k=top_k))
+        for temperature, top_p, top_k in params
+    )
 
 
 def test_log_probs_are_of_the_scaled_distribution_before_any_cut() -> None:

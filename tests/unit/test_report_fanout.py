@@ -104,16 +104,13 @@ def test_when_the_only_reporter_fails_the_log_says_so(caplog: pytest.LogCaptureF
 
 
 def test_a_warning_from_a_reporter_is_not_overtaken_by_the_end_of_the_run() -> None:
-    reporters = Reporters()
-
     class Warns(Recorder):
         def handle(self, event: Event) -> None:
             if isinstance(event, IterationFinished):
                 reporters.warn("careful", "key")
 
     recorder, gated = Recorder(), Gated()
-    for reporter in (gated, Warns(), recorder):
-        reporters.add(reporter)
+    reporters = Reporters([gated, Warns(), recorder])
     reporters.handle(iteration(1))
     reporters.handle(RunFinished())  # is in the queue before the first event is through
     gated.gate.set()
@@ -145,7 +142,6 @@ def test_close_gives_up_on_a_reporter_that_hangs_and_later_events_are_ignored() 
     gated = Gated()
     reporters = Reporters([gated])
     reporters.handle(iteration(1))
-    assert not reporters.flush(timeout_s=0.05)
     assert not reporters.close(timeout_s=0.05)
     reporters.handle(iteration(2))
     gated.gate.set()

@@ -72,7 +72,7 @@ def test_the_run_draws_at_most_every_few_iterations_and_for_a_small_share_of_its
     clock = [1000.0]
     monkeypatch.setattr("agl_slime.report.plot.time.monotonic", lambda: clock[0])
     (tmp_path / "metrics.jsonl").touch()
-    plot = RewardPlot(metrics_path=tmp_path / "metrics.jsonl", image_path=tmp_path / "reward.png", every=10)
+    plot = RewardPlot(metrics_path=tmp_path / "metrics.jsonl", image_path=tmp_path / "reward.png")
 
     def after(iteration: int, cost: float = 0.0) -> int:
         monkeypatch.setattr(
@@ -116,9 +116,8 @@ def test_what_was_not_drawn_in_time_is_drawn_by_the_command_that_is_named(
     # fault 33
     pytest.importorskip("matplotlib")
     write_rows(tmp_path / "metrics.jsonl")
-    plot = RewardPlot(
-        metrics_path=tmp_path / "metrics.jsonl", image_path=tmp_path / "reward.png", interrupted_timeout_s=0.01
-    )
+    monkeypatch.setattr("agl_slime.report.plot.INTERRUPTED_TIMEOUT_S", 0.01)
+    plot = RewardPlot(metrics_path=tmp_path / "metrics.jsonl", image_path=tmp_path / "reward.png")
     busy = threading.Event()
     monkeypatch.setattr(plot, "_draw", busy.wait)
     plot.handle(RunFinished(reason="interrupted"))

@@ -113,7 +113,6 @@ class BaseGenerator:
         partial_groups: Iterable[Mapping[str, Any]] | None = None,
         sampling_params: Mapping[str, Any] | None = None,
         buffer_token: str | None = None,
-        seed: int = 0,
     ) -> None:
         url = remote_engine_url.rstrip("/")
         self._engine_url = url if "/v1" in url else f"{url}/v1"
@@ -121,17 +120,13 @@ class BaseGenerator:
         self._buffer_token = buffer_token
         self._concurrency = max(1, num_process)
         self._task_type = task_type
-        self._sampling = {
-            **SAMPLING_PARAMS,
-            **({} if max_tokens is None else {"max_tokens": max_tokens}),
-            **(sampling_params or {}),
-        }
+        limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+        self._sampling = {**SAMPLING_PARAMS, **limit, **(sampling_params or {})}
         self._plan = partial(
             plan,
             num_repeat_per_sample=num_repeat_per_sample,
             skip_instance_ids=skip_instance_ids,
             partial_groups=partial_groups,
-            seed=seed,
         )
 
     def entry(
@@ -182,9 +177,6 @@ class BaseGenerator:
 
 def run_rollout(data: dict[str, Any]) -> None:
     """What the buffer calls with the payload of ``/start_rollout``."""
-    sampling = dict(data.get("sampling_params") or {})
-    if "max_tokens" in data:
-        sampling.setdefault("max_tokens", int(data["max_tokens"]))
     generator = BaseGenerator(
         data["remote_engine_url"],
         data["remote_buffer_url"],
@@ -193,6 +185,7 @@ def run_rollout(data: dict[str, Any]) -> None:
         task_type=data["task_type"],
         skip_instance_ids=data.get("skip_instance_ids"),
         partial_groups=data.get("partial_groups"),
-        sampling_params=sampling,
+        max_tokens=int(data["max_tokens"]) if "max_tokens" in data else None,
+        sampling_params=data.get("sampling_params"),
     )
     generator.entry(data["input_file"], query_single_turn, get_rule_based_math_reward, int(data.get("num_epoch", 1)))

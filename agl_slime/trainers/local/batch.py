@@ -47,12 +47,8 @@ class TrainBatch:
         std_normalization: bool = True,
     ) -> TrainBatch:
         """The batch of ``samples``, flat or nested in groups. A sample without a mask is trained as a whole, one with
-        ``remove_sample`` not at all; advantages are normalised per ``group_index`` with one reward per rollout.
-
-        Args:
-            reward_key: picks the reward where ``Sample.reward`` is a dict.
-            rewards_normalization: subtract the mean of the prompt group; without it the raw rewards are taken.
-            std_normalization: also divide by the standard deviation of the group; slime's ``grpo_std_normalization``.
+        ``remove_sample`` not at all; advantages are normalised per ``group_index`` with one reward per rollout, as
+        the settings of the same names in ``LocalTrainerSettings`` say.
 
         Raises:
             TrainerError: no samples, or one that cannot be trained on; the text names the sample and the field.
