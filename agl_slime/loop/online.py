@@ -211,10 +211,10 @@ class OnlineRLLoop:
 
     def _sound_alarms(self, groups: Sequence[GroupResult]) -> None:
         """Warn of a tool that never fires, and of answers that are all alike and earn less than the best so far."""
-        rewards = [reward for group in groups for reward in group.rewards]
-        self._best_reward = best = max(
-            [*rewards, *([] if self._best_reward is None else [self._best_reward])], default=None
-        )
+        rewards: list[float] = [reward for group in groups for reward in group.rewards]
+        if self._best_reward is not None:
+            rewards.append(self._best_reward)
+        best = self._best_reward = max(rewards) if rewards else None
         short = [group.succeeded for group in groups if best is not None and max(group.rewards, default=best) < best]
         for text in tool_never_fired([member for group in groups for member in group.succeeded]):
             self._emit(events.Warning(text=text, key=text.partition(" was")[0]))
