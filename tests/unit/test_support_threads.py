@@ -12,6 +12,11 @@ from agl_slime.support import threads
 from agl_slime.support.threads import ThreadPool, abandoned_threads, run_in_thread, run_user_code
 
 
+@pytest.fixture(autouse=True)
+def _threads_without_work_end_soon(monkeypatch):
+    monkeypatch.setattr(threads, "_IDLE_S", 0.05)
+
+
 @pytest.fixture
 def gate():
     """An event that hung calls wait for; they end with the test."""
@@ -44,6 +49,7 @@ async def returned(gate: threading.Event) -> None:
     gate.set()
     for thread in [thread for thread in threading.enumerate() if thread.name == "test-abandoned"]:
         await asyncio.to_thread(thread.join, 10)
+        assert not thread.is_alive()
 
 
 async def test_hung_rewards_do_not_stop_the_control_plane(gate):
