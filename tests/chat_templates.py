@@ -106,7 +106,7 @@ ROLE_MARKERS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}"""
 
-# a blank and no marker on either side of an answer's end: the one shape with seams that merges can reach across
+# a blank and no marker on either side of an answer's end: the one shape with boundaries that merges can reach across
 BARE = """\
 {%- for message in messages %}{{- message.role + ': ' + message.content + '\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}"""

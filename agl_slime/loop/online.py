@@ -125,8 +125,8 @@ class OnlineRLLoop:
         return asyncio.run(self.run_async())
 
     async def run_async(self) -> RunResult:
-        """All iterations. Raises ``LoopError`` (or another ``AglSlimeError``) when the run cannot go on. When this ends,
-        the runner has stopped, and every rollout that was enqueued has its end in the ledger, or is ready."""
+        """All iterations. Raises ``LoopError`` (or another ``AglSlimeError``) when the run cannot go on. When this
+        ends, the runner has stopped, and every rollout that was enqueued has its end in the ledger, or is ready."""
         loop = asyncio.get_running_loop()
         settings = self.settings
         self.data_source.listen(

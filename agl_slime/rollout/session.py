@@ -176,9 +176,9 @@ class RolloutSession(Session):
             if not self.turns:
                 raise  # nothing was sampled: the task itself does not fit
             raise self._stopped(StopReason.CONTEXT_OVERFLOW, str(error)) from error
-        seams = context.open_boundaries
+        boundaries = context.open_boundaries
         context.add_answer(prompt_ids, generation)
-        self.stats.open_boundaries += context.open_boundaries - seams
+        self.stats.open_boundaries += context.open_boundaries - boundaries
         base_turn, kept, fork = self._last_turn, context.kept_tokens, context.fork
         prompt = context.prompt_view(len(prompt_ids))
         if base_turn is None and self.turns:  # another conversation of the rollout, which may begin as the first did

@@ -99,7 +99,7 @@ def test_templates_that_only_append_never_fork(template: str, data: st.DataObjec
 @pytest.mark.parametrize("template", [name for name in TEMPLATES if name not in ("bare", "role_markers")])
 @quick
 @given(data=st.data())
-def test_no_merge_can_reach_across_a_seam_where_markers_end_answers(template: str, data: st.DataObject) -> None:
+def test_no_merge_can_reach_across_a_boundary_where_markers_end_answers(template: str, data: st.DataObject) -> None:
     conversation = data.draw(conversations(chat_tokenizer("anthropic", template), template, allowed=_UNEDITED))
     assert conversation.context.open_boundaries == 0
 

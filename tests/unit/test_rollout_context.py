@@ -322,10 +322,10 @@ def test_the_agent_may_begin_the_answer() -> None:
     assert context.messages[-1]["content"] == "The answer is three."
 
 
-# -- seams -----------------------------------------------------------------------------------------------------------
+# -- token boundaries ------------------------------------------------------------------------------------------------
 
 
-def test_a_seam_that_a_merge_might_cross_is_counted() -> None:
+def test_a_token_boundary_that_a_merge_might_cross_is_counted() -> None:
     context, tokenizer = conversation("bare", "qwen")
     answer(context, tokenizer, "Thre", finish="length")
     context.messages[-1]["content"] += "e apples"
