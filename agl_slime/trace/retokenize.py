@@ -20,7 +20,7 @@ class Retokenizer:
     """Turns of one text-only rollout to token ids.
 
     A prompt that begins with the text of an earlier turn (prompt and answer) begins with its ids too, so a conversation
-    that only grows stays one sequence: tokenised as a whole, the pieces at token boundaries could merge differently each time
+    that only grows stays one sequence: tokenised as a whole, pieces at token boundaries could merge anew
     and every turn would fork.
     """
 
