@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ async def run_training(
         model_path = await _model_path(config, parts.agent, described, run.path, console, bool(checkpoints))
         reports.tokenizer = tokenizer = await run_in_thread(load_tokenizer, model_path)
         # while the engine starts, in a process of its own; if the engine fails first, nobody asks
+        _need_torch()
         loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path))
         loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         url, check_engine = await stack.enter_async_context(_engine(config, model_path, console))
@@ -208,10 +210,18 @@ async def _engine(
         await asyncio.shield(run_in_thread(engine.stop))
 
 
-def _make_trainer(config: TrainConfig, model_path: Path) -> Trainer:
+def _need_torch() -> None:
+    """Said before anything is started: the trainer needs it here, an embedded engine in a process of its own."""
     try:
-        from agl_slime.trainers.local.trainer import LocalTrainer
-    except ImportError as error:
-        raise MissingDependencyError('--trainer local needs torch: pip install "agl-slime[local]"') from error
+        found = all(find_spec(name) for name in ("torch", "safetensors"))
+    except ImportError:
+        found = False
+    if not found:
+        raise MissingDependencyError('--trainer local needs torch and safetensors: pip install "agl-slime[local]"')
+
+
+def _make_trainer(config: TrainConfig, model_path: Path) -> Trainer:
+    from agl_slime.trainers.local.trainer import LocalTrainer
+
     settings = replace(config.local, temperature=config.temperature, seed=config.seed)
     return LocalTrainer(model_path=model_path, settings=settings)
