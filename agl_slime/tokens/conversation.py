@@ -274,16 +274,9 @@ class ChatContext:
         n, text = longest_prefix(self._tokenizer, ids, said)
         keep = last.start + n
         fork = None if keep == last.end else ForkReason.BRANCH if n == len(ids) else ForkReason.EDITED_HISTORY
-        added, open_boundary = self._encode_after(said[len(text) :], self._tokens.last(keep))
+        added, gap = self._encode_after(said[len(text) :], self._tokens.last(keep))
         return _Plan(
-            keep,
-            tuple(added),
-            last.place,
-            fork,
-            open_boundary,
-            continues=True,
-            rendering=self._rendering,
-            opening=self._opening,
+            keep, tuple(added), last.place, fork, gap, continues=True, rendering=self._rendering, opening=self._opening
         )
 
     def _forked(self, same: int, *, continues: bool, reason: ForkReason) -> _Plan:
@@ -337,14 +330,14 @@ class ChatContext:
         # the opening apart where that changes nothing: the place before it can be kept when the answer is dropped
         apart = self._template.begins_with_added_token(opening)
         partial = str(self.messages[-1].get("content") or "") if continues else ""
-        place, open_boundaries, added = None, 0, []
+        place, gaps, added = None, 0, []
         for number, piece in enumerate((text, opening, partial) if apart else (text + opening, partial)):
-            ids, open_boundary = self._encode_after(piece, added[-1] if added else self._tokens.last(keep))
+            ids, gap = self._encode_after(piece, added[-1] if added else self._tokens.last(keep))
             added += ids
-            open_boundaries += open_boundary
+            gaps += gap
             if apart and number == 0:
                 place = _Place(len(self.messages) - continues, keep + len(added))
-        return _Plan(keep, tuple(added), place, fork, open_boundaries, continues, rendering, opening)
+        return _Plan(keep, tuple(added), place, fork, gaps, continues, rendering, opening)
 
     def _kind_of_edit(self, same: int) -> ForkReason:
         """Whether something held was changed, or the conversation went back to an earlier point and on from there."""
