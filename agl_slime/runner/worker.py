@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import threading
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,7 @@ class Worker:
             await store.close()
 
 
-class WorkerPool:
+class WorkerPool(ABC):
     """``count`` workers that are replaced when they die; base of the pools, which start, watch and stop them.
 
     Args:
@@ -111,9 +112,9 @@ class WorkerPool:
             raise
         return self
 
+    @abstractmethod
     def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
         """As ``RunnerPool.stop``."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self.start()
@@ -133,15 +134,15 @@ class WorkerPool:
         if self._service is not None:
             self._service.stop()
 
-    def _launch(self, spec: WorkerSpec) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _launch(self, spec: WorkerSpec) -> None: ...
 
-    def _wait_for_the_first(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _wait_for_the_first(self) -> None: ...
 
+    @abstractmethod
     def _watch(self) -> None:
         """Notice what happens to the workers, until there is none or the pool is stopped."""
-        raise NotImplementedError
 
     def _watch_until_stopped(self) -> None:
         try:
