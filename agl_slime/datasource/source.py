@@ -296,9 +296,7 @@ class GroupSource(EndFollower):
                 rollout = await self._store.get_rollout_by_id(rollout_id)
                 if rollout is not None and rollout.status not in FINISHED:
                     await self._store.update_rollout(rollout_id, status="cancelled")
-            except (
-                Exception
-            ) as error:  # it runs to its end and is recognised as late: engine time is at stake, not data
+            except Exception as error:  # it runs to its end and counts as late: engine time is at stake, not data
                 logger.warning("Rollout %s could not be cancelled in the store: %s", rollout_id, error)
 
     async def _run_again(self, requests: list[EnqueueRolloutRequest]) -> None:
