@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime.errors import ConfigError
@@ -123,7 +123,6 @@ def test_opening_without_writing_changes_nothing(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-@settings(deadline=None)  # a disk that others use as well
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=12))
 def test_the_file_always_holds_each_iteration_once_in_order(
     tmp_path_factory: pytest.TempPathFactory, iterations: list[int]
