@@ -65,14 +65,6 @@ class GroupsCollected:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TranscriptsSampled:
-    """Some rollouts of the iteration, in full, for people to read (see ``agl_slime.report.transcripts``)."""
-
-    iteration: int
-    items: Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
 class IterationFinished(_Timed):
     """An iteration is complete; the names of the metrics are those of ``agl_slime.report.metrics``."""
 
@@ -97,8 +89,7 @@ class RunFinished(_Timed):
     reason: str = "finished"
 
 
-_OfAnIteration = PhaseStarted | RolloutFinished | GroupsCollected | TranscriptsSampled | IterationFinished
-Event = RunStarted | _OfAnIteration | Warning | RunFinished
+Event = RunStarted | PhaseStarted | RolloutFinished | GroupsCollected | IterationFinished | Warning | RunFinished
 
 
 class Observer(Protocol):
@@ -112,12 +103,3 @@ class Reporter(Observer, Protocol):
 
     def close(self) -> object:
         """Called once, also without a ``RunFinished`` before it."""
-
-
-@dataclass(frozen=True)
-class Artifact:
-    """A file or directory that a reporter leaves; ``note`` is the sentence to show when it is not there."""
-
-    label: str
-    path: Path
-    note: str = ""

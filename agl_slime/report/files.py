@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -10,11 +9,11 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from enum import Enum
 from pathlib import Path
 from typing import IO, Any
+
+from pydantic_core import to_jsonable_python
 
 from agl_slime.errors import ConfigError
 from agl_slime.support.files import whole_file, write_file
@@ -27,22 +26,13 @@ _SECRET = re.compile(r"(^|[_-])(api_?key|auth_?token|access_?token|bearer|passwo
 def jsonable(value: Any) -> Any:
     """``value`` as what JSON can hold: NaN and infinity become None, scalars of numpy and torch numbers, and what is
     not known text."""
-    if isinstance(value, Enum):
-        return jsonable(value.value)
-    if value is None or isinstance(value, bool | str | int):
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return to_jsonable_python(value, inf_nan_mode="null", bytes_mode="base64", fallback=_plain)
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, AbstractSet):
-        return sorted((jsonable(item) for item in value), key=str)
-    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [jsonable(item) for item in value]
-    scalar: Any = value
-    return jsonable(scalar.item()) if getattr(value, "ndim", None) == 0 else str(value)
+        return dict(value)
+    return value.item() if getattr(value, "ndim", None) == 0 else str(value)
 
 
 def dump(value: Any, indent: int | None = None) -> bytes:

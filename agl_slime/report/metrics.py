@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from agl_slime.report.events import Artifact, Event, IterationFinished, RunFinished
+from agl_slime.report.events import Event, IterationFinished, RunFinished
 from agl_slime.report.files import IterationFile, iter_jsonl, jsonable
 
 REWARD_MEAN = "rollout/reward_mean"  # mean over the rollouts of the iteration, one reward per rollout
@@ -55,7 +55,10 @@ class MetricsWriter:
     ``warn(text, key)`` is told of values that are not finite; they are written as null.
     """
 
+    note = "no iteration was finished"
+
     def __init__(self, path: str | os.PathLike[str], *, warn: Callable[[str, str], None]) -> None:
+        self.path = Path(path)
         self._file = IterationFile(path)
         self._warn = warn
 
@@ -74,17 +77,15 @@ class MetricsWriter:
     def close(self) -> None:
         self._file.close()
 
-    def artifact(self) -> Artifact:
-        return Artifact("metrics", self._file.path, "no iteration was finished")
-
 
 class TensorBoardWriter:
     """One scalar per metric and iteration, through TensorBoard's own writer, which needs neither torch nor TensorFlow.
     It takes 0.3 s to import and is loaded at the first iteration; without it nothing is written."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self._directory = Path(directory)
+        self.path = Path(directory)
         self._installed = find_spec("tensorboard") is not None
+        self.note = "no iteration was finished" if self._installed else _NO_TENSORBOARD
         self._writer: Any = None
 
     def handle(self, event: Event) -> None:
@@ -98,8 +99,8 @@ class TensorBoardWriter:
 
         proto: Any = event_pb2
         if self._writer is None:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._writer = EventFileWriter(str(self._directory))
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._writer = EventFileWriter(str(self.path))
             # a resumed run writes iterations again: from this step on, the points of the interrupted one are discarded
             start = proto.SessionLog(status=proto.SessionLog.START)
             self._writer.add_event(proto.Event(step=event.iteration, wall_time=time.time(), session_log=start))
@@ -113,7 +114,3 @@ class TensorBoardWriter:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-    def artifact(self) -> Artifact:
-        note = "no iteration was finished" if self._installed else _NO_TENSORBOARD
-        return Artifact("tensorboard", self._directory, note)

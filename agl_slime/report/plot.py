@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.report import metrics as m
-from agl_slime.report.events import Artifact, Event, IterationFinished, RunFinished
+from agl_slime.report.events import Event, IterationFinished, RunFinished
 from agl_slime.report.files import RunDir
 from agl_slime.support.files import whole_file
 
@@ -41,14 +41,12 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
     val = [*val, *((iteration + 1, value) for iteration, value in _points(rows, m.VAL_REWARD_MEAN))]
     if not (reward or val):
         return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     diffs = [point for point in _points(rows, m.LOGPROB_DIFF_MAX) if point[1] > 0]
     health = diffs or _points(rows, m.RESPONSE_TOKENS)
     figure = Figure(figsize=(8, 5.2 if health else 3.9), dpi=150, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
     if health:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
         _style(bottom, "max log-prob diff\ntrainer vs engine" if diffs else "tokens per rollout")
@@ -122,12 +120,13 @@ class RewardPlot:
     """Draws at the end and, during the run, at most every 10 iterations and for at most 5 % of the wall time."""
 
     def __init__(self, *, metrics_path: Path, image_path: Path, title: str = "") -> None:
-        self._metrics_path, self._image_path, self._title = metrics_path, image_path, title
+        self.path = image_path
+        self._metrics_path, self._title = metrics_path, title
         self._installed = find_spec("matplotlib") is not None
         self._thread: threading.Thread | None = None
         self._next_at = 0.0
         self._error: Exception | None = None
-        self._note = "no iteration has a reward" if self._installed else NOT_INSTALLED
+        self.note = "no iteration has a reward" if self._installed else NOT_INSTALLED
 
     def handle(self, event: Event) -> None:
         if not self._installed:
@@ -142,15 +141,12 @@ class RewardPlot:
             if not self._drawing():
                 self._start().join(max(deadline - time.monotonic(), 0.0))
             if self._drawing():
-                self._note = f"reward.png was not drawn in time; agl-slime plot {self._image_path.parent} draws it"
+                self.note = f"reward.png was not drawn in time; agl-slime plot {self.path.parent} draws it"
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
         """Nothing to release: a drawing under way is on a daemon thread and replaces the file only when whole."""
-
-    def artifact(self) -> Artifact:
-        return Artifact("reward plot", self._image_path, self._note)
 
     def _drawing(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
@@ -164,9 +160,9 @@ class RewardPlot:
         began = time.monotonic()
         try:
             if self._metrics_path.exists():
-                plot_metrics(self._metrics_path, self._image_path, title=self._title)
+                plot_metrics(self._metrics_path, self.path, title=self._title)
         except Exception as error:  # raised again where events are handled, so that it is reported like any reporter's
             self._error = error
-            self._note = f"reward.png could not be drawn: {error}"
+            self.note = f"reward.png could not be drawn: {error}"
         now = time.monotonic()
         self._next_at = now + (now - began) / MOST_OF_THE_TIME

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 from rich.console import Console
 from typing_extensions import Self
 
 from agl_slime.report.console import ProgressReporter, View
-from agl_slime.report.events import Event, Reporter, RolloutFinished, RunFinished, Warning
+from agl_slime.report.events import Event, Reporter, RolloutFinished, RunFinished, RunStarted, Warning
 from agl_slime.report.files import RunDir
 from agl_slime.report.metrics import MetricsWriter, TensorBoardWriter
 from agl_slime.report.plot import RewardPlot
@@ -34,9 +36,8 @@ class Reporters:
         self._backlog = backlog
         self._left_out = 0
         self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._closed = False
         self._thread = threading.Thread(target=self._work, name="agl-slime-report", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> Self:
         return self
@@ -49,7 +50,7 @@ class Reporters:
         if isinstance(event, RolloutFinished) and self._queue.qsize() >= self._backlog:
             self._left_out += 1
         else:
-            self._put(event)
+            self._queue.put(event)
 
     def warn(self, text: str, key: str) -> None:
         """Report a ``Warning``; one of a reporter's is not overtaken by the end of the run."""
@@ -57,21 +58,13 @@ class Reporters:
         if threading.current_thread() is self._thread:
             self._dispatch(event)
         else:
-            self._put(event)
+            self._queue.put(event)
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Handle what is left, close the reporters; False when that takes longer than ``timeout_s``."""
-        self._put(None)
+        self._queue.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    def _put(self, item: Event | None) -> None:
-        with self._lock:
-            if not self._closed:
-                self._closed = item is None
-                if self._thread.ident is None:
-                    self._thread.start()
-                self._queue.put(item)
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -109,16 +102,33 @@ class Reporters:
 
 
 class StandardReporters(Reporters):
-    """Everything a run directory gets; ``transcripts`` says which iterations it wants."""
+    """Everything a run directory gets; ``transcripts`` begin when they are given a tokenizer. ``began`` is when the run
+    was started (``time.monotonic()``), by default now."""
 
-    def __init__(self, run: RunDir, *, console: Console | None = None, view: View = "auto", title: str = "") -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        console: Console | None = None,
+        view: View = "auto",
+        title: str = "",
+        seed: int = 0,
+        began: float | None = None,
+    ) -> None:
+        self._path = run.path
+        self._began = time.monotonic() if began is None else began
         console = console or Console()
         metrics = MetricsWriter(run.metrics, warn=self.warn)
         tensorboard = TensorBoardWriter(run.tensorboard)
         plot = RewardPlot(metrics_path=run.metrics, image_path=run.plot, title=title)
-        self.transcripts = TranscriptWriter(run.transcripts)
+        self.transcripts = transcripts = TranscriptWriter(run.transcripts, seed=seed)
         progress = ProgressReporter(console=console, view=view)
-        files = (metrics, plot, self.transcripts, tensorboard)
-        summary = SummaryReporter(run.metrics, run.summary, artifacts=files, console=console)
+        outputs = {"metrics": metrics, "reward plot": plot, "transcripts": transcripts, "tensorboard": tensorboard}
+        summary = SummaryReporter(run, outputs=outputs, console=console)
         # the metrics first: nothing of an iteration is lost while others work; the summary last: every file is there
-        super().__init__((metrics, tensorboard, self.transcripts, plot, progress, summary))
+        super().__init__((metrics, tensorboard, transcripts, plot, progress, summary))
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            event = replace(event, output_dir=self._path, at=self._began)
+        super().handle(event)

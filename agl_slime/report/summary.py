@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from agl_slime.report import metrics as m
-from agl_slime.report.console import count_reason, latest_validation, spell_reasons, spell_seconds
+from agl_slime.report.console import count_reason, spell_reasons, spell_seconds
 from agl_slime.report.events import Event, PhaseStarted, RolloutFinished, RunFinished, RunStarted, Warning
-from agl_slime.report.files import dump, iter_jsonl
+from agl_slime.report.files import RunDir, dump, iter_jsonl
 from agl_slime.support.files import write_file
 
 _SUMS = {
@@ -29,38 +30,32 @@ _SUMS = {
     "forks": m.FORKS,
     "retokenized": m.RETOKENIZED,
 }
-_FIGURES = "reward_first reward_last reward_best reward_best_iteration val_first val_last logprob_diff_first"
-_FIGURES += " first_ratio_dev_max weights_version"
 
 
 def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The figures of a run from its iterations; a figure whose metric never came is None."""
-    total: dict[str, Any] = {"iterations": 0, **dict.fromkeys([*_FIGURES.split(), *_SUMS])}
+    rows = list(rows)
 
-    def first(name: str, value: float | None) -> None:
-        if total[name] is None:
-            total[name] = value
+    def values(*keys: str) -> list[float]:
+        return [value for row in rows for key in keys if (value := m.number(row, key)) is not None]
 
-    for row in rows:
-        total["iterations"] += row["iteration"] > 0
-        for name, key in _SUMS.items():
-            if (value := m.number(row, key)) is not None:
-                total[name] = int((total[name] or 0) + value)
-        if (reward := m.number(row, m.REWARD_MEAN)) is not None:
-            first("reward_first", reward)
-            total["reward_last"] = reward
-            if total["reward_best"] is None or reward > total["reward_best"]:
-                total["reward_best"], total["reward_best_iteration"] = reward, row["iteration"]
-        first("val_first", m.number(row, m.VAL_START_REWARD_MEAN))
-        first("val_first", m.number(row, m.VAL_REWARD_MEAN))
-        if (val := latest_validation(row)) is not None:
-            total["val_last"] = val
-        first("logprob_diff_first", m.number(row, m.LOGPROB_DIFF_MAX))
-        if (deviation := m.number(row, m.FIRST_RATIO_DEV_MAX)) is not None:
-            total["first_ratio_dev_max"] = max(deviation, total["first_ratio_dev_max"] or 0.0)
-        if row.get(m.WEIGHTS_VERSION) is not None:
-            total["weights_version"] = row[m.WEIGHTS_VERSION]
-    return total
+    rewards = [(reward, row["iteration"]) for row in rows if (reward := m.number(row, m.REWARD_MEAN)) is not None]
+    best, best_iteration = max(rewards, key=itemgetter(0), default=(None, None))
+    validations = values(m.VAL_START_REWARD_MEAN, m.VAL_REWARD_MEAN)
+    versions = [row[m.WEIGHTS_VERSION] for row in rows if row.get(m.WEIGHTS_VERSION) is not None]
+    return {
+        "iterations": sum(row["iteration"] > 0 for row in rows),
+        "reward_first": rewards[0][0] if rewards else None,
+        "reward_last": rewards[-1][0] if rewards else None,
+        "reward_best": best,
+        "reward_best_iteration": best_iteration,
+        "val_first": next(iter(validations), None),
+        "val_last": validations[-1] if validations else None,
+        "logprob_diff_first": next(iter(values(m.LOGPROB_DIFF_MAX)), None),
+        "first_ratio_dev_max": max(values(m.FIRST_RATIO_DEV_MAX), default=None),
+        "weights_version": versions[-1] if versions else None,
+        **{name: int(sum(counts)) if (counts := values(key)) else None for name, key in _SUMS.items()},
+    }
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -120,13 +115,19 @@ def show(rows: Sequence[tuple[str, str]], console: Console) -> None:
     console.print(table)
 
 
+class Output(Protocol):
+    """A file or directory that a reporter leaves; ``note`` is the sentence to show when it is not there."""
+
+    path: Path
+    note: str
+
+
 class SummaryReporter:
     """Sums the run up when it ends, and says where its files are. Comes last among the reporters, so that it finds what
-    those in ``artifacts`` have left."""
+    those in ``outputs``, by label, have left."""
 
-    def __init__(self, metrics_path: Path, summary_path: Path, *, artifacts: Sequence[Any], console: Console) -> None:
-        self._metrics_path, self._summary_path = metrics_path, summary_path
-        self._artifacts, self._console = artifacts, console
+    def __init__(self, run: RunDir, *, outputs: Mapping[str, Output], console: Console) -> None:
+        self._run, self._outputs, self._console = run, outputs, console
         self._outcomes: dict[str, Counter[str]] = {"train": Counter(), "val": Counter()}
         self._reasons: Counter[str] = Counter()
         self._phase_s: dict[str, float] = {}
@@ -160,22 +161,22 @@ class SummaryReporter:
 
     def _finish(self, event: RunFinished) -> None:
         self._enter("end", event.at)
-        found = [source.artifact() for source in self._artifacts]
-        files = {artifact.label: str(artifact.path) for artifact in found if artifact.path.exists()}
+        files = {label: str(output.path) for label, output in self._outputs.items() if output.path.exists()}
+        metrics = self._run.metrics
         summary: dict[str, Any] = {
             "reason": event.reason,
-            **sum_up(iter_jsonl(self._metrics_path) if self._metrics_path.exists() else ()),
+            **sum_up(iter_jsonl(metrics) if metrics.exists() else ()),
             "outcomes": dict(self._outcomes["train"]),
             "val_outcomes": dict(self._outcomes["val"]),
             "reasons": dict(self._reasons),
             "wall_s": None if self._started_at is None else event.at - self._started_at,
             "phase_s": self._phase_s,
             "warnings": list(self._warnings.values()),
-            "files": {**files, "summary": str(self._summary_path)},
-            "notes": [artifact.note for artifact in found if artifact.label not in files and artifact.note],
+            "files": {**files, "summary": str(self._run.summary)},
+            "notes": [output.note for label, output in self._outputs.items() if label not in files],
             **event.summary,
         }
         try:
-            write_file(self._summary_path, dump(summary, indent=2))
+            write_file(self._run.summary, dump(summary, indent=2))
         finally:
             show(summary_rows(summary), self._console)

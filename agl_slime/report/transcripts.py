@@ -1,10 +1,5 @@
 """Sample transcripts: a few rollouts per iteration in full, as Markdown for people (a file per iteration) and as JSON
-lines for programs.
-
-An item of a ``TranscriptsSampled`` event is a dict: ``rollout_id``,
-``label`` (why it was chosen), ``reward``, and where they are known ``task``, ``messages`` (chat messages), ``samples``
-(see ``describe_sample``), ``rewards``, ``outcome`` and ``reason``.
-"""
+lines for programs."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.errors import TraceError
-from agl_slime.report.events import Artifact, Event, TranscriptsSampled
+from agl_slime.report.events import Event, GroupsCollected
 from agl_slime.report.files import IterationFile, dump, jsonable
 
 if TYPE_CHECKING:
@@ -45,6 +40,21 @@ def choose_rollouts(rewards: Mapping[str, float | None], *, iteration: int, seed
             chosen[random.Random(f"{seed}:{iteration}").choice(others)] = "random"
     chosen.update([(rollout_id, "failed") for rollout_id in rewards if rollout_id not in scored][:1])
     return chosen
+
+
+def describe_rollout(member: Any, label: str, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """An ``agl_slime.groups.results.MemberResult`` for a transcript; ``label`` says why it was chosen."""
+    return {
+        "rollout_id": member.rollout_id,
+        "label": label,
+        "task": member.task,
+        "messages": member.trajectory.messages[:MOST_MESSAGES] if member.trajectory is not None else [],
+        "samples": [describe_sample(sample, decode) for sample in member.samples[:MOST_SAMPLES]],
+        "reward": member.reward,
+        "rewards": member.rewards,
+        "outcome": "succeeded" if member.ok else member.outcome_if_failed.value,
+        "reason": member.failure_message or member.failure or "",
+    }
 
 
 def describe_sample(sample: Sample, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
@@ -79,30 +89,35 @@ def _segment(ids: Sequence[int], trained: bool, decode: Callable[[Sequence[int]]
 
 
 class TranscriptWriter:
-    """Writes ``transcripts.jsonl`` and ``<iteration>.md`` into ``directory``, at most ``most_bytes`` in all.
+    """Writes ``transcripts.jsonl`` and ``<iteration>.md`` into ``directory``, at most ``most_bytes`` in all; nothing
+    before it has a ``tokenizer``.
 
     So that a long run is covered to its end, the iterations that are written grow sparser: every time half of the room
     left is used, the stride between them doubles.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, most_bytes: int = 64 * 2**20) -> None:
-        self._directory = Path(directory)
-        self._jsonl = IterationFile(self._directory / "transcripts.jsonl")
+    note = "no rollout was sampled"
+
+    def __init__(self, directory: str | os.PathLike[str], *, seed: int = 0, most_bytes: int = 64 * 2**20) -> None:
+        self.path = Path(directory)
+        self.tokenizer: Any = None
+        self._seed = seed
+        self._jsonl = IterationFile(self.path / "transcripts.jsonl")
         self._stride = 1
-        self._room = most_bytes - sum(path.stat().st_size for path in self._directory.glob("*"))
+        self._room = most_bytes - sum(path.stat().st_size for path in self.path.glob("*"))
         self._next_halving = self._room // 2
 
-    def wanted(self, iteration: int) -> bool:
-        """Whether transcripts of this iteration will be written."""
-        return self._room > 0 and iteration % self._stride == 0
-
     def handle(self, event: Event) -> None:
-        if not (isinstance(event, TranscriptsSampled) and event.items and self.wanted(event.iteration)):
+        if not isinstance(event, GroupsCollected) or self.tokenizer is None:
             return
-        limits = {"messages": MOST_MESSAGES, "samples": MOST_SAMPLES}
+        if self._room <= 0 or event.iteration % self._stride:
+            return
+        members = {member.rollout_id: member for group in event.groups for member in group.members}
+        rewards = {rollout_id: member.reward for rollout_id, member in members.items()}
+        chosen = choose_rollouts(rewards, iteration=event.iteration, seed=self._seed)
         items = [
-            jsonable({key: value[: limits[key]] if key in limits else value for key, value in item.items()})
-            for item in event.items
+            jsonable(describe_rollout(members[rollout_id], label, self.tokenizer.decode))
+            for rollout_id, label in chosen.items()
         ]
         page = to_markdown(event.iteration, items).encode("utf-8", "backslashreplace")
         records = [_shortened(item) for item in items]
@@ -110,9 +125,9 @@ class TranscriptWriter:
         if size > self._room:  # ask ever more rarely: a smaller one may still fit
             self._stride *= 2
             return
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
         self._jsonl.append(event.iteration, records)
-        (self._directory / f"{event.iteration:05d}.md").write_bytes(page)
+        (self.path / f"{event.iteration:05d}.md").write_bytes(page)
         self._room -= size
         while self._room < self._next_halving:
             self._next_halving //= 2
@@ -120,9 +135,6 @@ class TranscriptWriter:
 
     def close(self) -> None:
         self._jsonl.close()
-
-    def artifact(self) -> Artifact:
-        return Artifact("transcripts", self._directory, "no rollout was sampled")
 
 
 def _shortened(value: Any) -> Any:
@@ -151,19 +163,19 @@ def marked(sample: Mapping[str, Any]) -> str:
 
 def _rollout(item: Mapping[str, Any]) -> str:
     reward = "no reward" if item["reward"] is None else f"reward {item['reward']:g}"
-    lines = [f"## {_inline(item['label'])}: {reward}", "", f"- rollout `{_inline(item['rollout_id'])}`"]
-    if outcome := item.get("outcome"):
-        lines.append(f"- outcome: {_inline(outcome)}" + (f" ({_inline(item['reason'])})" if item.get("reason") else ""))
-    if rewards := item.get("rewards"):
+    reason = f" ({_inline(item['reason'])})" if item["reason"] else ""
+    lines = [f"## {item['label']}: {reward}", "", f"- rollout `{_inline(item['rollout_id'])}`"]
+    lines.append(f"- outcome: {item['outcome']}{reason}")
+    if rewards := item["rewards"]:
         lines.append("- rewards: " + ", ".join(f"{_inline(name)} {value:g}" for name, value in rewards.items()))
     lines.append("")
-    if item.get("task") is not None:
+    if item["task"] is not None:
         lines += ["### Task", "", _fence(_json(item["task"]), "json")]
-    if messages := item.get("messages"):
+    if item["messages"]:
         lines += ["### Conversation", ""]
-        for message in messages:
+        for message in item["messages"]:
             lines += [f"**{_inline(str(message.get('role', '?')))}**", "", _fence(_content(message))]
-    samples = item.get("samples") or ()
+    samples = item["samples"]
     for number, sample in enumerate(samples, start=1):
         which = f"Sample {number} of {len(samples)}" if len(samples) > 1 else "Sample"
         title = f"### {which}: trained tokens between {OPEN} and {CLOSE}"

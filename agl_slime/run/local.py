@@ -21,10 +21,10 @@ from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.policy import MinimumViableGroup, zero_variance
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.settings import LoopState, RunResult
-from agl_slime.report import open_run_dir
+from agl_slime.report import StandardReporters, open_run_dir
 from agl_slime.report.files import IterationFile, RunDir
 from agl_slime.report.metrics import TOKENS_TRAINED
-from agl_slime.run.parts import RunParts, RunReports, load_parts, make_loop, step
+from agl_slime.run.parts import RunParts, load_parts, make_loop, step
 from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.describe import EngineDescription
@@ -70,10 +70,12 @@ async def run_training(
     )
     checkpoints = _checkpoints(config, run) if config.resume else []
     async with AsyncExitStack() as stack:
-        reports = RunReports(run, config, console=console, began=began)
+        reports = StandardReporters(
+            run, console=console, view=config.view, title=config.agent, seed=config.seed, began=began
+        )
         stack.callback(reports.close)
         model_path = await _model_path(config, parts.agent, described, run.path, console, bool(checkpoints))
-        reports.tokenizer = tokenizer = await run_in_thread(load_tokenizer, model_path)
+        reports.transcripts.tokenizer = tokenizer = await run_in_thread(load_tokenizer, model_path)
         # while the engine starts, in a process of its own; if the engine fails first, nobody asks
         _need_torch()
         loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path))

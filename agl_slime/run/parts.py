@@ -1,8 +1,7 @@
-"""What every run is made of, whoever trains: the agent and its tasks, the loop over them, and what is reported."""
+"""What every run is made of, whoever trains: the agent and its tasks, and the loop over them."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,10 +14,6 @@ from agl_slime.errors import ConfigError
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.loop.tasks import Tasks, read_tasks
-from agl_slime.report import StandardReporters
-from agl_slime.report.events import Event, GroupsCollected, RunStarted, TranscriptsSampled
-from agl_slime.report.files import RunDir
-from agl_slime.report.transcripts import choose_rollouts, describe_sample
 from agl_slime.rollout.loading import configure_agent, load_agent
 from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.base import RunnerPlan
@@ -88,48 +83,6 @@ def make_loop(
         runners=replace(plan, settings=runner_settings, store_host=config.store_host),
         **functions,
     )
-
-
-class RunReports(StandardReporters):
-    """The reports of a run in its directory. Once it has a ``tokenizer``, a few rollouts of the iterations that are
-    shown in full are picked for the transcripts."""
-
-    def __init__(self, run: RunDir, config: TrainConfig, *, console: Console, began: float | None = None) -> None:
-        super().__init__(run, console=console, view=config.view, title=config.agent)
-        self._path = run.path
-        self._seed = config.seed
-        self._began = time.monotonic() if began is None else began
-        self.tokenizer: Any = None
-
-    def handle(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            event = replace(event, output_dir=self._path, at=self._began)
-        elif isinstance(event, GroupsCollected):
-            if self.tokenizer is None or not self.transcripts.wanted(event.iteration):
-                return
-            event = self._sample(event)
-        super().handle(event)
-
-    def _sample(self, event: GroupsCollected) -> TranscriptsSampled:
-        members = {member.rollout_id: member for group in event.groups for member in group.members}
-        rewards = {rollout_id: member.reward for rollout_id, member in members.items()}
-        chosen = choose_rollouts(rewards, iteration=event.iteration, seed=self._seed)
-        items = [
-            {
-                "rollout_id": rollout_id,
-                "label": label,
-                "task": member.task,
-                "messages": member.trajectory.messages if member.trajectory is not None else (),
-                "samples": [describe_sample(sample, self.tokenizer.decode) for sample in member.samples],
-                "reward": member.reward,
-                "rewards": member.rewards,
-                "outcome": "succeeded" if member.ok else member.outcome_if_failed.value,
-                "reason": member.failure_message or member.failure or "",
-            }
-            for rollout_id, label in chosen.items()
-            for member in (members[rollout_id],)
-        ]
-        return TranscriptsSampled(iteration=event.iteration, items=items)
 
 
 @contextmanager

@@ -20,9 +20,9 @@ from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.errors import ConfigError
 from agl_slime.groups.policy import CompleteGroup
 from agl_slime.loop.settings import LoopState, RunResult
-from agl_slime.report import open_run_dir
+from agl_slime.report import StandardReporters, open_run_dir
 from agl_slime.report.metrics import TOKENS_TRAINED
-from agl_slime.run.parts import RunParts, RunReports, load_parts, make_loop
+from agl_slime.run.parts import RunParts, load_parts, make_loop
 from agl_slime.run.settings import TrainConfig, flag
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.slime.args import PluginSettings
@@ -76,7 +76,7 @@ async def run_slime_training(
     args = await run_in_thread(parse_slime_args, flags)
     check_slime_args(args, config)
     run = open_run_dir(config.output_dir, agent=config.agent, settings=asdict(config), overwrite=config.overwrite)
-    reports = RunReports(run, config, console=console)
+    reports = StandardReporters(run, console=console, view=config.view, title=config.agent, seed=config.seed)
     host = config.store_host
     if host == TrainConfig.store_host:
         host = os.environ.get("AGL_SLIME_STORE_HOST", host)
@@ -86,7 +86,7 @@ async def run_slime_training(
         service = StoreService(store=store, host=host, token=token)
         await run_in_thread(service.start)
         stack.callback(service.stop)
-        reports.tokenizer = tokenizer = await run_in_thread(load_tokenizer, model_path)
+        reports.transcripts.tokenizer = tokenizer = await run_in_thread(load_tokenizer, model_path)
         # as in the manager's process: slime wants exactly n_samples_per_prompt rollouts in every group
         settings = DataSourceSettings(policy=CompleteGroup(), release=False)
         source = stack.enter_context(GroupSource(store=store, tokenizer=tokenizer, settings=settings))

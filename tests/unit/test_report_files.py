@@ -54,8 +54,8 @@ def test_tensorboard_reads_what_was_written_and_a_resumed_run_replaces_points(tm
 
 def run(directory: RunDir, *, iterations: int = 3, reason: str = "finished", ledger: bool = False) -> str:
     out = io.StringIO()
-    with StandardReporters(directory, console=Console(file=out), view="lines") as reporters:
-        reporters.handle(RunStarted(settings={}, output_dir=directory.path, num_iterations=iterations, at=100.0))
+    with StandardReporters(directory, console=Console(file=out), view="lines", began=100.0) as reporters:
+        reporters.handle(RunStarted(settings={}, num_iterations=iterations))
         for iteration in range(1, iterations + 1):
             began = 100.0 + 10 * iteration
             reporters.handle(PhaseStarted(iteration=iteration, phase="collect", at=began))

@@ -105,9 +105,7 @@ def test_a_missing_matplotlib_is_one_sentence(tmp_path: Path, monkeypatch: pytes
         plot_metrics(tmp_path / "metrics.jsonl", tmp_path / "reward.png")
     plot = RewardPlot(metrics_path=tmp_path / "metrics.jsonl", image_path=tmp_path / "reward.png")
     plot.handle(RunFinished())
-    assert (
-        plot.artifact().note == 'matplotlib is not installed; pip install "agl-slime[local]" draws reward.png as well.'
-    )
+    assert plot.note == 'matplotlib is not installed; pip install "agl-slime[local]" draws reward.png as well.'
 
 
 def test_what_was_not_drawn_in_time_is_drawn_by_the_command_that_is_named(
@@ -122,7 +120,7 @@ def test_what_was_not_drawn_in_time_is_drawn_by_the_command_that_is_named(
     monkeypatch.setattr(plot, "_draw", busy.wait)
     plot.handle(RunFinished(reason="interrupted"))
     busy.set()
-    _, _, command = plot.artifact().note.partition("agl-slime ")
+    _, _, command = plot.note.partition("agl-slime ")
     assert not (tmp_path / "reward.png").exists()
     assert main(command.removesuffix(" draws it").split()) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'reward.png'}\n"

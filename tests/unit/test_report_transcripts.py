@@ -5,14 +5,25 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime.errors import TraceError
-from agl_slime.report.events import TranscriptsSampled
-from agl_slime.report.transcripts import TranscriptWriter, choose_rollouts, describe_sample, marked, to_markdown
+from agl_slime.groups.results import GroupResult, MemberResult
+from agl_slime.report.events import GroupsCollected
+from agl_slime.report.transcripts import (
+    TranscriptWriter,
+    choose_rollouts,
+    describe_rollout,
+    describe_sample,
+    marked,
+    to_markdown,
+)
+from agl_slime.trace.trajectory import Trajectory
 from agl_slime.types import Sample
 
 
@@ -32,8 +43,28 @@ def sample(prompt: str, *parts: tuple[str, int], **fields: object) -> Sample:
     )
 
 
-def item(**fields: object) -> dict[str, object]:
-    return {"rollout_id": "ro-1", "label": "best", "reward": 1.0, **fields}
+def member(
+    rollout_id: str = "ro-1", *, messages: list[dict[str, object]] | None = None, **fields: object
+) -> MemberResult:
+    trajectory = None if messages is None else talk(messages)
+    values: dict[str, Any] = {"reward": 1.0, "trajectory": trajectory, **fields}
+    return MemberResult(rollout_id=rollout_id, group_id="g", **values)
+
+
+def talk(messages: list[dict[str, object]]) -> Trajectory:
+    """A trajectory that is known by its messages only."""
+    return cast(Trajectory, SimpleNamespace(messages=messages))
+
+
+def collected(iteration: int, *members: MemberResult) -> GroupsCollected:
+    group = GroupResult(group_id="g", mode="train", size=len(members), members=members, ready=True)
+    return GroupsCollected(iteration=iteration, groups=[group])
+
+
+def a_writer(path: Path, **settings: Any) -> TranscriptWriter:
+    writer = TranscriptWriter(path, **settings)
+    writer.tokenizer = SimpleNamespace(decode=decode)
+    return writer
 
 
 def test_choice_is_best_worst_random_failed() -> None:
@@ -125,10 +156,10 @@ def test_the_page_can_be_read_whatever_the_model_wrote() -> None:
     page = to_markdown(
         2,
         [
-            item(
-                task={"q": 1},
-                messages=[{"role": "user", "content": text}, {"role": "tool", "content": None}],
-                outcome="trained",
+            describe_rollout(
+                member(task={"q": 1}, messages=[{"role": "user", "content": text}, {"role": "tool", "content": None}]),
+                "best",
+                decode,
             )
         ],
     )
@@ -138,20 +169,24 @@ def test_the_page_can_be_read_whatever_the_model_wrote() -> None:
     assert "\\x1b[2J" in page
     body = page.split(fence.group(0), 1)[1].split(fence.group(1))[0]
     assert "# not a heading" in body
-    assert page.startswith("# Iteration 2\n\n## best: reward 1\n")
+    assert page.startswith("# Iteration 2\n\n## best: reward 1\n\n- rollout `ro-1`\n- outcome: succeeded\n\n### Task\n")
+
+
+def test_a_failed_rollout_says_why() -> None:
+    failed = member(reward=None, failure="timeout", failure_message="no answer\nwithin 5 s", rewards={"style": 0.5})
+    page = to_markdown(1, [describe_rollout(failed, "failed", decode)])
+    assert "## failed: no reward\n\n- rollout `ro-1`\n- outcome: failed (no answer within 5 s)\n" in page
+    assert "- rewards: style 0.5\n" in page
 
 
 def test_files_for_people_and_for_programs(tmp_path: Path) -> None:
-    writer = TranscriptWriter(tmp_path / "t")
-    first = item(
-        samples=[describe_sample(sample("Q", ("A", 1)), decode)],
-        messages=[{"content": "\ud800"}],
-    )
-    writer.handle(TranscriptsSampled(iteration=1, items=[first, item(rollout_id="ro-2", label="worst", reward=None)]))
-    writer.handle(TranscriptsSampled(iteration=2, items=[item()]))
+    writer = a_writer(tmp_path / "t")
+    first = member(samples=(sample("Q", ("A", 1)),), messages=[{"content": "\ud800"}])
+    writer.handle(collected(1, first, member("ro-2", reward=None, failure="timeout")))
+    writer.handle(collected(2, member()))
     writer.close()
-    resumed = TranscriptWriter(tmp_path / "t")
-    resumed.handle(TranscriptsSampled(iteration=2, items=[item(rollout_id="again")]))
+    resumed = a_writer(tmp_path / "t")
+    resumed.handle(collected(2, member("again")))
     resumed.close()
     records = [
         json.loads(line) for line in (tmp_path / "t" / "transcripts.jsonl").read_text(encoding="utf-8").splitlines()
@@ -168,28 +203,30 @@ def test_files_for_people_and_for_programs(tmp_path: Path) -> None:
 
 def test_a_long_run_is_covered_to_its_end_within_the_limit(tmp_path: Path) -> None:
     limit = 200_000
-    writer = TranscriptWriter(tmp_path, most_bytes=limit)
-    asked = 0
+    writer = a_writer(tmp_path, most_bytes=limit)
+    asked: list[object] = []
+    writer.tokenizer = SimpleNamespace(decode=lambda ids: asked.append(ids) or "")
     for iteration in range(1, 5001):
-        if writer.wanted(iteration):
-            writer.handle(TranscriptsSampled(iteration=iteration, items=[item(task="x" * 500)]))
-            asked += 1
+        writer.handle(collected(iteration, member(task="x" * 300, samples=(sample("Q"),))))
     writer.close()
     pages = sorted(int(path.stem) for path in tmp_path.glob("*.md"))
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= limit
     assert pages[:20] == list(range(1, 21))
     assert pages[-1] > 400  # about 150 pages fit
-    assert 100 < len(pages) <= asked < len(pages) + 10
+    assert 100 < len(pages) <= len(asked) < len(pages) + 10
 
 
 def test_one_huge_message_does_not_fill_the_limit(tmp_path: Path) -> None:
-    writer = TranscriptWriter(tmp_path)
-    writer.handle(
-        TranscriptsSampled(
-            iteration=1,
-            items=[item(messages=[{"role": "user", "content": "x" * 5_000_000}], task={"deep": ["y" * 5_000_000]})],
-        )
-    )
+    writer = a_writer(tmp_path)
+    huge = member(messages=[{"role": "user", "content": "x" * 5_000_000}], task={"deep": ["y" * 5_000_000]})
+    writer.handle(collected(1, huge))
     writer.close()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 200_000
     assert "4980000 characters left out" in (tmp_path / "00001.md").read_text(encoding="utf-8")
+
+
+def test_before_there_is_a_tokenizer_nothing_is_written(tmp_path: Path) -> None:
+    writer = TranscriptWriter(tmp_path / "t")
+    writer.handle(collected(1, member()))
+    writer.close()
+    assert not (tmp_path / "t").exists()
