@@ -59,8 +59,8 @@ class _RefusedError(Exception):
 
 
 class GroupPipeline:
-    """The five stages under one set of settings. A stage that ``functions`` does not have under its documented name has
-    its default.
+    """The five stages under one set of settings. A stage that ``functions``, such as the names of a module, does not
+    have under its documented name has its default.
 
     A stage takes its documented arguments, or only the first ones: ``filter_item(item)`` and ``filter_item(item,
     task_type)`` both do. ``is_valid_group`` may answer with one bool for both questions, as the generators in slime's
@@ -68,20 +68,22 @@ class GroupPipeline:
     """
 
     def __init__(
-        self, functions: Mapping[str, Stage] | None = None, *, settings: PipelineSettings, task_type: str = ""
+        self, functions: Mapping[str, Any] | None = None, *, settings: PipelineSettings, task_type: str = ""
     ) -> None:
         self.settings = settings
         self._task_type = task_type
         given = functions or {}
+        own: dict[str, Stage] = {name: stage for name in STAGE_NAMES if callable(stage := given.get(name))}
         marks = {"reward_range": settings.reward_range}
         defaults: dict[str, Stage] = {
+            **vars(stages),
             "filter_item": partial(stages.filter_item, **marks),
             "normalize_group_data": partial(stages.normalize_group_data, **marks),
         }
-        chosen = [_trimmed(given.get(name) or defaults.get(name) or getattr(stages, name)) for name in STAGE_NAMES]
+        chosen = [_trimmed(own.get(name, defaults[name])) for name in STAGE_NAMES]
         self._meta_info, self._is_valid, self._filter, self._normalize, self._pad = chosen
-        self.custom_meta_info = "get_group_data_meta_info" in given
-        self.custom_validity = "is_valid_group" in given
+        self.custom_meta_info = "get_group_data_meta_info" in own
+        self.custom_validity = "is_valid_group" in own
 
     def meta_info(self, items: Iterable[Item]) -> dict[str, Any]:
         """Stage 1 over these items; a custom stage that raises is reported under ``error``, beside the default's."""

@@ -1,11 +1,12 @@
-"""The tables of the buffer's database, and what passes between the store and its callers."""
+"""The tables of the buffer's database, and what is done with whole groups and with runs of generators."""
 
 from __future__ import annotations
 
 import sqlite3
+import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -95,111 +96,107 @@ class StoredGroup:
         return {"instance_id": self.instance_id, "group_id": group_id, "items": self.count}
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What a reader gets: ``size`` processed items as JSON, one piece without brackets per group, and what is told."""
+class Records:
+    """The database of a buffer. Thread-safe; ``clock`` gives seconds since the epoch."""
 
-    size: int
-    groups_json: list[bytes]
-    meta_info: dict[str, Any]
-
-    @property
-    def data(self) -> list[dict[str, Any]]:
-        return orjson.loads(b"[%s]" % b",".join(self.groups_json))
-
-
-class GroupTable:
-    """The groups, and what is done with their items as a whole; inside a transaction of the caller's."""
-
-    def __init__(self, database: Database, ledger: Ledger) -> None:
-        self._database = database
-        self._ledger = ledger
-        with database.transaction() as connection:
+    def __init__(self, *, database: Database | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._database = database or Database()
+        self._clock = clock
+        self.ledger = Ledger(database=self._database)
+        with self._database.transaction() as connection:
             _make_tables(connection)
+            # the wait for missing items starts anew: nobody could write while the buffer was down
+            connection.execute("UPDATE groups SET last_time = ? WHERE delivery_no IS NULL", (clock(),))
             # numbers of groups are names that trainers keep: none is given twice
             used = "(SELECT max(no) AS no FROM groups UNION SELECT max(group_no) FROM finished)"
-            self._next: int = 1 + self.one(f"SELECT coalesce(max(no), 0) FROM {used}")
+            self._next_group: int = 1 + self._one(f"SELECT coalesce(max(no), 0) FROM {used}")
+            self._next_item: int = 1 + self._one("SELECT coalesce(max(no), 0) FROM items")
             connection.execute("INSERT OR IGNORE INTO identity VALUES (1, ?)", (uuid.uuid4().hex[:12],))
-            self._database_id: str = self.one("SELECT name FROM identity")
+            self._database_id: str = self._one("SELECT name FROM identity")
+        self._count_held()
 
-    def one(self, query: str) -> Any:
+    def close(self) -> None:
+        self._database.close()
+
+    def _one(self, query: str) -> Any:
         return self._database.connection.execute(query).fetchone()[0]
 
-    def where(self, condition: str, *values: Any) -> list[StoredGroup]:
+    def _count_held(self) -> None:
+        """Items that were written and not delivered or refused; from here on they are counted as they come and go."""
+        with self._database.reading():
+            self.held_items: int = self._one("SELECT coalesce(sum(count), 0) FROM groups WHERE delivery_no IS NULL")
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def _where(self, condition: str, *values: Any) -> list[StoredGroup]:
         with self._database.reading() as connection:
             rows = connection.execute(f"SELECT {_COLUMNS} FROM groups WHERE {condition}", values)
             return [StoredGroup(*row) for row in rows]
 
-    def accepting(self, keys: Iterable[str]) -> dict[tuple[str, str], StoredGroup]:
-        """The groups that take items of these keys, by task type and key."""
-        asked = list(keys)
-        found: dict[tuple[str, str], StoredGroup] = {}
-        for start in range(0, len(asked), 100):
-            page = asked[start : start + 100]
-            condition = f"key IN ({', '.join('?' * len(page))}) AND accepting AND delivery_no IS NULL"
-            found |= {(group.task, group.key): group for group in self.where(condition, *page)}
-        return found
+    def undecided(self, task: str) -> list[StoredGroup]:
+        """Groups that wait for items or for a reader."""
+        return self._where("task = ? AND delivery_no IS NULL ORDER BY last_time, no", task)
 
-    def new(self, task: str, key: str, instance_json: str) -> StoredGroup:
-        """A group that ``save`` will store."""
-        self._next += 1
-        return StoredGroup(self._next - 1, task, key, instance_json)
+    def _new_group(self, task: str, key: str, instance_json: str) -> StoredGroup:
+        """A group that ``_save`` will store."""
+        self._next_group += 1
+        return StoredGroup(self._next_group - 1, task, key, instance_json)
 
-    def save(self, groups: Iterable[StoredGroup]) -> None:
+    def _save(self, groups: Iterable[StoredGroup]) -> None:
         update = ", ".join(f"{name} = excluded.{name}" for name in _CHANGING)
         tail = f"ON CONFLICT (no) DO UPDATE SET {update}"
         insert_many(self._database.connection, f"groups ({_COLUMNS})", [_values(group) for group in groups], tail)
 
-    def rollouts_of(self, group: StoredGroup) -> list[str]:
+    def _rollouts_of(self, group: StoredGroup) -> list[str]:
         query = "SELECT rollout_id FROM items WHERE group_no = ? ORDER BY no"
         return [row[0] for row in self._database.connection.execute(query, (group.no,))]
 
-    def move_last(self, group: StoredGroup, target: StoredGroup) -> None:
-        """The last items of ``group`` become those of ``target``."""
-        last = "SELECT no FROM items WHERE group_no = ? ORDER BY no DESC LIMIT ?"
-        query = f"UPDATE items SET group_no = ? WHERE no IN ({last})"
-        self._database.connection.execute(query, (target.no, group.no, target.count))
-
-    def drop(self, group: StoredGroup) -> None:
+    def _drop(self, group: StoredGroup) -> None:
         self._database.connection.execute("DELETE FROM items WHERE group_no = ?", (group.no,))
         self._database.connection.execute("DELETE FROM groups WHERE no = ?", (group.no,))
 
-    def close(self, groups: Sequence[StoredGroup], outcome: Outcome, reason: str = "") -> int:
-        """The end of these groups: their items have the outcome, but for those that had one before."""
-        for group in groups:
-            self._ledger.close_many(self.rollouts_of(group), outcome, reason)
-            self.drop(group)
-        return len(groups)
-
-    def name(self, group: StoredGroup) -> str:
+    def _name(self, group: StoredGroup) -> str:
         """What trainers call the group: no other has this name, in this database or another."""
         return f"{self._database_id}:{group.no}"
 
-    def trained(self, groups: Sequence[StoredGroup]) -> int:
-        return self.close(groups, Outcome.TRAINED)
+    def _end(self, groups: Sequence[StoredGroup], outcome: Outcome = Outcome.TRAINED, reason: str = "") -> int:
+        """The end of these groups: their items have the outcome, but for those that had one before."""
+        for group in groups:
+            self.ledger.close_many(self._rollouts_of(group), outcome, reason)
+            self._drop(group)
+        return len(groups)
 
-    def trim(self, keep: int) -> None:
+    # -- deliveries ---------------------------------------------------------------------------------------------------
+
+    def acknowledge(self, task: str, request_ids: Iterable[str]) -> int:
+        """The reader holds the answers to these requests for good: their items count as trained. Returns the number of
+        groups."""
+        named = "task = ? AND request_id IN (SELECT value FROM json_each(?))"
+        with self._database.transaction():
+            asked = orjson.dumps([*request_ids]).decode()
+            return self._end(self._where(f"delivery_no IN (SELECT no FROM deliveries WHERE {named})", task, asked))
+
+    def _trim(self, keep: int) -> None:
         """Deliveries beyond the window can no longer be asked for again."""
         newest = "delivery_no IS NOT NULL ORDER BY delivery_no DESC, no DESC LIMIT -1 OFFSET ?"
-        if self.trained(self.where(newest, keep)):
+        if self._end(self._where(newest, keep)):
             oldest = "SELECT min(delivery_no) FROM groups WHERE delivery_no IS NOT NULL"
             self._database.connection.execute(f"DELETE FROM deliveries WHERE no < coalesce(({oldest}), no + 1)")
 
-    def discard(self, task: str) -> int:
-        """End all groups of a task type; returns how many of their items were not delivered."""
+    def discard(self, task: str) -> None:
+        """Forget all groups of a task type: what was delivered counts as trained, what was not is cancelled."""
         with self._database.transaction() as connection:
-            self.trained(self.where("task = ? AND delivery_no IS NOT NULL", task))
-            waiting = self.where("task = ?", task)
-            self.close(waiting, Outcome.CANCELLED, "replaced")
+            self._end(self._where("task = ? AND delivery_no IS NOT NULL", task))
+            self._end(self._where("task = ?", task), Outcome.CANCELLED, "replaced")
             for table in ("deliveries", "finished"):
                 connection.execute(f"DELETE FROM {table} WHERE task = ?", (task,))
-        return sum(group.count for group in waiting)
+        self._count_held()
 
-    def resume(
-        self, task: str, trained_instances: Iterable[Any], trained_groups: Iterable[str] | None
-    ) -> list[StoredGroup]:
-        """A trainer starts and says what it has trained; what was delivered and it does not name is due again, and
-        returned. ``trained_groups`` are ``buffer_group`` names. A trainer that does not keep those is understood by
+    def resume(self, task: str, trained_instances: Iterable[Any], trained_groups: Iterable[str] | None = None) -> int:
+        """A trainer starts and says what it has trained; what was delivered and it does not name is due again. Returns
+        the number of these groups.
+
+        ``trained_groups`` are ``buffer_group`` names. A trainer that does not keep those is understood by
         ``trained_instances``, each named as often as it was finished, less what it named at its last start and what was
         acknowledged or refused since."""
         trained: list[StoredGroup] = []
@@ -207,17 +204,18 @@ class GroupTable:
         with self._database.transaction() as connection:
             names = None if trained_groups is None else set(trained_groups)
             left = self._trained_since_start(task, trained_instances) if names is None else Counter[str]()
-            for group in self.where("delivery_no IS NOT NULL AND task = ? ORDER BY delivery_no, no", task):
-                known = left[group.instance_json] > 0 if names is None else self.name(group) in names
+            for group in self._where("delivery_no IS NOT NULL AND task = ? ORDER BY delivery_no, no", task):
+                known = left[group.instance_json] > 0 if names is None else self._name(group) in names
                 left[group.instance_json] -= known
                 (trained if known else lost).append(group)
-            self.trained(trained)
+            self._end(trained)
             for group in lost:
-                self._ledger.reopen_many(self.rollouts_of(group))
+                self.ledger.reopen_many(self._rollouts_of(group))
                 connection.execute("UPDATE groups SET delivery_no = NULL, due = 1 WHERE no = ?", (group.no,))
                 connection.execute("DELETE FROM finished WHERE group_no = ?", (group.no,))
             connection.execute("DELETE FROM deliveries WHERE task = ?", (task,))
-        return lost
+        self._count_held()
+        return len(lost)
 
     def _trained_since_start(self, task: str, trained_instances: Iterable[Any]) -> Counter[str]:
         connection = self._database.connection
@@ -229,3 +227,44 @@ class GroupTable:
         query = "SELECT instance_id FROM finished WHERE task = ? AND no > ? AND group_no NOT IN (SELECT no FROM groups)"
         trained.subtract(row[0] for row in connection.execute(query, (task, before)))
         return trained
+
+    # -- runs of generators -------------------------------------------------------------------------------------------
+
+    def start_run(self, task: str, payload: Mapping[str, Any]) -> int:
+        """Record that a generator runs; earlier ones of the task type have been replaced. Returns the run's number."""
+        with self._database.transaction() as connection:
+            connection.execute(
+                "UPDATE runs SET state = 'replaced', ended = ? WHERE task = ? AND state = 'running'",
+                (self._clock(), task),
+            )
+            finished = self._one("SELECT coalesce(max(no), 0) FROM finished")
+            cursor = connection.execute(
+                "INSERT INTO runs (task, payload, finished_before, state, started) VALUES (?, ?, ?, 'running', ?)",
+                (task, orjson.dumps(payload).decode(), finished, self._clock()),
+            )
+            return int(cursor.lastrowid or 0)
+
+    def end_run(self, no: int, state: str, error: str = "") -> None:
+        with self._database.transaction() as connection:
+            connection.execute(
+                "UPDATE runs SET state = ?, error = ?, ended = ? WHERE no = ? AND state = 'running'",
+                (state, error, self._clock(), no),
+            )
+
+    def latest_runs(self) -> dict[str, dict[str, Any]]:
+        """The latest run of each task type, as its row with ``payload`` decoded."""
+        names = ("no", "payload", "state", "error", "started", "ended")
+        latest = "SELECT max(no) FROM runs GROUP BY task"
+        query = f"SELECT task, {', '.join(names)} FROM runs WHERE no IN ({latest})"
+        with self._database.reading() as connection:
+            rows = {row[0]: dict(zip(names, row[1:], strict=True)) for row in connection.execute(query)}
+        return {task: {**row, "payload": orjson.loads(row["payload"])} for task, row in rows.items()}
+
+    def finished_since(self, run_no: int) -> list[Any]:
+        """Instances that were finished since this run was started, each as often as it was."""
+        query = (
+            "SELECT instance_id FROM finished JOIN runs USING (task) "
+            "WHERE runs.no = ? AND finished.no > finished_before ORDER BY finished.no"
+        )
+        with self._database.reading() as connection:
+            return [orjson.loads(row[0]) for row in connection.execute(query, (run_no,))]

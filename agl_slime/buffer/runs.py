@@ -1,4 +1,4 @@
-"""Generators: finding their files, the record of their runs in the database, and their processes.
+"""Generators: finding their files, and their processes.
 
 A file named ``*_generator.py`` in a directory that a person named has ``TASK_TYPE`` and ``run_rollout``.
 
@@ -8,8 +8,6 @@ and the group ends with it, so that no generator is left behind.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import logging
 import os
 import secrets
@@ -23,12 +21,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
-from agl_slime.buffer.pipeline import STAGE_NAMES
-from agl_slime.support.database import Database
+from agl_slime.rollout.by_file import import_file
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +39,16 @@ INTERRUPTED = "interrupted"
 SHIPPED_GENERATORS = Path(__file__).parent / "generators"
 
 
-class Generator(NamedTuple):
-    """A usable generator file and the stages that it brings."""
-
-    path: Path
-    stages: Mapping[str, Any]
-
-
 @dataclass(frozen=True, slots=True)
 class Discovery:
     """What a directory holds: generators by task type, and by file name what is wrong with the others."""
 
-    generators: dict[str, Generator] = field(default_factory=dict)
+    generators: dict[str, ModuleType] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
+
+
+def file_of(generator: ModuleType) -> Path:
+    return Path(str(generator.__file__))
 
 
 def discover_generators(directory: Path) -> Discovery:
@@ -63,7 +57,7 @@ def discover_generators(directory: Path) -> Discovery:
     found = Discovery()
     for path in sorted(directory.glob("*_generator.py")):
         try:
-            module = load_generator(path)
+            module = import_file(path, again=True)
             task_type = getattr(module, "TASK_TYPE", None)
             if not isinstance(task_type, str) or not task_type:
                 raise TypeError(f"TASK_TYPE is {task_type!r}; expected a name")
@@ -73,79 +67,12 @@ def discover_generators(directory: Path) -> Discovery:
             problem = f"cannot be used: {type(error).__name__}: {error}"
         else:
             if task_type not in found.generators:
-                stages = {name: stage for name in STAGE_NAMES if callable(stage := getattr(module, name, None))}
-                found.generators[task_type] = Generator(path, stages)
+                found.generators[task_type] = module
                 continue
-            problem = f"has the task type {task_type!r} of {found.generators[task_type].path.name} and is left out"
+            problem = f"has the task type {task_type!r} of {file_of(found.generators[task_type]).name} and is left out"
         found.problems[path.name] = problem
         logger.warning("The generator %s %s", path, problem)
     return found
-
-
-def load_generator(path: Path) -> ModuleType:
-    """Import a file under a name of its own. Its directory is searched for imports after everything else."""
-    directory = str(path.parent)
-    if directory not in sys.path:
-        sys.path.append(directory)
-    name = f"agl_slime_generator_{path.stem}_{hashlib.blake2b(str(path.resolve()).encode(), digest_size=4).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
-class RunRecords:
-    """The runs of all task types, in the database of an ``ItemStore``."""
-
-    def __init__(self, database: Database, *, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
-
-    def start(self, task: str, payload: Mapping[str, Any]) -> int:
-        """Record that a generator runs; earlier ones of the task type have been replaced. Returns the run's number."""
-        with self._database.transaction() as connection:
-            connection.execute(
-                "UPDATE runs SET state = 'replaced', ended = ? WHERE task = ? AND state = 'running'",
-                (self._clock(), task),
-            )
-            (finished,) = connection.execute("SELECT coalesce(max(no), 0) FROM finished").fetchone()
-            cursor = connection.execute(
-                "INSERT INTO runs (task, payload, finished_before, state, started) VALUES (?, ?, ?, 'running', ?)",
-                (task, orjson.dumps(payload).decode(), finished, self._clock()),
-            )
-            return int(cursor.lastrowid or 0)
-
-    def end(self, no: int, state: str, error: str = "") -> None:
-        with self._database.transaction() as connection:
-            connection.execute(
-                "UPDATE runs SET state = ?, error = ?, ended = ? WHERE no = ? AND state = 'running'",
-                (state, error, self._clock(), no),
-            )
-
-    def latest(self) -> dict[str, dict[str, Any]]:
-        """The latest run of each task type, as its row with ``payload`` decoded."""
-        names = ("no", "payload", "state", "error", "started", "ended")
-        latest = "SELECT max(no) FROM runs GROUP BY task"
-        query = f"SELECT task, {', '.join(names)} FROM runs WHERE no IN ({latest})"
-        with self._database.reading() as connection:
-            rows = {row[0]: dict(zip(names, row[1:], strict=True)) for row in connection.execute(query)}
-        return {task: {**row, "payload": orjson.loads(row["payload"])} for task, row in rows.items()}
-
-    def finished_since(self, no: int) -> list[Any]:
-        """Instances that were finished since this run was started, each as often as it was."""
-        query = (
-            "SELECT instance_id FROM finished JOIN runs USING (task) "
-            "WHERE runs.no = ? AND finished.no > finished_before ORDER BY finished.no"
-        )
-        with self._database.reading() as connection:
-            return [orjson.loads(row[0]) for row in connection.execute(query, (no,))]
 
 
 class GeneratorRun:
@@ -202,11 +129,10 @@ class GeneratorRun:
         with self._lock:
             self._ended_as = self._ended_as or state
             self._stopping.set()
-        self._signal(signal.SIGTERM)
-        self._thread.join(_GRACE_S)
-        if self._thread.is_alive():
-            self._signal(signal.SIGKILL)
-            self._thread.join(_GRACE_S)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._thread.is_alive():
+                self._signal(number)
+                self._thread.join(_GRACE_S)
 
     def _start(self) -> None:
         with tempfile.TemporaryFile() as payload, self._log_path.open("ab") as log:
@@ -286,7 +212,7 @@ def _main() -> None:
     threading.Thread(target=_end_with, args=(buffer,), daemon=True).start()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)  # a generator that reads its input must not take the watch away
-    load_generator(Path(sys.argv[1])).run_rollout(payload)
+    import_file(sys.argv[1]).run_rollout(payload)
 
 
 def _end_with(buffer: Any) -> None:

@@ -89,40 +89,46 @@ async def _write(request: web.Request) -> web.Response:
     task = None if key is None else buffer.task_of_key(key)
     if key is not None and task is None:
         raise BufferRequestError("this path belongs to no run of a generator", status=404)
-    named, written = await _parsed(parse_items, await _body(request))
+    named, written = await _parsed(parse_items, request)
     if task is None:
         task = await buffer.task_for(named)
     new = await buffer.write(task, written)
     # An answer repeats the items, as slime's server does; a client that does not want them says so (RFC 7240).
-    echo = b"" if "return=minimal" in request.headers.get("Prefer", "") else b",".join(item.body for item in written)
-    begin = b'{"success":true,"message":"Data has been successfully written to buffer","data":{"data":['
-    told = b'],"meta_info":"write to buffer","written":%d,"duplicates":%d}}' % (new, len(written) - new)
-    return _json_bytes(b"".join((begin, echo, told)))
+    minimal = "return=minimal" in request.headers.get("Prefer", "")
+    echo = [] if minimal else [orjson.Fragment(item.body) for item in written]
+    data = {"data": echo, "meta_info": "write to buffer", "written": new, "duplicates": len(written) - new}
+    return _json({"success": True, "message": "Data has been successfully written to buffer", "data": data})
 
 
 async def _get_rollout_data(request: web.Request) -> web.Response:
     buffer = request.app[_BUFFER]
-    raw = await _body(request)
-    asked = check(ReadRequest, await _parsed(parse_json, raw) if raw else {})
+    asked = check(ReadRequest, await _parsed(lambda raw: parse_json(raw or b"{}"), request))
     batch = await buffer.read(
         await buffer.task_for(asked.task_type),
         batch_size=asked.batch_size,
         request_id=asked.request_id,
         ack=asked.ack or (),
     )
-    if batch is None or not batch.size:
+    if batch is None or not batch.items_json:
         return _json({"success": False, "message": "No data available to read", "data": {"data": [], "meta_info": {}}})
-    meta_info = orjson.dumps(batch.meta_info, default=repr, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
-    begin = b'{"success":true,"message":"Successfully read %d items","data":{"data":[' % batch.size
-    return _json_bytes(b"".join((begin, b",".join(batch.groups_json), b'],"meta_info":', meta_info, b"}}")))
+    data = {"data": [orjson.Fragment(item) for item in batch.items_json], "meta_info": batch.meta_info}
+    return _json({"success": True, "message": f"Successfully read {len(batch.items_json)} items", "data": data})
 
 
 async def _start_rollout(request: web.Request) -> web.Response:
-    return _json(await request.app[_BUFFER].start_rollout(await _parsed(parse_json, await _body(request))))
+    return _json(await request.app[_BUFFER].start_rollout(await _parsed(parse_json, request)))
 
 
-async def _parsed(parse: Callable[[bytes], T], raw: bytes) -> T:
-    """What the body says; that of a large one is found out in a thread."""
+async def _parsed(parse: Callable[[bytes], T], request: web.Request) -> T:
+    """What the body says; that of a large one is found out in a thread. Ends a connection that does not deliver it."""
+    timeout = request.app[_BUFFER].settings.request_timeout_s
+    give_up = asyncio.get_running_loop().call_later(timeout, _abort, request)  # cheaper than a task for `wait_for`
+    try:
+        raw = await request.read()
+    except web.RequestPayloadError as error:  # a broken encoding, or the other side went away
+        raise BufferRequestError(f"the body could not be read: {error}") from error
+    finally:
+        give_up.cancel()
     return parse(raw) if len(raw) <= _PARSED_AT_ONCE else await run_in_thread(parse, raw)
 
 
@@ -165,28 +171,13 @@ def _gate(settings: BufferSettings) -> Middleware:
     return gate
 
 
-async def _body(request: web.Request) -> bytes:
-    """The whole body, or an end to a connection that does not deliver it."""
-    timeout = request.app[_BUFFER].settings.request_timeout_s
-    give_up = asyncio.get_running_loop().call_later(timeout, _abort, request)  # cheaper than a task for `wait_for`
-    try:
-        return await request.read()
-    except web.RequestPayloadError as error:  # a broken encoding, or the other side went away
-        raise BufferRequestError(f"the body could not be read: {error}") from error
-    finally:
-        give_up.cancel()
-
-
 def _abort(request: web.Request) -> None:
     if request.transport is not None:
         request.transport.abort()
 
 
 def _json(value: Any) -> web.Response:
-    return _json_bytes(orjson.dumps(value))
-
-
-def _json_bytes(body: bytes) -> web.Response:
+    body = orjson.dumps(value, default=repr, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
     return web.Response(body=body, content_type="application/json")
 
 

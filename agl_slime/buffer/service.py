@@ -21,17 +21,9 @@ from typing import Any, TypeVar
 from agl_slime.buffer.batching import Batcher
 from agl_slime.buffer.models import StartRequest, WrittenItem, check
 from agl_slime.buffer.pipeline import GroupPipeline
-from agl_slime.buffer.records import Batch
-from agl_slime.buffer.runs import (
-    INTERRUPTED,
-    SHIPPED_GENERATORS,
-    Discovery,
-    GeneratorRun,
-    RunRecords,
-    discover_generators,
-)
+from agl_slime.buffer.runs import INTERRUPTED, SHIPPED_GENERATORS, Discovery, GeneratorRun, discover_generators, file_of
 from agl_slime.buffer.settings import BufferSettings
-from agl_slime.buffer.store import ItemStore
+from agl_slime.buffer.store import Batch, ItemStore
 from agl_slime.errors import BufferRequestError
 from agl_slime.support.database import Database
 from agl_slime.support.threads import run_in_thread, run_user_code
@@ -66,11 +58,12 @@ class RolloutBuffer:
         self._own_logs = tempfile.TemporaryDirectory(prefix="agl-slime-buffer-") if settings.run_dir is None else None
         self._logs = Path(self._own_logs.name) if self._own_logs else Path(settings.run_dir or ".", "generators")
         path = settings.run_dir / "buffer.sqlite" if settings.run_dir is not None else None
-        database = Database(path=path, exclusive=path is not None)
         self.store = ItemStore(
-            database=database, max_items=settings.max_buffer_size, keep_delivered=settings.delivered_window, clock=clock
+            database=Database(path=path, exclusive=path is not None),
+            max_items=settings.max_buffer_size,
+            keep_delivered=settings.delivered_window,
+            clock=clock,
         )
-        self.runs = RunRecords(database, clock=clock)
         self._writes = Batcher(self._store, most=_MOST_REQUESTS_PER_COMMIT)
         self._url = ""
 
@@ -80,7 +73,7 @@ class RolloutBuffer:
 
     def _prepare(self) -> None:
         self._discover()
-        runs = self.runs.latest()
+        runs = self.store.latest_runs()
         for name in dict.fromkeys([*self.store.stored_tasks(), *runs]):
             if name in runs:
                 request = StartRequest.model_validate(runs[name]["payload"])
@@ -91,14 +84,14 @@ class RolloutBuffer:
     async def start(self, url: str) -> None:
         """Start the generators again that ran before the restart. ``url`` is where generators reach this buffer."""
         self._url = url.rstrip("/")
-        for name, run in (await run_in_thread(self.runs.latest)).items():
+        for name, run in (await run_in_thread(self.store.latest_runs)).items():
             if run["state"] != "running":
                 continue
             if self.settings.resume and name in self._discovery.generators:
                 await run_in_thread(self._launch, self._tasks[name], run["no"], run["payload"])
             else:
                 why = "--no-resume" if not self.settings.resume else f"no generator has the task type {name!r} any more"
-                await run_in_thread(self.runs.end, run["no"], INTERRUPTED, why)
+                await run_in_thread(self.store.end_run, run["no"], INTERRUPTED, why)
 
     async def close(self) -> None:
         """End the generators and the writer; what was written is kept when there is a run directory."""
@@ -182,7 +175,7 @@ class RolloutBuffer:
         else:
             again = self.store.resume(task.name, request.skip_instance_ids or (), request.trained_groups)
         payload.pop("trained_groups", None)
-        run_no = self.runs.start(task.name, payload)
+        run_no = self.store.start_run(task.name, payload)
         self._use_task(task.name, request.group_size, run_no=run_no, fresh=request.fresh)
         self._launch(task, run_no, payload)
         return run_no, again
@@ -191,11 +184,11 @@ class RolloutBuffer:
         def finished(state: str, error: str) -> None:
             # an end of the buffer is none of the run, which is taken up when the buffer starts again
             if state != INTERRUPTED or self.settings.run_dir is None or not self.settings.resume:
-                self.runs.end(run_no, state, error)
+                self.store.end_run(run_no, state, error)
 
         try:
             task.run = GeneratorRun(
-                path=self._discovery.generators[task.name].path,
+                path=file_of(self._discovery.generators[task.name]),
                 payload=partial(self._payload_now, task, run_no, payload),
                 log_path=self._logs / f"{''.join(c if c.isalnum() else '_' for c in task.name)}-{run_no}.log",
                 on_end=finished,
@@ -203,7 +196,7 @@ class RolloutBuffer:
                 restarts=self.settings.generator_restarts,
             )
         except OSError as error:
-            self.runs.end(run_no, "failed", f"the process could not be started: {error}")
+            self.store.end_run(run_no, "failed", f"the process could not be started: {error}")
             message = f"the generator of {task.name!r} could not be started: {error}"
             raise BufferRequestError(message, status=503) from error
 
@@ -215,7 +208,11 @@ class RolloutBuffer:
         return {
             **payload,
             "remote_buffer_url": f"{self._url}/runs/{key}",  # names the task type, and stands for the token
-            "skip_instance_ids": [*(payload.get("skip_instance_ids") or ()), *self.runs.finished_since(run_no), *whole],
+            "skip_instance_ids": [
+                *(payload.get("skip_instance_ids") or ()),
+                *self.store.finished_since(run_no),
+                *whole,
+            ],
             "partial_groups": parts,
         }
 
@@ -236,7 +233,7 @@ class RolloutBuffer:
     def stats(self) -> dict[str, Any]:
         """Everything that is counted, for ``/stats``; waits for the database."""
         counts = self.store.ledger.counts()
-        runs = self.runs.latest()
+        runs = self.store.latest_runs()
         tasks: dict[str, Any] = {}
         for name, task in list(self._tasks.items()):
             run = runs.get(name)
@@ -256,7 +253,7 @@ class RolloutBuffer:
                 "reasons": {": ".join(filter(None, (end.value, why))): n for (end, why), n in counts.reasons.items()},
             },
             "task_types": tasks,
-            "generators": {name: generator.path.name for name, generator in self._discovery.generators.items()},
+            "generators": {name: file_of(generator).name for name, generator in self._discovery.generators.items()},
             "generator_problems": dict(self._discovery.problems),
         }
 
@@ -266,11 +263,8 @@ class RolloutBuffer:
     def _use_task(self, name: str, group_size: int, *, run_no: int | None = None, fresh: bool = False) -> None:
         """Decide the groups of a task type by its generator's stages. The uids of a fresh run are its own."""
         generator = self._discovery.generators.get(name)
-        pipeline = GroupPipeline(
-            generator and generator.stages,
-            settings=replace(self.settings, group_size=group_size),
-            task_type=name,
-        )
+        settings = replace(self.settings, group_size=group_size)
+        pipeline = GroupPipeline(generator and vars(generator), settings=settings, task_type=name)
         scope = None if run_no is None else f"{name}#{run_no}" if fresh else name
         self.store.set_task(name, pipeline, scope=scope)
         task = self._tasks.setdefault(name, _Task(name, group_size))

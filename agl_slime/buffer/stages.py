@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 Item = dict[str, Any]
@@ -26,39 +25,17 @@ PADDING_SHARES = "padding_shares"
 _EPSILON = 1e-8
 
 
-@dataclass(slots=True)
-class Figures:
-    """Counts and rewards of items as they come; ``keys`` are those of their groups."""
-
-    items: int = 0
-    rewards: int = 0
-    reward_sum: float = 0.0
-    keys: set[Any] = field(default_factory=set)
-
-    def add(self, key: Any, reward: float | None) -> None:
-        self.items += 1
-        self.keys.add(key)
-        self.rewards += reward is not None
-        self.reward_sum += reward or 0.0
-
-    def told(self) -> dict[str, Any]:
-        """As meta information in slime's names."""
-        return {
-            "total_samples": self.items,
-            "num_groups": len(self.keys),
-            "avg_group_size": self.items / len(self.keys) if self.keys else 0,
-            "avg_reward": self.reward_sum / self.rewards if self.rewards else 0,
-        }
-
-
 def get_group_data_meta_info(temp_data: Mapping[Any, Iterable[Item]]) -> dict[str, Any]:
-    """Counts and the mean reward of all items, fit for training or not. Rewards that are no finite numbers count as
-    items but not in the mean."""
-    figures = Figures()
-    for key, items in temp_data.items():
-        for item in items:
-            figures.add(key, numeric_reward(item))
-    return figures.told()
+    """Counts and the mean reward of all items, fit for training or not, by group. Rewards that are no finite numbers
+    count as items but not in the mean."""
+    items = [item for group in temp_data.values() for item in group]
+    rewards = [reward for item in items if (reward := numeric_reward(item)) is not None]
+    return {
+        "total_samples": len(items),
+        "num_groups": len(temp_data),
+        "avg_group_size": len(items) / len(temp_data) if temp_data else 0,
+        "avg_reward": sum(rewards) / len(rewards) if rewards else 0,
+    }
 
 
 def is_valid_group(group: Group, min_valid_group_size: int, task_type: str = "") -> tuple[bool, bool]:

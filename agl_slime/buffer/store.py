@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from agl_slime.buffer.models import WrittenItem
 from agl_slime.buffer.pipeline import REASON_STAGE_ERROR, FinishedGroup, GroupPipeline
-from agl_slime.buffer.records import Batch, GroupTable, StoredGroup, insert_many
-from agl_slime.buffer.stages import BUFFER_GROUP, Figures
+from agl_slime.buffer.records import Records, StoredGroup, insert_many
+from agl_slime.buffer.stages import BUFFER_GROUP
 from agl_slime.errors import BufferRequestError
-from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
 
@@ -37,28 +36,37 @@ class _Task:
 
     pipeline: GroupPipeline
     scope: str
-    figures: Figures = field(default_factory=Figures)  # of what came since the last batch, for stage 1
-    item_numbers: list[int] = field(default_factory=list)
+    arrived: list[tuple[int, str, float | None]] = field(default_factory=list)
+    """Of what came since the last batch, for stage 1: number of the item, key of its group, reward."""
     finished_since: list[Any] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     last_refusal: str = ""
     groups_delivered: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Decision:
-    """A group that is done, and the JSON of its items without the brackets."""
+class _Decision(NamedTuple):
+    """A group that is done, and the JSON of each of its items."""
 
     group: StoredGroup
     finished: FinishedGroup
-    json: bytes
+    items_json: list[bytes]
 
 
-class ItemStore:
-    """Items, groups and deliveries. Thread-safe; ``clock`` gives seconds since the epoch.
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a reader gets: the JSON of each processed item, and what is told about them."""
 
-    ``read`` must not run twice at the same time for one task type; the caller sees to that.
-    """
+    items_json: list[bytes]
+    meta_info: dict[str, Any]
+
+    @property
+    def data(self) -> list[dict[str, Any]]:
+        return [orjson.loads(item) for item in self.items_json]
+
+
+class ItemStore(Records):
+    """Items, groups and deliveries. ``read`` must not run twice at the same time for one task type; the caller sees to
+    that."""
 
     def __init__(
         self,
@@ -68,21 +76,10 @@ class ItemStore:
         keep_delivered: int = 4096,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._database = database or Database()
-        self._clock = clock
+        super().__init__(database=database, clock=clock)
         self._max_items = max_items
         self._keep = keep_delivered
-        self.ledger = Ledger(database=self._database)
-        self._groups = GroupTable(self._database, self.ledger)
         self._tasks: dict[str, _Task] = {}
-        with self._database.transaction() as connection:
-            # the wait for missing items starts anew: nobody could write while the buffer was down
-            connection.execute("UPDATE groups SET last_time = ? WHERE delivery_no IS NULL", (clock(),))
-            self._next_item: int = 1 + self._groups.one("SELECT coalesce(max(no), 0) FROM items")
-            self._held: int = self._groups.one("SELECT coalesce(sum(count), 0) FROM groups WHERE delivery_no IS NULL")
-
-    def close(self) -> None:
-        self._database.close()
 
     def set_task(self, task: str, pipeline: GroupPipeline, *, scope: str | None = None) -> None:
         """Decide the groups of a task type with this pipeline from now on; those that wait are looked at again."""
@@ -116,9 +113,8 @@ class ItemStore:
                 results = [self._accept(task, items, known, fresh) for task, items in requests]
                 self._insert(fresh)
             for number, (task, item) in enumerate(fresh.values(), self._next_item):
-                self._tasks[task].figures.add(item.key, item.reward)
-                self._tasks[task].item_numbers.append(number)
-            self._held += len(fresh)
+                self._tasks[task].arrived.append((number, item.key, item.reward))
+            self.held_items += len(fresh)
             self._next_item += len(fresh)
             return results
 
@@ -142,7 +138,7 @@ class ItemStore:
             if (twin is None and known[rollout_id] != item.key) or (body is not None and not _same(body, item.body)):
                 message = f"uid {item.uid!r} is taken by an item with other content; a uid names one item"
                 return BufferRequestError(message, status=409)
-        held = self._held + len(fresh)
+        held = self.held_items + len(fresh)
         if held + len(new) > self._max_items:
             message = f"the buffer holds {held} of at most {self._max_items} items; write again later"
             return BufferRequestError(message, status=503)
@@ -156,22 +152,22 @@ class ItemStore:
 
     def _insert(self, fresh: Mapping[str, tuple[str, WrittenItem]]) -> None:
         self.ledger.open_many([(rollout_id, item.key) for rollout_id, (_, item) in fresh.items()])
-        open_groups = self._groups.accepting({item.key for _, item in fresh.values()})
+        keys = orjson.dumps([*{item.key for _, item in fresh.values()}]).decode()
+        accepting = "key IN (SELECT value FROM json_each(?)) AND accepting AND delivery_no IS NULL"
+        open_groups = {(group.task, group.key): group for group in self._where(accepting, keys)}
         touched: dict[int, StoredGroup] = {}
         rows: list[tuple[Any, ...]] = []
         now = self._clock()
         for number, (rollout_id, (task, item)) in enumerate(fresh.items(), self._next_item):
             group = open_groups.get((task, item.key))
-            if group is None:
+            if group is None or not group.accepting:
                 instance = orjson.dumps(item.instance_id).decode()
-                group = open_groups[task, item.key] = self._groups.new(task, item.key, instance)
+                group = open_groups[task, item.key] = self._new_group(task, item.key, instance)
             group.count += 1
             self._touch(group, now)
-            if not group.accepting:
-                del open_groups[task, item.key]
             touched[group.no] = group
             rows.append((number, group.no, rollout_id, now, item.body))
-        self._groups.save(touched.values())
+        self._save(touched.values())
         insert_many(self._database.connection, "items (no, group_no, rollout_id, time, body)", rows)
 
     def read(
@@ -216,13 +212,24 @@ class ItemStore:
                     connection.execute("UPDATE groups SET due = 0 WHERE no = ? AND count = ?", (group.no, group.count))
         return self._deliver(task, known, list(decided.values()), request_id) if decided else None
 
+    def _repeat(self, task: str, request_id: str) -> Batch | None:
+        query = "SELECT no, meta_info FROM deliveries WHERE task = ? AND request_id = ?"
+        with self._database.reading() as connection:
+            row = connection.execute(query, (task, request_id)).fetchone()
+            if row is None:
+                return None
+            groups = self._where("delivery_no = ? ORDER BY no", row[0])
+        # the stages are pure: what they said then they say again
+        decided = filter(None, (self._decide(self._tasks[task].pipeline, group) for group in groups))
+        return Batch([item for decision in decided for item in decision.items_json], orjson.loads(row[1]))
+
     def _candidates(self, task: str, pipeline: GroupPipeline) -> Iterator[StoredGroup]:
         """Groups that may be finished, longest without an item first, a page at a time: others write meanwhile."""
         late = self._clock() - pipeline.settings.group_timeout_seconds
         for which in ("delivery_no IS NULL AND last_time < ?", "due AND last_time >= ?"):
             last = (0.0, 0)
             where = f"task = ? AND {which} AND (last_time, no) > (?, ?) ORDER BY last_time, no LIMIT {_PAGE}"
-            while page := self._groups.where(where, task, late, *last):
+            while page := self._where(where, task, late, *last):
                 yield from page
                 last = page[-1].last_time, page[-1].no
 
@@ -233,52 +240,51 @@ class ItemStore:
         finished = pipeline.finish(group.instance_id, items, idle_s=self._clock() - group.last_time)
         if finished is None:
             return None
+        told = {BUFFER_GROUP: self._name(group)}
+        numpy = orjson.OPT_SERIALIZE_NUMPY
         try:
-            told = {BUFFER_GROUP: self._groups.name(group)}
-            data = orjson.dumps(
-                [{"extra_info": {}, **item, **told} for item in finished.data], option=orjson.OPT_SERIALIZE_NUMPY
-            )[1:-1]
+            done = [orjson.dumps({"extra_info": {}, **item, **told}, option=numpy) for item in finished.data]
         except TypeError as error:  # a stage put something into an item that JSON has no form for
-            finished, data = FinishedGroup.refused(len(items), REASON_STAGE_ERROR, str(error)), b""
-        return _Decision(group, finished, data)
+            return _Decision(group, FinishedGroup.refused(len(items), REASON_STAGE_ERROR, str(error)), [])
+        return _Decision(group, finished, done)
 
     def _deliver(self, task: str, known: _Task, decided: Sequence[_Decision], request_id: str | None) -> Batch | None:
-        size = sum(len(decision.finished.data) for decision in decided)
-        told = self._meta_info(known) if size else {}
+        items_json = [item for decision in decided for item in decision.items_json]
+        told = self._meta_info(known) if items_json else {}
         with self._database.reading():
             finished_ids = known.finished_since + [decision.group.instance_id for decision in decided]
             meta_info = {**told, "finished_groups": finished_ids}
             with self.ledger.batch(), self._database.transaction() as connection:
                 delivery_no = None
-                if size:
+                if items_json:
                     meta_json = orjson.dumps(meta_info, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
                     delivery_no = connection.execute(
                         "INSERT INTO deliveries (task, request_id, meta_info, time) VALUES (?, ?, ?, ?)",
                         (task, request_id, meta_json, self._clock()),
                     ).lastrowid
-                for decision in decided:
-                    self._finalize(decision, delivery_no)
-                self._groups.trim(self._keep)
-            self._held -= sum(len(decision.finished.item_reasons) for decision in decided)
-            for finished in (decision.finished for decision in decided):
+                for group, finished, _ in decided:
+                    self._finalize(group, finished, delivery_no)
+                self._trim(self._keep)
+            for _, finished, _ in decided:
+                self.held_items -= len(finished.item_reasons)
                 if finished.valid:
                     known.groups_delivered += 1
                 else:
                     known.refused[finished.reason] += 1
                     known.last_refusal = f"{finished.reason}: {finished.detail}"
-            known.finished_since = [] if size else finished_ids  # told with the next batch that has data
-        return Batch(size, [decision.json for decision in decided if decision.json], meta_info) if size else None
+            known.finished_since = [] if items_json else finished_ids  # told with the next batch that has data
+        return Batch(items_json, meta_info) if items_json else None
 
-    def _finalize(self, decision: _Decision, delivery_no: int | None) -> None:
+    def _finalize(self, group: StoredGroup, finished: FinishedGroup, delivery_no: int | None) -> None:
         connection = self._database.connection
-        group, finished = decision.group, decision.finished
-        rows = self._groups.rollouts_of(group)
+        rows = self._rollouts_of(group)
         late = len(rows) - len(finished.item_reasons)
         if late:  # items that came while the group was decided begin another one
-            rest = replace(self._groups.new(group.task, group.key, group.instance_json), count=late)
+            rest = replace(self._new_group(group.task, group.key, group.instance_json), count=late)
             self._touch(rest, self._clock())
-            self._groups.save([rest])
-            self._groups.move_last(group, rest)
+            self._save([rest])
+            last = "SELECT no FROM items WHERE group_no = ? ORDER BY no DESC LIMIT ?"
+            connection.execute(f"UPDATE items SET group_no = ? WHERE no IN ({last})", (rest.no, group.no, late))
         connection.execute(
             "INSERT INTO finished (task, instance_id, group_no) VALUES (?, ?, ?)",
             (group.task, group.instance_json, group.no),
@@ -296,58 +302,18 @@ class ItemStore:
             query = "UPDATE groups SET delivery_no = ?, count = ?, accepting = 0, due = 0 WHERE no = ?"
             connection.execute(query, (delivery_no, len(finished.item_reasons), group.no))
         else:
-            self._groups.drop(group)
+            self._drop(group)
 
     def _meta_info(self, known: _Task) -> dict[str, Any]:
-        """Stage 1 over what came since the last batch. The default's figures are kept as running sums; a function of
+        """Stage 1 over what came since the last batch. The default needs no more than keys and rewards; a function of
         somebody else's sees the items."""
         with self._database.reading() as connection:
-            figures, known.figures = known.figures, Figures()
-            numbers, known.item_numbers = known.item_numbers, []
+            arrived, known.arrived = known.arrived, []
             if not known.pipeline.custom_meta_info:
-                return figures.told()
+                return known.pipeline.meta_info({"instance_id": key, "reward": reward} for _, key, reward in arrived)
             query = "SELECT body FROM items WHERE no = ?"
-            rows = [connection.execute(query, (number,)).fetchone() for number in numbers]
+            rows = [connection.execute(query, (number,)).fetchone() for number, _, _ in arrived]
         return known.pipeline.meta_info([orjson.loads(row[0]) for row in rows if row is not None])
-
-    def acknowledge(self, task: str, request_ids: Iterable[str]) -> int:
-        """The reader holds the answers to these requests for good: their items count as trained. Returns the number of
-        groups."""
-        query = "delivery_no IN (SELECT no FROM deliveries WHERE task = ? AND request_id = ?)"
-        with self._database.transaction():
-            return sum(self._groups.trained(self._groups.where(query, task, request)) for request in request_ids)
-
-    def resume(self, task: str, trained_instances: Iterable[Any], trained_groups: Iterable[str] | None = None) -> int:
-        with self._database.reading():
-            lost = self._groups.resume(task, trained_instances, trained_groups)
-            self._held += sum(group.count for group in lost)
-            return len(lost)
-
-    def discard(self, task: str) -> None:
-        """Forget all groups of a task type: what was delivered counts as trained, what was not is cancelled."""
-        with self._database.reading():
-            self._held -= self._groups.discard(task)
-
-    def _repeat(self, task: str, request_id: str) -> Batch | None:
-        query = "SELECT no, meta_info FROM deliveries WHERE task = ? AND request_id = ?"
-        with self._database.reading() as connection:
-            row = connection.execute(query, (task, request_id)).fetchone()
-            if row is None:
-                return None
-            groups = self._groups.where("delivery_no = ? ORDER BY no", row[0])
-        # the stages are pure: what they said then they say again
-        decided = list(filter(None, (self._decide(self._tasks[task].pipeline, group) for group in groups)))
-        size = sum(len(decision.finished.data) for decision in decided)
-        return Batch(size, [decision.json for decision in decided if decision.json], orjson.loads(row[1]))
-
-    @property
-    def held_items(self) -> int:
-        """Items that were written and not delivered or refused."""
-        return self._held
-
-    def undecided(self, task: str) -> list[StoredGroup]:
-        """Groups that wait for items or for a reader."""
-        return self._groups.where("task = ? AND delivery_no IS NULL ORDER BY last_time, no", task)
 
     def describe(self, task: str) -> dict[str, Any]:
         """The task type's figures for ``/stats``."""

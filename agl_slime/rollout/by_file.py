@@ -21,14 +21,17 @@ from agl_slime.errors import ConfigError
 __path__: list[str] = []  # a package without a directory: its modules are found below
 
 
-def import_file(path: str | Path) -> ModuleType:
-    """The module in the file, run when it is imported first. What stands beside the file can be imported by it, unless
-    something of that name is installed. Raises what the file raises, and ``ConfigError``."""
+def import_file(path: str | Path, *, again: bool = False) -> ModuleType:
+    """The module in the file, run when it is imported first, or ``again``. What stands beside the file can be imported
+    by it, unless something of that name is installed. Raises what the file raises, and ``ConfigError``."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise ConfigError(f"there is no file {path}")
     stem = re.sub(r"\W", "_", file.stem)
-    return importlib.import_module(f"{__name__}.{stem}_{str(file).encode().hex()}")
+    name = f"{__name__}.{stem}_{str(file).encode().hex()}"
+    if again:
+        sys.modules.pop(name, None)
+    return importlib.import_module(name)
 
 
 class _Finder(MetaPathFinder):

@@ -15,9 +15,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from agl_slime.buffer.models import parse_items
 from agl_slime.buffer.pipeline import GroupPipeline
-from agl_slime.buffer.records import Batch
 from agl_slime.buffer.settings import PipelineSettings
-from agl_slime.buffer.store import ItemStore
+from agl_slime.buffer.store import Batch, ItemStore
 from agl_slime.errors import BufferRequestError
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database

@@ -11,10 +11,8 @@ import pytest
 
 from agl_slime.buffer.models import parse_items
 from agl_slime.buffer.pipeline import GroupPipeline
-from agl_slime.buffer.records import Batch
-from agl_slime.buffer.runs import RunRecords
 from agl_slime.buffer.settings import PipelineSettings
-from agl_slime.buffer.store import ItemStore
+from agl_slime.buffer.store import Batch, ItemStore
 from agl_slime.errors import BufferRequestError
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
@@ -225,7 +223,7 @@ def test_everything_is_there_after_a_restart(tmp_path):
 def test_a_resumed_trainer_gets_what_it_lost_and_nothing_else(tmp_path, by_name):
     path = tmp_path / "buffer.sqlite"
     store = open_store(path)
-    runs_of(store).start("math", {"skip_instance_ids": ["a"]})  # "a" was trained before the restart
+    store.start_run("math", {"skip_instance_ids": ["a"]})  # "a" was trained before the restart
     write(store, *(item(f"{i}{n}", i) for i in "abc" for n in range(2)))
     first = store.read("math", max_groups=1)
     rest = store.read("math")
@@ -338,21 +336,16 @@ def test_a_changed_group_size_applies_to_what_waits():
     assert uids(store.read("math")) == ["1", "2"]
 
 
-def runs_of(store: ItemStore) -> RunRecords:
-    return RunRecords(store._database)
-
-
 def test_runs_remember_where_they_began():
     store = open_store()
-    runs = runs_of(store)
-    run = runs.start("math", {"input_file": "x", "skip_instance_ids": []})
+    run = store.start_run("math", {"input_file": "x", "skip_instance_ids": []})
     write(store, item("1"), item("2"))
     store.read("math")
-    assert runs.finished_since(run) == ["a"]
-    runs.end(run, "failed", "ValueError: no")
-    assert runs.latest()["math"]["state"] == "failed"
-    runs.end(run, "finished")
-    assert runs.latest()["math"]["error"] == "ValueError: no"
+    assert store.finished_since(run) == ["a"]
+    store.end_run(run, "failed", "ValueError: no")
+    assert store.latest_runs()["math"]["state"] == "failed"
+    store.end_run(run, "finished")
+    assert store.latest_runs()["math"]["error"] == "ValueError: no"
 
 
 def test_names_of_groups_are_never_given_twice(tmp_path):
