@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from typing_extensions import Self
 
 from agl_slime.errors import ConfigError
 
@@ -41,27 +44,31 @@ class RunnerPlan:
         return self.kind if self.kind == "inproc" else f"{self.kind}:{self.count}"
 
 
-class RunnerPool(Protocol):
-    """Runners that execute the rollouts of one store."""
+class RunnerPool(ABC):
+    """Runners that execute the rollouts of one store; a context manager that leaves nothing running."""
 
-    def start(self) -> Any:
+    failure: BaseException | None = None
+    """Why no rollouts are executed any more, when ``stop`` is not the reason."""
+
+    @abstractmethod
+    def start(self) -> Self:
         """Returns when rollouts can be executed, after seconds where processes start. Raises ``LoopError`` or
         ``ConfigError``."""
-        ...
 
+    @abstractmethod
     def wake(self) -> None:
         """Look at the queue now."""
-        ...
 
-    @property
-    def failure(self) -> BaseException | None:
-        """Why no rollouts are executed any more, when ``stop`` is not the reason."""
-        ...
-
+    @abstractmethod
     def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
-        """End all runners, with what is in flight cancelled or finished; nothing is left running. ``False`` when force
-        was needed."""
-        ...
+        """End all runners, with what is in flight cancelled or finished; nothing is left running. ``False`` when it was
+        not enough to ask: workers are ended by force, a thread stays whose agent blocks its event loop."""
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
 
 
 def make_runners(

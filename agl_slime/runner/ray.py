@@ -8,43 +8,24 @@ from __future__ import annotations
 
 import importlib
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
-from agl_slime.runner.worker import Worker, WorkerPool, WorkerSpec
+from agl_slime.runner.worker import Command, Worker, WorkerPool, WorkerSpec
 from agl_slime.support.net import is_loopback
-
-logger = logging.getLogger(__name__)
-
-_START_TIMEOUT_S = 180.0
-_LOOK_S = 0.5
 
 
 class RunnerActor:
-    """What runs in an actor; its methods are coroutines, so that ``stop`` is heard while ``run`` runs."""
+    """What runs in an actor; its methods are coroutines, so that commands are heard while ``run`` runs."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._worker = Worker(spec)
 
-    async def ready(self) -> bool:
-        return True
-
     async def run(self) -> None:
         await self._worker.run()
 
-    async def wake(self) -> None:
-        self._worker.runner.wake()
-
-    async def stop(self, cancel: bool) -> None:
-        self._worker.runner.stop(cancel=cancel)
-
-
-@dataclass(slots=True)
-class _Actor:
-    name: str
-    handle: Any
-    running: Any
+    async def obey(self, command: Command) -> None:
+        self._worker.obey(command)
 
 
 class RayPool(WorkerPool):
@@ -61,40 +42,7 @@ class RayPool(WorkerPool):
             raise MissingDependencyError(
                 'runners on Ray need Ray: pip install "ray>=2.40", or use --runners process:N'
             ) from error
-        self._actors: dict[str, _Actor] = {}
         self._own_ray = False
-
-    def wake(self) -> None:
-        for actor in self._all():
-            actor.handle.wake.remote()
-
-    def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
-        self._stopping.set()
-        if self._watcher is not None:
-            self._watcher.join()
-            self._watcher = None
-        actors = self._all()
-        with self._changed:
-            self._actors.clear()
-        for actor in actors:
-            actor.handle.stop.remote(cancel)
-        unfinished: list[Any] = [actor.running for actor in actors]
-        if actors:
-            _, unfinished = self._ray.wait(unfinished, num_returns=len(actors), timeout=max(timeout_s, 0.001))
-        for actor in actors:
-            self._ray.kill(actor.handle)
-            self._bury(actor.name, "the pool was stopped")
-        self._close()
-        if self._own_ray:
-            self._own_ray = False
-            self._ray.shutdown()
-        if unfinished:
-            logger.warning("%d of %d runner actors had to be ended.", len(unfinished), len(actors))
-        return not unfinished
-
-    def _all(self) -> list[_Actor]:
-        with self._changed:
-            return list(self._actors.values())
 
     def _open(self) -> None:
         if not self._ray.is_initialized():
@@ -108,39 +56,33 @@ class RayPool(WorkerPool):
             )
         super()._open()
 
-    def _launch(self, spec: WorkerSpec) -> None:
-        handle = self._ray.remote(num_cpus=1, max_restarts=0)(RunnerActor).remote(spec)
-        with self._changed:
-            self._actors[spec.name] = _Actor(spec.name, handle, handle.run.remote())
+    def _close(self) -> None:
+        super()._close()
+        if self._own_ray:
+            self._own_ray = False
+            self._ray.shutdown()
 
-    def _wait_for_the_first(self) -> None:
-        ready, _ = self._ray.wait(
-            [actor.handle.ready.remote() for actor in self._all()], num_returns=1, timeout=_START_TIMEOUT_S
-        )
-        if not ready:
-            free = self._ray.available_resources().get("CPU", 0)
-            raise LoopError(f"no runner actor was ready within {_START_TIMEOUT_S:g} s; Ray has {free:g} free CPUs")
+    def _shortage(self) -> str:
+        return f"; Ray has {self._ray.available_resources().get('CPU', 0):g} free CPUs"
+
+    def _launch(self, spec: WorkerSpec) -> Any:
+        return self._ray.remote(num_cpus=1, max_restarts=0)(RunnerActor).remote(spec)
+
+    def _outlive(self, worker: Any) -> str:
         try:
-            self._ray.get(ready)
-        except self._ray.exceptions.RayError as error:
-            raise LoopError(f"the runner actors could not start: {error}") from error
-
-    def _watch(self) -> None:
-        while not self._stopping.is_set() and (actors := self._all()):
-            # in short looks: ray.wait cannot be woken
-            ended, _ = self._ray.wait([actor.running for actor in actors], num_returns=1, timeout=_LOOK_S)
-            for actor in actors:
-                if actor.running in ended and not self._stopping.is_set():
-                    self._ended(actor)
-
-    def _ended(self, actor: _Actor) -> None:
-        try:
-            self._ray.get(actor.running)
+            self._ray.get(worker.__ray_ready__.remote())
+            self._note_up()
+            self._ray.get(worker.run.remote())
             reason = "it returned"
         except self._ray.exceptions.RayError as error:
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        with self._changed:
-            del self._actors[actor.name]
-        self._bury(actor.name, reason)
-        if not self._stopping.wait(_LOOK_S):
-            self._replace(reason, left=len(self._actors))
+            if not self._came_up:
+                self._fail(LoopError(f"an actor ended before it was ready: {error}"))
+        self._kill(worker)  # an actor outlives what it runs
+        return reason
+
+    def _tell(self, worker: Any, command: Command) -> None:
+        worker.obey.remote(command)
+
+    def _kill(self, worker: Any) -> None:
+        self._ray.kill(worker)

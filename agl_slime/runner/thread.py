@@ -8,16 +8,18 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import Self
+
 from agl_slime.errors import LoopError
-from agl_slime.runner.base import FinishedListener
+from agl_slime.runner.base import FinishedListener, RunnerPool
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
 from agl_slime.support.agl import Hook, LightningStore, LitAgent
 
 logger = logging.getLogger(__name__)
 
 
-class RunnerThread:
-    """Runs a ``ConcurrentRunner`` on a thread; a context manager that leaves nothing running.
+class RunnerThread(RunnerPool):
+    """Runs a ``ConcurrentRunner`` on a thread.
 
     The store must be thread-safe when other threads write to it too (``InMemoryLightningStore(thread_safe=True)``, or
     any HTTP client store).
@@ -38,31 +40,22 @@ class RunnerThread:
         self._store = store
         self._hooks = hooks
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
 
-    def start(self) -> RunnerThread:
+    def start(self) -> Self:
         if self._thread is not None:
             raise LoopError("The runner was started already; make a new RunnerThread to run again.")
         ready = threading.Event()
         self._thread = threading.Thread(target=self._main, args=(ready,), name="agl-slime-runner", daemon=True)
         self._thread.start()
         ready.wait()
-        if self._failure is not None:
-            raise LoopError(f"The runner could not start: {self._failure}") from self._failure
+        if self.failure is not None:
+            raise LoopError(f"The runner could not start: {self.failure}") from self.failure
         return self
 
     def wake(self) -> None:
-        """Look at the queue now."""
         self.runner.wake()
 
-    @property
-    def failure(self) -> BaseException | None:
-        """What ended the runner, when it was not ``stop``."""
-        return self._failure
-
     def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
-        """Stop claiming, cancel (or finish) what is in flight, end the thread. ``False`` when it did not end in time
-        (an agent that blocks its event loop)."""
         if self._thread is None:
             return True
         self.runner.stop(cancel=cancel)
@@ -72,17 +65,11 @@ class RunnerThread:
             return False
         return True
 
-    def __enter__(self) -> RunnerThread:
-        return self.start()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.stop()
-
     def _main(self, ready: threading.Event) -> None:
         try:
             asyncio.run(self._serve(ready))
         except BaseException as error:  # a thread's exception reaches nobody else: keep it for start() and the loop
-            self._failure = error
+            self.failure = error
             logger.error("The runner ended: %s", error, exc_info=error)
         finally:
             ready.set()
