@@ -37,11 +37,11 @@ class RunnerSettings:
     rollouts claimed in one store call; a runner begins with few and doubles as long as it gets all it asks for, so that
     several runners share a short queue. ``poll_interval_s``: pause between looks at an empty queue, cut short by
     ``wake``. ``timeout_s``: time limit of rollouts whose own configuration has none. ``heartbeat_interval_s``: as Agent
-    Lightning's; 0 is off. ``flush_spans`` and ``flush_interval_s``: spans of an attempt that still runs are written
-    when there are so many, or when they have waited so long (and within a third of the rollout's
-    ``unresponsive_seconds``). ``lag_warning_s``: a warning names the agent that blocks the event loop for so long; 0 is
-    off. ``max_restarts``: dead workers that a pool of processes or Ray actors replaces in all; ``None`` is three per
-    worker, enough for accidents, not for an agent that kills every process it runs in.
+    Lightning's; 0 is off. ``flush_interval_s``: spans of an attempt that still runs wait at most so long to be written,
+    and at most a third of the rollout's ``unresponsive_seconds``. ``lag_warning_s``: a warning names the agent that
+    blocks the event loop for so long; 0 is off. ``max_restarts``: dead workers that a pool of processes or Ray actors
+    replaces in all; ``None`` is three per worker, enough for accidents, not for an agent that kills every process it
+    runs in.
     """
 
     max_concurrent: int = 1024
@@ -50,15 +50,13 @@ class RunnerSettings:
     poll_interval_s: float = 0.05
     timeout_s: float | None = None
     heartbeat_interval_s: float = 10.0
-    flush_spans: int = 64
     flush_interval_s: float = 30.0
     lag_warning_s: float = 1.0
     max_restarts: int | None = None
 
     def __post_init__(self) -> None:
-        at_least_1 = ("max_concurrent", "max_sync_threads", "claim_batch", "flush_spans")
         for names, bound, fits in (
-            (at_least_1, "at least 1", lambda value: value >= 1),
+            (("max_concurrent", "max_sync_threads", "claim_batch"), "at least 1", lambda value: value >= 1),
             (("poll_interval_s", "flush_interval_s"), "above 0 seconds", lambda value: value > 0),
             (("heartbeat_interval_s", "lag_warning_s"), "0 (off) or more seconds", lambda value: value >= 0),
             (("max_restarts",), "0 or more, or None for three per worker", lambda value: value is None or value >= 0),
@@ -80,6 +78,8 @@ _CLAIM_PAUSE_S = 0.002
 # With a full house the places that become free are filled together: a 64th of all, or what is free after this long.
 _ROOM_SHARE = 64
 _ROOM_PAUSE_S = 0.01
+# How often recordings are looked at for spans that have waited long enough.
+_FLUSH_TICK_S = 0.5
 
 
 class ConcurrentRunner(LitAgentRunner[Any]):
@@ -97,7 +97,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         name: str | None = None,
     ) -> None:
         self.settings = settings or RunnerSettings()
-        self._context_tracer = ContextTracer(flush_spans=self.settings.flush_spans)
+        self._context_tracer = ContextTracer()
         super().__init__(
             self._context_tracer,
             poll_interval=self.settings.poll_interval_s,
@@ -180,7 +180,8 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         unsubscribe = listen_for_cancellations(store, cancel=self.cancel, claimed=self._claimed)
         tune_garbage_collector()
         stop_containing = contain_tasks(self._loop)
-        flusher = asyncio.create_task(self._context_tracer.flush_for_ever(), name=f"{self.get_worker_id()}-flusher")
+        flushing = self._context_tracer.flush_for_ever(tick_s=min(_FLUSH_TICK_S, self.settings.flush_interval_s))
+        flusher = asyncio.create_task(flushing, name=f"{self.get_worker_id()}-flusher")
         if self.lag is not None:
             self.lag.start()
         try:

@@ -141,32 +141,11 @@ def check_result(result: Any) -> None:
 # -- tasks that agents start -----------------------------------------------------------------------------------------
 
 
-class _Contained(Coroutine[Any, Any, Any]):
-    """A coroutine whose ``SystemExit`` and ``KeyboardInterrupt`` are its own end: asyncio lets those two through to
+async def _contained(work: Coroutine[Any, Any, Any]) -> Any:
+    """``work``, whose ``SystemExit`` and ``KeyboardInterrupt`` are its own end: asyncio lets those two through to
     whoever runs the loop, which would be the end of all rollouts."""
-
-    def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def __await__(self) -> Any:
-        return self
-
-    def send(self, value: Any) -> Any:
-        return _step(self._inner.send, value)
-
-    def throw(self, *exception: Any) -> Any:
-        return _step(self._inner.throw, *exception)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def _step(step: Callable[..., Any], *given: Any) -> Any:
     try:
-        return step(*given)
+        return await work
     except (SystemExit, KeyboardInterrupt) as error:
         raise RolloutError(f"The agent raised {error!r}.", reason=type(error).__name__) from error
 
@@ -176,9 +155,12 @@ def contain_tasks(loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
     before = loop.get_task_factory()
 
     def make_task(loop: asyncio.AbstractEventLoop, work: Any, **kwargs: Any) -> Any:
-        if current_recording.get() is not None and asyncio.iscoroutine(work):
-            work = _Contained(work)
-        return asyncio.Task(work, loop=loop, **kwargs) if before is None else before(loop, work, **kwargs)
+        inside = current_recording.get() is not None and isinstance(work, Coroutine)
+        begun = _contained(work) if inside else work
+        task = asyncio.Task(begun, loop=loop, **kwargs) if before is None else before(loop, begun, **kwargs)
+        if inside:
+            task.add_done_callback(lambda _: work.close())  # else one that is cancelled before it begins warns
+        return task
 
     loop.set_task_factory(make_task)
     return lambda: loop.set_task_factory(before)

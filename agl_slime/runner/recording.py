@@ -24,34 +24,28 @@ SpanBuilder = Callable[..., Span]
 class Recording:
     """The spans of one attempt that are not written yet, in the order in which they ended. Any thread may add.
 
-    ``flush_after_s``: a span waits at most about this long to be written. ``flush_spans`` of them are written at once,
-    and then ``on_full`` is called, on the thread that added the last one.
+    ``flush_after_s``: a span waits at most about this long to be written.
     """
 
     rollout_id: str
     attempt_id: str
     store: LightningStore | None = None
     flush_after_s: float | None = None
-    flush_spans: int | None = None
-    on_full: Callable[[Recording], None] | None = None
     closed: bool = False
     written: list[Span] = field(default_factory=list)
     _pending: list[SpanBuilder] = field(default_factory=list)
     _pending_since: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _writing: asyncio.Lock | None = None
+    _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def add(self, builder: SpanBuilder) -> bool:
         """Keep a span for the next write; ``False`` when the attempt is over and the span came too late."""
         with self._lock:
             if self.closed:
                 return False
-            self._pending.append(builder)
-            count = len(self._pending)
-            if count == 1:
+            if not self._pending:
                 self._pending_since = time.monotonic()
-        if count == self.flush_spans and self.on_full is not None:
-            self.on_full(self)
+            self._pending.append(builder)
         return True
 
     def due(self, now: float) -> bool:
@@ -63,10 +57,6 @@ class Recording:
     async def write(self, *, close: bool = False) -> None:
         """Write what is there to the store, in one call each for the numbers and the spans; with ``close`` nothing is
         taken in after this. What could not be written stays for the next time, and the error is raised."""
-        if self._writing is None and close:  # the usual attempt is written once, at its end, and needs no lock
-            await self._write(close=True)
-            return
-        self._writing = self._writing or asyncio.Lock()
         async with self._writing:
             await self._write(close=close)
 

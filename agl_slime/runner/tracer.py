@@ -4,8 +4,8 @@ Agent Lightning's own tracer keeps one rollout per process and submits each span
 one keeps the rollout in a context variable, gathers the spans of an attempt in memory and writes them in one call when
 the attempt ends, so an agent never waits for the store in the middle of its work.
 
-A long attempt's spans are written before that, so that the store's watchdog sees life: whenever there are
-``flush_spans`` of them, and when the oldest has waited for the recording's ``flush_after_s``.
+A long attempt's spans are written before that, so that the store's watchdog sees life: when the oldest has waited for
+the recording's ``flush_after_s``.
 
 Spans come from two sides: Agent Lightning's emitters (``emit_reward`` and the rest, through ``create_span``), and any
 OpenTelemetry instrumentation inside the agent, through a span processor on the global tracer provider.
@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -43,19 +43,13 @@ from agl_slime.support.agl import (
 
 logger = logging.getLogger(__name__)
 
-# How often recordings are looked at for spans that have waited long enough.
-_FLUSH_TICK_S = 0.5
-
 
 class ContextTracer(Tracer):
     """Routes each span to the rollout whose code is running; see the module's docstring."""
 
-    def __init__(self, *, flush_spans: int = 64) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._flush_spans = flush_spans
         self._open: set[Recording] = set()
-        self._flushing: set[asyncio.Task[None]] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- life cycle ---------------------------------------------------------------------------------------------------
 
@@ -67,34 +61,13 @@ class ContextTracer(Tracer):
         _deactivate()
         super().teardown_worker(worker_id)
 
-    async def flush_for_ever(self) -> None:
-        """Write spans of attempts that still run as they become due, until cancelled. The runner has it run beside its
-        rollouts."""
-        self._loop = asyncio.get_running_loop()
-        try:
-            while True:
-                await asyncio.sleep(_FLUSH_TICK_S)
-                now = time.monotonic()
-                for recording in [recording for recording in self._open if recording.due(now)]:
-                    self._flush(recording)
-        finally:
-            self._loop = None
-
-    def _flush(self, recording: Recording) -> None:
-        task = asyncio.ensure_future(self._write_early(recording))
-        self._flushing.add(task)
-        task.add_done_callback(self._flushing.discard)
-
-    async def _write_early(self, recording: Recording) -> None:
-        try:
-            await recording.write()
-        except Exception as error:  # the spans stay, and the end of the attempt tries again
-            logger.warning("Spans of rollout %s could not be written yet: %s", recording.rollout_id, error)
-
-    def _on_full(self, recording: Recording) -> None:
-        if self._loop is not None:  # else nobody flushes: the end of the attempt writes them all
-            with suppress(RuntimeError):  # the loop has closed meanwhile
-                self._loop.call_soon_threadsafe(self._flush, recording)
+    async def flush_for_ever(self, *, tick_s: float) -> None:
+        """Look every ``tick_s`` for spans of attempts that still run and have waited long enough, and write them, until
+        cancelled. The runner has it run beside its rollouts."""
+        while True:
+            await asyncio.sleep(tick_s)
+            now = time.monotonic()
+            await asyncio.gather(*[_write_early(recording) for recording in self._open if recording.due(now)])
 
     @asynccontextmanager
     async def trace_context(
@@ -112,10 +85,7 @@ class ContextTracer(Tracer):
         if rollout_id is None or attempt_id is None:
             recording = Recording("rollout-untracked", "attempt-untracked")
         else:
-            store = store or self._store
-            recording = Recording(
-                rollout_id, attempt_id, store=store, flush_spans=self._flush_spans, on_full=self._on_full
-            )
+            recording = Recording(rollout_id, attempt_id, store=store or self._store)
         current_recording.set(recording)
         self._open.add(recording)
         try:
@@ -169,6 +139,13 @@ class ContextTracer(Tracer):
         """The spans of the attempt that this context runs, or ran last."""
         recording = current_recording.get()
         return list(recording.written) if recording is not None else []
+
+
+async def _write_early(recording: Recording) -> None:
+    try:
+        await recording.write()
+    except Exception as error:  # the spans stay, and the end of the attempt tries again
+        logger.warning("Spans of rollout %s could not be written yet: %s", recording.rollout_id, error)
 
 
 class _RecordingSpanProcessor(SpanProcessor):

@@ -239,7 +239,7 @@ def run(
                     claim_batch=4,
                     poll_interval_s=0.02,
                     heartbeat_interval_s=1.0,
-                    flush_spans=1,
+                    flush_interval_s=0.02,
                     max_restarts=10 * kills,
                 ),
             ),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.runner import guard, lag, tracer
+from agl_slime.runner import concurrent, guard, lag
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
@@ -276,7 +276,7 @@ async def test_spans_of_a_rollout_are_written_in_one_call() -> None:
         assert find_final_reward(spans) == 19
 
 
-async def test_a_long_attempt_writes_every_so_many_spans() -> None:
+async def test_a_long_attempt_writes_its_spans_while_it_runs() -> None:
     store = CountingStore()
 
     async def work(task: Any) -> None:
@@ -286,7 +286,7 @@ async def test_a_long_attempt_writes_every_so_many_spans() -> None:
             if n % 4 == 3:
                 assert await asyncio.to_thread(store.wrote.wait, 10)  # the write happens while the agent runs
 
-    async with running(FnAgent(work), store, flush_spans=4):
+    async with running(FnAgent(work), store, flush_interval_s=0.02):
         [rollout] = await finished(store, [0])
         assert rollout.status == "succeeded"
         assert store.writes == [4, 4, 2]
@@ -296,7 +296,7 @@ async def test_a_long_attempt_writes_every_so_many_spans() -> None:
 
 async def test_a_watchdog_that_waits_for_signs_of_life_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """unresponsive_seconds is short of the attempt's length, and the attempt makes a span now and then."""
-    monkeypatch.setattr(tracer, "_FLUSH_TICK_S", 0.05)
+    monkeypatch.setattr(concurrent, "_FLUSH_TICK_S", 0.05)
     store = CountingStore(scan_debounce_seconds=0.1)
 
     async def work(task: Any) -> float:
@@ -329,7 +329,7 @@ async def test_spans_that_could_not_be_written_early_are_written_at_the_end() ->
         assert await asyncio.to_thread(store.wrote.wait, 10)
         emit_reward(3.0)
 
-    async with running(FnAgent(work), store, flush_spans=3):
+    async with running(FnAgent(work), store, flush_interval_s=0.02):
         [rollout] = await finished(store, [0])
         assert rollout.status == "succeeded"
         assert sum(store.writes) == 4
@@ -470,7 +470,6 @@ async def test_agents_that_wait_properly_raise_no_such_warning(caplog: pytest.Lo
         {"max_concurrent": 0},
         {"max_sync_threads": 0},
         {"claim_batch": 0},
-        {"flush_spans": 0},
         {"poll_interval_s": 0.0},
         {"flush_interval_s": 0.0},
         {"heartbeat_interval_s": -1.0},
