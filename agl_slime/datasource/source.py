@@ -133,7 +133,7 @@ class GroupSource(EndFollower):
     def add_samples(self, samples: list[list[Sample]]) -> None:
         """Give groups back; they are delivered again before newer ones."""
         with self._changed:
-            self._groups.ready.put_back(samples)
+            self._groups.ready.extendleft(reversed(samples))
             self._changed.notify_all()
 
     def reject(self, samples: Sequence[Sequence[Sample]], reason: str) -> None:

@@ -9,14 +9,13 @@ be cancelled) and ``take_retries`` (to be enqueued again).
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.policy import GroupAction, GroupFilter, GroupPolicy, GroupProgress, GroupVerdict
-from agl_slime.groups.ready import ReadyGroup, ReadyGroups
 from agl_slime.groups.results import STRAGGLER_REASONS, GroupResult, MemberResult, Outcome, instance_of
 from agl_slime.support.agl import Rollout
 from agl_slime.types import Sample, set_rollout_id
@@ -58,7 +57,8 @@ class GroupAssembler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ledger = ledger if ledger is not None else Ledger()
-        self.ready = ReadyGroups()
+        self.ready: deque[list[Sample]] = deque()
+        """The groups that wait to be trained on, in the order in which they were finalized."""
         self._policy, self._filter, self._clock = policy, group_filter, clock
         self._may_be_late = getattr(policy, "timeout_s", None) is not None
         self._max_staleness = max_staleness
@@ -137,24 +137,28 @@ class GroupAssembler:
         self._version = newest
         if self._max_staleness is not None:
             with self.ledger.batch():
-                for group in self.ready.remove(self._too_old):
-                    self.ledger.close_many(group.rollout_ids, Outcome.STALE, "waited_too_long")
-                    self._finish(group.instance_id)
+                for _ in range(len(self.ready)):
+                    samples = self.ready.popleft()
+                    if self._too_old(samples):
+                        self.ledger.close_many(_rollouts_of(samples), Outcome.STALE, "waited_too_long")
+                        self._finish(_instance_of(samples))
+                    else:
+                        self.ready.append(samples)
 
     def deliver(self, n: int) -> list[list[Sample]]:
         """Up to ``n`` groups to train on, oldest first."""
-        groups = self.ready.take(n)
+        groups = [self.ready.popleft() for _ in range(min(n, len(self.ready)))]
         with self.ledger.batch():
-            for group in groups:
-                if self.ledger.close_many(group.rollout_ids, Outcome.TRAINED):  # not when it was given back
-                    self._finish(group.instance_id)
-        return [group.samples for group in groups]
+            for samples in groups:
+                if self.ledger.close_many(_rollouts_of(samples), Outcome.TRAINED):  # not when it was given back
+                    self._finish(_instance_of(samples))
+        return groups
 
     def reject(self, groups: Sequence[Sequence[Sample]], reason: str) -> None:
         """These groups were delivered and are not trained on: filtered for ``reason``."""
         with self.ledger.batch():
             for samples in groups:
-                self.ledger.filter_trained(self.ready.origin(samples).rollout_ids, reason)
+                self.ledger.filter_trained(_rollouts_of(samples), reason)
 
     def abandon(self, rollout_ids: Iterable[str], *, group_ids: Iterable[str] = (), reason: str) -> None:
         """These rollouts are cancelled for ``reason``, if they are in flight, and these groups are given up."""
@@ -196,15 +200,15 @@ class GroupAssembler:
         """Where the groups stand, for JSON. ``closed`` counts ends by outcome and reason, where the ledger is not on
         disk; ``waiting`` names the finished rollouts whose groups wait, ``early`` the groups that were finalized with
         members in flight."""
-        groups, waiting = self.ready.groups, self.waiting()
+        waiting = self.waiting()
         closed = Counter(self.ledger.counts().reasons)
         # those that wait are read, and counted, once more when the state is loaded
         closed.subtract(end for member in waiting if (end := self.ledger.outcome_of(member.rollout_id)) is not None)
         ends = [[outcome.value, reason, n] for (outcome, reason), n in closed.items() if n]
         return {
-            "groups": [[sample.to_dict() for sample in group.samples] for group in groups],
-            "members": [group.rollout_ids for group in groups],
-            "instances": [group.instance_id for group in groups],
+            "groups": [[sample.to_dict() for sample in samples] for samples in self.ready],
+            "members": [_rollouts_of(samples) for samples in self.ready],
+            "instances": [_instance_of(samples) for samples in self.ready],
             "waiting": [member.rollout_id for member in waiting],
             **self._next,
             "closed": None if self.ledger.on_disk else ends,
@@ -215,22 +219,17 @@ class GroupAssembler:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from ``state``; raises ``KeyError``, ``TypeError`` or ``ValueError`` when it is none, and then nothing
         has changed."""
-        n = len(state["groups"])
-        groups = [
-            ReadyGroup([Sample.from_dict(sample) for sample in samples], members, instance_id)
-            for samples, members, instance_id in zip(
-                state["groups"], state.get("members") or [[]] * n, state.get("instances") or [None] * n, strict=True
-            )
-        ]
+        groups = [[Sample.from_dict(sample) for sample in samples] for samples in state["groups"]]
         closed = [(Outcome(outcome), reason, n) for outcome, reason, n in state.get("closed") or []]
         numbers = {name: max(self._next[name], state[name]) for name in _NUMBERS}
         with self.ledger.batch():
             if not self.ledger.on_disk:
                 self.ledger.carry_over(closed)
-            for group in groups:
-                self.ready.groups.append(group)
-                self.ledger.open_many([(rollout_id, group.instance_id) for rollout_id in group.rollout_ids])
-                self.ledger.ready_many(group.rollout_ids)
+            for samples in groups:
+                self.ready.append(samples)
+                rollout_ids, instance_id = _rollouts_of(samples), _instance_of(samples)
+                self.ledger.open_many([(rollout_id, instance_id) for rollout_id in rollout_ids])
+                self.ledger.ready_many(rollout_ids)
         self.advance([state.get("version")])
         self._early.update(dict.fromkeys(state.get("early") or []))
         self._next = numbers
@@ -334,7 +333,7 @@ class GroupAssembler:
             self._let_go([member.rollout_id for member in late], why)
             if ready:
                 self.ledger.ready_many(succeeded)
-                self.ready.groups.append(ReadyGroup(self._numbered(result), succeeded, result.instance_id))
+                self.ready.append(self._numbered(result))
             else:
                 self.ledger.close_many(succeeded, Outcome.FILTERED, code)
                 self._finish(result.instance_id)
@@ -380,6 +379,16 @@ def _straggler(rollout_id: str, member: MemberResult, reason: str) -> MemberResu
         task=member.task,
         instance_id=member.instance_id,
     )
+
+
+def _rollouts_of(samples: Iterable[Sample]) -> list[str]:
+    """The rollouts that a group's samples come from; samples that did not come from here name none."""
+    named = (sample.metadata.get("agl_rollout_id") for sample in samples)
+    return list(dict.fromkeys(rollout_id for rollout_id in named if rollout_id is not None))
+
+
+def _instance_of(samples: Sequence[Sample]) -> str | None:
+    return instance_of(samples[0].metadata) if samples else None
 
 
 def _versions_of(samples: Iterable[Sample]) -> set[str]:

@@ -73,7 +73,7 @@ async def test_ready_groups_half_groups_and_numbers_go_on_where_they_were(tmp_pa
     first.save(3)
     before = [
         (sample.index, sample.group_index, get_rollout_id(sample), sample.to_dict())
-        for sample in first._groups.ready.groups[0].samples
+        for sample in first._groups.ready[0]
     ]
     first.stop()
 
@@ -274,7 +274,7 @@ async def test_what_json_cannot_hold_is_said_and_the_old_file_stays(tmp_path: Pa
         source.save(0)
         [file] = (tmp_path / "rollout").iterdir()
         before = file.read_text()
-        source._groups.ready.groups[0].samples[0].metadata["odd"] = object()
+        source._groups.ready[0][0].metadata["odd"] = object()
         with pytest.raises(DataSourceError, match="is not JSON"):
             source.save(0)
         assert file.read_text() == before
