@@ -62,7 +62,9 @@ async def collect(
         reward = read_reward(spans, reward_key=reward_key)
         conversion = None
         if rollout.mode in (None, "train") or convert_validation:
-            convert = partial(convert_rollout, rollout, spans, tokenizer, reward_key=reward_key, attempt_id=attempt_id)
+            convert = partial(
+                convert_rollout, rollout, spans, tokenizer, reward=reward, reward_key=reward_key, attempt_id=attempt_id
+            )
             texts = (value for span in spans for value in span.attributes.values() if isinstance(value, str))
             conversion = await run_in_thread(convert) if sum(map(len, texts)) > _HEAVY_TRACE_CHARS else convert()
     except RolloutError as error:

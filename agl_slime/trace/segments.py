@@ -5,13 +5,13 @@ sampled. A turn whose prompt begins with all that a segment holds goes on in tha
 (observations, template) gets mask 0. Any other turn starts a segment of its own, whose whole prompt is context with
 mask 0: what was sampled in it earlier trains where it was sampled first.
 
-Whoever made the prompts has said what each goes on from (``Turn.base_turn``). Turns that others recorded do not say it:
-their prompts are compared with all turns before them, and forks are told apart by tokens and text.
+What a turn goes on from is seen by its tokens alone. Why it forks is known to whoever made its prompt (``Turn.fork``);
+of turns that others recorded, which do not say it, forks are told apart by tokens and text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -58,15 +58,11 @@ class Segment:
 
 @dataclass
 class _Open:
-    """A segment while turns are added to it."""
+    """A segment while turns are added to it; ``held`` are all its tokens, as bytes."""
 
     fork_reason: ForkReason | None
+    held: bytes = b""
     placements: list[Placement] = field(default_factory=list)
-    length: int = 0
-
-    def add(self, placement: Placement) -> None:
-        self.placements.append(placement)
-        self.length = placement.end
 
     def close(self, turns: Sequence[Turn], untrained: Collection[int]) -> Segment | None:
         """The segment; ``None`` when none of its turns is trained. What follows the last trained one is context for
@@ -92,13 +88,11 @@ def merge_turns(
 ) -> list[Segment]:
     """The segments of a rollout, in the order in which they began; turns that sampled nothing contribute nothing.
 
-    ``tokenizer`` is used to tell the reason of a fork, never to make tokens. The turns whose indices are ``untrained``
-    are context only; a segment of such turns alone is left out. Raises ``TraceError`` when a turn has an empty prompt.
+    Where a prompt begins with several segments, it goes on in the longest, of equal ones in the latest. ``tokenizer``
+    is used to tell the reason of a fork, never to make tokens. The turns whose indices are ``untrained`` are context
+    only; a segment of such turns alone is left out. Raises ``TraceError`` when a turn has an empty prompt.
     """
-    known = _bases_by_links(turns)
     segments: list[_Open] = []
-    placed: dict[int, tuple[_Open, Placement]] = {}  # turn -> where it is trained
-    search = _Search(turns, placed, tokenizer)
     for index, turn in enumerate(turns):
         if not len(turn.response_ids):
             continue
@@ -106,95 +100,41 @@ def merge_turns(
             raise TraceError(
                 f"turn {index} has an empty prompt; training needs at least one token before the first sampled one"
             )
-        bases = search.bases(index) if known is None else known[index]
-        at_end = (placed[base] for base in bases if placed[base][0].length == placed[base][1].end)
-        segment, _ = next(at_end, (None, None))
+        prompt = turn.prompt_ids.tobytes()
+        extended = [segment for segment in reversed(segments) if prompt.startswith(segment.held)]
+        segment = max(extended, key=lambda segment: len(segment.held), default=None)
         if segment is None:
-            reason = None
-            if segments:
-                reason = search.fork_reason(index) if known is None else turn.fork or ForkReason.BRANCH
-            segment = _Open(reason)
+            segment = _Open(_fork_reason(turn, turns[:index], tokenizer) if segments else None)
             segments.append(segment)
-        placement = Placement(index, len(turn.prompt_ids), turn.length)
-        segment.add(placement)
-        placed[index] = (segment, placement)
+        segment.held = prompt + turn.response_ids.tobytes()
+        segment.placements.append(Placement(index, len(turn.prompt_ids), turn.length))
     closed = (segment.close(turns, untrained) for segment in segments)
     return [segment for segment in closed if segment is not None]
 
 
-def _bases_by_links(turns: Sequence[Turn]) -> list[list[int]] | None:
-    """Of each turn, the nearest one that its prompt wholly begins with, as the turns themselves say (``base_turn``);
-    ``None`` when one does not say, or what it says is not so."""
-    bases: list[list[int]] = []
-    for index, turn in enumerate(turns):
-        at, kept = turn.base_turn, turn.kept_tokens
-        base = turns[at] if at is not None and at < index else None
-        if index and (base is None or not _begins_alike(turn, base, kept)):
-            return None
-        if base is not None and turn.fork is None and kept < base.length:
-            return None
-        while base is not None and (kept < base.length or not len(base.response_ids)):
-            kept, at = min(kept, base.kept_tokens), base.base_turn
-            base = None if at is None else turns[at]
-        bases.append([] if base is None or at is None else [at])
-    return bases
-
-
-def _begins_alike(turn: Turn, base: Turn, kept: int) -> bool:
-    n = len(base.prompt_ids)
-    same_prompt = np.array_equal(turn.prompt_ids[: min(n, kept)], base.prompt_ids[:kept])
-    return same_prompt and np.array_equal(turn.prompt_ids[n:kept], base.response_ids[: max(0, kept - n)])
-
-
-# -- turns that others recorded --------------------------------------------------------------------------------------
-
-
-class _Search:
-    """What the prompts of foreign spans go on from, found by their tokens, and why they do not go on."""
-
-    def __init__(
-        self,
-        turns: Sequence[Turn],
-        placed: Mapping[int, tuple[_Open, Placement]],
-        tokenizer: ChatTokenizer | None,
-    ) -> None:
-        self._turns = turns
-        self._placed = placed  # the turns to search, and their segments
-        self._tokenizer = tokenizer
-        self._bytes: dict[int, bytes] = {}
-
-    def bases(self, index: int) -> list[int]:
-        """The longest turns that the prompt wholly begins with, the latest first."""
-        prompt = self._turns[index].prompt_ids.tobytes()
-        begun = [at for at in self._placed if prompt.startswith(self._tokens(at))]
-        longest = max((len(self._tokens(at)) for at in begun), default=0)
-        return [at for at in reversed(begun) if len(self._tokens(at)) == longest]
-
-    def fork_reason(self, index: int) -> ForkReason:
-        """See ``ForkReason`` for the classes."""
-        prompt = self._turns[index].prompt_ids
-        shared = {at: common_prefix(np.frombuffer(self._tokens(at), np.int32), prompt) for at in self._placed}
-        longest = max(shared.values())
-        if longest == len(prompt):
-            return ForkReason.BRANCH
-        kept = next((self._placed[base][1].end for base in self.bases(index)), 0)  # so far it holds whole turns
-        rest = prompt[kept:]
-        # the sampled answers that the most recent conversation through this place holds after it
-        latest = self._tokens(max(at for at in shared if shared[at] == longest))
-        held = (at for at in self._placed if latest.startswith(self._tokens(at)))
-        lost = sorted((self._placed[at][1] for at in held), key=lambda at: (at.end, -at.turn)) if longest else []
-        lost = [at for at in lost if at.end > longest]
-        if lost:
-            if self._tokenizer is not None:
-                drift = rendering_drift(self._turns[lost[0].turn].token_ids[kept:], rest, self._tokenizer)
-                if drift is not None:
-                    return drift
-            replaced = kept <= lost[0].start <= longest  # the prompt of that answer, then something else in its place
-            if replaced or any(contains(rest, self._turns[at.turn].response_ids) for at in lost):
-                return ForkReason.EDITED_HISTORY
-        return ForkReason.BRANCH if kept else ForkReason.NEW_CONTEXT
-
-    def _tokens(self, index: int) -> bytes:
-        if index not in self._bytes:
-            self._bytes[index] = self._turns[index].token_ids.tobytes()
-        return self._bytes[index]
+def _fork_reason(turn: Turn, before: Sequence[Turn], tokenizer: ChatTokenizer | None) -> ForkReason:
+    """Why ``turn`` goes on in no segment of the turns ``before`` it; see ``ForkReason`` for the classes."""
+    if turn.base_turn is not None:
+        return turn.fork or ForkReason.BRANCH  # it extends a turn that another has extended already
+    prompt = turn.prompt_ids
+    earlier = [(other, other.token_ids) for other in before if len(other.response_ids)]
+    shared = [common_prefix(held, prompt) for _, held in earlier]
+    longest = max(shared)
+    if longest == len(prompt):
+        return ForkReason.BRANCH
+    # so far it holds whole turns
+    kept = max((n for n, (_, held) in zip(shared, earlier, strict=True) if n == len(held)), default=0)
+    rest = prompt[kept:]
+    # the sampled answers that the most recent conversation through this place holds after it
+    latest = next(held for n, (_, held) in zip(reversed(shared), reversed(earlier), strict=True) if n == longest)
+    beyond = [other for other, held in reversed(earlier) if common_prefix(held, latest) == len(held) > longest > 0]
+    lost = sorted(beyond, key=lambda other: other.length)
+    if lost:
+        if tokenizer is not None:
+            drift = rendering_drift(lost[0].token_ids[kept:], rest, tokenizer)
+            if drift is not None:
+                return drift
+        replaced = kept <= len(lost[0].prompt_ids) <= longest  # the prompt of that answer, then something else
+        if replaced or any(contains(rest, other.response_ids) for other in lost):
+            return ForkReason.EDITED_HISTORY
+    return ForkReason.BRANCH if kept else ForkReason.NEW_CONTEXT

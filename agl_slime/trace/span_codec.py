@@ -50,8 +50,7 @@ class TurnEncoder:
         self._model = model
         self._stream = f"{next(_streams) & 0xFFFFFFFF:08x}"
         self._lock = threading.Lock()
-        self._messages: list[tuple[str, ...]] = []  # per turn, as JSON: the agent may change its dicts later
-        self._shared_json: dict[str, str] = {}
+        self._messages: list[list[str]] = []  # per turn, as JSON: the agent may change its dicts later
 
     def encode(self, turn: Turn) -> dict[str, Any]:
         """The attributes of the span of ``turn``: strings and numbers. Every encoded turn must reach the store, or
@@ -60,10 +59,10 @@ class TurnEncoder:
             index, base = len(self._messages), turn.base_turn
             if base is not None and not 0 <= base < index:
                 raise TraceError(f"turn {index} goes on from turn {base}, which was not encoded before")
-            written = map(_json, turn.messages or ())
-            messages = tuple(self._shared_json.setdefault(text, text) for text in written)
-            base_messages = () if base is None else self._messages[base]
-            self._messages.append(messages)
+            messages = [*map(_json, turn.messages or ())]
+            held = [] if base is None else self._messages[base]
+            kept = shared_length(messages, held)
+            self._messages.append(held[:kept] + messages[kept:])
         attributes: dict[str, Any] = {
             names.FORMAT: names.FORMAT_VERSION,
             names.OPERATION_NAME: "chat",
@@ -92,7 +91,6 @@ class TurnEncoder:
             versions = [[span.version, span.start, span.end] for span in turn.weight_versions]
             attributes[names.WEIGHT_VERSIONS] = json.dumps(versions)
         if turn.messages is not None:
-            kept = shared_length(messages, base_messages)
             attributes[names.MESSAGES_KEPT] = kept
             attributes[names.MESSAGES_NEW] = f"[{','.join(messages[kept:])}]"
         for name, value in (
@@ -144,34 +142,27 @@ def decode_turns(spans: Iterable[Any]) -> list[Turn]:
     format.
     """
     packed = [span.attributes for span in spans if is_packed(span.attributes)]
-    streams: dict[str, dict[int, Mapping[str, Any]]] = {}
-    places: dict[str, list[int]] = {}  # of each stream, where its turns stand among all
+    streams: dict[str, list[int]] = {}  # of each encoder, where its turns stand among all
     for place, attributes in enumerate(packed):
         if attributes[names.FORMAT] != names.FORMAT_VERSION:
             known = f"this version of agl-slime reads format {names.FORMAT_VERSION}"
             raise TraceError(f"span format {attributes[names.FORMAT]!r} is unknown; {known}")
-        stream, index = str(attributes.get(names.STREAM)), _get(attributes, names.TURN_INDEX, int)
-        turns = streams.setdefault(stream, {})
-        if index in turns:
-            raise TraceError(f"turn {index} of encoder {stream} is there twice")
-        turns[index] = attributes
-        places.setdefault(stream, []).append(place)
+        streams.setdefault(str(attributes.get(names.STREAM)), []).append(place)
     decoded: dict[int, Turn] = {}
-    for stream, turns in streams.items():
-        decoded.update(zip(places[stream], _decode_stream(stream, turns, places[stream]), strict=True))
+    for stream, places in streams.items():
+        written = sorted((_get(packed[place], names.TURN_INDEX, int), place) for place in places)
+        turns: list[Turn] = []
+        for number, (index, place) in enumerate(written):
+            if index < number:
+                raise TraceError(f"turn {index} of encoder {stream} is there twice")
+            if index > number:
+                raise TraceError(f"turn {number} of encoder {stream} is missing, although turn {index} is there")
+            try:
+                turns.append(_decode_turn(packed[place], turns, places))
+            except TraceError as error:
+                raise TraceError(f"turn {index} of encoder {stream} cannot be read: {error}") from error
+        decoded.update(zip(places, turns, strict=True))
     return [decoded[place] for place in range(len(packed))]
-
-
-def _decode_stream(stream: str, by_index: Mapping[int, Mapping[str, Any]], places: Sequence[int]) -> list[Turn]:
-    turns: list[Turn] = []
-    for index in range(len(by_index)):
-        if index not in by_index:
-            raise TraceError(f"turn {index} of encoder {stream} is missing, although turn {max(by_index)} is there")
-        try:
-            turns.append(_decode_turn(by_index[index], turns, places))
-        except TraceError as error:
-            raise TraceError(f"turn {index} of encoder {stream} cannot be read: {error}") from error
-    return turns
 
 
 def _decode_turn(attributes: Mapping[str, Any], earlier: Sequence[Turn], places: Sequence[int]) -> Turn:

@@ -36,10 +36,10 @@ async def run(
 
 @pytest.fixture(autouse=True)
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    def searched(*_: Any) -> list[int]:
-        raise AssertionError("a turn that says what it goes on from was searched for")
+    def compared(*_: Any) -> int:
+        raise AssertionError("a turn that says why it forks was compared with those before it")
 
-    monkeypatch.setattr(segments._Search, "bases", searched)
+    monkeypatch.setattr(segments, "common_prefix", compared)
 
 
 async def test_a_conversation_is_one_sample_without_a_search() -> None:
