@@ -9,14 +9,15 @@ are the template's rendering, tokenized again, which is an approximation of what
 
 ``auto`` asks the template: its own ``{% generation %}`` marks where it has them, else renderings of growing prefixes of
 the conversation. The named ones give the ids and masks of slime's ``MultiTurnLossMaskGenerator``
-(``slime/utils/mask_utils.py``) of the same name. In all of them a message with ``step_loss_mask`` other than 1 is
-context.
+(``slime/utils/mask_utils.py``) of the same name, on the templates that the name is meant for; the line end after an
+answer's end token is trained along in them, ``auto`` leaves it out. In all of them a message with ``step_loss_mask``
+other than 1 is context.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agl_slime.errors import ConfigError, TraceError
@@ -84,9 +85,6 @@ register_loss_mask_generator = _generators.register
 
 def get_loss_mask_generator(tokenizer: Any, tokenizer_type: str = "auto") -> MaskGenerator:
     """The generator of that name for ``tokenizer``. Raises ``ConfigError`` for a name that is not registered."""
-    from agl_slime.tokens import mask_generators  # registers the named ones
-
-    assert mask_generators
     return _generators[tokenizer_type](tokenizer)
 
 
@@ -181,3 +179,108 @@ class TemplateMask(MaskGenerator):
             raise TraceError(f"the chat template does not write answers after questions; {_REGISTER}")
         opening = header[: shared_length(header, prompt.removeprefix(asked))]
         return opening, closing.rstrip(), closing
+
+
+# -- as slime names them ---------------------------------------------------------------------------------------------
+
+_QUESTION: Message = {"role": "user", "content": "FOR CALCULATING LOSS MASK ONLY"}
+
+
+class _Pieces(MaskGenerator):
+    """Messages rendered piece by piece, which keeps the thinking that the template drops from a whole conversation;
+    tools are written into the first piece only."""
+
+    def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
+        opening = self._render([_QUESTION], opening=True).removeprefix(self._render([_QUESTION]))
+        opening_length = len(self._encode(opening))
+        token_ids: list[int] = []
+        loss_mask: list[int] = []
+        for text, message in self._pieces(messages, tools):
+            ids = self._encode(text)
+            context = min(opening_length, len(ids)) if is_trained(message) else len(ids)
+            token_ids += ids
+            loss_mask += [0] * context + [1] * (len(ids) - context)
+        return token_ids, loss_mask
+
+    def _pieces(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[str, Message]]:
+        """Each text, and a message that is in it."""
+        raise NotImplementedError
+
+
+class QwenMask(_Pieces):
+    """Each message by itself (Qwen2.5)."""
+
+    def _pieces(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[str, Message]]:
+        # what the template writes before a conversation that has no system message
+        one, two = self._render([_QUESTION]), self._render([_QUESTION, _QUESTION])
+        block = two[len(one) :]
+        default_system = one.removesuffix(block) if two.startswith(one) and one.endswith(block) else ""
+        for at, message in enumerate(messages):
+            text = self._render([message], tools=tools if at == 0 else None)
+            yield text.removeprefix(default_system) if at and message.get("role") != "system" else text, message
+
+
+@register_loss_mask_generator("qwen3")
+class Qwen3Mask(_Pieces):
+    """Each message, or run of tool results, after a question (Qwen3: its template wants one)."""
+
+    def _pieces(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[str, Message]]:
+        question = self._render([_QUESTION])
+        groups: list[list[Message]] = []
+        for message in messages:
+            if groups and message.get("role") == groups[-1][0].get("role") == "tool":
+                groups[-1].append(message)
+            else:
+                groups.append([message])
+        # the first one before the question, since a system message has to come first
+        block = self._render([_QUESTION, _QUESTION]).removeprefix(question)
+        for group in groups[:1]:
+            yield self._render([*group, _QUESTION], tools=tools).removesuffix(block), group[0]
+        for group in groups[1:]:
+            yield self._render([_QUESTION, *group]).removeprefix(question), group[0]
+
+
+@register_loss_mask_generator("qwen3_5")
+class Qwen35Mask(MaskGenerator):
+    """The conversation as a whole (Qwen3.5); an answer is what stands between its header, less an opened thinking
+    block, and its end mark."""
+
+    header = "<|im_start|>assistant\n"
+    thinking = "<think>\n"
+    end_mark = "<|im_end|>"
+
+    def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
+        text = self._render(messages, tools=tools)
+        spans, at = [], 0
+        for number, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            start = text.find(self.header, at)
+            end = text.find(self.end_mark, start + len(self.header)) if start >= 0 else -1
+            if end < 0:
+                raise TraceError(f"message {number}, an answer, is not between {self.header!r} and {self.end_mark!r}")
+            at = end + len(self.end_mark)
+            at += text.startswith("\n", at)
+            if is_trained(message):
+                start += len(self.header)
+                spans.append((start + len(self.thinking) if text.startswith(self.thinking, start) else start, at))
+        return self._encode_spans(text, spans)
+
+
+@register_loss_mask_generator("distill_qwen")
+class DistillQwenMask(MaskGenerator):
+    """The first message as the prompt and the content of the last as the answer, without an end token
+    (DeepSeek-R1-Distill-Qwen)."""
+
+    def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
+        prompt = self._encode(self._render(messages[:1], tools=tools, opening=True))
+        response = self._encode(str(messages[-1].get("content") or ""))
+        trained = int(messages[-1].get("step_loss_mask", 1) == 1)
+        return prompt + response, [0] * len(prompt) + [trained] * len(response)
+
+
+@register_loss_mask_generator("qwen")
+def _qwen(tokenizer: Any) -> MaskGenerator:
+    """A tokenizer with DeepSeek's markers is taken for a distilled model's, as slime does."""
+    distilled = "<｜Assistant｜>" in getattr(tokenizer, "get_added_vocab", dict)()
+    return DistillQwenMask(tokenizer) if distilled else QwenMask(tokenizer)
