@@ -29,6 +29,7 @@ from agl_slime.demo.tokenizer import train_tokenizer
 from agl_slime.sglang.generation import Generation
 from agl_slime.support.agl import Rollout, Span
 from agl_slime.tokens.conversation import ChatContext
+from agl_slime.tokens.template import ChatTemplate
 from agl_slime.trace.attributes import GENERATE_SPAN
 from agl_slime.trace.converter import convert_rollout
 from agl_slime.trace.span_codec import TurnEncoder
@@ -83,7 +84,8 @@ def make_conversation(tokenizer: Any, *, turns: int, tokens: int, seed: int = 0)
         return tokenizer.decode(tokenizer.encode(" ".join(words), add_special_tokens=False)[:n_tokens])
 
     context = ChatContext(
-        tokenizer=tokenizer, messages=[{"role": "system", "content": text(200)}, {"role": "user", "content": text(100)}]
+        template=ChatTemplate(tokenizer=tokenizer),
+        messages=[{"role": "system", "content": text(200)}, {"role": "user", "content": text(100)}],
     )
     made: list[Turn] = []
     ours = anew = 0.0

@@ -139,7 +139,7 @@ class RolloutSession(Session):
         traced: bool = True,
         **options: Any,
     ) -> None:
-        self.context = ChatContext(tokenizer=tokenizer, messages=messages, template=template)
+        self.context = ChatContext(template=template, messages=messages)
         super().__init__(messages=messages, **options)
         self.sampling = sampling
         self.max_trajectory_tokens = max_trajectory_tokens

@@ -121,12 +121,11 @@ def _frozen(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 class TokenBuffer:
-    """Ids that grow at the end. Views never change, and share its memory as long as nothing they show is cut off."""
+    """Ids that grow at the end. Views never change, and share its memory as long as nothing is cut off."""
 
     def __init__(self, ids: Sequence[int] | TokenArray = ()) -> None:
         self._ids: TokenArray = np.empty(256, dtype=np.int32)
         self._length = 0
-        self._shown = 0  # ids below this are in views
         self.extend(ids)
 
     def __len__(self) -> int:
@@ -137,15 +136,15 @@ class TokenBuffer:
         if end > len(self._ids):
             grown = np.empty(max(end, 2 * len(self._ids)), dtype=np.int32)
             grown[: self._length] = self._ids[: self._length]
-            self._ids, self._shown = grown, 0
+            self._ids = grown
         self._ids[self._length : end] = ids
         self._length = end
 
     def cut(self, length: int) -> None:
         """Drop all but the first ``length`` ids."""
-        if length < self._shown:
-            self._ids, self._shown = self._ids.copy(), 0
-        self._length = length
+        if length < self._length:
+            self._ids = self._ids.copy()  # what is dropped stands in views
+            self._length = length
 
     def head(self, length: int) -> list[int]:
         """The first ``length`` ids as a list."""
@@ -157,7 +156,4 @@ class TokenBuffer:
 
     def view(self, length: int) -> TokenArray:
         """The first ``length`` ids, read-only."""
-        self._shown = max(self._shown, length)
-        view = self._ids[:length]
-        view.flags.writeable = False
-        return view
+        return _frozen(self._ids[:length])

@@ -17,7 +17,7 @@ import copy
 import functools
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -28,14 +28,10 @@ from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.codec import TokenArray, TokenBuffer, common_prefix, shared_length, token_array
 from agl_slime.tokens.forks import ForkReason, explain_once
 from agl_slime.tokens.template import Addition, ChatTemplate, Message, Rendering, ends_of, same_but_for_blanks
-from agl_slime.tokens.tokenizer import ChatTokenizer, longest_prefix
+from agl_slime.tokens.tokenizer import longest_prefix
 
 # Tokenizing takes about a millisecond per this many characters; more of those are worth a thread.
 _LONG_TEXT_CHARS = 8_000
-
-
-class _LongText(Exception):
-    """A prompt takes longer to make than an event loop should wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +62,11 @@ class _Plan:
     kept: int
     added: tuple[int, ...]
     place: _Place | None
-    fork: ForkReason | None
     open_boundaries: int
-    continues: bool  # the last message is an assistant's and the answer goes on with it
-    rendering: Rendering | None = None  # of the whole conversation, less a partial answer, where it was made
-    opening: str = ""  # of the answer, as text
+    rendering: Rendering | None  # of the whole conversation, less a partial answer, where it was made
+    opening: str  # of the answer, as text
     more_text: tuple[str, ...] = ()  # where no rendering was made: what comes after the text before the last answer
+    fork: ForkReason | None = None
 
     @property
     def length(self) -> int:
@@ -87,25 +82,16 @@ class ChatContext:
     held the last answered prompt began with, and ``fork`` why it did not begin with all of them.
     """
 
-    def __init__(
-        self,
-        *,
-        tokenizer: ChatTokenizer,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        template: ChatTemplate | None = None,
-    ) -> None:
+    def __init__(self, *, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> None:
         if not messages:
             raise ConfigError("the prompt has no messages; build_prompt must return at least one")
-        self._tokenizer = tokenizer
-        self._template = template or ChatTemplate(tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs)
+        self._template = template
+        self._tokenizer = template.tokenizer
         self.messages: list[Message] = [dict(message) for message in messages]
         self.forks: Counter[ForkReason] = Counter()
         self.open_boundaries = 0
         self.kept_tokens = 0
         self.fork: ForkReason | None = None
-        self._most_chars: int | None = None
         self._tokens = TokenBuffer()
         self._turns: list[_Turn] = []
         self._seen: list[Message] = []  # the held messages as they were, to notice edits
@@ -114,15 +100,8 @@ class ChatContext:
         self._written: list[str] = []  # what the template wrote for those messages when they were asked with, in pieces
         self._opening = ""  # what it wrote after them
         self._whole_at = 0  # number of messages when the whole conversation was last rendered
-        self._windows = True
-        self._steps: frozenset[frozenset[tuple[Any, Any]]] = (
-            frozenset()
-        )  # for which roles one after the other they are known to be
-
-    @property
-    def rewritten(self) -> int:
-        """How many prompts did not continue what was held."""
-        return sum(self.forks.values())
+        self._windows = True  # the ends of the conversation show what the template adds
+        self._steps: frozenset[frozenset[tuple[Any, Any]]] = frozenset()  # roles in a row for which they do
 
     @property
     def token_ids(self) -> TokenArray:
@@ -135,25 +114,18 @@ class ChatContext:
 
     def prompt_ids(self) -> list[int]:
         """Token ids of the whole conversation so far, with the opening of the next answer."""
-        plan = self._plan()
-        self._asked = plan, [dict(message) for message in self.messages]
-        return [*self._tokens.head(plan.kept), *plan.added]
+        _, make = self._next()
+        return self._ask(make)
 
     async def prompt(self) -> list[int]:
-        """``prompt_ids()``; made in a thread where much text has to be rendered or tokenized, as at most forks."""
-        known, self._most_chars = (self._windows, self._whole_at, self._steps), _LONG_TEXT_CHARS
-        try:
-            return self.prompt_ids()
-        except _LongText:
-            self._most_chars = None
-            self._windows, self._whole_at, self._steps = known  # nothing was found out: it begins again
-            return await run_in_thread(self.prompt_ids)
-        finally:
-            self._most_chars = None
+        """``prompt_ids()``; made in a thread where much text has to be tokenized, as at most forks."""
+        chars, make = self._next()
+        return self._ask(make) if chars <= _LONG_TEXT_CHARS else await run_in_thread(self._ask, make)
 
-    def _expect(self, chars: int) -> None:
-        if self._most_chars is not None and chars > self._most_chars:
-            raise _LongText
+    def _ask(self, make: Callable[[], _Plan]) -> list[int]:
+        plan = make()
+        self._asked = plan, [dict(message) for message in self.messages]
+        return [*self._tokens.head(plan.kept), *plan.added]
 
     def add_answer(self, prompt_ids: Sequence[int], generation: Generation) -> Message:
         """Append the answer that was sampled after ``prompt_ids``, which are those that ``prompt_ids()`` gave last."""
@@ -178,11 +150,12 @@ class ChatContext:
         if self.fork is not None:
             self.forks[self.fork] += 1
             explain_once(self.fork)
-        continued = str(asked[-1].get("content") or "") if plan.continues else ""
-        begun = self.messages.pop() if plan.continues else {"role": "assistant"}
+        continues = _continues(asked)
+        continued = _content(asked[-1]) if continues else ""
+        begun = self.messages.pop() if continues else {"role": "assistant"}
         message: Message = {**begun, "content": continued + answer_text(generation)}
         self.messages.append(message)
-        seen = [*(asked[:-1] if plan.continues else asked), message]
+        seen = [*(asked[:-1] if continues else asked), message]
         self._turns.append(
             _Turn(len(seen), plan.length, len(self._tokens), continued, self._stop_text(generation), plan.place)
         )
@@ -205,32 +178,38 @@ class ChatContext:
 
     # -- what the next prompt keeps and adds --------------------------------------------------------------------------
 
-    def _plan(self) -> _Plan:
+    def _next(self) -> tuple[int, Callable[[], _Plan]]:
+        """About how many characters the next prompt has to tokenize, and what makes it."""
         messages = self.messages
         if not messages:
             raise ConfigError("the conversation has no messages any more; nothing can be asked")
-        continues = len(messages) > 1 and messages[-1].get("role") == "assistant"
         if not self._turns:
-            return self._first(continues=continues)
+            make = functools.partial(self._rendered, None)
+            known = self._template.first_prompts
+            return _chars(messages), make if known is None else functools.partial(known.get, messages, make)
         last = self._turns[-1]
         same = shared_length(messages, self._seen)  # held messages that are as they were
-        self._expect(_chars(messages[last.n_messages - 1 if continues else last.n_messages :]))
-        if continues and len(messages) == last.n_messages and same >= last.n_messages - 1:
-            plan = self._continued(last)
-            if plan is not None:
-                return plan
-            same = last.n_messages - 1
+        if _continues(messages) and len(messages) == last.n_messages and same >= last.n_messages - 1:
+            if _content(messages[-1]).startswith(last.continued):
+                return _chars(messages[-1:]), functools.partial(self._continued, last)
+            same = last.n_messages - 1  # says something else from the start
         if same < last.n_messages:
-            return self._forked(same, continues=continues, reason=self._kind_of_edit(same))
-        addition = self._addition(messages[:-1] if continues else messages, last.n_messages)
-        if addition is None:
-            return self._forked(last.n_messages - 1, continues=continues, reason=ForkReason.TEMPLATE)
-        return self._added(last, addition, continues=continues, fork=None)
+            reason = self._kind_of_edit(same)
+        elif (addition := self._addition(self._base, last.n_messages)) is not None:
+            return _chars(messages[last.n_messages :]), functools.partial(self._added, last, addition)
+        else:
+            same, reason = last.n_messages - 1, ForkReason.TEMPLATE
+        return _chars(messages), lambda: replace(self._forked(same), fork=reason)
 
-    def _added(self, turn: _Turn, addition: Addition, *, continues: bool, fork: ForkReason | None) -> _Plan:
+    @property
+    def _base(self) -> list[Message]:
+        """The messages without a partial answer at their end."""
+        return self.messages[:-1] if _continues(self.messages) else self.messages
+
+    def _added(self, turn: _Turn, addition: Addition) -> _Plan:
         """What is held up to the end of ``turn``, then what the template adds."""
         text = addition.text.removeprefix(turn.stop_text)
-        plan = self._joined(turn.end, text, addition.opening, addition.rendering, continues=continues, fork=fork)
+        plan = self._joined(turn.end, text, addition.opening, addition.rendering)
         more = self._more_text(self.messages[turn.n_messages - 1], addition) if addition.rendering is None else ()
         return replace(plan, more_text=more)
 
@@ -259,15 +238,11 @@ class ChatContext:
         return whole
 
     def _more_text(self, answer: Message, addition: Addition) -> tuple[str, ...]:
-        return self._opening, str(answer.get("content") or ""), addition.text
+        return self._opening, _content(answer), addition.text
 
-    def _continued(self, last: _Turn) -> _Plan | None:
-        """The last answer goes on: with its own tokens as far as its message still says what they say. ``None`` when
-        its message says something else from the start."""
-        content = str(self.messages[-1].get("content") or "")
-        if not content.startswith(last.continued):
-            return None
-        said = content[len(last.continued) :]
+    def _continued(self, last: _Turn) -> _Plan:
+        """The last answer goes on: with its own tokens as far as its message still says what they say."""
+        said = _content(self.messages[-1])[len(last.continued) :]
         ids = self._tokens.head(last.end)[last.start :]
         if last.stop_text:
             ids = ids[:-1]
@@ -275,15 +250,12 @@ class ChatContext:
         keep = last.start + n
         fork = None if keep == last.end else ForkReason.BRANCH if n == len(ids) else ForkReason.EDITED_HISTORY
         added, gap = self._encode_after(said[len(text) :], self._tokens.last(keep))
-        return _Plan(
-            keep, tuple(added), last.place, fork, gap, continues=True, rendering=self._rendering, opening=self._opening
-        )
+        return _Plan(keep, tuple(added), last.place, gap, self._rendering, self._opening, fork=fork)
 
-    def _forked(self, same: int, *, continues: bool, reason: ForkReason) -> _Plan:
+    def _forked(self, same: int) -> _Plan:
         """A prompt that keeps the longest part of what is held that the template still renders in the same way, and
         renders the rest. ``same`` messages are as they were."""
-        self._expect(_chars(self.messages))
-        base = self.messages[:-1] if continues else self.messages
+        base = self._base
         whole = self._template.render(base, opening=False)
         standing = min(same, len(base))
         turns = [(turn, turn.place) for turn in self._turns if turn.place and turn.place.n_messages <= standing]
@@ -293,51 +265,35 @@ class ChatContext:
 
         low = bisect_left(turns, True, key=rewritten)  # places that stand are followed by places that do not
         if not low:
-            return self._rendered(None, continues=continues, fork=reason)
+            return self._rendered(None)
         turn, place = turns[low - 1]
         if turn.n_messages <= standing:  # its answer stands as well?
             addition = self._template.addition(base, turn.n_messages)
             if addition is not None:
-                return self._added(turn, addition, continues=continues, fork=reason)
-        return self._rendered(place, continues=continues, fork=reason)
+                return self._added(turn, addition)
+        return self._rendered(place)
 
-    def _first(self, *, continues: bool) -> _Plan:
-        make = functools.partial(self._rendered, None, continues=continues, fork=None)
-        known = self._template.first_prompts
-        return make() if known is None else known.get(self.messages, make)
-
-    def _rendered(self, kept: _Place | None, *, continues: bool, fork: ForkReason | None) -> _Plan:
+    def _rendered(self, kept: _Place | None) -> _Plan:
         """The conversation as the template renders it, after what is ``kept``."""
-        self._expect(_chars(self.messages))
-        base = self.messages[:-1] if continues else self.messages
+        base = self._base
         rendered = self._template.render_prompt(base)
         skip = len(self._template.render(base[: kept.n_messages], opening=False)) if kept is not None else 0
         keep = kept.length if kept is not None else 0
-        text, opening = rendered.text[skip:], rendered.opening or ""
-        return self._joined(keep, text, opening, rendered, continues=continues, fork=fork)
+        return self._joined(keep, rendered.text[skip:], rendered.opening or "", rendered)
 
-    def _joined(
-        self,
-        keep: int,
-        text: str,
-        opening: str,
-        rendering: Rendering | None,
-        *,
-        continues: bool,
-        fork: ForkReason | None,
-    ) -> _Plan:
+    def _joined(self, keep: int, text: str, opening: str, rendering: Rendering | None) -> _Plan:
         """The first ``keep`` ids, then ``text``, ``opening`` and the partial answer that the conversation ends with."""
         # the opening apart where that changes nothing: the place before it can be kept when the answer is dropped
         apart = self._template.begins_with_added_token(opening)
-        partial = str(self.messages[-1].get("content") or "") if continues else ""
+        partial = _content(self.messages[-1]) if _continues(self.messages) else ""
         place, gaps, added = None, 0, []
         for number, piece in enumerate((text, opening, partial) if apart else (text + opening, partial)):
             ids, gap = self._encode_after(piece, added[-1] if added else self._tokens.last(keep))
             added += ids
             gaps += gap
             if apart and number == 0:
-                place = _Place(len(self.messages) - continues, keep + len(added))
-        return _Plan(keep, tuple(added), place, fork, gaps, continues, rendering, opening)
+                place = _Place(len(self._base), keep + len(added))
+        return _Plan(keep, tuple(added), place, gaps, rendering, opening)
 
     def _kind_of_edit(self, same: int) -> ForkReason:
         """Whether something held was changed, or the conversation went back to an earlier point and on from there."""
@@ -382,8 +338,17 @@ class ChatContext:
         return self._tokenizer.decode([generation.output_ids[-1]], skip_special_tokens=False)
 
 
+def _content(message: Message) -> str:
+    return str(message.get("content") or "")
+
+
 def _chars(messages: Sequence[Message]) -> int:
-    return sum(len(str(message.get("content") or "")) for message in messages)
+    return sum(map(len, map(_content, messages)))
+
+
+def _continues(messages: Sequence[Message]) -> bool:
+    """Whether the last message is an assistant's, and the answer goes on with it."""
+    return len(messages) > 1 and messages[-1].get("role") == "assistant"
 
 
 def _copy_of(message: Message) -> Message:

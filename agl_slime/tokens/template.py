@@ -20,7 +20,6 @@ import functools
 import marshal
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -87,7 +86,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools] if tools else None
         self._kwargs = dict(template_kwargs or {})
         self._closing: str | None = None
@@ -106,7 +105,7 @@ class ChatTemplate:
         return text if opening or not self._has_tail else text.removesuffix(self._tail)
 
     def _apply(self, messages: Sequence[Message], *, opening: bool) -> str:
-        text = self._tokenizer.apply_chat_template(
+        text = self.tokenizer.apply_chat_template(
             list(messages), tools=self._tools, add_generation_prompt=opening, tokenize=False, **self._kwargs
         )
         assert isinstance(text, str)
@@ -151,7 +150,7 @@ class ChatTemplate:
         """Whether ``text`` begins with a token that the tokenizer cuts out before it merges anything, so that nothing
         merges across its left edge."""
         if self._added_tokens is None:
-            added = getattr(self._tokenizer, "get_added_vocab", dict)()
+            added = getattr(self.tokenizer, "get_added_vocab", dict)()
             self._added_tokens = tuple(token for token in added if token)
         return bool(self._added_tokens) and text.startswith(self._added_tokens)
 
@@ -233,8 +232,7 @@ class FirstPrompts(Generic[T]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: OrderedDict[bytes, T] = OrderedDict()
-        self._bytes = 0
+        self._held: dict[bytes, T] = {}  # those used last at the end
 
     def get(self, messages: Sequence[Any], make: Callable[[], T]) -> T:
         """What ``make()`` gave for these messages before, or gives now."""
@@ -242,18 +240,12 @@ class FirstPrompts(Generic[T]):
         if key is None:
             return make()
         with self._lock:
-            held = self._held.get(key)
-            if held is not None:
-                self._held.move_to_end(key)
-                return held
-        made = make()
+            held = self._held.pop(key, None)
+        made = make() if held is None else held
         with self._lock:
-            if key not in self._held:
-                self._bytes += len(key)
             self._held[key] = made
-            while len(self._held) > _PROMPTS or self._bytes > _HELD_BYTES:
-                oldest, _ = self._held.popitem(last=False)
-                self._bytes -= len(oldest)
+            while len(self._held) > _PROMPTS or sum(map(len, self._held)) > _HELD_BYTES:
+                del self._held[next(iter(self._held))]
         return made
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from agl_slime.sglang.generation import FinishReason, Generation
 from agl_slime.tokens.conversation import ChatContext
+from agl_slime.tokens.template import ChatTemplate
 from agl_slime.trace.turn import Turn
 from tests.chat_templates import TEMPLATES
 
@@ -101,7 +102,7 @@ def ask(conversation: Conversation, generation: Generation) -> None:
     """One turn."""
     context = conversation.context
     asked = [dict(message) for message in context.messages]
-    prompt, forks = context.prompt_ids(), context.rewritten
+    prompt, forks = context.prompt_ids(), context.forks.total()
     context.add_answer(prompt, generation)
     conversation.asked.append(asked)
     turn = Turn.from_generation(
@@ -112,7 +113,7 @@ def ask(conversation: Conversation, generation: Generation) -> None:
         fork=context.fork,
     )
     conversation.turns.append(turn)
-    conversation.continued.append(context.rewritten == forks)
+    conversation.continued.append(context.forks.total() == forks)
 
 
 def move(draw: st.DrawFn, conversation: Conversation, allowed: tuple[Move, ...]) -> None:
@@ -161,7 +162,7 @@ def conversations(
         if draw(st.booleans())
         else None
     )
-    conversation = Conversation(ChatContext(tokenizer=tokenizer, messages=messages, tools=tools))
+    conversation = Conversation(ChatContext(template=ChatTemplate(tokenizer=tokenizer, tools=tools), messages=messages))
     ask(conversation, draw(answers(tokenizer, template)))
     for _ in range(draw(st.integers(min_turns - 1, max_turns - 1))):
         move(draw, conversation, allowed)

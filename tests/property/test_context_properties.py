@@ -126,7 +126,8 @@ def test_rendering_the_ends_gives_the_prompts_that_rendering_all_gives(template:
     roles = data.draw(st.lists(st.sampled_from(["tool", "tool", "tool", "tools", "user"]), min_size=36, max_size=44))
     ends, whole = (
         ChatContext(
-            tokenizer=tokenizer, messages=[{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+            template=ChatTemplate(tokenizer=tokenizer),
+            messages=[{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
         )
         for _ in range(2)
     )

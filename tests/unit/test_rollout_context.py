@@ -14,6 +14,7 @@ from agl_slime.tokens import forks
 from agl_slime.tokens.codec import TokenBuffer
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
+from agl_slime.tokens.template import ChatTemplate
 from tests.chat_templates import CHATML
 from tests.conversations import answer, generation_of
 from tests.vocabularies import base_tokenizer, chat_tokenizer
@@ -24,7 +25,7 @@ THINKING = "<think>\nLet me count.\n</think>\n\nThree."
 
 def conversation(template: str, vocabulary: str = "anthropic", **options: Any) -> tuple[ChatContext, Any]:
     tokenizer = chat_tokenizer(vocabulary, template)
-    return ChatContext(tokenizer=tokenizer, messages=QUESTION, **options), tokenizer
+    return ChatContext(template=ChatTemplate(tokenizer=tokenizer, **options), messages=QUESTION), tokenizer
 
 
 def text_of(tokenizer: Any, ids: Any) -> str:
@@ -115,7 +116,7 @@ def test_an_observation_added_late_regroups_history_and_forks() -> None:
     del context.messages[-1]
     context.add({"role": "tool", "content": "2"})
     answer(context, tokenizer, "Three.")
-    assert context.rewritten == 1
+    assert context.forks.total() == 1
 
 
 # -- templates that rewrite ------------------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ def test_a_template_that_rewrites_the_beginning_forks_although_the_end_is_the_sa
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=source
     )
-    context = ChatContext(tokenizer=tokenizer, messages=QUESTION)
+    context = ChatContext(template=ChatTemplate(tokenizer=tokenizer), messages=QUESTION)
     answer(context, tokenizer, "Three.")
     context.add({"role": "user", "content": "Sure?"})
     prompt, _ = answer(context, tokenizer, "Yes.")
@@ -224,7 +225,7 @@ def test_a_template_that_looks_further_back_than_the_ends_is_rendered_whole_from
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=source
     )
-    context = ChatContext(tokenizer=tokenizer, messages=QUESTION)
+    context = ChatContext(template=ChatTemplate(tokenizer=tokenizer), messages=QUESTION)
     long_rollout(context, tokenizer, 45)
     assert context.forks == {ForkReason.TEMPLATE: 1}
     assert not context._windows

@@ -40,8 +40,8 @@ def counting() -> Any:
 def test_a_group_renders_its_prompt_once_and_its_members_go_their_own_ways(counting: Any) -> None:
     template = ChatTemplate(tokenizer=counting)
     plain: Any = chat_tokenizer("anthropic", "chatml")
-    alone = ChatContext(tokenizer=plain, messages=QUESTION)
-    members = [ChatContext(tokenizer=counting, messages=QUESTION, template=template) for _ in range(4)]
+    alone = ChatContext(template=ChatTemplate(tokenizer=plain), messages=QUESTION)
+    members = [ChatContext(template=template, messages=QUESTION) for _ in range(4)]
     prompts = [member.prompt_ids() for member in members]
     assert counting.rendered == 2  # with the opening of an answer and without
     assert prompts == [alone.prompt_ids()] * 4
@@ -58,20 +58,18 @@ def test_a_group_renders_its_prompt_once_and_its_members_go_their_own_ways(count
 def test_an_answer_begun_in_the_prompt_is_a_part_of_it(counting: Any) -> None:
     template = ChatTemplate(tokenizer=counting)
     begun = [*QUESTION, {"role": "assistant", "content": "About"}]
-    contexts = [
-        ChatContext(tokenizer=counting, messages=messages, template=template) for messages in (QUESTION, begun, begun)
-    ]
+    contexts = [ChatContext(template=template, messages=messages) for messages in (QUESTION, begun, begun)]
     plain, first, second = (context.prompt_ids() for context in contexts)
     assert first == second == [*plain, *counting.encode("About", add_special_tokens=False)]
 
 
 def test_a_message_edited_after_the_prompt_does_not_change_what_others_get(counting: Any) -> None:
     template = ChatTemplate(tokenizer=counting)
-    first = ChatContext(tokenizer=counting, messages=QUESTION, template=template)
+    first = ChatContext(template=template, messages=QUESTION)
     expected = first.prompt_ids()
     first.messages[1]["content"] = "How few?"
     assert first.prompt_ids() != expected
-    assert ChatContext(tokenizer=counting, messages=QUESTION, template=template).prompt_ids() == expected
+    assert ChatContext(template=template, messages=QUESTION).prompt_ids() == expected
 
 
 @pytest.mark.parametrize("source", [CHATML + "{{ strftime_now('%d %b') }}", None, {"default": CHATML}])
@@ -120,10 +118,10 @@ def test_only_so_many_are_kept_those_used_last_and_only_so_much_of_them() -> Non
     half = [[{"content": letter * (_HELD_BYTES // 2 - 30)}] for letter in "ab"]
     assert [held.get(messages, lambda n=n: n) for n, messages in enumerate(half * 2)] == [0, 1, 0, 1]
     assert not kept(0)  # there was no room for the rest
-    assert held._bytes == sum(map(len, held._held)) <= _HELD_BYTES
+    assert 0 < sum(map(len, held._held)) <= _HELD_BYTES
     longest = [{"content": "x" * _HELD_BYTES}]
     assert [held.get(longest, lambda n=n: n) for n in range(2)] == [0, 1]
-    assert held._bytes == 0
+    assert not held._held
 
 
 def test_threads_that_ask_at_once_get_what_belongs_to_their_messages() -> None:
