@@ -25,8 +25,6 @@ from agl_slime.support.agl import AttemptedRollout, ExecutionEvent, Hook, LitAge
 
 logger = logging.getLogger(__name__)
 
-_RESTARTS_PER_WORKER = 3
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSettings:
@@ -66,10 +64,6 @@ class RunnerSettings:
                 if not fits(value := getattr(self, name)):
                     raise ConfigError(f"{name} must be {bound}, got {value}")
 
-    def restarts(self, workers: int) -> int:
-        """How many dead workers a pool of so many replaces."""
-        return _RESTARTS_PER_WORKER * workers if self.max_restarts is None else self.max_restarts
-
 
 # A runner whose queue was empty asks for this many rollouts at first, and gives others a moment before it asks for
 # twice as many.
@@ -78,8 +72,6 @@ _CLAIM_PAUSE_S = 0.002
 # With a full house the places that become free are filled together: a 64th of all, or what is free after this long.
 _ROOM_SHARE = 64
 _ROOM_PAUSE_S = 0.01
-# How often recordings are looked at for spans that have waited long enough.
-_FLUSH_TICK_S = 0.5
 
 
 class ConcurrentRunner(LitAgentRunner[Any]):
@@ -97,9 +89,8 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         name: str | None = None,
     ) -> None:
         self.settings = settings or RunnerSettings()
-        self._context_tracer = ContextTracer()
         super().__init__(
-            self._context_tracer,
+            ContextTracer(),
             poll_interval=self.settings.poll_interval_s,
             heartbeat_interval=self.settings.heartbeat_interval_s,
             heartbeat_launch_mode="asyncio",
@@ -109,7 +100,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self._guard: GuardedAgent | None = None
         self._in_flight: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake: asyncio.Event | None = None
+        self._wake = asyncio.Event()
         self.stopping = False
         self._cancelling = False
         self._limit = self.settings.max_concurrent
@@ -148,7 +139,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
 
     def wake(self) -> None:
         """Look at the queue now rather than at the next poll."""
-        self._on_loop(lambda: self._wake.set() if self._wake else None)
+        self._on_loop(self._wake.set)
 
     def cancel(self, rollout_id: str) -> None:
         """Cancel the agent that runs this rollout, or is about to, if one does; its attempt then fails with the reason
@@ -175,13 +166,10 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         When this is cancelled, so are they."""
         store = self.get_store()
         self._loop = asyncio.get_running_loop()
-        self._wake = asyncio.Event()
         stop_heartbeat = self._start_heartbeat_loop(store)
         unsubscribe = listen_for_cancellations(store, cancel=self.cancel, claimed=self._claimed)
         tune_garbage_collector()
         stop_containing = contain_tasks(self._loop)
-        flushing = self._context_tracer.flush_for_ever(tick_s=min(_FLUSH_TICK_S, self.settings.flush_interval_s))
-        flusher = asyncio.create_task(flushing, name=f"{self.get_worker_id()}-flusher")
         if self.lag is not None:
             self.lag.start()
         try:
@@ -196,7 +184,6 @@ class ConcurrentRunner(LitAgentRunner[Any]):
             await self._drain()
             raise
         finally:
-            flusher.cancel()
             unsubscribe()
             stop_containing()
             if self.lag is not None:
@@ -249,12 +236,10 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         # With a full house the loop waits for room, and a call of the store for each free place would cost more than
         # the place is worth.
         free = self._limit - len(self._in_flight)
-        if self._wake is None or self._loop is None:
-            return
         if free == max(1, self._limit // _ROOM_SHARE):
             self._wake.set()
         elif free == 1:
-            self._loop.call_later(_ROOM_PAUSE_S, self._wake.set)
+            asyncio.get_running_loop().call_later(_ROOM_PAUSE_S, self._wake.set)
 
     async def _execute(self, rollout: AttemptedRollout) -> None:
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -83,10 +84,6 @@ class GuardedAgent:
             self._refused &= claimed()
 
     async def _run(self, method: str, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
-        if (recording := current_recording.get()) is not None:
-            # an attempt without new spans is dead to the store after unresponsive_seconds: show life well within them
-            silence = rollout.config.unresponsive_seconds or math.inf
-            recording.flush_after_s = min(self._flush_interval_s, silence / 3)
         try:
             if rollout.rollout_id in self._refused:
                 raise RolloutError("The rollout was cancelled before its agent had begun.", reason="cancelled")
@@ -104,11 +101,11 @@ class GuardedAgent:
         return result
 
     async def _with_time_limit(self, work: Coroutine[Any, Any, Any], rollout: Rollout) -> Any:
-        limit = rollout.config.timeout_seconds or self._default_timeout_s
+        limit = rollout.config.timeout_seconds or self._default_timeout_s or math.inf
         inner, told = asyncio.ensure_future(work), asyncio.get_running_loop().create_future()
         self._running[rollout.rollout_id] = told
         try:
-            await asyncio.wait({inner, told}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            await self._first_of(inner, told, limit, rollout)
             if not inner.done():
                 late = not told.done()
                 inner.cancel()
@@ -126,6 +123,22 @@ class GuardedAgent:
         finally:
             if self._running.get(rollout.rollout_id) is told:
                 del self._running[rollout.rollout_id]
+
+    async def _first_of(
+        self, inner: asyncio.Future[Any], told: asyncio.Future[None], limit_s: float, rollout: Rollout
+    ) -> None:
+        """Wait for the agent's end, its cancellation or the time limit, and write its spans meanwhile."""
+        # an attempt without new spans is dead to the store after unresponsive_seconds: show life well within them
+        flush_s = min(self._flush_interval_s, (rollout.config.unresponsive_seconds or math.inf) / 3)
+        recording, writing = current_recording.get(), None
+        ends = time.monotonic() + limit_s
+        while (left_s := ends - time.monotonic()) > 0:
+            pause_s = min(left_s, flush_s)
+            done, _ = await asyncio.wait({inner, told}, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return
+            if recording is not None and (writing is None or writing.done()):
+                writing = asyncio.ensure_future(recording.write_early())  # not awaited: the store may be away
 
 
 def check_result(result: Any) -> None:

@@ -15,19 +15,6 @@ from agl_slime.runner.worker import Command, Worker, WorkerPool, WorkerSpec
 from agl_slime.support.net import is_loopback
 
 
-class RunnerActor:
-    """What runs in an actor; its methods are coroutines, so that commands are heard while ``run`` runs."""
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        self._worker = Worker(spec)
-
-    async def run(self) -> None:
-        await self._worker.run()
-
-    async def obey(self, command: Command) -> None:
-        self._worker.obey(command)
-
-
 class RayPool(WorkerPool):
     """``count`` actors, each with one CPU reserved. Workers on other hosts must reach the store's address, so a Ray of
     several nodes needs another host than the loopback."""
@@ -66,7 +53,7 @@ class RayPool(WorkerPool):
         return f"; Ray has {self._ray.available_resources().get('CPU', 0):g} free CPUs"
 
     def _launch(self, spec: WorkerSpec) -> Any:
-        return self._ray.remote(num_cpus=1, max_restarts=0)(RunnerActor).remote(spec)
+        return self._ray.remote(num_cpus=1, max_restarts=0)(Worker).remote(spec)
 
     def _outlive(self, worker: Any) -> str:
         try:

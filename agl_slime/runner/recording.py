@@ -8,13 +8,15 @@ spans of nested tasks and of threads land on the rollout that started them, howe
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from agl_slime.support.agl import LightningStore, Span
+
+logger = logging.getLogger(__name__)
 
 # Called with rollout_id, attempt_id and sequence_id, once the store has numbered the spans of an attempt.
 SpanBuilder = Callable[..., Span]
@@ -22,19 +24,14 @@ SpanBuilder = Callable[..., Span]
 
 @dataclass(eq=False)
 class Recording:
-    """The spans of one attempt that are not written yet, in the order in which they ended. Any thread may add.
-
-    ``flush_after_s``: a span waits at most about this long to be written.
-    """
+    """The spans of one attempt that are not written yet, in the order in which they ended. Any thread may add."""
 
     rollout_id: str
     attempt_id: str
     store: LightningStore | None = None
-    flush_after_s: float | None = None
     closed: bool = False
     written: list[Span] = field(default_factory=list)
     _pending: list[SpanBuilder] = field(default_factory=list)
-    _pending_since: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -43,29 +40,27 @@ class Recording:
         with self._lock:
             if self.closed:
                 return False
-            if not self._pending:
-                self._pending_since = time.monotonic()
             self._pending.append(builder)
         return True
-
-    def due(self, now: float) -> bool:
-        """Whether spans have waited for ``flush_after_s`` at ``now`` (``time.monotonic``)."""
-        return (
-            bool(self._pending) and self.flush_after_s is not None and now - self._pending_since >= self.flush_after_s
-        )
 
     async def write(self, *, close: bool = False) -> None:
         """Write what is there to the store, in one call each for the numbers and the spans; with ``close`` nothing is
         taken in after this. What could not be written stays for the next time, and the error is raised."""
         async with self._writing:
-            await self._write(close=close)
+            with self._lock:
+                pending, self._pending = self._pending, []
+                self.closed = self.closed or close
+            if pending:
+                await self._write(pending)
 
-    async def _write(self, *, close: bool) -> None:
-        with self._lock:
-            pending, self._pending = self._pending, []
-            self.closed = self.closed or close
-        if not pending:
-            return
+    async def write_early(self) -> None:
+        """``write`` while the attempt goes on; what fails is tried again at its end."""
+        try:
+            await self.write()
+        except Exception as error:
+            logger.warning("Spans of rollout %s could not be written yet: %s", self.rollout_id, error)
+
+    async def _write(self, pending: list[SpanBuilder]) -> None:
         key, ids = (self.rollout_id, self.attempt_id), {"rollout_id": self.rollout_id, "attempt_id": self.attempt_id}
         store, first = self.store, len(self.written) + 1
         try:

@@ -4,8 +4,7 @@ Agent Lightning's own tracer keeps one rollout per process and submits each span
 one keeps the rollout in a context variable, gathers the spans of an attempt in memory and writes them in one call when
 the attempt ends, so an agent never waits for the store in the middle of its work.
 
-A long attempt's spans are written before that, so that the store's watchdog sees life: when the oldest has waited for
-the recording's ``flush_after_s``.
+A long attempt's spans are written before that as well, so that the store's watchdog sees life (``runner.guard``).
 
 Spans come from two sides: Agent Lightning's emitters (``emit_reward`` and the rest, through ``create_span``), and any
 OpenTelemetry instrumentation inside the agent, through a span processor on the global tracer provider.
@@ -13,7 +12,6 @@ OpenTelemetry instrumentation inside the agent, through a span processor on the 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
@@ -47,10 +45,6 @@ logger = logging.getLogger(__name__)
 class ContextTracer(Tracer):
     """Routes each span to the rollout whose code is running; see the module's docstring."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._open: set[Recording] = set()
-
     # -- life cycle ---------------------------------------------------------------------------------------------------
 
     def init_worker(self, worker_id: int, store: LightningStore | None = None) -> None:
@@ -60,14 +54,6 @@ class ContextTracer(Tracer):
     def teardown_worker(self, worker_id: int) -> None:
         _deactivate()
         super().teardown_worker(worker_id)
-
-    async def flush_for_ever(self, *, tick_s: float) -> None:
-        """Look every ``tick_s`` for spans of attempts that still run and have waited long enough, and write them, until
-        cancelled. The runner has it run beside its rollouts."""
-        while True:
-            await asyncio.sleep(tick_s)
-            now = time.monotonic()
-            await asyncio.gather(*[_write_early(recording) for recording in self._open if recording.due(now)])
 
     @asynccontextmanager
     async def trace_context(
@@ -87,11 +73,9 @@ class ContextTracer(Tracer):
         else:
             recording = Recording(rollout_id, attempt_id, store=store or self._store)
         current_recording.set(recording)
-        self._open.add(recording)
         try:
             yield recording
         finally:
-            self._open.discard(recording)
             await recording.write(close=True)
 
     # -- spans --------------------------------------------------------------------------------------------------------
@@ -139,13 +123,6 @@ class ContextTracer(Tracer):
         """The spans of the attempt that this context runs, or ran last."""
         recording = current_recording.get()
         return list(recording.written) if recording is not None else []
-
-
-async def _write_early(recording: Recording) -> None:
-    try:
-        await recording.write()
-    except Exception as error:  # the spans stay, and the end of the attempt tries again
-        logger.warning("Spans of rollout %s could not be written yet: %s", recording.rollout_id, error)
 
 
 class _RecordingSpanProcessor(SpanProcessor):

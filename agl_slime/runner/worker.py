@@ -106,7 +106,8 @@ class WorkerPool(RunnerPool):
         self._service: StoreService | None = None
         self._count = self._places = count
         self._settings = settings or RunnerSettings()
-        self._replacements = self._settings.restarts(count)
+        restarts = self._settings.max_restarts
+        self._replacements = 3 * count if restarts is None else restarts
         self._started = False
         self._came_up = False  # whether a worker ever has
         self._stopping = False

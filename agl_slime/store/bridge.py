@@ -50,8 +50,6 @@ _ATTEMPT_STATUSES = frozenset(get_args(Attempt.model_fields["status"].annotation
 # A rollout is tried again this often when the processes that ran it died, whatever its own number of attempts; then it
 # counts as what kills them.
 _DEATHS_FORGIVEN = 2
-# Names of runners that are gone which are remembered: what they had sent before their end arrives within moments.
-_GONE_REMEMBERED = 1_000
 # Marks attempts whose runner died, in their metadata.
 WORKER_DIED = "agl_slime.worker_died"
 _WARN_AT = 0.8  # of the unreleased bytes
@@ -83,7 +81,7 @@ class BridgeStore(InMemoryLightningStore):
         self.retention = retention or Retention()
         self.collections = BridgeCollections()
         self._finished_listeners: list[RolloutListener] = []
-        self._released: OrderedDict[str, int] = OrderedDict()  # rollout id -> span bytes, oldest release first
+        self._released: OrderedDict[str, None] = OrderedDict()  # ids, oldest release first
         self._released_bytes = 0
         self._unreleased_limit = self.retention.unreleased_bytes or self._memory_capacity_bytes // 2
         self._warned = False
@@ -92,7 +90,7 @@ class BridgeStore(InMemoryLightningStore):
         self._dead_worker_seconds = dead_worker_seconds
         self._next_worker_check = 0.0
         self._judged_dead: dict[str, float] = {}  # worker id -> the heartbeat after which it was judged
-        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._gone: set[str] = set()  # runners that will not come back
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -118,8 +116,8 @@ class BridgeStore(InMemoryLightningStore):
                 rollout = self.collections.rollout(rollout_id)
                 if rollout is None or rollout_id in self._released or rollout.status not in FINISHED:
                     continue
-                size = self._released[rollout_id] = self._span_bytes_by_rollout.get(rollout_id, 0)
-                self._released_bytes += size
+                self._released[rollout_id] = None
+                self._released_bytes += self._span_bytes_by_rollout.get(rollout_id, 0)
                 count += 1
             self._trim()
         return count
@@ -144,9 +142,7 @@ class BridgeStore(InMemoryLightningStore):
         while self._released and (
             len(self._released) > keep.released_rollouts or self._released_bytes > keep.released_bytes
         ):
-            rollout_id, size = self._released.popitem(last=False)
-            self._released_bytes -= size
-            self._forget(rollout_id)
+            self._forget(self._released.popitem(last=False)[0])
         waiting, limit = self._total_span_bytes - self._released_bytes, self._unreleased_limit
         if waiting <= _WARN_AT * limit:
             self._warned = self._backpressure = False
@@ -165,7 +161,9 @@ class BridgeStore(InMemoryLightningStore):
 
     def _forget(self, rollout_id: str) -> None:
         self.collections.remove_rollout(rollout_id)
-        self._total_span_bytes = max(0, self._total_span_bytes - self._span_bytes_by_rollout.pop(rollout_id, 0))
+        size = self._span_bytes_by_rollout.pop(rollout_id, 0)
+        self._total_span_bytes -= size
+        self._released_bytes -= size
         self._start_time_by_rollout.pop(rollout_id, None)
         self._completion_events.pop(rollout_id, None)
         self._running_rollout_ids.discard(rollout_id)
@@ -182,9 +180,7 @@ class BridgeStore(InMemoryLightningStore):
         """
         with self.collections.lock:
             if gone:
-                self._gone[worker_id] = None
-                if len(self._gone) > _GONE_REMEMBERED:
-                    self._gone.popitem(last=False)
+                self._gone.add(worker_id)
             lost = []
             for rollout_id in list(self._running_rollout_ids):
                 latest = self.collections.latest_attempt(rollout_id)
@@ -304,7 +300,6 @@ class BridgeStore(InMemoryLightningStore):
             self._span_bytes_by_rollout[rollout_id] += size
             self._total_span_bytes += size
             if rollout_id in self._released:  # a late span of an attempt that was given up
-                self._released[rollout_id] += size
                 self._released_bytes += size
             self._trim()
 

@@ -127,58 +127,48 @@ def _result_of(answer: dict[str, Any]) -> Any:
     return answer["result"]
 
 
-_Waiting = tuple[orjson.Fragment, asyncio.Future[Any]]
-
-
 class Batcher:
     """Gathers the calls of one event loop and sends them with ``post``, which gives an answer for each."""
 
     def __init__(self, post: Callable[[list[orjson.Fragment]], Awaitable[list[dict[str, Any]]]]) -> None:
         self._post = post
-        self._waiting: list[_Waiting] = []
-        self._senders: set[asyncio.Task[None]] = set()
+        self._waiting: list[tuple[orjson.Fragment, asyncio.Future[Any]]] = []
+        self._requests: set[asyncio.Task[None]] = set()  # under way, or about to take what waits
+        self._at_once = asyncio.Semaphore(_REQUESTS_AT_ONCE)
         self._next_start = 0.0
 
     async def call(self, call: dict[str, Any]) -> Any:
         # encoded here, so that one that cannot be is an error of its own caller only
         body = orjson.Fragment(orjson.dumps(call, option=orjson.OPT_SERIALIZE_NUMPY))
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        if len(self._waiting) % _LARGEST_BATCH == 0:
+            request = asyncio.create_task(self._send())
+            self._requests.add(request)
+            request.add_done_callback(self._requests.discard)
         self._waiting.append((body, future))
-        if len(self._senders) < _REQUESTS_AT_ONCE:
-            self._senders.add(asyncio.create_task(self._send()))
         return _result_of(await future)
 
     async def _send(self) -> None:
-        loop = asyncio.get_running_loop()
-        batch: list[_Waiting] = []
-        try:
-            while self._waiting:
-                if (pause := self._next_start - loop.time()) > 0:
-                    await asyncio.sleep(pause)
-                    continue
-                self._next_start = loop.time() + _BETWEEN_REQUESTS_S
-                batch, self._waiting = self._waiting[:_LARGEST_BATCH], self._waiting[_LARGEST_BATCH:]
-                try:
-                    answers = await self._post([call for call, _ in batch])
-                except Exception as error:
-                    _resolve(batch, [error] * len(batch))
-                else:
-                    _resolve(batch, answers)
-        finally:
-            # here and not in a callback of the task: whoever is resolved above may call again before that one runs
-            current = asyncio.current_task()
-            self._senders = {sender for sender in self._senders if sender is not current}
-            _resolve(batch, [ConnectionError("the store's client was closed")] * len(batch))
-
-
-def _resolve(batch: list[_Waiting], answers: Sequence[Any]) -> None:
-    for (_, future), answer in zip(batch, answers, strict=True):
-        if future.done():
-            continue  # its rollout was cancelled meanwhile
-        if isinstance(answer, Exception):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
+        async with self._at_once:
+            now = asyncio.get_running_loop().time()
+            start = max(now, self._next_start)
+            self._next_start = start + _BETWEEN_REQUESTS_S
+            await asyncio.sleep(start - now)
+            batch, self._waiting = self._waiting[:_LARGEST_BATCH], self._waiting[_LARGEST_BATCH:]
+            closed = ConnectionError("the store's client was closed")
+            answers: list[Any] = [closed] * len(batch)
+            try:
+                answers = await self._post([call for call, _ in batch])
+            except Exception as error:
+                answers = [error] * len(batch)
+            finally:
+                for (_, future), answer in zip(batch, answers, strict=True):
+                    if future.done():
+                        continue  # its rollout was cancelled meanwhile
+                    if isinstance(answer, Exception):
+                        future.set_exception(answer)
+                    else:
+                        future.set_result(answer)
 
 
 class WorkerStore(RemoteStore):

@@ -20,7 +20,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition, FinishedFeed
 from agl_slime.support.agl import LightningStoreServer, Rollout, Span
-from agl_slime.support.net import free_port, has_token, is_loopback, require_token
+from agl_slime.support.net import has_token, is_loopback, require_token
 from agl_slime.support.threads import run_blocking
 
 BATCH_PATH = "/agl_slime/v1/batch"
@@ -53,7 +53,7 @@ class StoreService:
         access_host = None if host == "0.0.0.0" else "127.0.0.1" if is_loopback(host) else host
         arguments = PythonServerLauncherArgs(
             host=host,
-            port=port or free_port(host),
+            port=port or None,
             access_host=access_host,
             launch_mode="thread",
             healthcheck_url=None,  # the launcher's own check carries no token

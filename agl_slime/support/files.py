@@ -33,44 +33,16 @@ def whole_directory(target: str | os.PathLike[str], *, durable: bool = True) -> 
     """A fresh directory to write into; it takes the place of ``target`` when the block ends well, and is removed when
     it does not. A reader sees the old content, or the new, or (between two renames) neither; never a part. ``durable``
     writes it through to the disk first."""
-    target = _prepare(target)
-    fresh = _temporary(target, "new")
-    fresh.mkdir()
-    try:
+    with _replacing(target, durable=durable) as fresh:
+        fresh.mkdir()
         yield fresh
-        if durable:
-            for path in [*fresh.rglob("*"), fresh]:
-                _flush(path)
-        if target.exists():
-            previous = _temporary(target, "old")
-            target.rename(previous)
-            fresh.rename(target)
-            shutil.rmtree(previous)
-        else:
-            fresh.rename(target)
-        if durable:
-            _flush(target.parent)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)  # only there when something went wrong
 
 
 @contextmanager
 def whole_file(target: str | os.PathLike[str], *, durable: bool = True) -> Iterator[IO[bytes]]:
-    """A file to write into; it takes the place of ``target`` when the block ends well, and is removed when it does not.
-    ``durable`` writes it through to the disk first."""
-    target = _prepare(target)
-    fresh = _temporary(target, "new")
-    try:
-        with fresh.open("wb") as file:
-            yield file
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        fresh.replace(target)
-        if durable:
-            _flush(target.parent)
-    finally:
-        fresh.unlink(missing_ok=True)
+    """As ``whole_directory``, a file to write into, whose readers always see the old content or the new."""
+    with _replacing(target, durable=durable) as fresh, fresh.open("wb") as file:
+        yield file
 
 
 def write_file(target: str | os.PathLike[str], content: bytes | str, *, durable: bool = True) -> None:
@@ -88,17 +60,39 @@ def remove_leftovers(directory: Path) -> None:
         with suppress(OSError):  # another process clears up as well
             if found["kind"] == "old" and not (target := path.with_name(found["target"])).exists():
                 path.rename(target)
-            elif path.is_dir():
-                shutil.rmtree(path)
             else:
-                path.unlink()
+                _remove(path)
 
 
-def _prepare(target: str | os.PathLike[str]) -> Path:
+@contextmanager
+def _replacing(target: str | os.PathLike[str], *, durable: bool) -> Iterator[Path]:
     target = Path(target).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target.parent)
-    return target
+    fresh = _temporary(target, "new")
+    try:
+        yield fresh
+        if durable:
+            for path in [*fresh.rglob("*"), fresh]:
+                _flush(path)
+        if fresh.is_dir() and target.exists():
+            previous = _temporary(target, "old")
+            target.rename(previous)
+            fresh.rename(target)
+            shutil.rmtree(previous)
+        else:
+            fresh.replace(target)
+        if durable:
+            _flush(target.parent)
+    finally:
+        _remove(fresh)  # only there when something went wrong
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _temporary(target: Path, kind: str) -> Path:

@@ -1,10 +1,9 @@
-"""What the servers of this package share: who may reach them, and on which port."""
+"""What the servers of this package share: who may reach them."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
-import socket
 
 from agl_slime.errors import ConfigError
 
@@ -22,13 +21,6 @@ def require_token(host: str, token: str | None, *, setting: str) -> None:
     none."""
     if not token and not is_loopback(host):
         raise ConfigError(f"host {host!r} can be reached from other machines: set {setting}, or listen on 127.0.0.1")
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port of ``host`` that nobody listens on now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as listener:
-        return listener.getsockname()[1]
 
 
 def has_token(authorization: str | None, token: str | None) -> bool:

@@ -75,6 +75,15 @@ class ThreadPool:
 
     async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """``fn(*args, **kwargs)`` in a thread that sees the caller's context variables."""
+        job = self.submit(fn, *args, **kwargs)
+        try:
+            return await asyncio.wrap_future(job)
+        except asyncio.CancelledError:
+            self._abandon(job)
+            raise
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> _Job:
+        """As ``run``, for code that is not async."""
         name = getattr(fn, "__qualname__", type(fn).__name__)
         call: Callable[[], Any] = partial(contextvars.copy_context().run, fn, *args, **kwargs)
         job = _Job(name, call if self._max_abandoned is None else partial(_contained, name, call))
@@ -88,11 +97,7 @@ class ThreadPool:
             self._outstanding += 1
             self._start_thread_if_needed()
         self._work.put(job)
-        try:
-            return await asyncio.wrap_future(job)
-        except asyncio.CancelledError:
-            self._abandon(job)
-            raise
+        return job
 
     def _start_thread_if_needed(self) -> None:
         if self._outstanding > self._threads and self._threads < self._max_running:
@@ -194,13 +199,4 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(asyncio.run(work))
-        except BaseException as error:  # belongs to the caller
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="agl-slime-blocking", daemon=True).start()
-    return outcome.result()
+    return _ours.submit(asyncio.run, work).result()

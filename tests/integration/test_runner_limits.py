@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.runner import concurrent, guard, lag
+from agl_slime.runner import guard, lag
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
@@ -294,9 +294,8 @@ async def test_a_long_attempt_writes_its_spans_while_it_runs() -> None:
         assert [span.sequence_id for span in spans] == list(range(1, 11))
 
 
-async def test_a_watchdog_that_waits_for_signs_of_life_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_watchdog_that_waits_for_signs_of_life_gets_them() -> None:
     """unresponsive_seconds is short of the attempt's length, and the attempt makes a span now and then."""
-    monkeypatch.setattr(concurrent, "_FLUSH_TICK_S", 0.05)
     store = CountingStore(scan_debounce_seconds=0.1)
 
     async def work(task: Any) -> float:

@@ -223,8 +223,8 @@ async def test_a_sender_that_is_cancelled_tells_whoever_waits() -> None:
     batcher = Batcher(post)
     call = asyncio.create_task(batcher.call({"n": 0}))
     await asyncio.wait_for(under_way.wait(), 10)
-    for sender in batcher._senders:
-        sender.cancel()
+    for request in batcher._requests:
+        request.cancel()
     with pytest.raises(ConnectionError):
         await asyncio.wait_for(call, 10)
 
