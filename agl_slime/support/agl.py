@@ -28,7 +28,7 @@ try:
     from agentlightning.runner import LitAgentRunner
     from agentlightning.store.base import UNSET, LightningStore, Unset
     from agentlightning.store.client_server import LightningStoreClient, LightningStoreServer
-    from agentlightning.store.collection.memory import InMemoryLightningCollections
+    from agentlightning.store.collection.memory import InMemoryLightningCollections, ListBasedCollection
     from agentlightning.store.collection_based import healthcheck_before
     from agentlightning.store.memory import InMemoryLightningStore
     from agentlightning.store.utils import rollout_status_from_attempt
