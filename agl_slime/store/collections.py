@@ -33,7 +33,8 @@ _MEASURING = {InMemoryLightningStore.query_spans.__code__, ListBasedCollection.g
 
 def do_not_measure(part: Any) -> None:
     """Calls of a store or collection go past the decorator that measures each, for metrics that nobody collects."""
-    for name, method in inspect.getmembers(type(part), inspect.isfunction):
+    methods: list[tuple[str, Any]] = inspect.getmembers(type(part), inspect.isfunction)
+    for name, method in methods:
         if method.__code__ in _MEASURING:
             setattr(part, name, MethodType(method.__wrapped__, part))
 
