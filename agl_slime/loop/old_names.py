@@ -10,14 +10,13 @@ from typing import Any
 from agl_slime.report.events import Event, GroupsCollected, Observer, RunStarted
 from agl_slime.runner.base import RunnerPlan
 
+_OF_PLAN = {"runner_settings": "settings", "store_host": "store_host"}
+_OF_RUN_STARTED = {"run_settings": "settings", "output_dir": "output_dir", "began": "at"}
 _NEW = {
-    "runner_settings": "runners=RunnerPlan(settings=...)",
-    "store_host": "runners=RunnerPlan(store_host=...)",
     "reporter": "observer",
     "on_groups": "observer, which is told GroupsCollected",
-    "run_settings": "observer",
-    "output_dir": "observer",
-    "began": "observer",
+    **dict.fromkeys(_OF_RUN_STARTED, "observer"),
+    **{old: f"runners=RunnerPlan({new}=...)" for old, new in _OF_PLAN.items()},
 }
 
 
@@ -31,8 +30,7 @@ def observer_and_runners(
         warnings.warn(f"OnlineRLLoop({name}=...) is now {_NEW[name]}", FutureWarning, stacklevel=3)
     old = {name: value for name, value in given.items() if value is not None}
     plan = RunnerPlan.parse(runners) if isinstance(runners, str) else runners
-    new = {"runner_settings": "settings", "store_host": "store_host"}
-    plan = replace(plan, **{new[name]: old.pop(name) for name in new if name in old})
+    plan = replace(plan, **{new: old.pop(name) for name, new in _OF_PLAN.items() if name in old})
     return (_OldObserver(observer, old) if old else observer), plan
 
 
@@ -44,7 +42,7 @@ class _OldObserver:
         if isinstance(event, GroupsCollected) and "on_groups" in self._old:
             self._old["on_groups"](event.iteration, event.groups)
         if isinstance(event, RunStarted):
-            new = {"run_settings": "settings", "output_dir": "output_dir", "began": "at"}
-            event = replace(event, **{new[name]: self._old[name] for name in new if name in self._old})
+            given = {new: self._old[name] for name, new in _OF_RUN_STARTED.items() if name in self._old}
+            event = replace(event, **given)
         if self._observer is not None:
             self._observer.handle(event)

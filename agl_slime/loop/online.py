@@ -16,6 +16,7 @@ import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -97,9 +98,8 @@ class OnlineRLLoop:
         self.store = store
         self.data_source = data_source
         self._agent = agent
-        start = start or LoopState()
-        self._iteration, self._version, self._validations = start.iteration, start.version, start.validations
-        self._best_reward, self._reward_means = start.best_reward, list(start.reward_means)
+        self._state = start or LoopState()
+        self._reward_means = list(self._state.reward_means)
         source = as_task_source(tasks, seed=self.settings.seed)
         self.tasks = TaskCursor(source, finished=data_source.ledger.finished_instances())
         if val_tasks is None and callable(tasks) and not hasattr(tasks, "next_batch"):
@@ -108,7 +108,7 @@ class OnlineRLLoop:
             raise ConfigError("val_tasks is None and eval_interval is set; pass val_tasks, or set eval_interval to 0")
         val_source = source if val_tasks is None else as_task_source(val_tasks, seed=self.settings.seed + 1)
         self._val_tasks = TaskCursor(val_source, named=False)
-        self._val_tasks.skip_to(self._validations * self.settings.eval_tasks)
+        self._val_tasks.skip_to(self._state.validations * self.settings.eval_tasks)
         self._train_fn = taking_iteration(slime_train_fn, "slime_train_fn")
         self._sync_fn = None if weight_sync_fn is None else taking_iteration(weight_sync_fn, "weight_sync_fn")
         self._save_fn = save_fn
@@ -137,16 +137,16 @@ class OnlineRLLoop:
         self._emit(events.RunStarted(num_iterations=settings.num_iterations, rollouts_per_iteration=per_iteration))
         reason = "interrupted"
         try:
-            await self._publish_weights(self._version)
+            await self._publish_weights(self._state.version)
             if self._agent is not None:
                 # a BridgeStore tells the data source itself
                 told = None if isinstance(self.store, BridgeStore) else self.data_source.notify
                 self._runner = make_runners(self._runners, agent=self._agent, store=self.store, on_finished=told)
                 await run_in_thread(self._runner.start)
-            if self._iteration == 0:
+            if self._state.iteration == 0:
                 await self._save()
-            for iteration in range(self._iteration + 1, settings.num_iterations + 1):
-                self._iteration = iteration
+            for iteration in range(self._state.iteration + 1, settings.num_iterations + 1):
+                self._state = replace(self._state, iteration=iteration)
                 await self._iterate(iteration)
                 if iteration % settings.save_interval == 0 or iteration == settings.num_iterations:
                     await self._save()
@@ -155,7 +155,7 @@ class OnlineRLLoop:
             reason = str(error)
             raise
         except Exception as error:  # of a task source, an observer, the store: one sentence, and the cause is kept
-            where = f"iteration {self._iteration}: " if self._iteration else "the run "
+            where = f"iteration {self._state.iteration}: " if self._state.iteration else "the run "
             reason = f"{where}failed with {spell_exception(error)}"
             raise LoopError(reason) from error
         finally:
@@ -175,7 +175,7 @@ class OnlineRLLoop:
             metrics[VAL_START_REWARD_MEAN] = (await self._evaluate(iteration))[VAL_REWARD_MEAN]
         self._emit(events.PhaseStarted(iteration=iteration, phase="collect"))
         collecting = time.monotonic()
-        self._schedule.metadata = {"iteration": iteration, "weight_version": self._version}
+        self._schedule.metadata = {"iteration": iteration, "weight_version": self._state.version}
         groups = await self._schedule.collect(self.tasks)
         collect_s = time.monotonic() - collecting
         metrics.update(collect_metrics(groups, collect_s=collect_s))
@@ -196,8 +196,8 @@ class OnlineRLLoop:
             metrics.update({"perf/train_s": train_s, "perf/sync_s": time.monotonic() - syncing})
         if settings.eval_interval and (iteration % settings.eval_interval == 0 or iteration == settings.num_iterations):
             metrics.update(await self._evaluate(iteration))
-        metrics["perf/collect_s"] = collect_s
-        metrics.update({"iteration": iteration, ITERATION_S: time.monotonic() - began, WEIGHTS_VERSION: self._version})
+        metrics |= {"perf/collect_s": collect_s, "iteration": iteration, ITERATION_S: time.monotonic() - began}
+        metrics[WEIGHTS_VERSION] = self._state.version
         self._reward_means.append(metrics[REWARD_MEAN])
         self._last_metrics = metrics
         self._emit(events.IterationFinished(iteration=iteration, metrics=metrics))
@@ -205,16 +205,17 @@ class OnlineRLLoop:
     async def _evaluate(self, iteration: int) -> dict[str, Any]:
         n = self.settings.eval_tasks
         self._emit(events.PhaseStarted(iteration=iteration, phase="eval", rollouts=n))
-        self._validations += 1
-        self._schedule.metadata = {"iteration": iteration, "weight_version": self._version}
+        self._state = replace(self._state, validations=self._state.validations + 1)
+        self._schedule.metadata = {"iteration": iteration, "weight_version": self._state.version}
         return eval_metrics(await self._schedule.validate(self._val_tasks, n))
 
     def _sound_alarms(self, groups: Sequence[GroupResult]) -> None:
         """Warn of a tool that never fires, and of answers that are all alike and earn less than the best so far."""
         rewards: list[float] = [reward for group in groups for reward in group.rewards]
-        if self._best_reward is not None:
-            rewards.append(self._best_reward)
-        best = self._best_reward = max(rewards) if rewards else None
+        if self._state.best_reward is not None:
+            rewards.append(self._state.best_reward)
+        best = max(rewards, default=None)
+        self._state = replace(self._state, best_reward=best)
         short = [group.succeeded for group in groups if best is not None and max(group.rewards, default=best) < best]
         for text in tool_never_fired([member for group in groups for member in group.succeeded]):
             self._emit(events.Warning(text=text, key=text.partition(" was")[0]))
@@ -237,14 +238,8 @@ class OnlineRLLoop:
 
     async def _save(self) -> None:
         if self._save_fn is not None:
-            state = LoopState(
-                iteration=self._iteration,
-                version=self._version,
-                validations=self._validations,
-                best_reward=self._best_reward,
-                reward_means=tuple(self._reward_means),
-            )
-            await self._step("writing the checkpoint", _call(partial(self._save_fn, state)), self._iteration)
+            state = replace(self._state, reward_means=tuple(self._reward_means))
+            await self._step("writing the checkpoint", _call(partial(self._save_fn, state)), state.iteration)
 
     async def _step(self, name: str, work: Awaitable[Any], iteration: int) -> Any:
         """Wait for a function of the program's; an error says where it comes from."""
@@ -268,14 +263,14 @@ class OnlineRLLoop:
 
     async def _publish_weights(self, version: str) -> None:
         """A resources snapshot per weight version: a rollout names the one that it was enqueued under."""
-        self._version = version
+        self._state = replace(self._state, version=version)
         self.data_source.set_version(version)
         self._schedule.resources_id = (await self.store.add_resources(self._resources)).resources_id
 
     def _on_member(self, member: MemberResult) -> None:
         self._emit(
             events.RolloutFinished(
-                iteration=self._iteration,
+                iteration=self._state.iteration,
                 rollout_id=member.rollout_id,
                 outcome="succeeded" if member.ok else member.outcome_if_failed.value,
                 reason=member.failure or "",
