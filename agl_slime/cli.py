@@ -8,7 +8,6 @@ the output any more.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import signal
@@ -91,7 +90,8 @@ def _train(arguments: list[str]) -> int:
     if config.trainer == "local" and config.local.torch_threads is None:  # more slow small models down
         config = replace(config, local=replace(config.local, torch_threads=1))
 
-    def train(console: Console) -> None:
+    def train() -> None:
+        console = Console()
         config.check_files()
         with console.status("loading ...") if console.is_terminal else nullcontext():
             from agl_slime.run.local import run_training  # Agent Lightning takes seconds to import; --help should not
@@ -103,37 +103,34 @@ def _train(arguments: list[str]) -> int:
 
 
 def _plot(arguments: list[str]) -> int:
-    def plot(run_dir: tyro.conf.Positional[Path]) -> Path:
+    def plot(run_dir: tyro.conf.Positional[Path]) -> None:
         """Draw the reward.png of a run from its metrics.
 
         Args:
             run_dir: The directory of the run.
         """
-        return run_dir
-
-    run_dir = tyro.cli(plot, prog="agl-slime plot", args=arguments)
-
-    def draw(_: Console) -> None:
         from agl_slime.report.plot import draw_run
 
         print(draw_run(run_dir))
 
-    return _reported(draw)
+    return _reported(lambda: tyro.cli(plot, prog="agl-slime plot", args=arguments))
 
 
-def _reported(command: Callable[[Console], None]) -> int:
+def _reported(command: Callable[[], None]) -> int:
     """Run a command; what goes wrong is told in one sentence. Returns the exit code."""
     errors = Console(stderr=True)
     debug = bool(os.environ.get(DEBUG_VARIABLE))
     _configure_logging(errors, debug=debug)
     try:
-        command(Console())
+        command()
     except (KeyboardInterrupt, asyncio.CancelledError):
         errors.print("Interrupted; what was written is kept.", highlight=False)
         return 130
     except AglSlimeError as error:
         _tell(errors, str(error), error, debug)
         return 2 if isinstance(error, (ConfigError, MissingDependencyError)) else 1
+    except BrokenPipeError:  # nobody reads the output any more
+        raise
     except Exception as error:  # a mistake of ours; the person who runs this is not the one who can use a traceback
         text = f"this should not happen: please report it with what {DEBUG_VARIABLE}=1 shows"
         _tell(errors, f"{spell_exception(error)}; {text}", error, debug)
@@ -149,27 +146,21 @@ def _tell(console: Console, text: str, error: BaseException, debug: bool) -> Non
 
 
 def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
-    """Run to the end, or until SIGINT or SIGTERM cancels it; a second SIGINT ends the process at once."""
+    """Run to the end, or until SIGINT or SIGTERM cancels it; a second signal ends the process at once."""
 
     async def run() -> None:
-        loop = asyncio.get_running_loop()
-        task = asyncio.ensure_future(work)
-        interrupts = itertools.count()
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
 
         def interrupt() -> None:
-            if next(interrupts):
-                os._exit(130)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, os._exit, 130)
             task.cancel()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupt)
-        try:
-            await task
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+        await task
 
-    asyncio.run(run())
+    asyncio.run(run())  # takes the handlers away with its loop
 
 
 def _configure_logging(console: Console, *, debug: bool) -> None:
