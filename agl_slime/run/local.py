@@ -137,8 +137,6 @@ class WeightPublisher:
         self._trainer = trainer
         self._sync = DiskWeightSync(base_url=base_url)
         self._directory = directory.resolve()  # the engine has a working directory of its own
-        # those of before a restart are removed like any others
-        self._written: list[Path] = sorted(path for path in self._directory.glob("v*") if path.is_dir())
 
     async def push(self, iteration: int) -> str:
         """Bring the weights to the engine under the iteration's number; returns that version."""
@@ -146,9 +144,10 @@ class WeightPublisher:
         target = self._directory / f"v{iteration:06d}"
         await run_in_thread(self._trainer.save_weights, target)
         await self._sync.push(str(target), version)
-        self._written = [*(path for path in self._written if path != target), target]
-        while len(self._written) > 2:
-            await run_in_thread(shutil.rmtree, self._written.pop(0), ignore_errors=True)
+        # also those of before a restart
+        others = sorted(path for path in self._directory.glob("v*") if path.is_dir() and path != target)
+        for path in others[:-1]:
+            await run_in_thread(shutil.rmtree, path, ignore_errors=True)
         return version
 
 
