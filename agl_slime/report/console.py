@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -40,7 +39,7 @@ class ProgressReporter:
     with warnings on stderr."""
 
     def __init__(self, *, console: Console | None = None, view: View = "auto") -> None:
-        self._console = console or Console()
+        self._console = self._errors = console or Console()
         self._lock = threading.Lock()  # the live view draws from a thread of its own
         self._warned: set[str] = set()
         self._run = RunStarted()
@@ -55,20 +54,22 @@ class ProgressReporter:
         self._live: Live | None = None
         if view == "live" or (view == "auto" and wants_live(self._console)):
             self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=4, transient=True)
+        else:
+            self._errors = Console(stderr=True)
 
     def handle(self, event: Event) -> None:
         if isinstance(event, Warning):
             if event.key not in self._warned and len(self._warned) < 100:
                 self._warned.add(event.key)
-                self._print(f"warning: {event.text}", sys.stderr, style="yellow")
+                _print(f"warning: {event.text}", self._errors, style="yellow")
             return
         if isinstance(event, IterationFinished):
-            self._print(iteration_line(event, self._run.num_iterations, self._reasons))
+            _print(iteration_line(event, self._run.num_iterations, self._reasons), self._console)
         with self._lock:
             self._update(event)
         if isinstance(event, RunStarted):
             if event.output_dir is not None:
-                self._print(f"run {event.output_dir}")
+                _print(f"run {event.output_dir}", self._console)
             if self._live is not None:
                 atexit.register(self.close)  # a run that dies without closing its reporters must give the cursor back
                 self._live.start()
@@ -147,11 +148,10 @@ class ProgressReporter:
             line.append(f"{self._reasons.total()} failed ({spell_reasons(self._reasons)})", style="red")
         return line
 
-    def _print(self, line: str, file: IO[str] | None = None, style: str | None = None) -> None:
-        if self._live is not None:  # above the live view
-            self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(line, file=file or self._console.file, flush=True)
+
+def _print(line: str, console: Console, style: str = "") -> None:
+    # as Text: rich would take parts of it for markup and :names: for emoji
+    console.print(Text(line, style=style), soft_wrap=True)
 
 
 def wants_live(console: Console) -> bool:

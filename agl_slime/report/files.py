@@ -139,7 +139,7 @@ def open_run_dir(
     is replaced: the reports, checkpoints and ledger of the old run are removed, nothing else in the directory. Values
     of settings named like a password or an API key are not written.
     """
-    wanted = _redact(jsonable(settings))
+    wanted = json.loads(dump(settings), object_hook=_redact)
     if path is None:
         return _write(RunDir(_new(Path(root), agent)), wanted)
     run = RunDir(Path(path))
@@ -175,10 +175,8 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
     return tuple(found)
 
 
-def _redact(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: "(not written)" if item and _SECRET.search(key) else _redact(item) for key, item in value.items()}
-    return [_redact(item) for item in value] if isinstance(value, list) else value
+def _redact(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: "(not written)" if value and _SECRET.search(key) else value for key, value in settings.items()}
 
 
 def _new(root: Path, agent: str) -> Path:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from agl_slime.report.events import Event, IterationFinished, RunFinished
+from agl_slime.report.events import Event, IterationFinished
 from agl_slime.report.files import IterationFile, iter_jsonl, jsonable
 
 REWARD_MEAN = "rollout/reward_mean"  # mean over the rollouts of the iteration, one reward per rollout
@@ -89,8 +89,6 @@ class TensorBoardWriter:
         self._writer: Any = None
 
     def handle(self, event: Event) -> None:
-        if isinstance(event, RunFinished):
-            self.close()
         if not self._installed or not isinstance(event, IterationFinished):
             return
         # protobuf makes these classes at run time, so a type checker cannot see them
@@ -113,4 +111,3 @@ class TensorBoardWriter:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-            self._writer = None

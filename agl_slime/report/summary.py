@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from agl_slime.report import metrics as m
@@ -100,19 +99,13 @@ def _count(value: float | None) -> str:
 
 
 def show(rows: Sequence[tuple[str, str]], console: Console) -> None:
-    """Print the rows: a table on a terminal, plain aligned lines elsewhere, which never break a path."""
-    if not console.is_terminal:
-        width = max(len(label) for label, _ in rows)
-        print("\n" + "\n".join(f"{label:<{width}}  {text}" for label, text in rows), file=console.file, flush=True)
-        return
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    """Print the rows, aligned; a path is never broken."""
+    width = max(len(label) for label, _ in rows)
+    console.print()
     for label, text in rows:
         alarming = label == "warning" or text.endswith("NOT EQUAL")
-        table.add_row(label, Text(text, style="bold red" if alarming else "bold" if label in ("run", "reward") else ""))
-    console.print()
-    console.print(table)
+        style = "bold red" if alarming else "bold" if label in ("run", "reward") else ""
+        console.print(Text.assemble((f"{label:<{width}}  ", "dim"), (text, style)), soft_wrap=True)
 
 
 class Output(Protocol):
@@ -134,11 +127,10 @@ class SummaryReporter:
         self._warnings: dict[str, list[Any]] = {}
         self._phase = "start-up"
         self._phase_at: float | None = None
-        self._started_at: float | None = None
 
     def handle(self, event: Event) -> None:
         if isinstance(event, RunStarted):
-            self._started_at = self._phase_at = event.at
+            self._phase_at = event.at
         elif isinstance(event, PhaseStarted):
             self._enter(event.phase, event.at)
         elif isinstance(event, RolloutFinished):
@@ -169,7 +161,7 @@ class SummaryReporter:
             "outcomes": dict(self._outcomes["train"]),
             "val_outcomes": dict(self._outcomes["val"]),
             "reasons": dict(self._reasons),
-            "wall_s": None if self._started_at is None else event.at - self._started_at,
+            "wall_s": sum(self._phase_s.values()),
             "phase_s": self._phase_s,
             "warnings": list(self._warnings.values()),
             "files": {**files, "summary": str(self._run.summary)},
