@@ -73,8 +73,7 @@ async def generate_agent_rollout(
     settings = session.settings
 
     def payload() -> dict[str, Any]:
-        metadata = _metadata_before(data_buffer, rollout_id)
-        start = start_payload(args, metadata, task_type=settings.task_type, group_size=settings.group_size)
+        start = start_payload(args, _metadata_before(data_buffer, rollout_id), settings)
         start["skip_instance_ids"] += [group[0]["instance_id"] for group in session.fetched]
         return start
 
@@ -90,7 +89,7 @@ async def generate_agent_rollout(
         **raw_metrics(step.told),
         "rollout/buffer/wait_s": step.waited_s,
         "rollout/buffer/unusable_groups": len(step.unusable),
-        "rollout/buffer/surplus_groups": len(session.surplus),
+        "rollout/buffer/surplus_groups": len(session.fetched),
         "rollout/buffer/retokenized_ratio": retokenized / len(samples),
         "rollout/buffer/masked_samples": sum(bool(sample.remove_sample) for sample in samples),
     }
@@ -100,7 +99,7 @@ async def generate_agent_rollout(
 def start_rollout(api_base_url: str, args: Any, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     """``start_generator`` for slime's ``args``; ``metadata`` holds what was trained on before, for a resumed run."""
     settings = settings_of(args)
-    payload = start_payload(args, metadata, task_type=settings.task_type, group_size=settings.group_size)
+    payload = start_payload(args, metadata, settings)
     return run_blocking(start_generator(api_base_url, payload, token=settings.token))
 
 
@@ -137,7 +136,7 @@ def raw_metrics(all_meta_info: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"rollout/no_filter/total_samples": total, "rollout/no_filter/avg_reward": rewards / total}
 
 
-def start_payload(args: Any, metadata: Mapping[str, Any] | None, *, task_type: str, group_size: int) -> dict[str, Any]:
+def start_payload(args: Any, metadata: Mapping[str, Any] | None, settings: AgentRolloutSettings) -> dict[str, Any]:
     """The documented payload of ``/start_rollout``."""
     skip: list[Any] = []
     groups: list[str] = []
@@ -151,12 +150,12 @@ def start_payload(args: Any, metadata: Mapping[str, Any] | None, *, task_type: s
         "num_process": int(getattr(args, "rollout_num_process", None) or 100),
         "num_epoch": int(getattr(args, "num_epoch", None) or 3),
         "remote_engine_url": f"http://{host}:{port}" if host else os.environ.get("AGL_SLIME_ENGINE_URL"),
-        "task_type": task_type,
+        "task_type": settings.task_type,
         "input_file": getattr(args, "prompt_data", None),
-        "num_repeat_per_sample": str(group_size),
+        "num_repeat_per_sample": str(settings.group_size),
         **({} if limit is None else {"max_tokens": limit}),
         "sampling_params": {k: v for k, v in {"max_tokens": limit, **sampling}.items() if v is not None},
-        "tokenizer_path": getattr(args, "hf_checkpoint", None),
+        "tokenizer_path": settings.hf_checkpoint,
         "skip_instance_ids": skip,
         # no names were kept when the buffer is not ours
         **({"trained_groups": groups[-_MOST_GROUP_NAMES:]} if groups or not skip else {}),
@@ -173,9 +172,9 @@ def settings_of(args: Any, data_source: Any = None) -> AgentRolloutSettings:
     disabled = getattr(args, "disable_rewards_normalization", None)
     url = said("agent_rollout_buffer_url", "") or said("rollout_buffer_url", "AGL_SLIME_BUFFER_URL")
     return AgentRolloutSettings(
-        buffer_url=(url or AgentRolloutSettings().buffer_url).rstrip("/"),
+        buffer_url=(url or "http://127.0.0.1:8889").rstrip("/"),
         token=said("agent_rollout_buffer_token", "AGL_SLIME_BUFFER_TOKEN"),
-        task_type=said("rollout_task_type", "AGL_SLIME_BUFFER_TASK_TYPE") or AgentRolloutSettings().task_type,
+        task_type=said("rollout_task_type", "AGL_SLIME_BUFFER_TASK_TYPE") or "math",
         eval_task_type=said("agent_rollout_eval_task_type", "AGL_SLIME_BUFFER_EVAL_TASK_TYPE"),
         retry_times=int(getattr(args, "fetch_trajectory_retry_times", -1)),
         loss_mask_type=getattr(args, "loss_mask_type", None) or "auto",
@@ -208,13 +207,13 @@ async def _evaluate(args: Any, data_source: Any) -> RolloutFnEvalOutput:
     task_type = settings.eval_task_type
     if task_type is None or task_type == settings.task_type:
         raise ConfigError(f"agent_rollout_eval_task_type is {task_type!r}; expected the generator of evaluations only")
-    session = AgentRolloutSession(replace(settings, task_type=task_type, normalized=False))
+    settings = replace(settings, task_type=task_type, normalized=False)
+    session = AgentRolloutSession(settings)
 
     def payload() -> dict[str, Any]:
-        session.surplus.clear()
-        start = start_payload(args, None, task_type=task_type, group_size=settings.group_size)
+        session.fetched.clear()
         # what an evaluation before this one left is nobody's any more
-        return {**start, "num_epoch": 1, "fresh": True}
+        return {**start_payload(args, None, settings), "num_epoch": 1, "fresh": True}
 
     await session.start(payload)
     groups = await session.everything(payload)
@@ -235,7 +234,7 @@ def _remember(data_buffer: Any, rollout_id: int, step: Step, session: AgentRollo
     if update is None:
         return
     used = [*step.used, *step.unusable]
-    fetched = [group[0]["instance_id"] for group in (*used, *session.surplus)]
+    fetched = [group[0]["instance_id"] for group in (*used, *session.fetched)]
     refused: list[Any] = []
     for instance_id in (entry for meta_info in step.told for entry in meta_info.get("finished_groups") or ()):
         if instance_id in fetched:

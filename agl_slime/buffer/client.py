@@ -128,26 +128,19 @@ class BufferWriter:
             await _content(response)
 
 
-def plan(
-    rows: Sequence[Row],
-    *,
-    num_epoch: int,
-    num_repeat_per_sample: int,
-    skip_instance_ids: Iterable[Any] | None = None,
-    partial_groups: Iterable[Mapping[str, Any]] | None = None,
-) -> Iterator[tuple[Row, int]]:
-    """``(row, epoch)`` for each item to make: each instance ``num_repeat_per_sample`` times per epoch, in an order that
-    depends on the epoch only.
+def plan(rows: Sequence[Row], payload: Mapping[str, Any]) -> Iterator[tuple[Row, int]]:
+    """``(row, epoch)`` for each item that a generator's ``payload`` asks for: each instance ``num_repeat_per_sample``
+    times in each of ``num_epoch`` epochs, in an order that depends on the epoch only.
 
     An id in ``skip_instance_ids`` skips its instance once (one that is there twice skips two epochs).
     ``partial_groups`` are groups that the buffer holds in part, as ``{"instance_id", "group_id", "items"}`` with the
     epoch as group id: only what they miss is made.
     """
-    skip = Counter(orjson.dumps(instance_id) for instance_id in skip_instance_ids or ())
-    parts = {
-        orjson.dumps([part["instance_id"], part.get("group_id")]): int(part["items"]) for part in partial_groups or ()
-    }
-    for epoch in range(num_epoch):
+    repeat = int(payload["num_repeat_per_sample"])
+    skip = Counter(orjson.dumps(instance_id) for instance_id in payload.get("skip_instance_ids") or ())
+    partial = payload.get("partial_groups") or ()
+    parts = {orjson.dumps([part["instance_id"], part.get("group_id")]): int(part["items"]) for part in partial}
+    for epoch in range(int(payload.get("num_epoch", 1))):
         order = list(rows)
         random.Random(f"0:{epoch}").shuffle(order)
         for row in order:
@@ -155,7 +148,7 @@ def plan(
             if skip[key] > 0:
                 skip[key] -= 1
                 continue
-            for _ in range(num_repeat_per_sample - parts.pop(orjson.dumps([row["instance_id"], epoch]), 0)):
+            for _ in range(repeat - parts.pop(orjson.dumps([row["instance_id"], epoch]), 0)):
                 yield row, epoch
 
 

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -23,7 +24,7 @@ from agl_slime.buffer.service import RolloutBuffer
 from agl_slime.buffer.settings import BufferSettings
 from agl_slime.errors import AglSlimeError, BufferRequestError, ConfigError
 from agl_slime.support.net import has_token
-from agl_slime.support.threads import run_in_thread
+from agl_slime.support.threads import run_in_thread, run_user_code
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +61,15 @@ class BufferServer:
     """A running server: ``async with BufferServer(settings=…) as server`` listens at ``server.url``."""
 
     def __init__(self, *, settings: BufferSettings) -> None:
-        self.buffer = RolloutBuffer(settings=settings)
+        self._settings = settings
         self.url = ""
 
     async def __aenter__(self) -> BufferServer:
-        settings = self.buffer.settings
+        settings = self._settings
         async with AsyncExitStack() as ends:
+            # it loads the files of generators, which are somebody else's
+            self.buffer = await run_user_code(partial(RolloutBuffer, settings=settings))
             ends.push_async_callback(self.buffer.close)
-            await self.buffer.prepare()
             app = _make_app(self.buffer)
             runner = web.AppRunner(app, access_log=None, keepalive_timeout=75.0, shutdown_timeout=3.0)
             ends.push_async_callback(runner.cleanup)

@@ -48,7 +48,8 @@ class _Task:
 
 
 class RolloutBuffer:
-    """Takes items, gives out groups, runs generators. ``start`` and ``close`` belong to one event loop."""
+    """Takes items, gives out groups, runs generators. To be made in a thread: looks for generators and takes up what is
+    on disk from before the restart. ``start`` and ``close`` belong to one event loop."""
 
     def __init__(self, *, settings: BufferSettings, clock: Callable[[], float] = time.time) -> None:
         self.settings = settings
@@ -66,20 +67,12 @@ class RolloutBuffer:
         )
         self._writes = Batcher(self._store, most=_MOST_REQUESTS_PER_COMMIT)
         self._url = ""
-
-    async def prepare(self) -> None:
-        """Look for generators and take up what is on disk from before the restart; before the first request."""
-        await run_user_code(self._prepare)
-
-    def _prepare(self) -> None:
         self._discover()
         runs = self.store.latest_runs()
-        for name in dict.fromkeys([*self.store.stored_tasks(), *runs]):
-            if name in runs:
-                request = StartRequest.model_validate(runs[name]["payload"])
-                self._use_task(name, request.group_size, run_no=runs[name]["no"], fresh=request.fresh)
-            else:
-                self._use_task(name, self.settings.group_size)
+        for name in self.store.stored_tasks() - runs.keys():
+            self._use_task(name)
+        for name, run in runs.items():
+            self._use_task(name, StartRequest.model_validate(run["payload"]), run["no"])
 
     async def start(self, url: str) -> None:
         """Start the generators again that ran before the restart. ``url`` is where generators reach this buffer."""
@@ -115,7 +108,7 @@ class RolloutBuffer:
             known = {*self._tasks, *self._discovery.generators, self.settings.default_task_type}
             if name not in known:
                 raise _unknown(name, known)
-            await run_in_thread(self._use_task, name, self.settings.group_size)
+            await run_in_thread(self._use_task, name)
         return name
 
     def task_of_key(self, key: str) -> str | None:
@@ -160,7 +153,7 @@ class RolloutBuffer:
         if request.input_file is not None:
             given["input_file"] = str(await run_in_thread(self._input_file, request.input_file))
         if name not in self._tasks:
-            await run_in_thread(self._use_task, name, request.group_size)
+            await run_in_thread(self._use_task, name, request)
         start = partial(self._start_run, self._tasks[name], request, given)
         run_no, again = await self._in_time(self._tasks[name], start, f"the run of {name!r} could not be started")
         return {"message": "Rollout started", "task_type": name, "run": run_no, "groups_handed_out_again": again}
@@ -176,7 +169,7 @@ class RolloutBuffer:
             again = self.store.resume(task.name, request.skip_instance_ids or (), request.trained_groups)
         payload.pop("trained_groups", None)
         run_no = self.store.start_run(task.name, payload)
-        self._use_task(task.name, request.group_size, run_no=run_no, fresh=request.fresh)
+        self._use_task(task.name, request, run_no)
         self._launch(task, run_no, payload)
         return run_no, again
 
@@ -260,11 +253,13 @@ class RolloutBuffer:
     def _discover(self) -> None:
         self._discovery = discover_generators(self.settings.generators or SHIPPED_GENERATORS)
 
-    def _use_task(self, name: str, group_size: int, *, run_no: int | None = None, fresh: bool = False) -> None:
+    def _use_task(self, name: str, request: StartRequest | None = None, run_no: int | None = None) -> None:
         """Decide the groups of a task type by its generator's stages. The uids of a fresh run are its own."""
+        group_size = self.settings.group_size if request is None else request.group_size
         generator = self._discovery.generators.get(name)
         settings = replace(self.settings, group_size=group_size)
         pipeline = GroupPipeline(generator and vars(generator), settings=settings, task_type=name)
+        fresh = request is not None and request.fresh
         scope = None if run_no is None else f"{name}#{run_no}" if fresh else name
         self.store.set_task(name, pipeline, scope=scope)
         task = self._tasks.setdefault(name, _Task(name, group_size))

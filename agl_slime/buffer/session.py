@@ -10,7 +10,6 @@ import logging
 import random
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -49,16 +48,16 @@ Group = list[Item]
 class AgentRolloutSettings:
     """What slime's ``args`` and the environment say; see ``agl_slime.buffer.agent_rollout``."""
 
-    buffer_url: str = "http://127.0.0.1:8889"
-    token: str | None = None
-    task_type: str = "math"
-    eval_task_type: str | None = None
-    retry_times: int = -1
-    loss_mask_type: str = "auto"
-    hf_checkpoint: str | None = None
-    normalized: bool = False
-    batch_size: int = 1
-    group_size: int = 1
+    buffer_url: str
+    token: str | None
+    task_type: str
+    eval_task_type: str | None
+    retry_times: int
+    loss_mask_type: str
+    hf_checkpoint: str | None
+    normalized: bool
+    batch_size: int
+    group_size: int
 
 
 class NothingMoreError(DataSourceError):
@@ -78,53 +77,43 @@ class Step:
 
 @dataclass(slots=True)
 class AgentRolloutSession:
-    """A trainer's end of one buffer and task type. ``payload()`` is what a start of the generator sends."""
+    """A trainer's end of one buffer and task type. ``fetched`` are groups that no step is made of yet. ``payload()`` is
+    what a start of the generator sends."""
 
     settings: AgentRolloutSettings
     started: bool = False
-    surplus: deque[Group] = field(default_factory=deque)
+    fetched: list[Group] = field(default_factory=list)
     maker: SampleMaker | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
-    step: Step = field(default_factory=Step)
     _loose: list[Item] = field(default_factory=list)
 
-    @property
-    def fetched(self) -> list[Group]:
-        return [*self.step.used, *self.step.unusable, *self.surplus]
-
-    async def start(self, payload: Payload) -> dict[str, Any]:
-        answer = await start_generator(self.settings.buffer_url, payload(), token=self.settings.token)
+    async def start(self, payload: Payload) -> None:
+        await start_generator(self.settings.buffer_url, payload(), token=self.settings.token)
         self.started = True
-        return answer
 
     async def take_step(self, payload: Payload) -> Step:
         """The groups of one step; what was fetched stays here when something fails on the way."""
-        step = self.step = Step()
-        settings = self.settings
-        try:
-            maker = await self._get_maker()
-            while len(step.groups) < settings.batch_size:
-                if not self.surplus:
-                    began = time.monotonic()
-                    missing = (settings.batch_size - len(step.groups)) * settings.group_size
-                    step.told.append(await self._fetch(missing, payload))
-                    step.waited_s += time.monotonic() - began
-                    continue
-                fetched = self.surplus.popleft()
-                try:
-                    step.groups.append(await run_in_thread(maker.group, fetched))
-                    step.used.append(fetched)
-                except ValueError as error:
-                    step.unusable.append(fetched)
-                    logger.warning("A group of %s cannot be used: %s", fetched[0]["instance_id"], error)
-                    if len(step.unusable) >= _MOST_UNUSABLE:
-                        message = f"{len(step.unusable)} groups in one step cannot be used; the last: {error}"
-                        raise DataSourceError(message) from error
-        except BaseException:
-            self.surplus.extendleft(reversed(step.used))  # given to nobody: they are there for the next call
-            raise
-        finally:
-            self.step = Step()
+        step, settings = Step(), self.settings
+        maker = await self._get_maker()
+        while (done := len(step.groups)) < settings.batch_size:
+            looked_at = done + len(step.unusable)
+            if looked_at == len(self.fetched):
+                began = time.monotonic()
+                step.told.append(await self._fetch((settings.batch_size - done) * settings.group_size, payload))
+                step.waited_s += time.monotonic() - began
+                continue
+            group = self.fetched[looked_at]
+            try:
+                step.groups.append(await run_in_thread(maker.group, group))
+                step.used.append(group)
+            except ValueError as error:
+                step.unusable.append(group)
+                logger.warning("A group of %s cannot be used: %s", group[0]["instance_id"], error)
+                if len(step.unusable) >= _MOST_UNUSABLE:
+                    self.fetched = [*step.used, *self.fetched[looked_at + 1 :]]
+                    message = f"{len(step.unusable)} groups in one step cannot be used; the last: {error}"
+                    raise DataSourceError(message) from error
+        del self.fetched[: done + len(step.unusable)]
         lost = agree(step.groups)
         if lost:
             logger.warning("%d samples of this batch have log-probs and others none; all go without.", lost)
@@ -136,11 +125,10 @@ class AgentRolloutSession:
         with suppress(NothingMoreError):
             while True:
                 await self._fetch(None, payload)
-        groups, self.surplus = self.surplus, deque()
-        return await run_in_thread(lambda: [maker.group(group) for group in groups])
+        return await run_in_thread(lambda: [maker.group(group) for group in self.fetched])
 
     async def _fetch(self, wanted: int | None, payload: Payload) -> dict[str, Any]:
-        """Wait until the buffer gives something; it goes to ``surplus``. Returns what was told about it."""
+        """Wait until the buffer gives something; it goes to ``fetched``. Returns what was told about it."""
         settings, url = self.settings, self.settings.buffer_url
         asked = {"task_type": settings.task_type, "token": settings.token, "request_id": uuid.uuid4().hex}
         tries = None if settings.retry_times < 0 else settings.retry_times + 1
@@ -176,7 +164,7 @@ class AgentRolloutSession:
                 came = ", ".join(sorted(instances))
                 message = f"n_samples_per_prompt is {size}, not what the generator was started with: a group has {came}"
                 raise DataSourceError(message)
-            self.surplus.append(group)
+            self.fetched.append(group)
 
     async def _look_at_run(self, payload: Payload) -> None:
         """Raise when the generator has ended and nothing that it wrote can become a group any more; start it again when

@@ -92,10 +92,10 @@ class ItemStore(Records):
                 (*_thresholds(pipeline), task),
             )
 
-    def stored_tasks(self) -> list[str]:
+    def stored_tasks(self) -> set[str]:
         """Task types that have items on disk."""
         with self._database.reading() as connection:
-            return [row[0] for row in connection.execute("SELECT DISTINCT task FROM groups ORDER BY task")]
+            return {row[0] for row in connection.execute("SELECT DISTINCT task FROM groups")}
 
     def write(self, requests: Sequence[tuple[str, Sequence[WrittenItem]]]) -> list[int | BufferRequestError]:
         """Store the items of several requests, each of one task type, in one transaction: a request as a whole, or not

@@ -45,13 +45,6 @@ async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | 
     from agl_slime.support.agl import LLM, EnqueueRolloutRequest, Rollout, RolloutConfig  # seconds to import
 
     rows = read_rows(Path(data["input_file"]), prompts=False) if data.get("input_file") else []
-    work = plan(
-        rows,
-        num_epoch=int(data.get("num_epoch", 1)),
-        num_repeat_per_sample=int(data["num_repeat_per_sample"]),
-        skip_instance_ids=data.get("skip_instance_ids"),
-        partial_groups=data.get("partial_groups"),
-    )
     concurrency = int(data.get("num_process", 100))
     sampling = dict(data.get("sampling_params") or {})
     model = str(data.get("tokenizer_path") or "")
@@ -81,7 +74,8 @@ async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | 
         return item_of_member(member, row, epoch)
 
     with RunnerThread(agent=agent, store=store, settings=RunnerSettings(max_concurrent=concurrency)) as runner:
-        await write_items(work, make_item, url=data["remote_buffer_url"], token=buffer_token, limit=concurrency)
+        url = data["remote_buffer_url"]
+        await write_items(plan(rows, data), make_item, url=url, token=buffer_token, limit=concurrency)
 
 
 def item_of_member(member: MemberResult, row: Row, epoch: int) -> Item:

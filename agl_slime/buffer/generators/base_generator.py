@@ -15,7 +15,6 @@ import math
 import random
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,8 @@ async def query_single_turn(
     kept and continued, with what is left of ``max_tokens``.
     """
     conversation = [dict(message) for message in messages]
-    text, used, finish_reason = "", 0, "abort"
+    history = conversation[:-1] if conversation and conversation[-1]["role"] == "assistant" else conversation
+    text, used = "", 0
     limit = sampling_params.get("max_tokens")
     for attempt in range(_ATTEMPTS):
         request: dict[str, Any] = {**sampling_params, "messages": conversation, "model": "custom", "stream": False}
@@ -59,25 +59,19 @@ async def query_single_turn(
             resumed = {"continue_final_message": True, "add_generation_prompt": False}
             request["extra_body"] = {**sampling_params.get("extra_body", {}), **resumed}
         if limit is not None:
-            request["max_tokens"] = limit - used
             if used >= limit:
-                finish_reason = "length"
-                break
+                return [*history, {"role": "assistant", "content": text}], "length"
+            request["max_tokens"] = limit - used
         response = await client.chat.completions.create(**request)
         if not response.choices:
             raise RuntimeError("the engine answered without choices")
         choice = response.choices[0]
         text += choice.message.content or ""
-        finish_reason = choice.finish_reason
-        if finish_reason != "abort":
-            break
+        if choice.finish_reason != "abort":
+            return [*history, {"role": "assistant", "content": text}], str(choice.finish_reason)
         used += response.usage.completion_tokens if response.usage is not None else 0
         await asyncio.sleep(_PAUSE_S * random.uniform(0.5, 1.0) * 2**attempt)
-    if finish_reason == "abort":
-        raise RuntimeError(f"the engine aborted the answer {_ATTEMPTS} times")
-    if conversation and conversation[-1]["role"] == "assistant":
-        conversation = conversation[:-1]
-    return [*conversation, {"role": "assistant", "content": text}], str(finish_reason)
+    raise RuntimeError(f"the engine aborted the answer {_ATTEMPTS} times")
 
 
 def get_rule_based_math_reward(item: Mapping[str, Any]) -> float:
@@ -119,15 +113,13 @@ class BaseGenerator:
         self._buffer_url = remote_buffer_url
         self._buffer_token = buffer_token
         self._concurrency = max(1, num_process)
-        self._task_type = task_type
         limit = {} if max_tokens is None else {"max_tokens": max_tokens}
         self._sampling = {**SAMPLING_PARAMS, **limit, **(sampling_params or {})}
-        self._plan = partial(
-            plan,
-            num_repeat_per_sample=num_repeat_per_sample,
-            skip_instance_ids=skip_instance_ids,
-            partial_groups=partial_groups,
-        )
+        self._payload = {
+            "num_repeat_per_sample": num_repeat_per_sample,
+            "skip_instance_ids": skip_instance_ids,
+            "partial_groups": partial_groups,
+        }
 
     def entry(
         self, input_file: str, rollout_func: Callable[..., Any], reward_func: Callable[..., Any], num_epoch: int = 1
@@ -161,7 +153,7 @@ class BaseGenerator:
             return item_of(row, epoch, uid, messages, reward, {"finish_reason": finish_reason, "round_number": turns})
 
         try:
-            work = self._plan(rows, num_epoch=num_epoch)
+            work = plan(rows, {**self._payload, "num_epoch": num_epoch})
             await write_items(work, make_item, url=self._buffer_url, token=self._buffer_token, limit=self._concurrency)
         finally:
             closed = client.close()
