@@ -51,8 +51,7 @@ def generate_rollout(
     """What slime calls, from a plain thread: ``rollout_batch_size`` groups, or the results of an evaluation."""
     if evaluation:
         return run_blocking(_evaluate(args, data_source))
-    groups = run_blocking(generate_agent_rollout(args, rollout_id, data_source))
-    return RolloutFnTrainOutput(samples=groups, metrics=_session_of(args, data_source).metrics)
+    return run_blocking(_train(args, rollout_id, data_source))
 
 
 async def generate_agent_rollout(
@@ -69,6 +68,10 @@ async def generate_agent_rollout(
     if evaluation:
         output = await _evaluate(args, data_buffer)
         return [entry["samples"] for entry in output.data.values()]
+    return (await _train(args, rollout_id, data_buffer)).samples
+
+
+async def _train(args: Any, rollout_id: int, data_buffer: Any) -> RolloutFnTrainOutput:
     session = _session_of(args, data_buffer)
     settings = session.settings
 
@@ -85,7 +88,7 @@ async def generate_agent_rollout(
     groups = _through_data_buffer(args, data_buffer, step.groups, settings.batch_size)
     samples = [sample for group in groups for sample in group]
     retokenized = sum(sample.metadata.get("token_source") == "retokenized" for sample in samples)
-    session.metrics = {
+    metrics = {
         **raw_metrics(step.told),
         "rollout/buffer/wait_s": step.waited_s,
         "rollout/buffer/unusable_groups": len(step.unusable),
@@ -93,7 +96,7 @@ async def generate_agent_rollout(
         "rollout/buffer/retokenized_ratio": retokenized / len(samples),
         "rollout/buffer/masked_samples": sum(bool(sample.remove_sample) for sample in samples),
     }
-    return groups
+    return RolloutFnTrainOutput(samples=groups, metrics=metrics)
 
 
 def start_rollout(api_base_url: str, args: Any, metadata: Mapping[str, Any] | None) -> dict[str, Any]:

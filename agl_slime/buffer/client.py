@@ -185,8 +185,7 @@ async def write_items(
                 running.add(asyncio.create_task(one(row, epoch)))
                 if len(running) >= limit:
                     done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                    for task in done:
-                        task.result()
+                    await asyncio.gather(*done)
             await asyncio.gather(*running)
         finally:
             for task in running:

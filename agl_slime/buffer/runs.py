@@ -156,14 +156,12 @@ class GeneratorRun:
             if state in ("failed", "stalled"):
                 logger.error("The generator %s %s: %s", self._path.name, state, error)
                 self.last_error = error
-                if self._start_again():
+                if self.restarts < self._most_restarts and self._start_again():
                     continue
             self._on_end(self._ended_as or state, error)
             return
 
     def _start_again(self) -> bool:
-        if self.restarts >= self._most_restarts:
-            return False
         self.restarts += 1
         self._stopping.wait(min(_LONGEST_PAUSE_S, 0.25 * 4**self.restarts))
         with self._lock:

@@ -84,7 +84,6 @@ class AgentRolloutSession:
     started: bool = False
     fetched: list[Group] = field(default_factory=list)
     maker: SampleMaker | None = None
-    metrics: dict[str, Any] = field(default_factory=dict)
     _loose: list[Item] = field(default_factory=list)
 
     async def start(self, payload: Payload) -> None:

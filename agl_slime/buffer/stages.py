@@ -60,7 +60,7 @@ def filter_item(item: Item, task_type: str = "", *, reward_range: tuple[float, f
     if not isinstance(item.get("messages"), list) and not isinstance(item.get("tokens"), list):
         return False
     reward = numeric_reward(item)
-    return reward is not None and (reward_range is None or reward_range[0] <= reward <= reward_range[1])
+    return reward is not None and _within(reward, reward_range)
 
 
 def normalize_group_data(
@@ -74,7 +74,7 @@ def normalize_group_data(
     """
     instance_id, items = group
     rewards = [float(item["reward"]) for item in items]
-    counted = [reward for reward in rewards if reward_range is None or reward_range[0] <= reward <= reward_range[1]]
+    counted = [reward for reward in rewards if _within(reward, reward_range)]
     if not counted:
         return instance_id, [{**item, "raw_reward": item["reward"]} for item in items]
     mean = math.fsum(counted) / len(counted)
@@ -82,7 +82,7 @@ def normalize_group_data(
     flat = min(counted) == max(counted) or std < epsilon
 
     def normalized(reward: float) -> float:
-        if reward_range is not None and not reward_range[0] <= reward <= reward_range[1]:
+        if not _within(reward, reward_range):
             return reward
         return 0.0 if flat else (reward - mean) / (std + epsilon)
 
@@ -114,6 +114,10 @@ def pad_group_data(group: Group, group_size: int) -> Group:
             if number < shares:
                 padded.append({**original, "uid": f"{item.get('uid')}#pad{number}", PADDING_OF: item.get("uid")})
     return instance_id, padded
+
+
+def _within(reward: float, reward_range: tuple[float, float] | None) -> bool:
+    return reward_range is None or reward_range[0] <= reward <= reward_range[1]
 
 
 def numeric_reward(item: Mapping[str, Any]) -> float | None:

@@ -254,14 +254,13 @@ class ItemStore(Records):
         with self._database.reading():
             finished_ids = known.finished_since + [decision.group.instance_id for decision in decided]
             meta_info = {**told, "finished_groups": finished_ids}
-            with self.ledger.batch(), self._database.transaction() as connection:
+            with self.ledger.batch():
                 delivery_no = None
                 if items_json:
                     meta_json = orjson.dumps(meta_info, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
-                    delivery_no = connection.execute(
-                        "INSERT INTO deliveries (task, request_id, meta_info, time) VALUES (?, ?, ?, ?)",
-                        (task, request_id, meta_json, self._clock()),
-                    ).lastrowid
+                    query = "INSERT INTO deliveries (task, request_id, meta_info, time) VALUES (?, ?, ?, ?)"
+                    values = (task, request_id, meta_json, self._clock())
+                    delivery_no = self._database.connection.execute(query, values).lastrowid
                 for group, finished, _ in decided:
                     self._finalize(group, finished, delivery_no)
                 self._trim(self._keep)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,11 @@ async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | 
     await store.add_resources(
         {"main_llm": LLM(endpoint=data["remote_engine_url"], model=model, sampling_parameters=sampling)}
     )
-    ended: dict[str, asyncio.Event] = {}
+    ended: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
     loop = asyncio.get_running_loop()
 
     def tell(rollout: Rollout) -> None:
-        loop.call_soon_threadsafe(lambda: ended.setdefault(rollout.rollout_id, asyncio.Event()).set())
+        loop.call_soon_threadsafe(lambda: ended[rollout.rollout_id].set())
 
     store.subscribe_finished(tell)
     config = RolloutConfig(timeout_seconds=float(data.get("rollout_timeout", 1800.0)))
@@ -67,7 +68,7 @@ async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | 
         runner.wake()
         member: MemberResult | None = None
         while member is None:  # the end of an attempt that is tried again is not the rollout's
-            await ended.setdefault(rollout.rollout_id, asyncio.Event()).wait()
+            await ended[rollout.rollout_id].wait()
             del ended[rollout.rollout_id]
             member = await collect(store, rollout.rollout_id)
         await store.release([rollout.rollout_id])
