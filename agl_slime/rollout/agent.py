@@ -182,7 +182,6 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         parser = self.tool_parser or parser_for_template(getattr(tokenizer, "chat_template", None))
         return RolloutSession(
             client=self._client or self._client_for(llm, tokenizer),
-            tokenizer=tokenizer,
             sampling=self._sampling or sampling_of(llm),
             messages=messages,
             tools=tools if offered else None,
@@ -214,16 +213,15 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         return scheduler
 
     def _client_for(self, llm: LLM, tokenizer: ChatTokenizer) -> SGLangClient:
-        client = self._clients.get(llm.endpoint)
-        if client is None:
-            client = self._clients[llm.endpoint] = SGLangClient(
+        if llm.endpoint not in self._clients:
+            self._clients[llm.endpoint] = SGLangClient(
                 base_url=llm.endpoint,
                 settings=self._client_settings,
                 eos_token_ids=end_token_ids(llm.model, tokenizer),
                 decode=tokenizer.decode,
                 vocab_size=vocab_size_of(llm.model),
             )
-        return client
+        return self._clients[llm.endpoint]
 
 
 def sampling_of(llm: LLM) -> SamplingParams:

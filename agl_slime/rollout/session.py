@@ -25,7 +25,6 @@ from agl_slime.tokens.codec import common_prefix
 from agl_slime.tokens.conversation import ChatContext, Message
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate
-from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace import attributes as names
 from agl_slime.trace.span_codec import TurnEncoder
 from agl_slime.trace.turn import Turn
@@ -130,12 +129,11 @@ class RolloutSession(Session):
         self,
         *,
         client: Any,  # ``generate`` as ``SGLangClient`` has it
-        tokenizer: ChatTokenizer,
+        template: ChatTemplate,
         sampling: SamplingParams,
         messages: Sequence[Mapping[str, Any]],
         model: str = "",
         max_trajectory_tokens: int | None = None,
-        template: ChatTemplate,
         traced: bool = True,
         **options: Any,
     ) -> None:
@@ -143,7 +141,7 @@ class RolloutSession(Session):
         super().__init__(messages=messages, **options)
         self.sampling = sampling
         self.max_trajectory_tokens = max_trajectory_tokens
-        self.tokenizer = tokenizer
+        self.tokenizer = template.tokenizer
         self._client = client
         self._encoder = TurnEncoder(model=model or None) if traced else None
         self._last_turn: int | None = None  # number of the turn that the conversation's held tokens end with

@@ -104,16 +104,17 @@ def _numbered(calls: list[ToolCall]) -> tuple[ToolCall, ...]:
 def _call_of_json(text: str, *keys: str) -> ToolCall:
     """A call from ``{"name": …, "arguments": {…}}``, the arguments under the first of ``keys`` that is there. Arguments
     may be JSON in a string."""
-    value = _read_object(text)
+    value = read_object(text)
     name = value.get("name")
     if not isinstance(name, str) or not name:
         raise ValueError("no name")
     arguments = next((value[key] for key in keys if key in value), None)
-    arguments = {} if arguments is None else _read_object(arguments)
+    arguments = {} if arguments is None else read_object(arguments)
     return ToolCall(name=name, arguments=arguments, id=str(value.get("id") or ""))
 
 
-def _read_object(written: Any) -> dict[str, Any]:
+def read_object(written: Any) -> dict[str, Any]:
+    """An object, or JSON in a string that is one. ``ValueError`` when it is neither."""
     try:
         value = json.loads(written) if isinstance(written, str) else written
     except (ValueError, RecursionError) as error:
@@ -130,10 +131,6 @@ register_tool_parser = _parsers.register
 def get_tool_parser(name: str | ToolParser) -> ToolParser:
     """The parser of that name; a parser is given back as it is."""
     return name if isinstance(name, ToolParser) else _parsers[name]()
-
-
-def tool_parser_names() -> list[str]:
-    return sorted(_parsers)
 
 
 def parser_for_template(chat_template: Any) -> str:
@@ -214,7 +211,7 @@ class KimiParser(BlockParser):
         name = self._id.fullmatch(head)
         if not mark or name is None:
             raise ValueError("no <|tool_call_argument_begin|> after the name")
-        return ToolCall(name=name[1], arguments=_read_object(body), id=head.strip())
+        return ToolCall(name=name[1], arguments=read_object(body), id=head.strip())
 
     def parse(self, text: str) -> ParsedAnswer:
         parsed = super().parse(text)

@@ -224,9 +224,8 @@ def _arguments_of_schema(parameters: Mapping[str, Any]) -> _Arguments:
         return Union[tuple(_PYTHON_TYPES.get(kind, Any) for kind in kinds)] if kinds else Any  # noqa: UP007
 
     hints = {name: type_of(schema) for name, schema in parameters.get("properties", {}).items()}
-    fields = {
-        name: hint if name in parameters.get("required", ()) else NotRequired[hint] for name, hint in hints.items()
-    }
+    required = parameters.get("required", ())
+    fields = {name: hint if name in required else NotRequired[hint] for name, hint in hints.items()}
     return _adapter(fields, extra="allow" if parameters.get("additionalProperties") else "forbid")
 
 
@@ -254,10 +253,7 @@ def _fit(given: Mapping[str, Any], tool: _Tool) -> dict[str, Any]:
     try:
         return tool.arguments.validate_python(read)
     except ValidationError:
-        name, told = (
-            tool.schema["name"],
-            [(".".join(map(str, each["loc"])), each["msg"], each["input"]) for each in problems],
-        )
-        raise ValueError(
-            "; ".join(f"argument {at!r} of {name}: {msg}, got {it!r:.80}" for at, msg, it in told)
-        ) from None
+        told = [(".".join(map(str, each["loc"])), each["msg"], each["input"]) for each in problems]
+        name = tool.schema["name"]
+        text = "; ".join(f"argument {at!r} of {name}: {msg}, got {it!r:.80}" for at, msg, it in told)
+        raise ValueError(text) from None

@@ -64,8 +64,7 @@ class _Plan:
     place: _Place | None
     open_boundaries: int
     rendering: Rendering | None  # of the whole conversation, less a partial answer, where it was made
-    opening: str  # of the answer, as text
-    more_text: tuple[str, ...] = ()  # where no rendering was made: what comes after the text before the last answer
+    more_text: tuple[str, ...] = ()  # where no rendering was made: the last answer, and what the template adds
     fork: ForkReason | None = None
 
     @property
@@ -97,8 +96,7 @@ class ChatContext:
         self._seen: list[Message] = []  # the held messages as they were, to notice edits
         self._asked: tuple[_Plan, list[Message]] | None = None  # the last prompt and the messages that it was made of
         self._rendering: Rendering | None = None  # of the messages before the last answer
-        self._written: list[str] = []  # what the template wrote for those messages when they were asked with, in pieces
-        self._opening = ""  # what it wrote after them
+        self._written: list[str] = []  # the text of those messages and of the opening after them, in pieces
         self._whole_at = 0  # number of messages when the whole conversation was last rendered
         self._windows = True  # the ends of the conversation show what the template adds
         self._steps: frozenset[frozenset[tuple[Any, Any]]] = frozenset()  # roles in a row for which they do
@@ -138,9 +136,9 @@ class ChatContext:
         self._asked = None
         self.kept_tokens, self.fork = self._against_held(plan, prompt_ids)
         self._turns = [turn for turn in self._turns if turn.end <= plan.kept]
-        self._rendering, self._opening = plan.rendering, plan.opening
+        self._rendering = plan.rendering
         if plan.rendering is not None:
-            self._written = [plan.rendering.text]
+            self._written = [plan.rendering.text, plan.rendering.opening or ""]
         else:
             self._written += plan.more_text
         self._tokens.cut(plan.kept)
@@ -210,8 +208,10 @@ class ChatContext:
         """What is held up to the end of ``turn``, then what the template adds."""
         text = addition.text.removeprefix(turn.stop_text)
         plan = self._joined(turn.end, text, addition.opening, addition.rendering)
-        more = self._more_text(self.messages[turn.n_messages - 1], addition) if addition.rendering is None else ()
-        return replace(plan, more_text=more)
+        if addition.rendering is not None:
+            return plan
+        said = _content(self.messages[turn.n_messages - 1])
+        return replace(plan, more_text=(said, addition.text, addition.opening))
 
     def _addition(self, messages: Sequence[Message], held: int) -> Addition | None:
         """What the template adds after message ``held - 1``, from as few messages as that takes; see the module
@@ -231,14 +231,11 @@ class ChatContext:
         self._windows = (whole and (whole.text, whole.opening)) == (ends and (ends.text, ends.opening))
         if whole is not None and whole.rendering is not None:
             # the ends agree; so must all that was written between the last time and now
-            held_text = "".join((*self._written, *self._more_text(messages[held - 1], whole)))
+            held_text = "".join((*self._written, _content(messages[held - 1]), whole.text))
             if not same_but_for_blanks(held_text, whole.rendering.text):
                 self._windows = False
                 return None
         return whole
-
-    def _more_text(self, answer: Message, addition: Addition) -> tuple[str, ...]:
-        return self._opening, _content(answer), addition.text
 
     def _continued(self, last: _Turn) -> _Plan:
         """The last answer goes on: with its own tokens as far as its message still says what they say."""
@@ -250,7 +247,7 @@ class ChatContext:
         keep = last.start + n
         fork = None if keep == last.end else ForkReason.BRANCH if n == len(ids) else ForkReason.EDITED_HISTORY
         added, gap = self._encode_after(said[len(text) :], self._tokens.last(keep))
-        return _Plan(keep, tuple(added), last.place, gap, self._rendering, self._opening, fork=fork)
+        return _Plan(keep, tuple(added), last.place, gap, self._rendering, fork=fork)
 
     def _forked(self, same: int) -> _Plan:
         """A prompt that keeps the longest part of what is held that the template still renders in the same way, and
@@ -293,7 +290,7 @@ class ChatContext:
             gaps += gap
             if apart and number == 0:
                 place = _Place(len(self._base), keep + len(added))
-        return _Plan(keep, tuple(added), place, gaps, rendering, opening)
+        return _Plan(keep, tuple(added), place, gaps, rendering)
 
     def _kind_of_edit(self, same: int) -> ForkReason:
         """Whether something held was changed, or the conversation went back to an earlier point and on from there."""

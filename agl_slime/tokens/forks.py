@@ -9,6 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from agl_slime.tokens.codec import TokenArray
+from agl_slime.tokens.template import squash
 
 if TYPE_CHECKING:
     from agl_slime.tokens.tokenizer import ChatTokenizer
@@ -50,7 +51,6 @@ _MEANING = {
 }
 _explained: set[ForkReason] = set()
 
-_EMPTY_BLOCK = re.compile(r"<(\w+)></\1>")
 _BLOCK = re.compile(r"<(\w+)>.*?</\1>")
 
 
@@ -75,7 +75,7 @@ def rendering_drift(held: TokenArray, prompt: TokenArray, tokenizer: ChatTokeniz
     prompt_text = tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
     if prompt_text.startswith(held_text):
         return ForkReason.RETOKENIZATION
-    if _same_but_for_rendering(_squash(held_text), _squash(prompt_text), _special_tokens(tokenizer)):
+    if _same_but_for_rendering(squash(held_text), squash(prompt_text), _special_tokens(tokenizer)):
         return ForkReason.TEMPLATE
     return None
 
@@ -86,10 +86,6 @@ def _same_but_for_rendering(held: str, prompt: str, special_tokens: tuple[str, .
     while special_tokens and content.endswith(special_tokens):
         content = next(content.removesuffix(token) for token in special_tokens if content.endswith(token))
     return prompt.startswith(kept) or (prompt.startswith(content) and prompt.startswith(special_tokens, len(content)))
-
-
-def _squash(text: str) -> str:
-    return _EMPTY_BLOCK.sub("", "".join(text.split()))
 
 
 def _special_tokens(tokenizer: ChatTokenizer) -> tuple[str, ...]:

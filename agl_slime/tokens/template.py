@@ -89,9 +89,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools] if tools else None
         self._kwargs = dict(template_kwargs or {})
-        self._closing: str | None = None
         self._has_tail = False
-        self._added_tokens: tuple[str, ...] | None = None
         source = self._kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
         # a template that writes the time, or one that nobody can look into, may render the same messages differently
         # the next time
@@ -132,27 +130,25 @@ class ChatTemplate:
         fits = (tail for tail in tails if all(c.endswith(tail) and w.startswith(c.removesuffix(tail)) for c, w in ends))
         return min(fits, key=len, default="")
 
-    @property
+    @functools.cached_property
     def closing(self) -> str:
         """What the template writes after an answer; ``<|im_end|>\\n`` with ChatML, nothing where the next role's marker
         ends an answer."""
-        if self._closing is None:
-            rendered = self.render(_QUESTIONS[:2], opening=False)
-            _, found, closing = rendered.rpartition(_SENTINEL)
-            if not found:
-                raise ConfigError(
-                    "the chat template does not write the content of answers; no conversation can be continued with it"
-                )
-            self._closing = closing
-        return self._closing
+        _, found, closing = self.render(_QUESTIONS[:2], opening=False).rpartition(_SENTINEL)
+        if not found:
+            raise ConfigError(
+                "the chat template does not write the content of answers; no conversation can be continued with it"
+            )
+        return closing
+
+    @functools.cached_property
+    def _added_tokens(self) -> tuple[str, ...]:
+        return tuple(filter(None, getattr(self.tokenizer, "get_added_vocab", dict)()))
 
     def begins_with_added_token(self, text: str) -> bool:
         """Whether ``text`` begins with a token that the tokenizer cuts out before it merges anything, so that nothing
         merges across its left edge."""
-        if self._added_tokens is None:
-            added = getattr(self.tokenizer, "get_added_vocab", dict)()
-            self._added_tokens = tuple(token for token in added if token)
-        return bool(self._added_tokens) and text.startswith(self._added_tokens)
+        return text.startswith(self._added_tokens)
 
     def addition(self, messages: Sequence[Message], held: int, *, asked: Rendering | None = None) -> Addition | None:
         """What follows the answer ``messages[held - 1]``; ``None`` when the template renders what is held differently
@@ -203,17 +199,18 @@ def ends_of(before: Sequence[Message], new: Sequence[Message]) -> list[Message]:
 
 def same_but_for_blanks(a: str, b: str) -> bool:
     """Whether two texts differ in white space and empty blocks at most."""
-    return a == b or _squash(a) == _squash(b)
+    return a == b or squash(a) == squash(b)
 
 
-def _squash(text: str) -> str:
+def squash(text: str) -> str:
+    """``text`` without white space and empty blocks."""
     return _BLANK.sub("", text)
 
 
 def _end_of_same(written: str, sampled: str, done: int) -> int | None:
     """Where ``written`` has said what ``sampled`` says, from character ``done`` of both on; ``None`` when it says
     something else."""
-    wanted = _squash(sampled[done:])
+    wanted = squash(sampled[done:])
     at, found = done, 0
     for blank in _BLANK.finditer(written, done):
         piece = written[at : blank.start()]

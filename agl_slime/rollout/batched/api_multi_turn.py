@@ -3,7 +3,6 @@ There are no token ids; ``messages_to_sample`` makes Samples of what comes back,
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +11,10 @@ from functools import cached_property, partial
 from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
-from agl_slime.rollout.batched.multi_turn import ToolRollout, Trajectory
+from agl_slime.rollout.batched.multi_turn import Rollout, Trajectory
 from agl_slime.rollout.scheduler import StopReason
 from agl_slime.rollout.session import Answer, Session
-from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolCall, get_tool_parser
+from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolCall, get_tool_parser, read_object
 from agl_slime.rollout.turns import run_turns
 from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
 from agl_slime.support.threads import run_blocking
@@ -52,9 +51,9 @@ class OpenAI:
         return {name: value for name, value in self.__dict__.items() if name != "_client"}  # belongs to a process
 
 
-class APIMultiTurnRollout(ToolRollout):
+class APIMultiTurnRollout(Rollout):
     """Rollouts over an API, each trajectory in a thread of its own, at most ``concurrency`` at the same time; other
-    ``options`` are those of ``ToolRollout``. Of ``sampling_params`` temperature, top_p, max_new_tokens and stop are
+    ``options`` are those of ``Rollout``. Of ``sampling_params`` temperature, top_p, max_new_tokens and stop are
     sent, and ``extra_body``. Without ``tool_parser`` only the server's own ``tool_calls`` count.
 
     A trajectory comes back with its own keys and ``messages``, ``turns``, ``truncated``, ``tools_called`` and
@@ -131,9 +130,7 @@ def _parsed(content: str, listed: Sequence[Any]) -> ParsedAnswer:
     for call in listed:
         name, written = call.function.name, call.function.arguments
         try:
-            arguments = json.loads(written or "{}")
-            if not isinstance(arguments, dict):
-                raise ValueError("the arguments are not an object")
+            arguments = read_object(written or "{}")
         except ValueError:
             malformed.append(written)
             arguments = {"arguments": written}  # no such argument: the tool's error tells the model

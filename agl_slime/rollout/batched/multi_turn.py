@@ -38,26 +38,7 @@ _NOT_IN_TRACES = frozenset({"input_ids", "labels", "logprobs", "turn_records", "
 
 class Rollout(ABC):
     """Trajectories in, the same number of trajectories out, in their order, with ``messages``, ``turns``,
-    ``stop_reason`` and ``truncated``."""
-
-    @abstractmethod
-    def __call__(self, trajectories: list[Trajectory], **kwargs: Any) -> list[Trajectory]:
-        """Run ``trajectories`` to their ends."""
-        ...
-
-    @classmethod
-    def remote(cls, *args: Any, **kwargs: Any) -> Any:
-        """The rollout as a Ray actor: ``actor = MultiTurnRollout.remote(...)``, then
-        ``ray.get(actor.__call__.remote(trajectories))``."""
-        try:
-            import ray
-        except ImportError as error:
-            raise MissingDependencyError(f"{cls.__name__}.remote needs Ray: pip install ray") from error
-        return ray.remote(cls).remote(*args, **kwargs)
-
-
-class ToolRollout(Rollout):
-    """A rollout with tools, limits and trace files.
+    ``stop_reason`` and ``truncated``.
 
     Args:
         tool_manager: A ``ToolManager`` for all trajectories, a list with one for each, or a function that makes one for
@@ -113,6 +94,16 @@ class ToolRollout(Rollout):
             self._write_trace(trajectory, step, str(trajectory.get("id", number)))
         return finished
 
+    @classmethod
+    def remote(cls, *args: Any, **kwargs: Any) -> Any:
+        """The rollout as a Ray actor: ``actor = MultiTurnRollout.remote(...)``, then
+        ``ray.get(actor.__call__.remote(trajectories))``."""
+        try:
+            import ray
+        except ImportError as error:
+            raise MissingDependencyError(f"{cls.__name__}.remote needs Ray: pip install ray") from error
+        return ray.remote(cls).remote(*args, **kwargs)
+
     @abstractmethod
     def _run(
         self, trajectories: list[Trajectory], tools: Sequence[Any], made: bool, sampling: SamplingParams | None
@@ -120,12 +111,8 @@ class ToolRollout(Rollout):
         """Run ``trajectories``, each with its ``tools``; those that were ``made`` for it are closed at its end."""
 
     def _output(self, trajectory: Trajectory, session: Session, **fields: Any) -> Trajectory:
-        played = {
-            "messages": session.messages,
-            "turns": len(session.turns),
-            "tools_called": session.stats.tool_counts(),
-        }
-        return {**trajectory, **played, **fields}
+        played = {"messages": session.messages, "turns": len(session.turns)}
+        return {**trajectory, **played, "tools_called": session.stats.tool_counts(), **fields}
 
     def _write_trace(self, trajectory: Trajectory, step: int, name: str) -> None:
         directory, is_traced, is_success = self._traces
@@ -143,8 +130,8 @@ class ToolRollout(Rollout):
             logger.exception("The trace of a trajectory could not be written to %s.", directory)
 
 
-class MultiTurnRollout(ToolRollout):
-    """Batched multi-turn rollouts over a ``Sampler``; ``options`` are those of ``ToolRollout``. ``template`` is the
+class MultiTurnRollout(Rollout):
+    """Batched multi-turn rollouts over a ``Sampler``; ``options`` are those of ``Rollout``. ``template`` is the
     tokenizer, with its chat template. A trajectory of ``max_trajectory_tokens`` is truncated.
 
     A trajectory has ``messages``, and perhaps ``tools``: schemas to show in place of the manager's (an empty list:
@@ -166,9 +153,8 @@ class MultiTurnRollout(ToolRollout):
         self._sampler = sampler
         self._tokenizer = template
         self._max_tokens = max_trajectory_tokens
-        self._parser = get_tool_parser(
-            self._tool_parser or parser_for_template(getattr(template, "chat_template", None))
-        )
+        by_template = parser_for_template(getattr(template, "chat_template", None))
+        self._parser = get_tool_parser(self._tool_parser or by_template)
 
     def _run(
         self, trajectories: list[Trajectory], tools: Sequence[Any], made: bool, sampling: SamplingParams | None
@@ -176,7 +162,7 @@ class MultiTurnRollout(ToolRollout):
         batch = _Batch(self._sampler, live=len(trajectories))
         templates: dict[str, ChatTemplate] = {}
 
-        common: dict[str, Any] = {"client": batch, "tokenizer": self._tokenizer, "parser": self._parser}
+        common: dict[str, Any] = {"client": batch, "parser": self._parser}
         common |= {"max_turns": self._max_turns, "max_trajectory_tokens": self._max_tokens, "traced": False}
 
         def session_of(trajectory: Trajectory, manager: Any) -> RolloutSession:
