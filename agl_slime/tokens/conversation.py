@@ -35,14 +35,6 @@ _LONG_TEXT_CHARS = 8_000
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Ids ``[:length]`` are the rendering of the first ``n_messages`` messages, without the opening of an answer."""
-
-    n_messages: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Turn:
     """An answer that is held: message ``n_messages - 1``, ids ``[start:end]``. ``continued`` is the text that its
     message began with before it was sampled."""
@@ -52,7 +44,7 @@ class _Turn:
     end: int
     continued: str
     stop_text: str  # of the stop token that the engine sampled at its end; empty when there is none
-    place: _Place | None  # where its prompt would be without the opening
+    place: int  # ids ``[:place]`` are the prompt without the opening of the answer; 0 where that cannot be told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +53,7 @@ class _Plan:
 
     kept: int
     added: tuple[int, ...]
-    place: _Place | None
+    place: int  # as in ``_Turn``
     open_boundaries: int
     rendering: Rendering | None  # of the whole conversation, less a partial answer, where it was made
     more_text: tuple[str, ...] = ()  # where no rendering was made: the last answer, and what the template adds
@@ -182,9 +174,9 @@ class ChatContext:
         if not messages:
             raise ConfigError("the conversation has no messages any more; nothing can be asked")
         if not self._turns:
-            make = functools.partial(self._rendered, None)
             known = self._template.first_prompts
-            return _chars(messages), make if known is None else functools.partial(known.get, messages, make)
+            make = self._rendered if known is None else functools.partial(known.get, messages, self._rendered)
+            return _chars(messages), make
         last = self._turns[-1]
         same = shared_length(messages, self._seen)  # held messages that are as they were
         if _continues(messages) and len(messages) == last.n_messages and same >= last.n_messages - 1:
@@ -255,27 +247,28 @@ class ChatContext:
         base = self._base
         whole = self._template.render(base, opening=False)
         standing = min(same, len(base))
-        turns = [(turn, turn.place) for turn in self._turns if turn.place and turn.place.n_messages <= standing]
+        turns = [turn for turn in self._turns if turn.place and turn.n_messages - 1 <= standing]
 
-        def rewritten(held: tuple[_Turn, _Place]) -> bool:
-            return not whole.startswith(self._template.render(base[: held[1].n_messages], opening=False))
+        def rewritten(turn: _Turn) -> bool:
+            return not whole.startswith(self._template.render(base[: turn.n_messages - 1], opening=False))
 
         low = bisect_left(turns, True, key=rewritten)  # places that stand are followed by places that do not
         if not low:
-            return self._rendered(None)
-        turn, place = turns[low - 1]
+            return self._rendered()
+        turn = turns[low - 1]
         if turn.n_messages <= standing:  # its answer stands as well?
             addition = self._template.addition(base, turn.n_messages)
             if addition is not None:
                 return self._added(turn, addition)
-        return self._rendered(place)
+        return self._rendered(turn)
 
-    def _rendered(self, kept: _Place | None) -> _Plan:
-        """The conversation as the template renders it, after what is ``kept``."""
+    def _rendered(self, turn: _Turn | None = None) -> _Plan:
+        """The conversation as the template renders it, after what was held before the opening of ``turn``."""
         base = self._base
         rendered = self._template.render_prompt(base)
-        skip = len(self._template.render(base[: kept.n_messages], opening=False)) if kept is not None else 0
-        keep = kept.length if kept is not None else 0
+        keep = skip = 0
+        if turn is not None:
+            keep, skip = turn.place, len(self._template.render(base[: turn.n_messages - 1], opening=False))
         return self._joined(keep, rendered.text[skip:], rendered.opening or "", rendered)
 
     def _joined(self, keep: int, text: str, opening: str, rendering: Rendering | None) -> _Plan:
@@ -283,13 +276,13 @@ class ChatContext:
         # the opening apart where that changes nothing: the place before it can be kept when the answer is dropped
         apart = self._template.begins_with_added_token(opening)
         partial = _content(self.messages[-1]) if _continues(self.messages) else ""
-        place, gaps, added = None, 0, []
+        place, gaps, added = 0, 0, []
         for number, piece in enumerate((text, opening, partial) if apart else (text + opening, partial)):
             ids, gap = self._encode_after(piece, added[-1] if added else self._tokens.last(keep))
             added += ids
             gaps += gap
             if apart and number == 0:
-                place = _Place(len(self._base), keep + len(added))
+                place = keep + len(added)
         return _Plan(keep, tuple(added), place, gaps, rendering)
 
     def _kind_of_edit(self, same: int) -> ForkReason:

@@ -3,6 +3,7 @@ text."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from enum import Enum
@@ -49,16 +50,13 @@ _MEANING = {
     ForkReason.BRANCH: "the agent went back to an earlier point of the conversation.",
     ForkReason.NEW_CONTEXT: "the agent began another conversation.",
 }
-_explained: set[ForkReason] = set()
 
 _BLOCK = re.compile(r"<(\w+)>.*?</\1>")
 
 
+@functools.cache
 def explain_once(reason: ForkReason) -> None:
     """Log what forks of this kind mean, for the first one of the process."""
-    if reason in _explained:
-        return
-    _explained.add(reason)
     level = logging.WARNING if reason is ForkReason.TEMPLATE else logging.INFO
     text = "A conversation forked (%s): %s Further forks of this kind are counted, not logged."
     logger.log(level, text, reason.value, _MEANING[reason])

@@ -22,8 +22,6 @@ class ChatTokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
 
-    def __len__(self) -> int: ...
-
 
 def longest_prefix(tokenizer: ChatTokenizer, ids: list[int], text: str) -> tuple[int, str]:
     """The most leading ``ids`` whose text ``text`` begins with, and that text."""

@@ -170,8 +170,8 @@ def test_a_fork_keeps_what_still_stands() -> None:
     assert context.forks == {ForkReason.TEMPLATE: 1}
 
 
-def test_each_class_of_forks_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forks, "_explained", set())
+def test_each_class_of_forks_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    forks.explain_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="agl_slime.tokens.forks"):
         for _ in range(3):
             context, tokenizer = conversation("reasoner")

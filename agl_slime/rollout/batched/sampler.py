@@ -30,18 +30,10 @@ class Sampler(Protocol):
 
 class SGLangSampler:
     """A ``Sampler`` over a running SGLang server or router. Holds no connection between calls, so it can be sent to
-    another process. ``tokenizer`` tells where an answer ends that a weight update aborted, and what its text is;
-    ``eos_token_ids`` are further end tokens."""
+    another process. ``tokenizer`` tells where an answer ends that a weight update aborted, and what its text is."""
 
-    def __init__(
-        self,
-        *,
-        base_url: str,
-        settings: ClientSettings | None = None,
-        eos_token_ids: Sequence[int] = (),
-        tokenizer: Any = None,
-    ) -> None:
-        ends = end_token_ids(getattr(tokenizer, "name_or_path", ""), tokenizer) | frozenset(eos_token_ids)
+    def __init__(self, *, base_url: str, settings: ClientSettings | None = None, tokenizer: Any = None) -> None:
+        ends = end_token_ids(getattr(tokenizer, "name_or_path", ""), tokenizer)
         self._options: dict[str, Any] = {"base_url": base_url, "settings": settings, "eos_token_ids": ends}
         self._options["decode"] = getattr(tokenizer, "decode", None)
 
