@@ -118,7 +118,7 @@ def make_conversation(tokenizer: Any, *, turns: int, tokens: int, seed: int = 0)
             )
         )
         context.add({"role": "tool", "content": text(per_turn - per_turn // 4 - 20)})
-    return Made(made, ours, anew, context.rewritten)
+    return Made(made, ours, anew, context.forks.total())
 
 
 def spans_of(turns: list[Turn], *, list_form: bool) -> list[Span]:
