@@ -63,10 +63,9 @@ class Engine:
         self._slots = SlotModel(model, slots=max_running, context=self.context_length)
         self._prefill_tokens = prefill_tokens
         self._generator = torch.Generator().manual_seed(seed)
-        self._lock = threading.Lock()
-        self._wake = threading.Condition(self._lock)
+        self._wake = threading.Condition()  # its lock guards these four:
         self._commands: deque[Callable[[], None]] = deque()
-        self._submitted: deque[Request] = deque()
+        self._updates: deque[Callable[[], None]] = deque()  # commands that wait for the running requests to end
         self._by_rid: dict[str, Request] = {}
         self._closed = False
         # the engine's thread only:
@@ -74,7 +73,6 @@ class Engine:
         self._running: list[Request] = []
         self._last_ids = torch.zeros(0, dtype=torch.long)
         self._params: RowParams | None = None
-        self._when_idle: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
         self._thread.start()
 
@@ -91,13 +89,13 @@ class Engine:
             if known := next((request.rid for request in requests if request.rid in self._by_rid), None):
                 raise BadRequest(f"Duplicate request ID detected: {known}")
             self._by_rid.update((request.rid, request) for request in requests)
-            self._submitted.extend(requests)
+            self._commands.append(lambda: self._waiting.extend(requests))
             self._wake.notify()
 
     def abort(self, rid: str | None = None) -> Future[int]:
         """End the request ``rid``, or all of them; running ones keep what was sampled. The result is how many were
         ended."""
-        return self._call(lambda: self._abort(lambda request: rid is None or request.rid == rid))
+        return self._call(lambda: self._abort(rid))
 
     def pause(self, mode: str = "abort") -> Future[None]:
         """Stop sampling. ``abort`` ends every request, ``in_place`` keeps running ones with their cache, ``retract``
@@ -110,23 +108,20 @@ class Engine:
     def update_weights(self, tensors: dict[str, torch.Tensor], *, version: str | None = None) -> Future[None]:
         """Put new weights in place. At once when paused; else the running requests end first and queued ones wait.
         Fails with ``ConfigError`` and unchanged weights when they do not fit."""
-        future: Future[None] = Future()
-        update = partial(_resolve, future, lambda: self._update(tensors, version))
-        self._enqueue(lambda: update() if self.paused or not self._running else self._when_idle.append(update), future)
-        return future
+        return self._call(lambda: self._update(tensors, version), self._updates)
 
     def load(self) -> tuple[int, int, int]:
         """Requests running and waiting, and tokens held in the slots; exact only between steps."""
         running = list(self._running)
         used = sum(len(request.input_ids) + len(request.output_ids) for request in running)
-        with self._lock:
-            return len(running), len(self._waiting) + len(self._submitted), used
+        with self._wake:
+            return len(running), max(0, len(self._by_rid) - len(running)), used
 
     @property
     def idle(self) -> bool:
         """No request is running or waiting. Requests that came during a pause do not count: SGLang holds them back
         before its queue, and can be flushed meanwhile."""
-        with self._lock:
+        with self._wake:
             return not any(request.started or not self.paused for request in self._by_rid.values())
 
     @property
@@ -144,18 +139,15 @@ class Engine:
         stopped = self._closed or self.failure is not None
         return EngineError(f"the embedded engine has stopped: {self.failure or 'closed'}") if stopped else None
 
-    def _call(self, function: Callable[[], T]) -> Future[T]:
+    def _call(self, function: Callable[[], T], queue: deque[Callable[[], None]] | None = None) -> Future[T]:
         future: Future[T] = Future()
-        self._enqueue(partial(_resolve, future, function), future)
-        return future
-
-    def _enqueue(self, command: Callable[[], None], future: Future[Any]) -> None:
         with self._wake:
             if stopped := self._stopped():
                 future.set_exception(stopped)
             else:
-                self._commands.append(command)
+                (self._commands if queue is None else queue).append(partial(_resolve, future, function))
                 self._wake.notify()
+        return future
 
     def _check(self, request: Request) -> None:
         length = len(request.input_ids)
@@ -187,9 +179,9 @@ class Engine:
         try:
             with torch.inference_mode():
                 while self._receive():
-                    while self._when_idle and (self.paused or not self._running):
-                        self._when_idle.popleft()()
-                    if not self.paused and not self._when_idle:
+                    while self._updates and (self.paused or not self._running):
+                        self._updates.popleft()()
+                    if not self.paused and not self._updates:
                         self._admit()
                     if not self.paused and self._running:
                         self._step()
@@ -202,11 +194,10 @@ class Engine:
     def _shut_down(self) -> None:
         """Nobody is left waiting: commands find the engine stopped, and every request ends, also one that was in a
         prefill that failed."""
-        with self._lock:
+        with self._wake:
             self._closed = True
-            commands, self._commands = self._commands, deque()
             requests = list(self._by_rid.values())
-        for command in [*commands, *self._when_idle]:
+        for command in [*self._commands, *self._updates]:
             command()
         for request in requests:
             if request.finish is None:
@@ -215,18 +206,17 @@ class Engine:
     def _receive(self) -> bool:
         """Take in what other threads left; sleeps while there is nothing to do. False ends the loop."""
         with self._wake:
-            while not (
-                self._closed
-                or self._commands
-                or self._submitted
-                or (not self.paused and (self._running or self._waiting or self._when_idle))
-            ):
-                self._wake.wait()
+            self._wake.wait_for(
+                lambda: (
+                    self._closed
+                    or self._commands
+                    or self._updates
+                    or (not self.paused and (self._running or self._waiting))
+                )
+            )
             if self._closed:
                 return False
             commands, self._commands = self._commands, deque()
-            self._waiting.extend(self._submitted)
-            self._submitted.clear()
         for command in commands:
             command()
         return True
@@ -314,17 +304,17 @@ class Engine:
         return request
 
     def _end(self, request: Request) -> None:
-        with self._lock:
+        with self._wake:
             self._by_rid.pop(request.rid, None)
         request.on_finish(request)
 
-    def _abort(self, chosen: Callable[[Request], bool]) -> int:
-        ended = [request for request in self._waiting if chosen(request)]
-        self._waiting = deque(request for request in self._waiting if not chosen(request))
-        ended += [self._remove(row) for row in reversed(range(len(self._running))) if chosen(self._running[row])]
-        for request in ended:
+    def _abort(self, rid: str | None) -> int:
+        ended = [request for request in self._waiting if rid in (None, request.rid)]
+        self._waiting = deque(request for request in self._waiting if rid not in (None, request.rid))
+        rows = [row for row, request in enumerate(self._running) if rid in (None, request.rid)]
+        for request in [*ended, *(self._remove(row) for row in reversed(rows))]:
             self._end_aborted(request)
-        return len(ended)
+        return len(ended) + len(rows)
 
     def _end_aborted(self, request: Request) -> None:
         message = "Aborted" if request.started else "Abort in waiting queue"
@@ -334,7 +324,7 @@ class Engine:
     def _pause(self, mode: str) -> None:
         self.paused = True
         if mode == "abort":
-            self._abort(lambda _: True)
+            self._abort(None)
         elif mode == "retract":
             # last in, first queued: appendleft keeps the order of arrival
             for row in reversed(range(len(self._running))):

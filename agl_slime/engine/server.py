@@ -30,6 +30,7 @@ T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _MAX_BODY_BYTES = 256 * 1024**2
+_INFO_PATHS = ("/model_info", "/get_model_info", "/server_info", "/get_server_info")
 # Bound on a weight update or another control call; a generation takes as long as its tokens do.
 _CONTROL_TIMEOUT_S = 120.0
 # SGLang's own bound on a health check that generates.
@@ -54,36 +55,41 @@ class EmbeddedServer:
         self._worker_id = str(uuid.uuid4())
 
     def application(self) -> web.Application:
-        @web.middleware
-        async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
-            allowed = has_token(request.headers.get("Authorization"), self._token)
-            return await handler(request) if allowed else _answer({"error": {"message": "Unauthorized"}}, status=401)
-
-        middlewares: list[Any] = [_errors, authorize]
-        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=middlewares)
-        routes: dict[str, tuple[str, Handler]] = {
-            "/generate": ("POST PUT", self._generate),
-            "/v1/chat/completions": ("POST", self._chat),
-            "/v1/completions": ("POST", self._completions),
-            "/v1/models": ("GET", self._models),
-            "/model_info": ("GET", self._model_info),
-            "/get_model_info": ("GET", self._model_info),
-            "/server_info": ("GET", self._server_info),
-            "/get_server_info": ("GET", self._server_info),
-            "/health": ("GET", self._health),
-            "/health_generate": ("GET", self._health_generate),
-            "/flush_cache": ("GET POST", self._flush_cache),
-            "/pause_generation": ("POST", self._pause),
-            "/continue_generation": ("POST", self._continue),
-            "/abort_request": ("POST", self._abort),
-            "/update_weights_from_disk": ("POST", self._update_weights),
-            "/v1/loads": ("GET", self._loads),
-            "/workers": ("GET", self._workers),
-        }
-        for path, (methods, handler) in routes.items():
-            for method in methods.split():
-                app.router.add_route(method, path, handler)
+        app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guarded])
+        app.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.put("/generate", self._generate),
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._completions),
+                web.post("/flush_cache", self._flush_cache),
+                web.get("/flush_cache", self._flush_cache),
+                web.post("/pause_generation", self._pause),
+                web.post("/continue_generation", self._continue),
+                web.post("/abort_request", self._abort),
+                web.post("/update_weights_from_disk", self._update_weights),
+                *(web.get(path, self._info) for path in _INFO_PATHS),
+                web.get("/v1/models", self._models),
+                web.get("/v1/loads", self._loads),
+                web.get("/workers", self._workers),
+                web.get("/health", self._health),
+                web.get("/health_generate", self._health_generate),
+            ]
+        )
         return app
+
+    @web.middleware
+    async def _guarded(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+        """Every request: its token is looked at, and errors are answered in SGLang's form."""
+        try:
+            if not has_token(http.headers.get("Authorization"), self._token):
+                return _answer({"error": {"message": "Unauthorized"}}, status=401)
+            return await handler(http)
+        except BadRequest as error:
+            openai = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
+            return _answer(openai if http.path.startswith("/v1/") else {"error": {"message": str(error)}}, status=400)
+        except (AglSlimeError, asyncio.TimeoutError) as error:
+            return _answer({"error": {"message": str(error) or type(error).__name__}}, status=500)
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
@@ -213,29 +219,21 @@ class EmbeddedServer:
         card |= {"root": self._model_path, "max_model_len": self.engine.context_length}
         return _answer({"object": "list", "data": [card]})
 
-    async def _model_info(self, http: web.Request) -> web.Response:
+    async def _info(self, http: web.Request) -> web.Response:
+        """Of the model and of the server in one: each of SGLang's two answers has some of these."""
         return _answer(
             {
                 "model_path": self._model_path,
                 "tokenizer_path": self._model_path,
+                "served_model_name": self._model_path,
                 "is_generation": True,
-                "weight_version": self.engine.weight_version,
                 "model_type": getattr(self.engine.config, "model_type", None),
                 "architectures": getattr(self.engine.config, "architectures", None),
-                "vocab_size": self.engine.vocab_size,  # not SGLang's
-            }
-        )
-
-    async def _server_info(self, http: web.Request) -> web.Response:
-        return _answer(
-            {
-                "model_path": self._model_path,
-                "served_model_name": self._model_path,
                 "version": "embedded",
                 "status": "ready" if self.engine.alive else "failed",
                 "weight_version": self.engine.weight_version,
                 "context_length": self.engine.context_length,
-                "vocab_size": self.engine.vocab_size,
+                "vocab_size": self.engine.vocab_size,  # not SGLang's
                 "max_running_requests": self.engine.max_running,
                 "max_total_num_tokens": self.engine.max_running * self.engine.context_length,
                 "dp_size": 1,
@@ -287,17 +285,6 @@ class EmbeddedServer:
             "disable_health_check": False,
         }
         return _answer({"workers": [worker], "total": 1, "stats": {"regular_count": 1}})
-
-
-@web.middleware
-async def _errors(http: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(http)
-    except BadRequest as error:
-        openai = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
-        return _answer(openai if http.path.startswith("/v1/") else {"error": {"message": str(error)}}, status=400)
-    except (AglSlimeError, asyncio.TimeoutError) as error:
-        return _answer({"error": {"message": str(error) or type(error).__name__}}, status=500)
 
 
 async def _control(future: Future[T]) -> T:
