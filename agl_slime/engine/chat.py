@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from agl_slime.engine.requests import UNSUPPORTED, BadRequest, Request, Sampling, copies_asked, parse
+from agl_slime.engine.requests import UNSUPPORTED, BadRequest, Request, Sampling, parse_generate
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
@@ -37,21 +37,19 @@ def chat_requests(body: Mapping[str, Any], *, tokenizer: Any) -> list[Request]:
         )["input_ids"]
     except Exception as error:  # the template is code of the model's: whatever it raises is about these messages
         raise BadRequest(f"The chat template cannot render these messages: {error}") from error
-    return _requests(body, list(ids), body.get("max_completion_tokens") or body.get("max_tokens"))
+    maximum = body.get("max_completion_tokens") or body.get("max_tokens")
+    return _requests(body, {"input_ids": list(ids)}, maximum, encode=tokenizer.encode)
 
 
 def completion_requests(body: Mapping[str, Any], *, encode: Callable[[str], list[int]]) -> list[Request]:
     """The requests of a ``/v1/completions`` body: ``prompt`` is a string, a list of strings, a list of ids or a list of
     such lists. Raises ``BadRequest``."""
     prompt = body.get("prompt")
+    if not isinstance(prompt, (str, list)) or not prompt:
+        raise BadRequest(f"prompt must be one or several strings or lists of ids, none of them empty, got {prompt!r}.")
+    text = isinstance(prompt, str) or isinstance(prompt[0], str)
     maximum = 16 if body.get("max_tokens") is None else body["max_tokens"]  # OpenAI's default here
-    requests: list[Request] = []
-    for item in prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]:
-        ids = encode(item) if isinstance(item, str) else item
-        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
-            raise BadRequest("prompt must be one or several strings or lists of ids, none of them empty.")
-        requests += _requests(body, ids, maximum)
-    return requests
+    return _requests(body, {"text" if text else "input_ids": prompt}, maximum, encode=encode)
 
 
 def openai_answer(
@@ -116,17 +114,16 @@ def _tools(body: Mapping[str, Any]) -> Any:
     return body.get("tools") if body.get("tool_choice") != "none" else None
 
 
-def _requests(body: Mapping[str, Any], ids: list[int], maximum: Any) -> list[Request]:
-    for name in ("stream", "top_logprobs"):
-        if body.get(name):
-            raise BadRequest(f"{name} is not supported by the embedded engine: leave it out or use a real SGLang")
-    n = copies_asked(body.get("n"))
+def _requests(
+    body: Mapping[str, Any], prompt: dict[str, Any], maximum: Any, *, encode: Callable[[str], list[int]]
+) -> list[Request]:
+    """``prompt`` as ``/generate`` takes it, with what an OpenAI-style body says besides."""
+    if body.get("top_logprobs"):
+        raise BadRequest("top_logprobs is not supported by the embedded engine: leave it out or use a real SGLang")
     given = {name: body[name] for name in _SAMPLING_NAMES if body.get(name) is not None}
-    sampling = parse(Sampling, {**given, "max_new_tokens": maximum})
-    rid = body.get("rid")
-    rids = [rid] if isinstance(rid, str) and n == 1 else [uuid.uuid4().hex for _ in range(n)]
-    wanted = bool(body.get("logprobs"))
-    return [Request(rid=each, input_ids=ids, sampling=sampling, return_logprob=wanted) for each in rids]
+    logprobs = bool(body.get("logprobs"))
+    generate = {**prompt, "sampling_params": {**given, "max_new_tokens": maximum}, "return_logprob": logprobs}
+    return parse_generate({**generate, "rid": body.get("rid"), "stream": body.get("stream")}, encode=encode)[0]
 
 
 def _text(content: Any) -> str:

@@ -21,7 +21,7 @@ UNSUPPORTED: Mapping[str, Any] = {
 }
 # Accepted without effect: spaces_between_special_tokens concerns slow tokenizers; a stock SGLang ignores the others as
 # well unless it is started for them.
-_WITHOUT_EFFECT = ("spaces_between_special_tokens", "custom_params", "stream_interval", "sampling_seed", "n")
+_WITHOUT_EFFECT = ("spaces_between_special_tokens", "custom_params", "stream_interval", "sampling_seed")
 
 
 class BadRequest(ValueError):
@@ -53,6 +53,8 @@ class Sampling(BaseModel):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    n: int = 1
+    """Answers to one prompt."""
 
     @model_validator(mode="before")
     @classmethod
@@ -78,6 +80,8 @@ class Sampling(BaseModel):
             raise ValueError(f"top_k must be -1 (disable) or at least 1, got {self.top_k}.")
         if self.max_new_tokens is not None and self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}.")
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, got {self.n}.")
         if not all(self.stop):
             raise ValueError(f"stop must hold no empty string, got {self.stop!r}.")
         return self
@@ -136,11 +140,10 @@ def parse_generate(body: Any, *, encode: Callable[[str], list[int]]) -> tuple[li
     prompts = [encode(item) if isinstance(item, str) else item for item in (given if batched else [given])]
     if not prompts or not all(prompts):
         raise BadRequest("input_ids cannot be empty.")
-    params = _each(asked.sampling_params, len(prompts), "sampling_params")
-    copies = [(item or {}).get("n") for item in params]
-    if copies != [copies[0]] * len(copies):
+    params = [parse(Sampling, item) for item in _each(asked.sampling_params, len(prompts), "sampling_params")]
+    n = params[0].n
+    if any(item.n != n for item in params):
         raise BadRequest("The parallel_sample_num should be the same for all samples in sample params.")
-    n = copies_asked(copies[0])
     rids = iter(_rids(asked.rid, len(prompts), n, batched))
     wanted = _each(asked.return_logprob, len(prompts), "return_logprob")
     starts = _each(asked.logprob_start_len, len(prompts), "logprob_start_len")
@@ -152,19 +155,10 @@ def parse_generate(body: Any, *, encode: Callable[[str], list[int]]) -> tuple[li
             return_logprob=bool(logprob),
             logprob_start_len=start if logprob and start is not None else -1,
         )
-        for prompt, sampling, logprob, start in zip(
-            prompts, [parse(Sampling, item) for item in params], wanted, starts, strict=True
-        )
+        for prompt, sampling, logprob, start in zip(prompts, params, wanted, starts, strict=True)
         for _ in range(n)
     ]
     return requests, not batched and n == 1
-
-
-def copies_asked(n: Any) -> int:
-    """How many samples of one prompt ``n`` asks for."""
-    if n is not None and (type(n) is not int or n < 1):
-        raise BadRequest(f"n must be at least 1, got {n!r}.")
-    return n or 1
 
 
 def _each(value: Any, count: int, name: str) -> list[Any]:
