@@ -23,9 +23,10 @@ from agl_slime.errors import (
     EngineProtocolError,
     EngineRequestError,
     EngineServerError,
+    EngineUnreachableError,
     OutOfVocabularyError,
 )
-from agl_slime.sglang.describe import EngineDescription, describe, parse_workers, version_of
+from agl_slime.sglang.describe import EngineDescription, parse_workers, version_of
 from agl_slime.sglang.generation import (
     Decode,
     Generation,
@@ -50,8 +51,6 @@ _ABORTERS, _ABORT_TIMEOUT_S = 32, 2.0  # for requests that nobody waits for any 
 
 # A resumed answer of more ids is joined in a thread: decoding takes about a millisecond per 2,000.
 _LONG_ANSWER = 4_000
-
-_PROBE_TIMEOUT_S = 10.0  # an engine that serves answers within milliseconds, and a person waits
 
 
 class SGLangClient:
@@ -284,15 +283,34 @@ class SGLangClient:
         if found.get("success") is not True:
             raise EngineRequestError(f"{self.base_url}/update_weights_from_disk answered {str(found)[:500]}")
 
-    async def probe(self, *, timeout_s: float = _PROBE_TIMEOUT_S) -> EngineDescription:
+    async def probe(self, *, timeout_s: float = 10.0) -> EngineDescription:
         """Look at the server once, at start-up, and say what it is; a failure is one sentence for the person who gave
-        the URL.
+        the URL, and not a run that fails minutes later.
 
         Raises ``EngineUnreachableError`` (nothing answers within ``timeout_s``), ``EngineProtocolError`` (what answers
         is not SGLang), ``EngineServerError`` (5xx, as while it starts) or ``EngineRequestError`` (another API
         key is wanted).
         """
-        return await describe(self, timeout_s=timeout_s)
+        url = self.base_url
+        try:
+            # one hiccup is forgiven; an address where nobody listens is told at once
+            info = await asyncio.wait_for(self.model_info(timeout_s=timeout_s, max_attempts=2), timeout_s)
+            if not isinstance(model_path := info.get("model_path"), str):
+                raise EngineProtocolError("its /model_info names no model_path")
+            return EngineDescription(base_url=url, model_path=model_path, weight_version=version_of(info, url))
+        except (EngineUnreachableError, asyncio.TimeoutError, TimeoutError) as error:
+            why = str(error) or f"no answer within {timeout_s:g} s"
+            raise EngineUnreachableError(
+                f"no SGLang at {url}: {why}; check the URL, that the server is up and that no firewall stands between"
+            ) from error
+        except (EngineRequestError, EngineProtocolError) as error:
+            if status_of(error) in (401, 403):
+                raise
+            raise EngineProtocolError(f"{url} answers but is not SGLang: {error}; check the port") from error
+        except EngineServerError as error:
+            raise EngineServerError(
+                f"{url} answers but does not serve: {error}; check the port, or wait until the server has started"
+            ) from error
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

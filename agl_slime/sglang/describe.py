@@ -1,27 +1,15 @@
-"""What stands at a URL, asked once at start-up, so that a wrong one is one sentence and not a run that fails minutes
-later; and what a checkpoint on this machine says of itself."""
+"""What a server says of itself and of its workers, and what a checkpoint on this machine says of itself."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from agl_slime.errors import (
-    EngineProtocolError,
-    EngineRequestError,
-    EngineServerError,
-    EngineTimeoutError,
-    EngineUnreachableError,
-)
-from agl_slime.sglang.retry import status_of
-
-if TYPE_CHECKING:
-    from agl_slime.sglang.client import SGLangClient
+from agl_slime.errors import EngineProtocolError
 
 _DP_RANK = re.compile(r"@\d+/?$")
 
@@ -33,30 +21,6 @@ class EngineDescription:
     base_url: str
     model_path: str
     weight_version: str
-
-
-async def describe(client: SGLangClient, *, timeout_s: float) -> EngineDescription:
-    """Look at the server; see ``SGLangClient.probe``."""
-    url = client.base_url
-    try:
-        # one hiccup is forgiven; an address where nobody listens is told at once
-        info = await asyncio.wait_for(client.model_info(timeout_s=timeout_s, max_attempts=2), timeout_s)
-        if not isinstance(model_path := info.get("model_path"), str):
-            raise EngineProtocolError("its /model_info names no model_path")
-        return EngineDescription(base_url=url, model_path=model_path, weight_version=version_of(info, url))
-    except (EngineUnreachableError, EngineTimeoutError, asyncio.TimeoutError, TimeoutError) as error:
-        why = str(error) or f"no answer within {timeout_s:g} s"
-        raise EngineUnreachableError(
-            f"no SGLang at {url}: {why}; check the URL, that the server is up and that no firewall stands between"
-        ) from error
-    except (EngineRequestError, EngineProtocolError) as error:
-        if status_of(error) in (401, 403):
-            raise
-        raise EngineProtocolError(f"{url} answers but is not SGLang: {error}; check the port") from error
-    except EngineServerError as error:
-        raise EngineServerError(
-            f"{url} answers but does not serve: {error}; check the port, or wait until the server has started"
-        ) from error
 
 
 def version_of(info: Mapping[str, Any], base_url: str) -> str:

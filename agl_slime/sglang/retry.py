@@ -1,6 +1,6 @@
-"""What to do about a failure of the engine: one classification and one bounded retry loop.
+"""What to make of a failure of the engine: one classification, on which the transport's retry loop goes.
 
-Nothing above this module looks at a status code or an exception of aiohttp. Every failure becomes a ``Verdict``: the
+Nothing else looks at a status code or an exception of aiohttp. Every failure becomes a ``Verdict``: the
 typed error that the caller would get, and whether sending again can help.
 
 | failure                                            | error                  | sent again                             |
@@ -21,12 +21,10 @@ import asyncio
 import email.utils
 import errno
 import json
-import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import aiohttp
 
@@ -40,11 +38,6 @@ from agl_slime.errors import (
     EngineUnreachableError,
     OutOfVocabularyError,
 )
-from agl_slime.support.backoff import Backoff
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # SGLang's own words, 0.5.15 and 0.5.23: tokenizer_manager._validate_one_request, managers/utils.validate_input_length,
 # tokenizer_manager._validate_input_ids_in_vocab
@@ -160,40 +153,3 @@ def retry_after_s(headers: Mapping[str, str] | None) -> float:
         except (TypeError, ValueError):
             return 0.0
     return max(0.0, seconds) if seconds < float("inf") else 0.0
-
-
-async def retried(
-    attempt: Callable[[], Awaitable[T]], *, where: str, deadline: float, tries: int, base_s: float, cap_s: float
-) -> T:
-    """Attempts until one succeeds, its verdict is final, the ``tries`` are used up, or the ``deadline`` (on
-    ``time.monotonic``'s clock) would pass. Raises the typed error of the last failure, and names the first one where it
-    was another."""
-    started = time.monotonic()
-    backoff = Backoff(base_s=base_s, cap_s=cap_s, tries=tries, deadline=deadline)
-    first: EngineError | None = None
-    protocol_errors = 0
-    while True:
-        try:
-            return await attempt()
-        except Exception as exc:
-            verdict = classify_exception(exc, where=where)
-            error, cause = verdict.error, exc.__cause__ if exc is verdict.error else exc
-        first = first or error
-        protocol_errors += isinstance(error, EngineProtocolError)
-        pause = backoff.failed(error, at_least_s=verdict.after_s)
-        retry = verdict.retry and protocol_errors <= PROTOCOL_ERROR_RETRIES
-        why = ""
-        if time.monotonic() >= deadline:
-            error = EngineTimeoutError(f"{where} did not answer within the time limit; the last failure: {error}")
-        elif retry and pause is not None:
-            logger.debug("%s; trying again in %.2f s (attempt %d of %d)", error, pause, backoff.failures + 1, tries)
-            await asyncio.sleep(pause)
-            continue
-        elif retry and backoff.failures < tries:
-            why = "; the time limit leaves no room for another"
-        if backoff.failures > 1 or why:
-            if type(first) is not type(verdict.error):
-                why += f"; the first failure: {first}"
-            told = f"{backoff.failures} attempt{'s' * (backoff.failures > 1)} in {time.monotonic() - started:.1f} s"
-            error = type(error)(f"{error} (gave up after {told}{why})")
-        raise error from cause

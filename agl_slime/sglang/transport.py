@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import json
 import logging
 import socket
@@ -18,8 +17,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from agl_slime.errors import ConfigError, EngineProtocolError
-from agl_slime.sglang.retry import HttpStatusError, error_message, retried
+from agl_slime.errors import ConfigError, EngineProtocolError, EngineTimeoutError
+from agl_slime.sglang.retry import PROTOCOL_ERROR_RETRIES, HttpStatusError, classify_exception, error_message
+from agl_slime.support.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +108,37 @@ class HttpTransport:
     async def retry(
         self, attempt: Callable[[], Awaitable[T]], *, where: str, deadline: float, tries: int | None = None
     ) -> T:
-        """See ``retried``."""
+        """Attempts until one succeeds, its verdict is final, the ``tries`` are used up, or the ``deadline`` (on
+        ``time.monotonic``'s clock) would pass. Raises the typed error of the last failure, and names the first one
+        where it was another."""
+        started, tries = time.monotonic(), tries or self.settings.max_attempts
         limits = {"base_s": self.settings.backoff_base_s, "cap_s": self.settings.backoff_cap_s}
-        tries = tries or self.settings.max_attempts
-        return await retried(attempt, where=where, deadline=deadline, tries=tries, **limits)
+        backoff = Backoff(tries=tries, deadline=deadline, **limits)
+        protocol_errors = 0
+        while True:
+            try:
+                return await attempt()
+            except Exception as exc:
+                verdict = classify_exception(exc, where=where)
+                error, cause = verdict.error, exc.__cause__ if exc is verdict.error else exc
+            protocol_errors += isinstance(error, EngineProtocolError)
+            pause = backoff.failed(error, at_least_s=verdict.after_s)
+            retry = verdict.retry and protocol_errors <= PROTOCOL_ERROR_RETRIES
+            why = ""
+            if time.monotonic() >= deadline:
+                error = EngineTimeoutError(f"{where} did not answer within the time limit; the last failure: {error}")
+            elif retry and pause is not None:
+                logger.debug("%s; trying again in %.2f s (attempt %d of %d)", error, pause, backoff.failures + 1, tries)
+                await asyncio.sleep(pause)
+                continue
+            elif retry and backoff.failures < tries:
+                why = "; the time limit leaves no room for another"
+            if backoff.failures > 1 or why:
+                if type(backoff.first) is not type(verdict.error):
+                    why += f"; the first failure: {backoff.first}"
+                told = f"{backoff.failures} attempt{'s' * (backoff.failures > 1)} in {time.monotonic() - started:.1f} s"
+                error = type(error)(f"{error} (gave up after {told}{why})")
+            raise error from cause
 
     async def send(
         self,
@@ -221,15 +248,10 @@ def checked_url(url: str) -> str:
 def _drop(session: aiohttp.ClientSession) -> None:
     """Let go of what belongs to a loop that no longer runs: nothing can be awaited there, and the sockets close when
     they are collected."""
-    connector = session.connector
-    session.detach()
-    if connector is None:
-        return
-    closing = connector.close()  # a coroutine in newer versions of aiohttp; without a loop it has nothing to wait for
-    if inspect.iscoroutine(closing):
-        with contextlib.suppress(StopIteration):
-            closing.send(None)
-        closing.close()
+    closing = session.close()
+    with contextlib.suppress(StopIteration):
+        closing.send(None)  # without a loop it has nothing to wait for
+    closing.close()
 
 
 def _within_file_limit(connections: int) -> int:

@@ -26,9 +26,9 @@ from agl_slime.sglang.retry import (
     classify,
     classify_exception,
     context_limit,
-    retried,
     retry_after_s,
 )
+from agl_slime.sglang.transport import ClientSettings, HttpTransport
 
 # the bodies are SGLang's own, 0.5.15.post1
 PROMPT_TOO_LONG = (
@@ -146,9 +146,9 @@ def test_retry_after_as_a_date() -> None:
 
 
 async def run(attempt: Failing, *, max_attempts: int = 5, deadline: float | None = None) -> str:
-    return await retried(
-        attempt, where="w", deadline=deadline or soon(), tries=max_attempts, base_s=0.0001, cap_s=0.001
-    )
+    settings = ClientSettings(backoff_base_s=0.0001, backoff_cap_s=0.001, max_attempts=max_attempts)
+    transport = HttpTransport(base_url="http://127.0.0.1:9", settings=settings)
+    return await transport.retry(attempt, where="w", deadline=deadline or soon())
 
 
 class Failing:
