@@ -1,6 +1,7 @@
 """Makes the tiny policy that agl_slime/demo ships: python scripts/make_demo_policy.py [DIRECTORY]
 
 The same machine and library versions give the same files to the last bit (tests/integration/test_policy_checkpoint.py).
+One of them, chat_template.jinja, is where every tiny policy has its chat template from: edit it there.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from agl_slime.demo.formats import DEFAULT_SOURCES, DemonstrationSource
+from agl_slime.demo.policy import SHIPPED
 from agl_slime.errors import ConfigError
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -37,31 +38,8 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-CHAT_TEMPLATE = """\
-{%- if tools %}
-{{- '<|im_start|>system\\n' }}
-{%- if messages and messages[0].role == 'system' %}{{- messages[0].content + '\\n' }}{%- endif %}
-{{- '<tools>' }}{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user\\n' }}{%- endif %}
-{{- '<tool_response>' + message.content + '</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
-{%- elif not (tools and loop.first and message.role == 'system') %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.content %}{{- message.content }}{%- endif %}
-{%- for call in message.tool_calls or [] %}
-{%- set function = call.function or call %}
-{{- '<tool_call>{"name": ' + (function.name | tojson) + ', "arguments": ' }}
-{{- function.arguments if function.arguments is string else function.arguments | tojson }}
-{{- '}</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
+CHAT_TEMPLATE = (SHIPPED / "chat_template.jinja").read_text(encoding="utf-8")
+"""Every tiny policy has the template of the shipped one."""
 
 
 def make_tokenizer(source: DemonstrationSource) -> PreTrainedTokenizerFast:
