@@ -59,24 +59,16 @@ def openai_answer(
     chat = "messages" in body
     choices: list[dict[str, Any]] = []
     for index, request in enumerate(requests):
-        finish = request.finish or {"type": "abort"}
-        choice = {"index": index, "logprobs": None, "finish_reason": finish["type"]}
-        choices.append({**choice, "matched_stop": finish.get("matched")})
-        content = text(request)
-        if not chat:
-            choices[-1]["text"] = content
-            continue
-        content, calls = split_tool_calls(content) if _tools(body) else (content, None)
-        message = {"role": "assistant", "content": content, "reasoning_content": None, "tool_calls": calls}
-        choices[-1] |= {"message": message, **({"finish_reason": "tool_calls"} if calls else {})}
-        if body.get("logprobs"):
-            pieces = [tokenizer.decode([token]) for token in request.output_ids]
-            choices[-1]["logprobs"] = {
-                "content": [
-                    {"token": piece, "bytes": list(piece.encode()), "logprob": log_prob, "top_logprobs": []}
-                    for piece, log_prob in zip(pieces, request.log_probs, strict=True)
-                ]
-            }
+        finish, content = request.finish or {"type": "abort"}, text(request)
+        choice = {"index": index, "finish_reason": finish["type"], "matched_stop": finish.get("matched")}
+        if chat:
+            content, calls = split_tool_calls(content) if _tools(body) else (content, None)
+            message = {"role": "assistant", "content": content, "reasoning_content": None, "tool_calls": calls}
+            choice |= {"message": message, **({"finish_reason": "tool_calls"} if calls else {})}
+        else:
+            choice["text"] = content
+        logprobs = {"content": _log_probs(request, tokenizer)} if chat and body.get("logprobs") else None
+        choices.append({**choice, "logprobs": logprobs})
     # every choice of one prompt shares its tokens
     prompt = sum({id(request.input_ids): len(request.input_ids) for request in requests}.values())
     completion = sum(len(request.output_ids) for request in requests)
@@ -87,13 +79,17 @@ def openai_answer(
         "created": int(time.time()),
         "model": body["model"],
         "choices": choices,
-        "usage": {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        },
+        "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
         "metadata": {"weight_version": versions[-1] if versions else None},
     }
+
+
+def _log_probs(request: Request, tokenizer: Any) -> list[dict[str, Any]]:
+    pieces = [tokenizer.decode([token]) for token in request.output_ids]
+    return [
+        {"token": piece, "bytes": list(piece.encode()), "logprob": log_prob, "top_logprobs": []}
+        for piece, log_prob in zip(pieces, request.log_probs, strict=True)
+    ]
 
 
 def split_tool_calls(content: str) -> tuple[str | None, list[dict[str, Any]] | None]:

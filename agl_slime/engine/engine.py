@@ -222,19 +222,17 @@ class Engine:
         return True
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.max_running:
-            batch: list[Request] = []
-            longest = 0
-            while self._waiting and len(self._running) + len(batch) < self.max_running:
-                request = self._waiting[0]
-                width = max(longest, len(request.input_ids) + len(request.output_ids))
-                if batch and width * (len(batch) + 1) > self._prefill_tokens:
-                    break
-                longest = width
-                batch.append(self._waiting.popleft())
+        """One prefill of waiting requests per step: running rows go on between two of them."""
+        batch: list[Request] = []
+        longest = 0
+        while self._waiting and len(self._running) + len(batch) < self.max_running:
+            request = self._waiting[0]
+            longest = max(longest, len(request.input_ids) + len(request.output_ids))
+            if batch and longest * (len(batch) + 1) > self._prefill_tokens:
+                break
+            batch.append(self._waiting.popleft())
+        if batch:
             self._prefill(batch)
-            if self._running:
-                return  # one prefill per step: running rows go on between two of them
 
     def _prefill(self, batch: list[Request]) -> None:
         scored = any(request.logprob_start_len >= 0 and not request.started for request in batch)

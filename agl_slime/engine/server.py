@@ -41,12 +41,7 @@ class EmbeddedServer:
     """The routes. ``token``, when given, must come as ``Authorization: Bearer …`` with every request."""
 
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        model_path: str,
-        token: str | None,
+        self, engine: Engine, tokenizer: PreTrainedTokenizerBase, *, model_path: str, token: str | None
     ) -> None:
         self.engine = engine
         self._tokenizer: Any = tokenizer

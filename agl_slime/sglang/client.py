@@ -20,6 +20,7 @@ import aiohttp
 
 from agl_slime.errors import (
     ContextOverflowError,
+    EngineError,
     EngineProtocolError,
     EngineRequestError,
     EngineServerError,
@@ -35,7 +36,7 @@ from agl_slime.sglang.generation import (
     SamplingParams,
     parse_generation,
 )
-from agl_slime.sglang.retry import classify_exception, context_limit, status_of
+from agl_slime.sglang.retry import context_limit, status_of
 from agl_slime.sglang.transport import ClientSettings, HttpTransport
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.threads import run_in_thread
@@ -314,8 +315,8 @@ class SGLangClient:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    async def _post(self, path: str, payload: Any = None, *, timeout_s: float | None = None) -> None:
-        await self._http.call("POST", path, payload, timeout_s=timeout_s, json=False)
+    async def _post(self, path: str, payload: Any = None, **limits: Any) -> None:
+        await self._http.call("POST", path, payload, json=False, **limits)
 
     def _abort_soon(self, rid: str) -> None:
         """Ask the engine to abort ``rid`` without waiting for it; SGLang also notices by itself, seconds later, that
@@ -330,11 +331,10 @@ class SGLangClient:
         while self._unwanted:
             rid = self._unwanted.popleft()
             try:
-                deadline = time.monotonic() + _ABORT_TIMEOUT_S
-                await self._http.send("POST", "/abort_request", {"rid": rid}, deadline=deadline, json=False)
-            except Exception as exc:
+                await self._post("/abort_request", {"rid": rid}, timeout_s=_ABORT_TIMEOUT_S, max_attempts=1)
+            except EngineError as error:
                 # unreachable, or a router, which does not pass aborts on: asking for the rest would be as vain
-                logger.debug("abort of %s not sent: %s", rid, classify_exception(exc, where=self.base_url).error)
+                logger.debug("abort of %s not sent: %s", rid, error)
                 self._unwanted.clear()
 
 
