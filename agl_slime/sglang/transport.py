@@ -269,7 +269,7 @@ def _within_file_limit(connections: int) -> int:
     with contextlib.suppress(ValueError, OSError):  # a sandbox may forbid it
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
         soft = allowed
-    fewer = connections if soft >= needed else max(1, soft // 2)
+    fewer = connections if soft >= needed else min(connections, max(1, soft // 2))
     if fewer < connections:
         logger.warning("at most %d connections instead of %d: raise ulimit -Hn (%d)", fewer, connections, soft)
     return fewer
