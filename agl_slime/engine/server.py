@@ -74,15 +74,17 @@ class EmbeddedServer:
         return app
 
     @web.middleware
-    async def _guarded(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Every request: its token is looked at, and errors are answered in SGLang's form."""
         try:
-            if not has_token(http.headers.get("Authorization"), self._token):
+            if not has_token(request.headers.get("Authorization"), self._token):
                 return _answer({"error": {"message": "Unauthorized"}}, status=401)
-            return await handler(http)
+            return await handler(request)
         except BadRequest as error:
             openai = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
-            return _answer(openai if http.path.startswith("/v1/") else {"error": {"message": str(error)}}, status=400)
+            return _answer(
+                openai if request.path.startswith("/v1/") else {"error": {"message": str(error)}}, status=400
+            )
         except (AglSlimeError, asyncio.TimeoutError) as error:
             return _answer({"error": {"message": str(error) or type(error).__name__}}, status=500)
 

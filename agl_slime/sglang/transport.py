@@ -112,8 +112,8 @@ class HttpTransport:
         ``time.monotonic``'s clock) would pass. Raises the typed error of the last failure, and names the first one
         where it was another."""
         started, tries = time.monotonic(), tries or self.settings.max_attempts
-        limits = {"base_s": self.settings.backoff_base_s, "cap_s": self.settings.backoff_cap_s}
-        backoff = Backoff(tries=tries, deadline=deadline, **limits)
+        base_s, cap_s = self.settings.backoff_base_s, self.settings.backoff_cap_s
+        backoff = Backoff(base_s=base_s, cap_s=cap_s, tries=tries, deadline=deadline)
         protocol_errors = 0
         while True:
             try:
