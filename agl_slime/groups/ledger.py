@@ -116,8 +116,11 @@ class Ledger:
             number = before + len(rollout_ids)  # they end together: one place in the order
             change = "state = 2, outcome = ?, reason = ?, closed_no = ?"
             values = outcome.value, reason, number
-            moved = [self._update(change, values, f"state = {state}", rollout_ids) for state in (_OPEN, _READY)]
-            self._open.difference_update(rollout_ids)
+            open_ids = [rollout_id for rollout_id in rollout_ids if rollout_id in self._open]
+            others = [rollout_id for rollout_id in rollout_ids if rollout_id not in self._open]
+            moved = [self._update(change, values, f"state = {_OPEN}", open_ids)]
+            moved.append(self._update(change, values, f"state = {_READY}", others))
+            self._open.difference_update(open_ids)
             closed = sum(moved)
             self._add(*((name, "", -n) for name, n in zip(_STATES, moved, strict=True)))
             self._add((f"closed:{outcome.value}", reason, closed), ("closed_no", "", len(rollout_ids)))
@@ -262,6 +265,8 @@ class Ledger:
 
     def _update(self, change: str, values: Sequence[object], where: str, rollout_ids: Sequence[str]) -> int:
         """Change those of ``rollout_ids`` that are as in ``where``; returns how many."""
+        if not rollout_ids:
+            return 0
         query = f"UPDATE ledger_rollouts SET {change} WHERE {where} AND {_AMONG}"
         return self._database.connection.execute(query, (*values, json.dumps([*rollout_ids]))).rowcount
 
@@ -274,6 +279,4 @@ class Ledger:
 
     def _add(self, *counts: tuple[str, str, int]) -> None:
         query = "INSERT INTO ledger_counts VALUES (?, ?, ?) ON CONFLICT (kind, reason) DO UPDATE SET n = n + excluded.n"
-        for count in counts:
-            if count[2]:
-                self._database.connection.execute(query, count)
+        self._database.connection.executemany(query, [count for count in counts if count[2]])
