@@ -20,6 +20,7 @@ _showwarning = warnings.showwarning
 _collects = gc.isenabled()
 gc.disable()  # thousands of modules leave no garbage, and looking for it takes a second more
 try:
+    from agentlightning.adapter.messages import group_genai_dict
     from agentlightning.algorithm.base import Algorithm
     from agentlightning.emitter.exception import emit_exception
     from agentlightning.emitter.reward import emit_reward, find_final_reward, find_reward_spans, get_rewards_from_span

@@ -96,10 +96,10 @@ class ModelCall:
         if names.INPUT_MESSAGES in attributes:
             asked = [*_in_json(attributes, names.SYSTEM_INSTRUCTIONS), *_in_json(attributes, names.INPUT_MESSAGES)]
         else:
-            asked = [_plain(message) for message in _unflatten(attributes, names.LEGACY_PROMPT)]
+            asked = _unflatten(attributes, names.LEGACY_PROMPT)
         if names.OUTPUT_MESSAGES in attributes:
             return asked, _in_json(attributes, names.OUTPUT_MESSAGES)
-        return asked, [_plain(message) for message in _unflatten(attributes, names.LEGACY_COMPLETION)]
+        return asked, _unflatten(attributes, names.LEGACY_COMPLETION)
 
     def _made(
         self,
@@ -291,25 +291,9 @@ def _text(content: Any) -> str:
     return "" if content is None else str(content)
 
 
-def _unflatten(attributes: Attributes, prefix: str) -> list[dict[str, Any]]:
-    """``prefix.0.a.b: v`` … as a list of nested objects, by number."""
-    root: dict[str, Any] = {}
-    for key, value in attributes.items():
-        if not re.match(rf"{re.escape(prefix)}\.\d+\.", key):
-            continue
-        node, path = root, key[len(prefix) + 1 :].split(".")
-        for step in path[:-1]:
-            node = node.setdefault(step, {})
-            if not isinstance(node, dict):
-                raise TraceError(f"attribute {key} stands both for a value and for something that has parts")
-        node[path[-1]] = value
-    return _lists(root) if root else []
+def _unflatten(attributes: Attributes, prefix: str) -> list[ChatMessage]:
+    """``prefix.0.a.b: v`` … as a list of messages, by number."""
+    from agl_slime.support.agl import group_genai_dict  # seconds of import, which spans with packed turns do without
 
-
-def _lists(node: Any) -> Any:
-    if not isinstance(node, dict):
-        return node
-    converted = {key: _lists(value) for key, value in node.items()}
-    if converted and all(key.isdigit() for key in converted):
-        return [converted[key] for key in sorted(converted, key=int)]
-    return converted
+    grouped = group_genai_dict(dict(attributes), prefix)
+    return [_plain(message) for message in grouped if isinstance(message, dict)]

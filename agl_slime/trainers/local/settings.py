@@ -41,7 +41,7 @@ class LocalTrainerSettings:
     old_log_probs: Literal["engine", "recompute"] = "engine"
     """The denominator of the ratio: the engine's log-probs, or the trainer's own before the first step."""
     rewards_normalization: bool = True
-    """Subtract the mean reward of the prompt group, when samples are given rather than a batch dict."""
+    """Subtract the mean reward of the prompt group."""
     std_normalization: bool = True
     """Also divide by the standard deviation of the prompt group."""
     reward_key: str | None = None
