@@ -15,11 +15,11 @@ from typing import Any
 import aiohttp
 import orjson
 
-from agl_slime.buffer.batching import Batcher
 from agl_slime.buffer.stages import Item
 from agl_slime.errors import AglSlimeError, BufferRequestError, ConfigError
 from agl_slime.loop.tasks import read_tasks
 from agl_slime.support.backoff import Backoff
+from agl_slime.support.batching import Batcher
 
 logger = logging.getLogger(__name__)
 

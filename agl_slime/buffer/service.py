@@ -18,13 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agl_slime.buffer.batching import Batcher
 from agl_slime.buffer.models import StartRequest, WrittenItem, check
 from agl_slime.buffer.pipeline import GroupPipeline
 from agl_slime.buffer.runs import INTERRUPTED, SHIPPED_GENERATORS, Discovery, GeneratorRun, discover_generators, file_of
 from agl_slime.buffer.settings import BufferSettings
 from agl_slime.buffer.store import Batch, ItemStore
 from agl_slime.errors import BufferRequestError
+from agl_slime.support.batching import Batcher
 from agl_slime.support.database import Database
 from agl_slime.support.threads import run_in_thread, run_user_code
 

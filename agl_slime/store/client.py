@@ -8,7 +8,7 @@ ten milliseconds of the last one's start, makes up the next one. A caller waits 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -19,6 +19,7 @@ from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPositi
 from agl_slime.store.server import BATCH_PATH, TOKEN_VARIABLE, UNNUMBERED
 from agl_slime.support.agl import Attempt, LightningStoreClient, ResourcesUpdate, Rollout, Span
 from agl_slime.support.backoff import Backoff
+from agl_slime.support.batching import Batcher
 
 # A server that restarts is back within moments; one that is gone for this long will not come back.
 _UNREACHABLE_S = 120.0
@@ -62,7 +63,7 @@ class RemoteStore(LightningStoreClient):
     async def release(self, rollout_ids: Sequence[str]) -> int:
         """As ``BridgeStore.release``, over HTTP."""
         call = {"op": "release", "rollout_ids": list(rollout_ids)}
-        [result] = await self._post_calls([orjson.Fragment(orjson.dumps(call))])
+        [result] = await self._post_calls([_encoded(call)])
         return _result_of(result)
 
     def follow_finished(self, position: FeedPosition, *, wait_s: float = 20.0) -> AsyncIterator[FeedPage]:
@@ -121,54 +122,14 @@ def may_pass(error: Exception) -> bool:
     return isinstance(error, (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError))
 
 
+def _encoded(call: dict[str, Any]) -> orjson.Fragment:
+    return orjson.Fragment(orjson.dumps(call, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
 def _result_of(answer: dict[str, Any]) -> Any:
     if "error" in answer:
         raise ValueError(answer["error"]) if answer["refused"] else RuntimeError(answer["error"])
     return answer["result"]
-
-
-class Batcher:
-    """Gathers the calls of one event loop and sends them with ``post``, which gives an answer for each."""
-
-    def __init__(self, post: Callable[[list[orjson.Fragment]], Awaitable[list[dict[str, Any]]]]) -> None:
-        self._post = post
-        self._waiting: list[tuple[orjson.Fragment, asyncio.Future[Any]]] = []
-        self._requests: set[asyncio.Task[None]] = set()  # under way, or about to take what waits
-        self._at_once = asyncio.Semaphore(_REQUESTS_AT_ONCE)
-        self._next_start = 0.0
-
-    async def call(self, call: dict[str, Any]) -> Any:
-        # encoded here, so that one that cannot be is an error of its own caller only
-        body = orjson.Fragment(orjson.dumps(call, option=orjson.OPT_SERIALIZE_NUMPY))
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        if len(self._waiting) % _LARGEST_BATCH == 0:
-            request = asyncio.create_task(self._send())
-            self._requests.add(request)
-            request.add_done_callback(self._requests.discard)
-        self._waiting.append((body, future))
-        return _result_of(await future)
-
-    async def _send(self) -> None:
-        async with self._at_once:
-            now = asyncio.get_running_loop().time()
-            start = max(now, self._next_start)
-            self._next_start = start + _BETWEEN_REQUESTS_S
-            await asyncio.sleep(start - now)
-            batch, self._waiting = self._waiting[:_LARGEST_BATCH], self._waiting[_LARGEST_BATCH:]
-            closed = ConnectionError("the store's client was closed")
-            answers: list[Any] = [closed] * len(batch)
-            try:
-                answers = await self._post([call for call, _ in batch])
-            except Exception as error:
-                answers = [error] * len(batch)
-            finally:
-                for (_, future), answer in zip(batch, answers, strict=True):
-                    if future.done():
-                        continue  # its rollout was cancelled meanwhile
-                    if isinstance(answer, Exception):
-                        future.set_exception(answer)
-                    else:
-                        future.set_result(answer)
 
 
 class WorkerStore(RemoteStore):
@@ -177,8 +138,14 @@ class WorkerStore(RemoteStore):
 
     def __init__(self, url: str, *, token: str | None = None) -> None:
         super().__init__(url, token=token)
-        self._batcher = Batcher(self._post_calls)
+        self._calls = Batcher(
+            self._post_calls, most=_LARGEST_BATCH, parallel=_REQUESTS_AT_ONCE, between_s=_BETWEEN_REQUESTS_S
+        )
         self._resources: dict[str, tuple[float, asyncio.Future[ResourcesUpdate | None]]] = {}
+
+    async def _call(self, call: dict[str, Any]) -> Any:
+        # encoded here, so that one that cannot be is an error of its own caller only
+        return _result_of(await self._calls.add(_encoded(call)))
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
         return UNNUMBERED  # the store numbers spans when they arrive, in the order in which they are written
@@ -187,7 +154,7 @@ class WorkerStore(RemoteStore):
         return [UNNUMBERED] * len(rollout_attempt_ids)
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        numbers = await self._batcher.call({"op": "spans", "spans": [span.model_dump(mode="json") for span in spans]})
+        numbers = await self._call({"op": "spans", "spans": [span.model_dump(mode="json") for span in spans]})
         return [span.model_copy(update={"sequence_id": number}) for span, number in zip(spans, numbers, strict=True)]
 
     async def add_span(self, span: Span) -> Span | None:
@@ -196,7 +163,7 @@ class WorkerStore(RemoteStore):
 
     async def update_attempt(self, rollout_id: str, attempt_id: str, **fields: Any) -> Attempt:  # type: ignore[override]  # by keyword, as all do
         call = {"op": "attempt", "rollout_id": rollout_id, "attempt_id": attempt_id, "fields": fields}
-        return Attempt.model_validate(await self._batcher.call(call))
+        return Attempt.model_validate(await self._call(call))
 
     async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
         # hundreds of rollouts that begin together ask together: one request for all

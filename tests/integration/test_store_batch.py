@@ -10,7 +10,7 @@ import pytest
 
 from agl_slime.store import client
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.store.client import Batcher, RemoteStore, WorkerStore
+from agl_slime.store.client import RemoteStore, WorkerStore
 from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM
 from tests.unit.test_store_hooks import make_span
@@ -27,14 +27,14 @@ def served() -> Iterator[tuple[BridgeStore, str]]:
 def counted_batches(remote: WorkerStore) -> list[int]:
     """Grows by the number of calls in each request that ``remote`` sends."""
     batches: list[int] = []
-    batcher = remote._batcher
-    post = batcher._post
+    batcher = remote._calls
+    post = batcher._handle
 
     async def counted(calls: list[orjson.Fragment]) -> list[dict[str, object]]:
         batches.append(len(calls))
         return await post(calls)
 
-    batcher._post = counted  # type: ignore[method-assign, assignment]
+    batcher._handle = counted  # type: ignore[method-assign, assignment]
     return batches
 
 
@@ -173,9 +173,9 @@ async def test_requests_keep_their_distance_and_take_all_that_has_come(
 ) -> None:
     store, url = served
     await enqueue(store, 6)
+    monkeypatch.setattr(client, "_BETWEEN_REQUESTS_S", 1.0)
     remote = WorkerStore(url, token="t")
     batches = counted_batches(remote)
-    monkeypatch.setattr(client, "_BETWEEN_REQUESTS_S", 1.0)
     claimed = await remote.dequeue_many_rollouts(limit=6, worker_id="w")
     ends = [remote.update_attempt(one.rollout_id, one.attempt.attempt_id, status="succeeded") for one in claimed]
     await asyncio.wait_for(
@@ -184,49 +184,6 @@ async def test_requests_keep_their_distance_and_take_all_that_has_come(
     assert [attempt.status for attempt in await asyncio.wait_for(asyncio.gather(*ends[1:]), 20)] == ["succeeded"] * 5
     assert batches == [1, 5]
     await remote.close()
-
-
-async def test_a_call_that_comes_as_all_requests_end_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fault 3: both requests were answered in one turn of the loop; whoever called next found two senders that had
-    ended, started none, and waited for some other caller to come."""
-    monkeypatch.setattr(client, "_BETWEEN_REQUESTS_S", 0.0)
-    answered, sent = asyncio.Event(), []
-
-    async def post(calls: list[orjson.Fragment]) -> list[dict[str, object]]:
-        sent.append(calls)
-        await answered.wait()
-        return [{"result": call["n"]} for call in orjson.loads(orjson.dumps(calls))]
-
-    batcher = Batcher(post)
-
-    async def twice(n: int) -> list[object]:
-        return [await batcher.call({"n": n}), await batcher.call({"n": n + 10})]
-
-    callers: list[asyncio.Task[object]] = [asyncio.create_task(twice(0))]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    callers.append(asyncio.create_task(batcher.call({"n": 1})))
-    while len(sent) < 2:  # noqa: ASYNC110  both requests are under way
-        await asyncio.sleep(0)
-    answered.set()
-    assert await asyncio.wait_for(asyncio.gather(*callers), 10) == [[0, 10], 1]
-
-
-async def test_a_sender_that_is_cancelled_tells_whoever_waits() -> None:
-    under_way = asyncio.Event()
-
-    async def post(calls: list[orjson.Fragment]) -> list[dict[str, object]]:
-        under_way.set()
-        await asyncio.Event().wait()
-        return []
-
-    batcher = Batcher(post)
-    call = asyncio.create_task(batcher.call({"n": 0}))
-    await asyncio.wait_for(under_way.wait(), 10)
-    for request in batcher._requests:
-        request.cancel()
-    with pytest.raises(ConnectionError):
-        await asyncio.wait_for(call, 10)
 
 
 async def test_releasing_over_http(served: tuple[BridgeStore, str]) -> None:

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from agl_slime.support.batching import Batcher
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+async def test_an_entry_that_comes_as_all_calls_end_is_handled(parallel: int) -> None:
+    """fault 3: all calls were answered in one turn of the loop; whoever added an entry next found senders that had
+    ended, started none, and waited for some other entry to come."""
+    answered, sent = asyncio.Event(), []
+
+    async def handle(entries: list[int]) -> list[int]:
+        sent.append(entries)
+        await answered.wait()
+        return entries
+
+    batcher = Batcher(handle, most=256, parallel=parallel)
+
+    async def twice(n: int) -> list[int]:
+        return [await batcher.add(n), await batcher.add(n + 10)]
+
+    callers: list[asyncio.Task[list[int]]] = []
+    for n in range(parallel):
+        callers.append(asyncio.create_task(twice(n)))
+        while len(sent) <= n:  # noqa: ASYNC110  until its call is under way
+            await asyncio.sleep(0)
+    answered.set()
+    assert await asyncio.wait_for(asyncio.gather(*callers), 10) == [[n, n + 10] for n in range(parallel)]
+
+
+async def test_a_call_that_is_cancelled_tells_whoever_waits() -> None:
+    under_way = asyncio.Event()
+
+    async def handle(entries: list[int]) -> list[int]:
+        under_way.set()
+        await asyncio.Event().wait()
+        return []
+
+    batcher = Batcher(handle, most=256)
+    caller = asyncio.create_task(batcher.add(0))
+    await asyncio.wait_for(under_way.wait(), 10)
+    await batcher.close(cancel=True)
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(caller, 10)
+
+
+async def test_calls_keep_their_distance_and_the_first_after_a_pause_goes_at_once() -> None:
+    loop, calls = asyncio.get_running_loop(), []
+
+    async def handle(entries: list[int]) -> list[int]:
+        calls.append((loop.time(), entries))
+        return entries
+
+    batcher = Batcher(handle, most=2, parallel=2, between_s=0.1)
+    began = loop.time()
+    await batcher.add(0)
+    await asyncio.gather(*(batcher.add(n) for n in (1, 2, 3)))
+    assert [entries for _, entries in calls] == [[0], [1, 2], [3]]
+    starts = [at - began for at, _ in calls]
+    assert starts[0] < 0.05
+    assert starts[1] >= 0.1
+    assert starts[2] - starts[1] >= 0.1
