@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -48,11 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"usage: agl-slime COMMAND [flags]\n\n{commands}")
         return 0
     command, *rest = arguments
-    if command in ("train", "plot"):
-        return _train(rest) if command == "train" else _plot(rest)
+    if command == "buffer":
+        return import_module("agl_slime.buffer.server").main(rest)
     if command in COMMANDS:
-        home = "server" if command == "buffer" else "instance_ids"
-        return import_module(f"agl_slime.buffer.{home}").main(rest)
+        functions = {"train": _train, "plot": _plot, "assign-instance-id": _assign_instance_ids}
+        return _reported(partial(functions[command], rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 
@@ -84,25 +85,22 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _train(arguments: list[str]) -> int:
+def _train(arguments: list[str]) -> None:
     at = arguments.index("--") if "--" in arguments else len(arguments)  # what follows is slime's
     config, slime_flags = tyro.cli(TrainConfig, prog="train.py", args=arguments[:at]), arguments[at + 1 :]
     if config.trainer == "local" and config.local.torch_threads is None:  # more slow small models down
         config = replace(config, local=replace(config.local, torch_threads=1))
 
-    def train() -> None:
-        console = Console()
-        config.check_files()
-        with console.status("loading ...") if console.is_terminal else nullcontext():
-            from agl_slime.run.local import run_training  # Agent Lightning takes seconds to import; --help should not
-            from agl_slime.runner.process import own_this_process
-        own_this_process()
-        _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
-
-    return _reported(train)
+    console = Console()
+    config.check_files()
+    with console.status("loading ...") if console.is_terminal else nullcontext():
+        from agl_slime.run.local import run_training  # Agent Lightning takes seconds to import; --help should not
+        from agl_slime.runner.process import own_this_process
+    own_this_process()
+    _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
 
 
-def _plot(arguments: list[str]) -> int:
+def _plot(arguments: list[str]) -> None:
     def plot(run_dir: tyro.conf.Positional[Path]) -> None:
         """Draw the reward.png of a run from its metrics.
 
@@ -113,7 +111,14 @@ def _plot(arguments: list[str]) -> int:
 
         print(draw_run(run_dir))
 
-    return _reported(lambda: tyro.cli(plot, prog="agl-slime plot", args=arguments))
+    tyro.cli(plot, prog="agl-slime plot", args=arguments)
+
+
+def _assign_instance_ids(arguments: list[str]) -> None:
+    from agl_slime.buffer.instance_ids import assign_instance_ids
+
+    output, lines, assigned = tyro.cli(assign_instance_ids, prog="agl-slime assign-instance-id", args=arguments)
+    print(f"{output}: {lines} lines, {assigned} got an instance_id")
 
 
 def _reported(command: Callable[[], None]) -> int:

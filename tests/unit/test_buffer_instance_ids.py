@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.buffer.instance_ids import AssignInstanceIds, assign_instance_ids, main
+from agl_slime.buffer.instance_ids import assign_instance_ids
+from agl_slime.cli import main
 from agl_slime.errors import ConfigError
 
 
@@ -21,7 +22,7 @@ def test_lines_without_an_id_get_one_that_nobody_has(tmp_path):
         {"instance_id": "instance_2", "prompt": "kept"},
         {"instance_id": None, "prompt": "2+2"},
     )
-    output, lines, assigned = assign_instance_ids(AssignInstanceIds(input=file))
+    output, lines, assigned = assign_instance_ids(input=file)
     assert (output.name, lines, assigned) == ("data_instance_id.jsonl", 3, 2)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["instance_id"] for row in rows] == ["instance_0", "instance_2", "instance_2_"]
@@ -30,8 +31,8 @@ def test_lines_without_an_id_get_one_that_nobody_has(tmp_path):
 
 def test_a_second_run_changes_nothing(tmp_path):
     file = write(tmp_path / "data.jsonl", {"a": 1}, {"a": 2})
-    first, _, _ = assign_instance_ids(AssignInstanceIds(input=file))
-    second, _, assigned = assign_instance_ids(AssignInstanceIds(input=first, output=tmp_path / "again.jsonl"))
+    first, _, _ = assign_instance_ids(input=file)
+    second, _, assigned = assign_instance_ids(input=first, output=tmp_path / "again.jsonl")
     assert assigned == 0
     assert second.read_bytes() == first.read_bytes()
 
@@ -48,13 +49,13 @@ def test_a_file_that_cannot_be_used_leaves_nothing_behind(tmp_path, text, messag
     file = tmp_path / "data.jsonl"
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        assign_instance_ids(AssignInstanceIds(input=file))
+        assign_instance_ids(input=file)
     assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
 
 
 def test_the_command_says_what_it_did(tmp_path, capsys):
     file = write(tmp_path / "data.jsonl", {"a": 1})
-    assert main(["--input", str(file)]) == 0
+    assert main(["assign-instance-id", "--input", str(file)]) == 0
     assert "1 lines, 1 got an instance_id" in capsys.readouterr().out
-    assert main(["--input", str(tmp_path / "missing.jsonl")]) == 2
+    assert main(["assign-instance-id", "--input", str(tmp_path / "missing.jsonl")]) == 2
     assert "cannot be read" in capsys.readouterr().err
