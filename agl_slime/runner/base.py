@@ -13,11 +13,49 @@ from typing_extensions import Self
 from agl_slime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.support.agl import LightningStore, LitAgent
 
 RunnerKind = Literal["inproc", "process", "ray"]
 FinishedListener = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerSettings:
+    """How one process executes rollouts.
+
+    ``max_concurrent``: rollouts in flight; a rollout that waits for the engine costs tens of kilobytes.
+    ``max_sync_threads``: rollouts in flight of an agent that is not async, each in a thread. ``claim_batch``: most
+    rollouts claimed in one store call; a runner begins with few and doubles as long as it gets all it asks for, so that
+    several runners share a short queue. ``poll_interval_s``: pause between looks at an empty queue, cut short by
+    ``wake``. ``timeout_s``: time limit of rollouts whose own configuration has none. ``heartbeat_interval_s``: as Agent
+    Lightning's; 0 is off. ``flush_interval_s``: spans of an attempt that still runs wait at most so long to be written,
+    and at most a third of the rollout's ``unresponsive_seconds``. ``lag_warning_s``: a warning names the agent that
+    blocks the event loop for so long; 0 is off. ``max_restarts``: dead workers that a pool of processes or Ray actors
+    replaces in all; ``None`` is three per worker, enough for accidents, not for an agent that kills every process it
+    runs in.
+    """
+
+    max_concurrent: int = 1024
+    max_sync_threads: int = 256
+    claim_batch: int = 128
+    poll_interval_s: float = 0.05
+    timeout_s: float | None = None
+    heartbeat_interval_s: float = 10.0
+    flush_interval_s: float = 30.0
+    lag_warning_s: float = 1.0
+    max_restarts: int | None = None
+
+    def __post_init__(self) -> None:
+        for names, bound, fits in (
+            (("max_concurrent", "max_sync_threads", "claim_batch"), "at least 1", lambda value: value >= 1),
+            (("poll_interval_s", "flush_interval_s"), "above 0 seconds", lambda value: value > 0),
+            (("heartbeat_interval_s", "lag_warning_s"), "0 (off) or more seconds", lambda value: value >= 0),
+            (("max_restarts",), "0 or more, or None for three per worker", lambda value: value is None or value >= 0),
+            (("timeout_s",), "above 0 seconds or None", lambda value: value is None or value > 0),
+        ):
+            for name in names:
+                if not fits(value := getattr(self, name)):
+                    raise ConfigError(f"{name} must be {bound}, got {value}")
 
 
 @dataclass(frozen=True, slots=True)

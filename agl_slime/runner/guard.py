@@ -17,6 +17,7 @@ from typing import Any
 
 from agl_slime.errors import RewardError, RolloutError, RolloutTimeoutError
 from agl_slime.rollout.outcome import check_reward
+from agl_slime.runner.base import RunnerSettings
 from agl_slime.runner.recording import current_recording
 from agl_slime.support.agl import LitAgent, NamedResources, Rollout, emit_exception
 from agl_slime.support.threads import ThreadPool
@@ -31,22 +32,14 @@ _CANCEL_GRACE_S = 2.0
 class GuardedAgent:
     """Runs one agent's rollouts under guard; everything else is the agent's own (hooks see it as the agent).
 
-    Args:
-        max_threads: threads of a sync agent that run at once; twice as many may hang, abandoned at their rollouts' time
-            limits, before further calls are refused.
+    Of a sync agent's threads twice as many as may run at once may hang, abandoned at their rollouts' time limits,
+    before further calls are refused.
     """
 
-    def __init__(
-        self,
-        *,
-        agent: LitAgent[Any],
-        max_threads: int,
-        default_timeout_s: float | None,
-        flush_interval_s: float,
-    ) -> None:
+    def __init__(self, *, agent: LitAgent[Any], settings: RunnerSettings) -> None:
         self._agent = agent
-        self._default_timeout_s = default_timeout_s
-        self._flush_interval_s = flush_interval_s
+        self._settings = settings
+        max_threads = settings.max_sync_threads
         self._running: dict[str, asyncio.Future[None]] = {}  # resolved to cancel the agent
         self._refused: set[str] = set()
         self.threads = ThreadPool(name="agl-slime-agent", max_running=max_threads, max_abandoned=2 * max_threads)
@@ -101,7 +94,7 @@ class GuardedAgent:
         return result
 
     async def _with_time_limit(self, work: Coroutine[Any, Any, Any], rollout: Rollout) -> Any:
-        limit = rollout.config.timeout_seconds or self._default_timeout_s or math.inf
+        limit = rollout.config.timeout_seconds or self._settings.timeout_s or math.inf
         inner, told = asyncio.ensure_future(work), asyncio.get_running_loop().create_future()
         self._running[rollout.rollout_id] = told
         try:
@@ -129,7 +122,7 @@ class GuardedAgent:
     ) -> None:
         """Wait for the agent's end, its cancellation or the time limit, and write its spans meanwhile."""
         # an attempt without new spans is dead to the store after unresponsive_seconds: show life well within them
-        flush_s = min(self._flush_interval_s, (rollout.config.unresponsive_seconds or math.inf) / 3)
+        flush_s = min(self._settings.flush_interval_s, (rollout.config.unresponsive_seconds or math.inf) / 3)
         recording, writing = current_recording.get(), None
         ends = time.monotonic() + limit_s
         while (left_s := ends - time.monotonic()) > 0:
