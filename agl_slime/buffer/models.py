@@ -46,7 +46,7 @@ class ItemFields(BaseModel):
 class ReadRequest(BaseModel):
     """What a reader asks for."""
 
-    batch_size: Annotated[StrictInt, Field(ge=1), Whole] | None = Field(
+    batch_size: Annotated[StrictInt, Field(ge=1, le=2**53), Whole] | None = Field(
         None, description="Most items to return, in whole groups, at least one group."
     )
     task_type: str | None = Field(None, description="Needed only when several task types are in use.")
