@@ -15,7 +15,6 @@ from numbers import Real
 from agl_slime.errors import RewardError
 from agl_slime.types import Sample
 
-_Key = tuple[str, int]  # ("id", a given id) or ("alone", the position of a sample that has none)
 _EPS = 1e-6  # slime's
 
 
@@ -40,21 +39,22 @@ def normalize_rewards(
     if not len(rewards) == len(group_indices) == len(rollout_ids):
         lengths = f"{len(rewards)}, {len(group_indices)} and {len(rollout_ids)}"
         raise RewardError(f"rewards, group_indices and rollout_ids need one entry per sample, got lengths {lengths}.")
-    rollouts = [_key(rollout_id, position) for position, rollout_id in enumerate(rollout_ids)]
-    found: dict[_Key, tuple[float, int | None]] = {}  # reward and group of each rollout
+    # a sample without an id is like no other
+    rollouts: list[object] = [object() if rollout_id is None else rollout_id for rollout_id in rollout_ids]
+    found: dict[object, tuple[float, int | None]] = {}  # reward and group of each rollout
     for position, (rollout, reward, group) in enumerate(zip(rollouts, rewards, group_indices, strict=True)):
         if not math.isfinite(reward):
             raise RewardError(f"the reward of sample {position} is {reward}; rewards must be finite numbers.")
         first_reward, first_group = found.setdefault(rollout, (float(reward), group))
         if first_reward != reward:
-            raise RewardError(f"siblings of rollout {rollout[1]} have different rewards, {first_reward} and {reward}.")
+            raise RewardError(f"siblings of rollout {rollout} have different rewards, {first_reward} and {reward}.")
         if first_group != group:
-            raise RewardError(f"siblings of rollout {rollout[1]} are in different groups, {first_group} and {group}.")
+            raise RewardError(f"siblings of rollout {rollout} are in different groups, {first_group} and {group}.")
 
-    members: dict[_Key, list[_Key]] = {}
-    for position, (rollout, (_, group)) in enumerate(found.items()):
-        members.setdefault(_key(group, position), []).append(rollout)
-    advantage_of: dict[_Key, float] = {}
+    members: dict[object, list[object]] = {}
+    for rollout, (_, group) in found.items():
+        members.setdefault(object() if group is None else group, []).append(rollout)
+    advantage_of: dict[object, float] = {}
     for group in members.values():
         advantage_of.update(zip(group, _advantages([found[key][0] for key in group], std=std), strict=True))
     return [advantage_of[rollout] for rollout in rollouts]
@@ -68,10 +68,6 @@ def reward_value(sample: Sample, position: int, *, key: str | None = None) -> fl
         under = f" under reward_key {key!r}" if key else ""
         raise RewardError(f"the reward of sample {position} is {sample.reward!r}; a finite number is needed{under}.")
     return float(reward)
-
-
-def _key(given: int | None, position: int) -> _Key:
-    return ("alone", position) if given is None else ("id", given)
 
 
 def _advantages(rewards: list[float], *, std: bool) -> list[float]:
