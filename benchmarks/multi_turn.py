@@ -109,7 +109,7 @@ def make_conversation(tokenizer: Any, *, turns: int, tokens: int, seed: int = 0)
         ours += time.perf_counter() - started
         made.append(
             Turn.from_generation(
-                context.prompt_view(len(prompt)),
+                context.token_ids[: len(prompt)],
                 generation,
                 messages=messages,
                 base_turn=len(made) - 1 if made else None,

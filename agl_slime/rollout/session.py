@@ -178,7 +178,7 @@ class RolloutSession(Session):
         context.add_answer(prompt_ids, generation)
         self.stats.open_boundaries += context.open_boundaries - boundaries
         base_turn, kept, fork = self._last_turn, context.kept_tokens, context.fork
-        prompt = context.prompt_view(len(prompt_ids))
+        prompt = context.token_ids[: len(prompt_ids)]
         if base_turn is None and self.turns:  # another conversation of the rollout, which may begin as the first did
             base_turn, first = 0, self.turns[0].token_ids
             kept = common_prefix(first, prompt)

@@ -146,14 +146,7 @@ class TokenBuffer:
             self._ids = self._ids.copy()  # what is dropped stands in views
             self._length = length
 
-    def head(self, length: int) -> list[int]:
-        """The first ``length`` ids as a list."""
-        return self._ids[:length].tolist()
-
-    def last(self, length: int) -> int | None:
-        """The last of the first ``length`` ids."""
-        return int(self._ids[length - 1]) if length else None
-
-    def view(self, length: int) -> TokenArray:
-        """The first ``length`` ids, read-only."""
-        return _frozen(self._ids[:length])
+    @property
+    def ids(self) -> TokenArray:
+        """All ids, read-only."""
+        return _frozen(self._ids[: self._length])

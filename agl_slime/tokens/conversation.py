@@ -95,8 +95,9 @@ class ChatContext:
 
     @property
     def token_ids(self) -> TokenArray:
-        """What is held: the last prompt and its answer. A read-only view."""
-        return self._tokens.view(len(self._tokens))
+        """What is held: the last prompt and its answer. A read-only view, which stays as it is: prompts of one
+        conversation share its memory."""
+        return self._tokens.ids
 
     def add(self, *messages: Mapping[str, Any]) -> None:
         """Append messages of the user, of tools, of the environment."""
@@ -115,7 +116,7 @@ class ChatContext:
     def _ask(self, make: Callable[[], _Plan]) -> list[int]:
         plan = make()
         self._asked = plan, [dict(message) for message in self.messages]
-        return [*self._tokens.head(plan.kept), *plan.added]
+        return [*self.token_ids[: plan.kept].tolist(), *plan.added]
 
     def add_answer(self, prompt_ids: Sequence[int], generation: Generation) -> Message:
         """Append the answer that was sampled after ``prompt_ids``, which are those that ``prompt_ids()`` gave last."""
@@ -161,10 +162,6 @@ class ChatContext:
         other._turns, other._seen, other._written = [*self._turns], [*self._seen], [*self._written]
         other._tokens = TokenBuffer(self.token_ids)
         return other
-
-    def prompt_view(self, length: int) -> TokenArray:
-        """The first ``length`` held ids, an array that stays as it is; prompts of one conversation share its memory."""
-        return self._tokens.view(length)
 
     # -- what the next prompt keeps and adds --------------------------------------------------------------------------
 
@@ -232,13 +229,13 @@ class ChatContext:
     def _continued(self, last: _Turn) -> _Plan:
         """The last answer goes on: with its own tokens as far as its message still says what they say."""
         said = _content(self.messages[-1])[len(last.continued) :]
-        ids = self._tokens.head(last.end)[last.start :]
+        ids = self.token_ids[last.start : last.end].tolist()
         if last.stop_text:
             ids = ids[:-1]
         n, text = longest_prefix(self._tokenizer, ids, said)
         keep = last.start + n
         fork = None if keep == last.end else ForkReason.BRANCH if n == len(ids) else ForkReason.EDITED_HISTORY
-        added, gap = self._encode_after(said[len(text) :], self._tokens.last(keep))
+        added, gap = self._encode_after(said[len(text) :], self.token_ids[:keep])
         return _Plan(keep, tuple(added), last.place, gap, self._rendering, fork=fork)
 
     def _forked(self, same: int) -> _Plan:
@@ -278,7 +275,7 @@ class ChatContext:
         partial = _content(self.messages[-1]) if _continues(self.messages) else ""
         place, gaps, added = 0, 0, []
         for number, piece in enumerate((text, opening, partial) if apart else (text + opening, partial)):
-            ids, gap = self._encode_after(piece, added[-1] if added else self._tokens.last(keep))
+            ids, gap = self._encode_after(piece, added or self.token_ids[:keep])
             added += ids
             gaps += gap
             if apart and number == 0:
@@ -297,7 +294,7 @@ class ChatContext:
         held = len(self._tokens)
         if plan.fork is None:
             return held, None
-        kept = common_prefix(self._tokens.view(held), token_array(prompt_ids))
+        kept = common_prefix(self.token_ids, token_array(prompt_ids))
         if kept == held:
             return held, None
         nothing_sampled = kept <= self._turns[0].start and kept < len(prompt_ids)
@@ -306,17 +303,18 @@ class ChatContext:
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
-    def _encode_after(self, text: str, last: int | None) -> tuple[list[int], int]:
-        """``text`` as ids that follow token ``last``, and 1 when a merge might have reached into that token."""
+    def _encode_after(self, text: str, held: Sequence[int] | TokenArray) -> tuple[list[int], int]:
+        """``text`` as ids that follow ``held``, and 1 when a merge might have reached into the last of those."""
         if not text:
             return [], 0
-        if last is not None:
+        if len(held):
             # with its left neighbour in front: what tokenizers do at the beginning of a text (a blank before the first
             # word) is not done in the middle of one
+            last = int(held[-1])
             both = self._encode(self._tokenizer.decode([last], skip_special_tokens=False) + text)
             if both[:1] == [last]:
                 return both[1:], 0
-        return self._encode(text), int(last is not None and not self._template.begins_with_added_token(text))
+        return self._encode(text), int(len(held) > 0 and not self._template.begins_with_added_token(text))
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))

@@ -106,7 +106,7 @@ def ask(conversation: Conversation, generation: Generation) -> None:
     context.add_answer(prompt, generation)
     conversation.asked.append(asked)
     turn = Turn.from_generation(
-        context.prompt_view(len(prompt)),
+        context.token_ids[: len(prompt)],
         generation,
         base_turn=len(conversation.turns) - 1 if conversation.turns else None,
         kept_tokens=context.kept_tokens,
