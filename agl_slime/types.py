@@ -100,10 +100,6 @@ if TYPE_CHECKING or not HAS_SLIME:
             sample.__dict__.update(values)  # fields of another version are carried along, as slime does
             return sample
 
-        def get_reward_value(self, args: Any) -> float:
-            reward: Any = self.reward
-            return reward[args.reward_key] if getattr(args, "reward_key", None) else reward
-
     class DataSource(abc.ABC):
         """What slime's RolloutManager takes samples from."""
 

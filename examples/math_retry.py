@@ -23,7 +23,7 @@ from agl_slime.rollout.scheduler import (
     RolloutInferRequest,
     RolloutResponseChoice,
     register_scheduler,
-    scheduler_names,
+    schedulers,
 )
 
 TIP = "The answer is not correct, it seems that you made a mistake. Go through it again step by step."
@@ -90,7 +90,7 @@ class MathContinuation(_UntilRight):
 
 
 # the file is loaded once as a plug-in and perhaps once more as the agent's module
-if "math_tip_trick" not in scheduler_names():
+if "math_tip_trick" not in schedulers:
     register_scheduler("math_tip_trick_multi_turn")(MathNewRound)
     register_scheduler("math_tip_trick")(MathContinuation)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from agl_slime.errors import ConfigError
 from agl_slime.rollout.outcome import LossScale, check_reward, untrained_turns
-from agl_slime.rollout.scheduler import MultiTurnScheduler, make_scheduler
+from agl_slime.rollout.scheduler import MultiTurnScheduler, schedulers
 from agl_slime.rollout.session import RolloutSession, RolloutStopped
 from agl_slime.rollout.tool_parsers import ToolParser, get_tool_parser, parser_for_template
 from agl_slime.rollout.tools import ToolManager
@@ -205,7 +205,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
     def _scheduler(self, session: RolloutSession) -> MultiTurnScheduler | None:
         scheduler = self.scheduler
         if isinstance(scheduler, str):
-            self.scheduler = scheduler = make_scheduler(scheduler, max_turns=self.max_turns)
+            self.scheduler = scheduler = schedulers[scheduler](max_turns=self.max_turns)
         elif isinstance(scheduler, type):
             self.scheduler = scheduler = scheduler(max_turns=self.max_turns)
         if scheduler is not None and getattr(scheduler, "tokenizer", None) is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from agl_slime.errors import ConfigError, spell_exception
 from agl_slime.rollout.by_file import import_file
-from agl_slime.rollout.scheduler import make_scheduler, scheduler_names
+from agl_slime.rollout.scheduler import schedulers
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +120,9 @@ def configure_agent(
     if scheduler is not None:
         if type(agent).run is not SGLangLitAgent.run:
             raise ConfigError(f"--multi-turn-scheduler {scheduler}: {name} has a run of its own, without a scheduler")
-        if scheduler not in scheduler_names():
-            known = ", ".join(scheduler_names()) or "none"
+        if scheduler not in schedulers:
+            known = ", ".join(sorted(schedulers)) or "none"
             raise ConfigError(f"--multi-turn-scheduler {scheduler}: there are {known}; name its --external-plugins")
-        agent.scheduler = make_scheduler(scheduler, max_turns=max_turns)
+        agent.scheduler = schedulers[scheduler](max_turns=max_turns)
     if max_turns is not None:
         agent.max_turns = max_turns

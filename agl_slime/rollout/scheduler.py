@@ -11,10 +11,9 @@ One scheduler object serves all rollouts of an agent, in flight at the same time
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 from agl_slime.errors import ConfigError
 from agl_slime.support.registry import Registry
@@ -114,19 +113,6 @@ class MultiTurnScheduler(ABC):
         """Called when the rollout has ended, whatever ended it (``error``, where it failed): close what was opened."""
 
 
-S = TypeVar("S", bound=Callable[..., Any])
-_schedulers: Registry[MultiTurnScheduler] = Registry("scheduler")
-
-
-def register_scheduler(name: str) -> Callable[[S], S]:
-    """A decorator that makes a scheduler known as ``--multi-turn-scheduler name``."""
-    return _schedulers.register(name)
-
-
-def make_scheduler(name: str, *, max_turns: int | None = None) -> MultiTurnScheduler:
-    """The scheduler that was registered under ``name``. Raises ``ConfigError`` when there is none."""
-    return _schedulers[name](max_turns=max_turns)
-
-
-def scheduler_names() -> list[str]:
-    return sorted(_schedulers)
+schedulers: Registry[MultiTurnScheduler] = Registry("scheduler")
+register_scheduler = schedulers.register
+"""A decorator that makes a scheduler known as ``--multi-turn-scheduler name``."""

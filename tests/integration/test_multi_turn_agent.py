@@ -418,8 +418,8 @@ class PluggedIn(MultiTurnScheduler):
 
 
 async def test_a_scheduler_from_a_file_that_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(scheduler_module._schedulers, "plugged_in", list)  # taken out again at the end
-    del scheduler_module._schedulers["plugged_in"]
+    monkeypatch.setitem(scheduler_module.schedulers, "plugged_in", list)  # taken out again at the end
+    del scheduler_module.schedulers["plugged_in"]
     file = tmp_path / "plugin.py"
     file.write_text(PLUGIN)
     tokenizer = chat_tokenizer("anthropic", "chatml")
@@ -455,8 +455,8 @@ def test_what_cannot_be_configured_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_registered_name_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(scheduler_module._schedulers, "mine", list)  # taken out again at the end
-    del scheduler_module._schedulers["mine"]
+    monkeypatch.setitem(scheduler_module.schedulers, "mine", list)  # taken out again at the end
+    del scheduler_module.schedulers["mine"]
     register_scheduler("mine")(Retry)
     with pytest.raises(ConfigError, match="'mine'"):
         register_scheduler("mine")(Retry)
