@@ -4,6 +4,7 @@ file, less what was made before) and a writer that shares requests and outlasts 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 import uuid
@@ -20,6 +21,7 @@ from agl_slime.errors import AglSlimeError, BufferRequestError, ConfigError
 from agl_slime.loop.tasks import read_tasks
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.batching import Batcher
+from agl_slime.support.http import ask, may_pass
 
 logger = logging.getLogger(__name__)
 
@@ -42,43 +44,17 @@ async def ask_buffer(
 ) -> Any:
     """One request to the buffer at ``url``, a GET without ``body``; returns the answer's JSON.
 
-    Raises:
-        aiohttp.ClientError: the buffer cannot be reached; ``ClientResponseError`` with its text when it answers with an
-            error.
-        ValueError: the answer is not JSON.
-        asyncio.TimeoutError: no answer within ``timeout_s`` seconds.
-    """
+    Raises what ``agl_slime.support.http.ask`` does."""
     headers = {"Authorization": f"Bearer {token}"} if token else None
-    async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers) as session,
-        session.request("GET" if body is None else "POST", url.rstrip("/") + path, json=body) as response,
-    ):
-        raw = await _content(response)
-    try:
-        return orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise ValueError(f"{url}{path} did not answer with JSON: {error}") from error
-
-
-async def _content(response: aiohttp.ClientResponse) -> bytes:
-    raw = await response.read()
-    if response.status >= 400:
-        message, info = raw[:500].decode(errors="replace"), response.request_info
-        raise aiohttp.ClientResponseError(info, response.history, status=response.status, message=message)
-    return raw
-
-
-def is_passing(error: Exception) -> bool:
-    """Whether the same request may succeed later: broken connections, time-outs, 429 and 5xx."""
-    if isinstance(error, aiohttp.ClientResponseError):
-        return error.status >= 500 or error.status == 429
-    return isinstance(error, (aiohttp.ClientError, asyncio.TimeoutError, OSError))
+    sent = None if body is None else json.dumps(body).encode()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers) as session:
+        return await ask(session, url.rstrip("/") + path, sent)
 
 
 class BufferWriter:
     """``await write(item)`` returns when the buffer has stored the item.
 
-    Items that are written at the same time go in one request. What ``is_passing`` is tried again until ``give_up_s``
+    Items that are written at the same time go in one request. What ``may_pass`` is tried again until ``give_up_s``
     have passed; an item's ``uid`` makes sure that a repeated request is stored once. An item that is refused (4xx) or
     has no form in JSON raises ``BufferRequestError``, and costs no other item.
     """
@@ -87,7 +63,7 @@ class BufferWriter:
         self, *, url: str, token: str | None = None, give_up_s: float = 600.0, request_timeout_s: float = 60.0
     ) -> None:
         self._url = url.rstrip("/") + "/buffer/write"
-        self._headers = {"Prefer": "return=minimal", "Content-Type": "application/json"}
+        self._headers = {"Prefer": "return=minimal"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         self._give_up_s = give_up_s
@@ -115,17 +91,13 @@ class BufferWriter:
         what = f"the buffer at {self._url} took nothing"
         backoff = Backoff(what, BufferUnreachableError, cap_s=_LONGEST_PAUSE_S, patience_s=self._give_up_s)
         try:
-            await backoff.run(lambda: self._post(b"[" + b",".join(bodies) + b"]"), is_passing)
+            await backoff.run(lambda: ask(self._session, self._url, b"[" + b",".join(bodies) + b"]"), may_pass)
         except aiohttp.ClientResponseError as error:
             if len(bodies) == 1:
                 return [BufferRequestError(f"the buffer refused an item: {error.message}", status=error.status)]
             # a request is refused as a whole; one bad item must not cost the others
             return [result for body in bodies for result in await self._send([body])]
         return [None] * len(bodies)
-
-    async def _post(self, body: bytes) -> None:
-        async with self._session.post(self._url, data=body) as response:
-            await _content(response)
 
 
 def plan(rows: Sequence[Row], payload: Mapping[str, Any]) -> Iterator[tuple[Row, int]]:

@@ -16,13 +16,13 @@ import orjson
 import tyro
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
-from yarl import URL
 
 from agl_slime import __version__
 from agl_slime.buffer.models import ReadRequest, check, openapi_description, parse_items, parse_json
 from agl_slime.buffer.service import RolloutBuffer
 from agl_slime.buffer.settings import BufferSettings
 from agl_slime.errors import AglSlimeError, BufferRequestError, ConfigError
+from agl_slime.support.http import listening
 from agl_slime.support.net import has_token
 from agl_slime.support.threads import run_in_thread, run_user_code
 
@@ -70,13 +70,9 @@ class BufferServer:
             # it loads the files of generators, which are somebody else's
             self.buffer = await run_user_code(partial(RolloutBuffer, settings=settings))
             ends.push_async_callback(self.buffer.close)
-            app = _make_app(self.buffer)
-            runner = web.AppRunner(app, access_log=None, keepalive_timeout=75.0, shutdown_timeout=3.0)
-            ends.push_async_callback(runner.cleanup)
-            await runner.setup()
-            await web.TCPSite(runner, settings.host, settings.port, backlog=1024).start()
-            reached = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-            self.url = str(URL.build(scheme="http", host=reached, port=runner.addresses[0][1]))
+            app, host, port = _make_app(self.buffer), settings.host, settings.port
+            limits = {"keepalive_timeout": 75.0, "shutdown_timeout": 3.0}
+            self.url = await ends.enter_async_context(listening(app, host=host, port=port, backlog=1024, **limits))
             await self.buffer.start(self.url)
             self._ends = ends.pop_all()
         return self

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 from agl_slime.errors import DataSourceError, spell_exception
 from agl_slime.store.bridge import FINISHED, BridgeStore
-from agl_slime.store.client import may_pass
 from agl_slime.store.feed import FeedPage, FeedPosition
 from agl_slime.support.backoff import Backoff
+from agl_slime.support.http import may_pass
 
 logger = logging.getLogger(__name__)
 

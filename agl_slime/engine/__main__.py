@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
+from agl_slime.support.http import listening
 from agl_slime.support.net import require_token
 
 _PARENT_POLL_S = 0.25
@@ -55,8 +56,6 @@ async def _serve(args: argparse.Namespace) -> int:
         raise MissingDependencyError(
             f'the embedded engine needs torch and safetensors ({error}): pip install "agl-slime[local]"'
         ) from error
-    from aiohttp import web
-
     torch.set_num_threads(1)  # a model this small is slower on more
     # The engine's thread gives the interpreter away at every tensor operation; with the default of 5 ms it would wait
     # that long to get it back from a busy event loop.
@@ -67,28 +66,14 @@ async def _serve(args: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     # handler_cancellation: a client that goes away ends its requests
-    runner = web.AppRunner(server.application(), handler_cancellation=True, shutdown_timeout=0.5, access_log=None)
-    await runner.setup()
-    watcher = asyncio.create_task(_watch_parent(args.parent_pid, stop)) if args.parent_pid is not None else None
-    try:
-        await web.TCPSite(runner, args.host, args.port, backlog=4096).start()
-        host = f"[{args.host}]" if ":" in args.host else args.host
-        print(json.dumps({"url": f"http://{host}:{runner.addresses[0][1]}"}), flush=True)
-        await stop.wait()
-    finally:
-        if watcher is not None:
-            watcher.cancel()
-        server.engine.close()  # ends what runs, so that open requests are answered before the sockets close
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(runner.cleanup(), 1.5)
+    options = {"backlog": 4096, "handler_cancellation": True, "shutdown_timeout": 0.5}
+    async with listening(server.application(), host=args.host, port=args.port, **options) as url:
+        print(json.dumps({"url": url}), flush=True)
+        # kill -9 of the parent runs none of its clean-up: the orphan notices by its new parent
+        while not stop.is_set() and args.parent_pid in (None, os.getppid()):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(stop.wait(), _PARENT_POLL_S)
     return 0
-
-
-async def _watch_parent(pid: int, stop: asyncio.Event) -> None:
-    # kill -9 of the parent runs none of its clean-up: the orphan notices by its new parent
-    while os.getppid() == pid:  # noqa: ASYNC110 - the system sends no event for it
-        await asyncio.sleep(_PARENT_POLL_S)
-    stop.set()
 
 
 if __name__ == "__main__":

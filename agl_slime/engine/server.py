@@ -51,6 +51,7 @@ class EmbeddedServer:
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guarded])
+        app.on_shutdown.append(self._end)  # before the sockets close
         app.add_routes(
             [
                 web.post("/generate", self._generate),
@@ -72,6 +73,10 @@ class EmbeddedServer:
             ]
         )
         return app
+
+    async def _end(self, app: web.Application) -> None:
+        """End what runs, so that open requests are answered."""
+        self.engine.close()
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:

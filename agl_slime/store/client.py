@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -20,6 +21,7 @@ from agl_slime.store.server import BATCH_PATH, TOKEN_VARIABLE, UNNUMBERED
 from agl_slime.support.agl import Attempt, LightningStoreClient, ResourcesUpdate, Rollout, Span
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.batching import Batcher
+from agl_slime.support.http import ask, may_pass
 
 # A server that restarts is back within moments; one that is gone for this long will not come back.
 _UNREACHABLE_S = 120.0
@@ -81,17 +83,13 @@ class RemoteStore(LightningStoreClient):
         backoff = self._backoff(patience_s)
         while True:
             body = orjson.dumps({"instance_id": position.instance_id, "after": position.after, "wait_s": wait_s})
+            post = partial(self._post, path, body, timeout_s=wait_s + 10.0)
             try:
-                page: FeedPage = await self._post(path, body, timeout_s=wait_s + 10.0)
-            except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-                status = getattr(error, "status", None)
-                if status in (401, 404, 405):
-                    fix = f"set {TOKEN_VARIABLE}" if status == 401 else "serve it with agl_slime's StoreService"
-                    url = self.server_address_root
-                    raise DataSourceError(f"the store at {url} answers {status} to {path}: {fix}") from error
-                await backoff.pause(error)
-                continue
-            backoff.reset()
+                page: FeedPage = await backoff.run(post, may_pass)
+            except aiohttp.ClientResponseError as error:
+                fix = f"set {TOKEN_VARIABLE}" if error.status == 401 else "serve it with agl_slime's StoreService"
+                url = self.server_address_root
+                raise DataSourceError(f"the store at {url} answers {error.status} to {path}: {fix}") from error
             if page["rollout_ids"] or page["missed"] or page["instance_id"] != position.instance_id:
                 yield page
 
@@ -102,24 +100,12 @@ class RemoteStore(LightningStoreClient):
         return answer["results"]
 
     async def _post(self, path: str, body: bytes, *, timeout_s: float = 300.0) -> Any:
-        session = await self._get_session()
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        headers = {"Content-Type": "application/json"}
-        url = self.server_address_root + path
-        async with session.post(url, data=body, headers=headers, timeout=timeout) as response:
-            response.raise_for_status()
-            return orjson.loads(await response.read())
+        session, timeout = await self._get_session(), aiohttp.ClientTimeout(total=timeout_s)
+        return await ask(session, self.server_address_root + path, body, timeout=timeout)
 
     def _backoff(self, patience_s: float | None) -> Backoff:
         what = f"the store at {self.server_address_root} does not answer"
         return Backoff(what, DataSourceError, base_s=0.1, patience_s=patience_s)
-
-
-def may_pass(error: Exception) -> bool:
-    """Whether a call to a store that failed so may work again: the store is away, or was restarted."""
-    if isinstance(error, aiohttp.ClientResponseError):
-        return error.status >= 500
-    return isinstance(error, (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError))
 
 
 def _encoded(call: dict[str, Any]) -> orjson.Fragment:
