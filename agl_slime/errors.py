@@ -28,23 +28,36 @@ class MissingDependencyError(AglSlimeError, ImportError):
 
 
 class EngineError(AglSlimeError):
-    """SGLang (or the embedded engine) did not do what was asked."""
+    """SGLang (or the embedded engine) did not do what was asked. ``status`` is its answer's, where there was one; what
+    ``may_pass`` is sent again, not before ``after_s``."""
+
+    status: int | None = None
+    may_pass = False
+    after_s = 0.0
 
 
 class EngineUnreachableError(EngineError, ConnectionError):
     """No connection, or the connection broke, and retries did not help."""
 
+    may_pass = True
+
 
 class EngineTimeoutError(EngineError, TimeoutError):
     """The engine did not answer within the total or the idle timeout."""
+
+    may_pass = True
 
 
 class EngineServerError(EngineError):
     """The engine kept answering 429 or 5xx until the retries were used up."""
 
+    may_pass = True
+
 
 class EngineProtocolError(EngineError):
     """The answer is not SGLang's: not JSON, not the documented shape, or a page of some other server."""
+
+    may_pass = True
 
 
 class EngineRequestError(EngineError, ValueError):

@@ -36,7 +36,7 @@ from agl_slime.sglang.generation import (
     SamplingParams,
     parse_generation,
 )
-from agl_slime.sglang.retry import context_limit, status_of
+from agl_slime.sglang.retry import context_limit
 from agl_slime.sglang.transport import ClientSettings, HttpTransport
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.threads import run_in_thread
@@ -228,7 +228,7 @@ class SGLangClient:
         try:
             return await self._http.call("GET", "/model_info", **limits)
         except EngineRequestError as error:
-            if status_of(error) not in (404, 405):
+            if error.status not in (404, 405):
                 raise
             # sglang-router passes only the older path on, to one of its workers
             return await self._http.call("GET", "/get_model_info", **limits)
@@ -305,7 +305,7 @@ class SGLangClient:
                 f"no SGLang at {url}: {why}; check the URL, that the server is up and that no firewall stands between"
             ) from error
         except (EngineRequestError, EngineProtocolError) as error:
-            if status_of(error) in (401, 403):
+            if error.status in (401, 403):
                 raise
             raise EngineProtocolError(f"{url} answers but is not SGLang: {error}; check the port") from error
         except EngineServerError as error:

@@ -1,7 +1,6 @@
 """What to make of a failure of the engine: one classification, on which the transport's retry loop goes.
 
-Nothing else looks at a status code or an exception of aiohttp. Every failure becomes a ``Verdict``: the
-typed error that the caller would get, and whether sending again can help.
+Every failure becomes the typed error that the caller would get; its class says whether sending again can help.
 
 | failure                                            | error                  | sent again                             |
 |----------------------------------------------------|------------------------|----------------------------------------|
@@ -24,7 +23,6 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import aiohttp
 
@@ -55,67 +53,49 @@ _RETRIED_4XX = frozenset({408, 425, 429})
 PROTOCOL_ERROR_RETRIES = 2
 
 
-class HttpStatusError(Exception):
-    """An answer with a status other than 200; never leaves the client (see ``classify``)."""
-
-    def __init__(self, status: int, body: str, *, where: str, headers: Mapping[str, str]) -> None:
-        super().__init__(f"{where} answered HTTP {status}")
-        self.status, self.body, self.where, self.headers = status, body, where, headers
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a failure means: ``error`` for the caller, ``retry`` when sending again can help, not sooner than
-    ``after_s``."""
-
-    error: EngineError
-    retry: bool = False
-    after_s: float = 0.0
-
-
-def classify(status: int, body: str, *, where: str = "the engine", headers: Mapping[str, str] | None = None) -> Verdict:
-    """The verdict on an answer whose status is not 200. ``where`` names the URL in the error's text."""
+def refusal(
+    status: int, body: str, *, where: str = "the engine", headers: Mapping[str, str] | None = None
+) -> EngineError:
+    """The error of an answer whose status is not 200. ``where`` names the URL in its text."""
     message = error_message(body)
     told = f"{where} answered HTTP {status}: {message or 'no text'}"
     if status in _RETRIED_4XX or status >= 500:
-        return Verdict(EngineServerError(told), retry=True, after_s=retry_after_s(headers))
-    if status < 400:
-        return Verdict(EngineProtocolError(f"{told}; expected 200 from SGLang"), retry=True)
-    if _CONTEXT_OVERFLOW.search(message):
-        return Verdict(ContextOverflowError(told))
-    if _OUT_OF_VOCABULARY.search(message):
-        return Verdict(OutOfVocabularyError(told))
-    if status in (401, 403):
-        told += "; set ClientSettings.api_key to the server's --api-key"
-    return Verdict(EngineRequestError(told))
+        error = EngineServerError(told)
+        error.after_s = retry_after_s(headers)
+    elif status < 400:
+        error = EngineProtocolError(f"{told}; expected 200 from SGLang")
+    elif _CONTEXT_OVERFLOW.search(message):
+        error = ContextOverflowError(told)
+    elif _OUT_OF_VOCABULARY.search(message):
+        error = OutOfVocabularyError(told)
+    else:
+        key = "; set ClientSettings.api_key to the server's --api-key" if status in (401, 403) else ""
+        error = EngineRequestError(told + key)
+    error.status = status
+    return error
 
 
-def classify_exception(exc: BaseException, *, where: str = "the engine") -> Verdict:
-    """The verdict on anything that sending a request or reading its answer may raise. An exception that is none of the
+def engine_error(exc: BaseException, *, where: str = "the engine") -> EngineError:
+    """The error of anything that sending a request or reading its answer may raise. An exception that is none of the
     engine's is raised again as it is."""
     text = str(exc) or type(exc).__name__
-    if isinstance(exc, HttpStatusError):
-        return classify(exc.status, exc.body, where=exc.where, headers=exc.headers)
     if isinstance(exc, EngineError):
-        return Verdict(exc, retry=isinstance(exc, EngineProtocolError))
+        return exc
     if isinstance(exc, aiohttp.ClientSSLError):
-        return Verdict(EngineUnreachableError(f"{where} could not be reached by TLS: {text}"))
+        error = EngineUnreachableError(f"{where} could not be reached by TLS: {text}")
+        error.may_pass = False
+        return error
     if isinstance(exc, (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError)):
         if isinstance(exc, OSError) and exc.errno in (errno.EMFILE, errno.ENFILE):
             text += "; raise the limit of open files (ulimit -n) or lower ClientSettings.max_connections"
-        return Verdict(EngineUnreachableError(f"{where} could not be reached: {text}"), retry=True)
+        return EngineUnreachableError(f"{where} could not be reached: {text}")
     if isinstance(exc, (asyncio.TimeoutError, TimeoutError)):  # two classes on Python 3.10
-        return Verdict(EngineTimeoutError(f"{where} sent nothing within the idle timeout"), retry=True)
+        return EngineTimeoutError(f"{where} sent nothing within the idle timeout")
     if isinstance(exc, aiohttp.ClientResponseError):
-        return Verdict(EngineProtocolError(f"{where} does not speak HTTP: {text}"), retry=True)
+        return EngineProtocolError(f"{where} does not speak HTTP: {text}")
     if isinstance(exc, (aiohttp.ClientError, OSError)):  # resets, disconnects, a body that ends too early
-        return Verdict(EngineUnreachableError(f"{where} broke the connection: {text}"), retry=True)
+        return EngineUnreachableError(f"{where} broke the connection: {text}")
     raise exc
-
-
-def status_of(error: BaseException) -> int | None:
-    """The HTTP status behind a typed error."""
-    return error.__cause__.status if isinstance(error.__cause__, HttpStatusError) else None
 
 
 def error_message(body: str, limit: int = 500) -> str:

@@ -18,7 +18,7 @@ import aiohttp
 import orjson
 
 from agl_slime.errors import ConfigError, EngineProtocolError, EngineTimeoutError
-from agl_slime.sglang.retry import PROTOCOL_ERROR_RETRIES, HttpStatusError, classify_exception, error_message
+from agl_slime.sglang.retry import PROTOCOL_ERROR_RETRIES, engine_error, error_message, refusal
 from agl_slime.support.backoff import Backoff
 
 logger = logging.getLogger(__name__)
@@ -119,11 +119,11 @@ class HttpTransport:
             try:
                 return await attempt()
             except Exception as exc:
-                verdict = classify_exception(exc, where=where)
-                error, cause = verdict.error, exc.__cause__ if exc is verdict.error else exc
+                error = failure = engine_error(exc, where=where)
+                cause = exc.__cause__ if exc is failure else exc
             protocol_errors += isinstance(error, EngineProtocolError)
-            pause = backoff.failed(error, at_least_s=verdict.after_s)
-            retry = verdict.retry and protocol_errors <= PROTOCOL_ERROR_RETRIES
+            pause = backoff.failed(error, at_least_s=failure.after_s)
+            retry = failure.may_pass and protocol_errors <= PROTOCOL_ERROR_RETRIES
             why = ""
             if time.monotonic() >= deadline:
                 error = EngineTimeoutError(f"{where} did not answer within the time limit; the last failure: {error}")
@@ -134,10 +134,11 @@ class HttpTransport:
             elif retry and backoff.failures < tries:
                 why = "; the time limit leaves no room for another"
             if backoff.failures > 1 or why:
-                if type(backoff.first) is not type(verdict.error):
+                if type(backoff.first) is not type(failure):
                     why += f"; the first failure: {backoff.first}"
                 told = f"{backoff.failures} attempt{'s' * (backoff.failures > 1)} in {time.monotonic() - started:.1f} s"
                 error = type(error)(f"{error} (gave up after {told}{why})")
+                error.status = failure.status
             raise error from cause
 
     async def send(
@@ -150,7 +151,7 @@ class HttpTransport:
         deadline: float,
         json: bool = True,
     ) -> Any:
-        """Send once. Returns the answer's JSON, or an empty object without ``json``. Raises ``HttpStatusError`` for any
+        """Send once. Returns the answer's JSON, or an empty object without ``json``. Raises ``refusal`` for any
         status but 200, ``EngineProtocolError`` for a body that is no JSON (a page of some other server, half an
         answer), and what aiohttp raises."""
         where = self.base_url + path
@@ -171,7 +172,7 @@ class HttpTransport:
             content = await answer.read()
             status, kind, told = answer.status, answer.content_type, answer.headers
         if status != 200:
-            raise HttpStatusError(status, content.decode(errors="replace"), where=where, headers=told)
+            raise refusal(status, content.decode(errors="replace"), where=where, headers=told)
         try:
             return _decoded(content) if json else {}
         except ValueError:

@@ -22,10 +22,9 @@ from agl_slime.errors import (
 )
 from agl_slime.sglang.retry import (
     PROTOCOL_ERROR_RETRIES,
-    HttpStatusError,
-    classify,
-    classify_exception,
     context_limit,
+    engine_error,
+    refusal,
     retry_after_s,
 )
 from agl_slime.sglang.transport import ClientSettings, HttpTransport
@@ -72,11 +71,12 @@ DUPLICATE = '{"error": {"message": "Duplicate request ID detected: 12ab"}}'
     ],
 )
 def test_each_status_has_its_verdict(status: int, body: str, error: type[EngineError], retry: bool) -> None:
-    verdict = classify(status, body, where="http://h:1/generate")
-    assert type(verdict.error) is error
-    assert verdict.retry is retry
-    assert f"HTTP {status}" in str(verdict.error)
-    assert "http://h:1/generate" in str(verdict.error)
+    refused = refusal(status, body, where="http://h:1/generate")
+    assert type(refused) is error
+    assert refused.may_pass is retry
+    assert refused.status == status
+    assert f"HTTP {status}" in str(refused)
+    assert "http://h:1/generate" in str(refused)
 
 
 @pytest.mark.parametrize(
@@ -84,19 +84,19 @@ def test_each_status_has_its_verdict(status: int, body: str, error: type[EngineE
     ['{"error": {"message": "why"}}', '{"message": "why"}', '{"detail": "why"}', '{"error": "why"}', '"why"', "why"],
 )
 def test_the_reason_is_found_in_every_form(body: str) -> None:
-    assert str(classify(500, body).error).endswith("HTTP 500: why")
+    assert str(refusal(500, body)).endswith("HTTP 500: why")
 
 
 def test_the_key_is_named_when_the_server_refuses_it() -> None:
-    assert "api_key" in str(classify(401, "").error)
+    assert "api_key" in str(refusal(401, ""))
 
 
 def test_a_long_body_is_cut() -> None:
-    assert len(str(classify(500, "x" * 100_000).error)) < 700
+    assert len(str(refusal(500, "x" * 100_000))) < 700
 
 
 def test_context_limit_only_from_the_total_refusal() -> None:
-    total, prompt = classify(400, TOTAL_TOO_LONG).error, classify(400, PROMPT_TOO_LONG).error
+    total, prompt = refusal(400, TOTAL_TOO_LONG), refusal(400, PROMPT_TOO_LONG)
     assert isinstance(total, ContextOverflowError)
     assert isinstance(prompt, ContextOverflowError)
     assert context_limit(total) == 4096
@@ -116,19 +116,19 @@ def test_context_limit_only_from_the_total_refusal() -> None:
         (ConnectionResetError(), EngineUnreachableError, True),
         (EngineProtocolError("no meta_info"), EngineProtocolError, True),
         (EngineError("NaN"), EngineError, False),
-        (HttpStatusError(503, "", where="w", headers={}), EngineServerError, True),
-        (HttpStatusError(400, BAD_ID, where="w", headers={}), OutOfVocabularyError, False),
+        (refusal(503, ""), EngineServerError, True),
+        (refusal(400, BAD_ID), OutOfVocabularyError, False),
     ],
 )
 def test_each_exception_has_its_verdict(exc: Exception, error: type[EngineError], retry: bool) -> None:
-    verdict = classify_exception(exc)
-    assert type(verdict.error) is error
-    assert verdict.retry is retry
+    found = engine_error(exc)
+    assert type(found) is error
+    assert found.may_pass is retry
 
 
 def test_a_programming_error_is_not_the_engines() -> None:
     with pytest.raises(ZeroDivisionError):
-        classify_exception(ZeroDivisionError())
+        engine_error(ZeroDivisionError())
 
 
 @pytest.mark.parametrize(
@@ -170,20 +170,20 @@ def soon() -> float:
 
 
 async def test_it_tries_again_and_answers() -> None:
-    attempt = Failing(HttpStatusError(500, "", where="w", headers={}), aiohttp.ServerDisconnectedError())
+    attempt = Failing(refusal(500, ""), aiohttp.ServerDisconnectedError())
     assert await run(attempt) == "answer"
     assert attempt.calls == 3
 
 
 async def test_attempts_are_bounded_and_told() -> None:
-    attempt = Failing(*[HttpStatusError(500, "boom", where="w", headers={}) for _ in range(20)])
+    attempt = Failing(*[refusal(500, "boom") for _ in range(20)])
     with pytest.raises(EngineServerError, match=r"boom \(gave up after 5 attempts in"):
         await run(attempt, max_attempts=5)
     assert attempt.calls == 5
 
 
 async def test_a_final_verdict_is_raised_at_once() -> None:
-    attempt = Failing(HttpStatusError(400, PROMPT_TOO_LONG, where="w", headers={}))
+    attempt = Failing(refusal(400, PROMPT_TOO_LONG))
     with pytest.raises(ContextOverflowError, match="longer than"):
         await run(attempt)
     assert attempt.calls == 1
@@ -212,7 +212,7 @@ async def test_other_failures_do_not_use_up_the_protocol_errors_limit() -> None:
 
 
 async def test_no_retry_that_would_miss_the_deadline() -> None:
-    attempt = Failing(HttpStatusError(429, "", where="w", headers={"Retry-After": "3600"}))
+    attempt = Failing(refusal(429, "", headers={"Retry-After": "3600"}))
     started = time.monotonic()
     with pytest.raises(EngineServerError, match="leaves no room"):
         await run(attempt)
