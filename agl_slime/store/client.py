@@ -30,7 +30,6 @@ _REQUESTS_AT_ONCE = 2
 # A request costs the server several times what a call in it costs. The first one after a pause goes at once.
 _BETWEEN_REQUESTS_S = 0.01
 _RESOURCES_TTL_S = 1.0
-_RESOURCES_CACHED = 64
 
 
 class RemoteStore(LightningStoreClient):
@@ -127,7 +126,7 @@ class WorkerStore(RemoteStore):
         self._calls = Batcher(
             self._post_calls, most=_LARGEST_BATCH, parallel=_REQUESTS_AT_ONCE, between_s=_BETWEEN_REQUESTS_S
         )
-        self._resources: dict[str, tuple[float, asyncio.Future[ResourcesUpdate | None]]] = {}
+        self._resources: dict[str, asyncio.Future[ResourcesUpdate | None]] = {}
 
     async def _call(self, call: dict[str, Any]) -> Any:
         # encoded here, so that one that cannot be is an error of its own caller only
@@ -153,13 +152,13 @@ class WorkerStore(RemoteStore):
 
     async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
         # hundreds of rollouts that begin together ask together: one request for all
-        loop = asyncio.get_running_loop()
-        fetched_at, fetch = self._resources.get(resources_id, (0.0, None))
-        failed = fetch is not None and fetch.done() and (fetch.cancelled() or fetch.exception() is not None)
-        if fetch is None or failed or (fetch.done() and loop.time() - fetched_at > _RESOURCES_TTL_S):
-            fetch = asyncio.ensure_future(super().get_resources_by_id(resources_id))
-            self._resources.pop(resources_id, None)
-            self._resources[resources_id] = loop.time(), fetch
-            if len(self._resources) > _RESOURCES_CACHED:
-                del self._resources[next(iter(self._resources))]
+        fetch = self._resources.get(resources_id)
+        if fetch is None:
+            fetch = self._resources[resources_id] = asyncio.ensure_future(super().get_resources_by_id(resources_id))
+            fetch.add_done_callback(partial(self._forget_soon, resources_id))
         return await asyncio.shield(fetch)
+
+    def _forget_soon(self, resources_id: str, fetch: asyncio.Future[ResourcesUpdate | None]) -> None:
+        failed = fetch.cancelled() or fetch.exception() is not None
+        after_s = 0.0 if failed else _RESOURCES_TTL_S
+        asyncio.get_running_loop().call_later(after_s, self._resources.pop, resources_id, None)
