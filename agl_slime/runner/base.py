@@ -130,4 +130,4 @@ def make_runners(
         from agl_slime.runner.processes import ProcessPool as Pool
     else:
         from agl_slime.runner.ray import RayPool as Pool
-    return Pool(agent=agent, store=store, count=plan.count, settings=plan.settings, store_host=plan.store_host)
+    return Pool(plan=plan, agent=agent, store=store)

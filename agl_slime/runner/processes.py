@@ -66,8 +66,6 @@ class _Process:
 class ProcessPool(WorkerPool):
     """Worker processes, started fresh (``spawn``): each imports Agent Lightning, 5 s and about 320 MB."""
 
-    kind = "process"
-
     def pids(self, *, ready: bool = False) -> list[int]:
         """Process ids of the workers that live; ``ready``: only those that execute rollouts."""
         wanted = [worker.process for worker in self._left_after(0.0) if worker.ready or not ready]

@@ -19,8 +19,6 @@ class RayPool(WorkerPool):
     """``count`` actors, each with one CPU reserved. Workers on other hosts must reach the store's address, so a Ray of
     several nodes needs another host than the loopback."""
 
-    kind = "ray"
-
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         try:
@@ -36,9 +34,9 @@ class RayPool(WorkerPool):
             self._ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
             self._own_ray = True
         nodes = sum(bool(node.get("Alive")) for node in self._ray.nodes())
-        if nodes > 1 and is_loopback(self._store_host):
+        if nodes > 1 and is_loopback(self._plan.store_host):
             raise ConfigError(
-                f"Ray has {nodes} nodes, and only this one reaches a store on {self._store_host}; "
+                f"Ray has {nodes} nodes, and only this one reaches a store on {self._plan.store_host}; "
                 "give --store-host an address of this machine"
             )
         super()._open()

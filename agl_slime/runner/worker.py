@@ -18,8 +18,8 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from agl_slime.errors import ConfigError, LoopError
-from agl_slime.runner.base import RunnerPool
-from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
+from agl_slime.runner.base import RunnerPlan, RunnerPool, RunnerSettings
+from agl_slime.runner.concurrent import ConcurrentRunner
 from agl_slime.runner.process import own_this_process
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import WorkerStore
@@ -77,37 +77,27 @@ class Worker:
 
 
 class WorkerPool(RunnerPool):
-    """``count`` workers that are replaced when they die; base of the pools. Each has a thread here that waits for its
-    end and starts the next one.
+    """The workers of a plan, replaced when they die; base of the pools. Each has a thread here that waits for its end
+    and starts the next one.
 
     Args:
         agent: travels to the workers by pickle; its class must be importable there.
-        store: a ``BridgeStore``, then served on ``store_host`` with a random token, or a client of one that is served
-            already.
+        store: a ``BridgeStore``, then served on the plan's ``store_host`` with a random token, or a client of one that
+            is served already.
     """
 
-    kind: str
-
-    def __init__(
-        self,
-        *,
-        agent: LitAgent[Any],
-        store: LightningStore,
-        count: int,
-        settings: RunnerSettings | None = None,
-        store_host: str = "127.0.0.1",
-    ) -> None:
+    def __init__(self, *, plan: RunnerPlan, agent: LitAgent[Any], store: LightningStore) -> None:
         if not isinstance(store, (BridgeStore, LightningStoreClient)):
             kind = type(store).__name__
             raise ConfigError(f"runners in other processes need a BridgeStore or a client of one, got a {kind}")
         self._agent = agent
         self._store = store
-        self._store_host = store_host
         self._service: StoreService | None = None
-        self._count = self._places = count
-        self._settings = settings or RunnerSettings()
+        self._plan = plan
+        self._places = plan.count
+        self._settings = plan.settings or RunnerSettings()
         restarts = self._settings.max_restarts
-        self._replacements = 3 * count if restarts is None else restarts
+        self._replacements = 3 * plan.count if restarts is None else restarts
         self._started = False
         self._came_up = False  # whether a worker ever has
         self._stopping = False
@@ -146,7 +136,7 @@ class WorkerPool(RunnerPool):
         self._started = True
         try:
             self._open()
-            for _ in range(self._count):
+            for _ in range(self._plan.count):
                 worker = self._new_worker()
                 threading.Thread(target=self._attend, args=worker, name="agl-slime-pool", daemon=True).start()
             self._wait_for_the_first()
@@ -164,7 +154,7 @@ class WorkerPool(RunnerPool):
             self._changed.notify_all()
         self._say("stop" if cancel else "drain")
         if forced := self._left_after(timeout_s):
-            logger.warning("%d of %d runners (%s) have to be ended.", len(forced), self._count, self.kind)
+            logger.warning("%d of %d runners (%s) have to be ended.", len(forced), self._plan.count, self._plan.kind)
             self._say("stop")
             for worker in self._left_after(_TO_CANCEL_S):
                 self._kill(worker)
@@ -185,7 +175,7 @@ class WorkerPool(RunnerPool):
     def _open(self) -> None:
         if isinstance(self._store, BridgeStore):
             token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
-            self._service = StoreService(store=self._store, host=self._store_host, token=token).start()
+            self._service = StoreService(store=self._store, host=self._plan.store_host, token=token).start()
             self._store_url, self._store_token = self._service.url, token
         else:
             self._store_url, self._store_token = self._store.server_address_root, getattr(self._store, "_token", None)
@@ -200,7 +190,9 @@ class WorkerPool(RunnerPool):
 
         with self._changed:
             if not self._changed.wait_for(decided, _START_TIMEOUT_S):
-                raise LoopError(f"No runner ({self.kind}) was ready within {_START_TIMEOUT_S:g} s{self._shortage()}.")
+                raise LoopError(
+                    f"No runner ({self._plan.kind}) was ready within {_START_TIMEOUT_S:g} s{self._shortage()}."
+                )
         if self._stopping:
             raise LoopError("The runners were stopped before they had started.")
         if self.failure is not None:
@@ -208,7 +200,7 @@ class WorkerPool(RunnerPool):
 
     def _new_worker(self) -> tuple[str, Any]:
         # a name that no other runner of the store has, nor had: what the dead one has sent may still be under way
-        name = f"{self.kind}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        name = f"{self._plan.kind}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         spec = WorkerSpec(
             agent=self._agent,
             store_url=self._store_url,
@@ -244,14 +236,14 @@ class WorkerPool(RunnerPool):
             self._fail(error)
 
     def _may_replace(self, reason: str) -> bool:
-        logger.warning("A runner (%s) has ended: %s.", self.kind, reason)
+        logger.warning("A runner (%s) has ended: %s.", self._plan.kind, reason)
         with self._changed:
             if self.failure is None and self._replacements > 0:
                 self._replacements -= 1
                 return True
             self._places -= 1
             if not self._places:
-                self._fail(LoopError(f"all runners ({self.kind}) have ended, the last one with {reason}"))
+                self._fail(LoopError(f"all runners ({self._plan.kind}) have ended, the last one with {reason}"))
         return False
 
     def _note_up(self) -> None:

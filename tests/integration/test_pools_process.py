@@ -133,7 +133,7 @@ async def test_two_processes_share_the_work_and_nothing_is_left_running(tmp_path
     go = tmp_path / "go"
     tasks = [{"n": n, "spans": n % 3, **({"wait_for": str(go)} if n < 40 else {})} for n in range(120)]
     store, ids = await prepared(tasks)
-    pool = ProcessPool(agent=EchoAgent(), store=store, count=2, settings=SETTINGS)
+    pool = ProcessPool(plan=RunnerPlan("process", 2, SETTINGS), agent=EchoAgent(), store=store)
     await asyncio.to_thread(pool.start)
     pids = pool.pids()
     assert len(pids) == 2
@@ -170,7 +170,7 @@ async def test_rollouts_of_a_process_that_dies_are_executed_by_another(tmp_path:
     tasks: list[dict[str, Any]] = [{"n": n} for n in range(20)]
     tasks[7]["die_unless"] = str(tmp_path / "died")
     store, ids = await prepared(tasks, max_attempts=1)
-    pool = ProcessPool(agent=EchoAgent(), store=store, count=1, settings=replace(SETTINGS, max_restarts=1))
+    pool = ProcessPool(plan=RunnerPlan("process", 1, replace(SETTINGS, max_restarts=1)), agent=EchoAgent(), store=store)
     await asyncio.to_thread(pool.start)
     try:
         rollouts = await ends(store, ids)
@@ -189,10 +189,9 @@ async def test_a_rollout_that_is_cancelled_in_the_store_is_cancelled_in_the_proc
     begun, cancelled = tmp_path / "begun", tmp_path / "cancelled"
     store, [hanging] = await prepared([{"begun": str(begun), "cancelled": str(cancelled)}])
     pool = ProcessPool(
+        plan=RunnerPlan("process", 1, replace(SETTINGS, max_concurrent=1, max_restarts=0)),
         agent=HangingAgent(),
         store=store,
-        count=1,
-        settings=replace(SETTINGS, max_concurrent=1, max_restarts=0),
     )
     await asyncio.to_thread(pool.start)
     try:
@@ -213,7 +212,9 @@ async def test_a_rollout_that_is_cancelled_in_the_store_is_cancelled_in_the_proc
 
 async def test_an_agent_that_kills_every_process_ends_the_pool_with_a_reason() -> None:
     store, [poison] = await prepared([{"n": 0}])
-    pool = ProcessPool(agent=PoisonAgent(), store=store, count=1, settings=replace(SETTINGS, max_restarts=0))
+    pool = ProcessPool(
+        plan=RunnerPlan("process", 1, replace(SETTINGS, max_restarts=0)), agent=PoisonAgent(), store=store
+    )
     await asyncio.to_thread(pool.start)
     for _ in range(3_000):
         if pool.failure is not None:
@@ -243,7 +244,7 @@ async def test_a_process_whose_pool_is_gone_ends_by_itself() -> None:
 
 async def test_stopping_cancels_in_the_other_processes_and_says_so(tmp_path: Path) -> None:
     store, ids = await prepared([{"n": 0, "wait_for": str(tmp_path / "never")}])
-    pool = ProcessPool(agent=EchoAgent(), store=store, count=1, settings=SETTINGS)
+    pool = ProcessPool(plan=RunnerPlan("process", 1, SETTINGS), agent=EchoAgent(), store=store)
     await asyncio.to_thread(pool.start)
     for _ in range(1_000):
         if store.usage().running:
@@ -254,7 +255,7 @@ async def test_stopping_cancels_in_the_other_processes_and_says_so(tmp_path: Pat
 
 
 def test_an_agent_that_cannot_travel_is_one_sentence() -> None:
-    pool = ProcessPool(agent=UnpicklableAgent(), store=BridgeStore(), count=1, settings=SETTINGS)
+    pool = ProcessPool(plan=RunnerPlan("process", 1, SETTINGS), agent=UnpicklableAgent(), store=BridgeStore())
     with pytest.raises(ConfigError, match="UnpicklableAgent"):
         pool.start()
     assert pool.pids() == []

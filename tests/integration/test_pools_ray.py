@@ -26,7 +26,7 @@ async def test_ray_actors_execute_rollouts_and_a_dead_one_is_replaced(tmp_path: 
     tasks[5]["die_unless"] = str(tmp_path / "died")
     tasks[6]["pid_to"] = str(pid_file)
     store, ids = await prepared(tasks, max_attempts=1)
-    pool = RayPool(agent=PidAgent(), store=store, count=1, settings=replace(SETTINGS, max_restarts=1))
+    pool = RayPool(plan=RunnerPlan("ray", 1, replace(SETTINGS, max_restarts=1)), agent=PidAgent(), store=store)
     await asyncio.to_thread(pool.start)
     try:
         rollouts = await ends(store, ids)
