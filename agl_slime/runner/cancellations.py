@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 def listen_for_cancellations(
     store: LightningStore, *, cancel: Callable[[str], None], claimed: Callable[[], set[str]]
-) -> Callable[[], None]:
+) -> Callable[[], object]:
     """Call ``cancel(rollout_id)`` for each rollout that is cancelled in the store from now on, perhaps twice, on any
     thread, and for rollouts of other runners too; the returned function ends that.
 
@@ -30,12 +30,7 @@ def listen_for_cancellations(
         return subscribe(lambda rollout: cancel(rollout.rollout_id) if rollout.status == "cancelled" else None)
     if not hasattr(store, "follow_cancelled"):
         return lambda: None
-    following = asyncio.create_task(_follow(store, cancel, claimed), name="agl-slime-cancellations")
-
-    def end() -> None:
-        following.cancel()
-
-    return end
+    return asyncio.create_task(_follow(store, cancel, claimed), name="agl-slime-cancellations").cancel
 
 
 async def _follow(store: Any, cancel: Callable[[str], None], claimed: Callable[[], set[str]]) -> None:
