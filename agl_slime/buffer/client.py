@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import random
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import orjson
 
 from agl_slime.buffer.stages import Item
 from agl_slime.errors import AglSlimeError, BufferRequestError, ConfigError
-from agl_slime.loop.tasks import read_tasks
+from agl_slime.loop.tasks import read_tasks, shuffled
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.batching import Batcher
 from agl_slime.support.http import ask, may_pass
@@ -113,9 +112,7 @@ def plan(rows: Sequence[Row], payload: Mapping[str, Any]) -> Iterator[tuple[Row,
     partial = payload.get("partial_groups") or ()
     parts = {orjson.dumps([part["instance_id"], part.get("group_id")]): int(part["items"]) for part in partial}
     for epoch in range(int(payload.get("num_epoch", 1))):
-        order = list(rows)
-        random.Random(f"0:{epoch}").shuffle(order)
-        for row in order:
+        for row in shuffled(rows, f"0:{epoch}"):
             key = orjson.dumps(row["instance_id"])
             if skip[key] > 0:
                 skip[key] -= 1

@@ -59,10 +59,6 @@ class Batch:
     items_json: list[bytes]
     meta_info: dict[str, Any]
 
-    @property
-    def data(self) -> list[dict[str, Any]]:
-        return [orjson.loads(item) for item in self.items_json]
-
 
 class ItemStore(Records):
     """Items, groups and deliveries. ``read`` must not run twice at the same time for one task type; the caller sees to

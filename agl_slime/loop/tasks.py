@@ -34,13 +34,14 @@ class ShuffledTasks:
     def __init__(self, *, tasks: Sequence[Task], seed: int = 0) -> None:
         if not tasks:
             raise ConfigError("there are no tasks; give at least one")
-        self._row = (task for epoch in count() for task in _shuffled(tasks, f"{seed}:{epoch}"))
+        self._row = (task for epoch in count() for task in shuffled(tasks, f"{seed}:{epoch}"))
 
     def next_batch(self, n: int) -> list[Task]:
         return list(islice(self._row, n))
 
 
-def _shuffled(tasks: Sequence[Task], seed: str) -> list[Task]:
+def shuffled(tasks: Sequence[Any], seed: str) -> list[Any]:
+    """``tasks`` in an order that depends on the seed only."""
     order = list(tasks)
     random.Random(seed).shuffle(order)
     return order

@@ -40,9 +40,6 @@ class ForkReason(str, Enum):
     """The prompt holds no sampled token: another agent's conversation, or a context that was started anew."""
 
 
-DRIFT = frozenset({ForkReason.TEMPLATE, ForkReason.RETOKENIZATION})
-"""Classes that mean tokens are lost on the way and not that the agent wanted a fork."""
-
 _MEANING = {
     ForkReason.TEMPLATE: "the chat template renders earlier messages differently once others follow (thinking dropped, "
     "messages regrouped); each such turn becomes a Sample of its own.",

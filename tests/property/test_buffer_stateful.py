@@ -111,7 +111,7 @@ class BufferMachine(RuleBasedStateMachine):
         first = self.answers.get(request_id)
         if first is None:
             return
-        names = {item["buffer_group"] for item in first.data}
+        names = {item["buffer_group"] for item in map(orjson.loads, first.items_json)}
         held = {name for name in names if name in self.groups_out and name not in self.trained}
         if held == names and len(self.groups_out) <= self.keep:
             assert self.store.read(TASK, request_id=request_id) == first
@@ -121,7 +121,8 @@ class BufferMachine(RuleBasedStateMachine):
         first = self.answers.pop(request_id, None)
         self.store.acknowledge(TASK, [request_id])
         if first is not None:
-            self.trained |= {item["buffer_group"] for item in first.data} & self.groups_out.keys()
+            names = {item["buffer_group"] for item in map(orjson.loads, first.items_json)}
+            self.trained |= names & self.groups_out.keys()
 
     @rule()
     def restart_buffer(self) -> None:
@@ -154,7 +155,7 @@ class BufferMachine(RuleBasedStateMachine):
     # -- what must hold -----------------------------------------------------------------------------------------------
 
     def _take(self, batch: Batch, max_groups: int | None) -> None:
-        data = batch.data
+        data = [*map(orjson.loads, batch.items_json)]
         assert data
         assert len(data) % self.group_size == 0
         assert max_groups is None or len(data) <= max_groups * self.group_size

@@ -59,7 +59,7 @@ def write(store: ItemStore, *items: dict[str, Any], task: str = "math") -> int:
 
 
 def uids(batch: Batch | None) -> list[str]:
-    return [entry["uid"] for entry in batch.data] if batch is not None else []
+    return [entry["uid"] for entry in map(orjson.loads, batch.items_json)] if batch is not None else []
 
 
 def counts_add_up(store: ItemStore) -> bool:
@@ -231,7 +231,7 @@ def test_a_resumed_trainer_gets_what_it_lost_and_nothing_else(tmp_path, by_name)
     assert (uids(first), uids(rest)) == (["a0", "a1"], ["b0", "b1", "c0", "c1"])
     store.close()
     store = open_store(path)
-    names = {entry["buffer_group"] for entry in first.data}
+    names = {entry["buffer_group"] for entry in map(orjson.loads, first.items_json)}
     lost = store.resume("math", ["a", "a"], trained_groups=names if by_name else None)
     assert lost == 2
     assert uids(store.read("math")) == ["b0", "b1", "c0", "c1"]
@@ -358,7 +358,7 @@ def test_names_of_groups_are_never_given_twice(tmp_path):
             write(store, item(f"{n}.{k}.0", k), item(f"{n}.{k}.1", k))
             batch = store.read("math")
             assert batch is not None
-            names.append(batch.data[0]["buffer_group"])
+            names.append(orjson.loads(batch.items_json[0])["buffer_group"])
         store.close()
     assert len(set(names)) == 6
 
