@@ -79,7 +79,6 @@ async def collect(
         rollout,
         samples=tuple(conversion.samples) if conversion is not None else (),
         trajectory=conversion.trajectory if conversion is not None else None,
-        forks=dict(conversion.forks) if conversion is not None else {},
         reward=reward.primary,
         rewards=dict(reward.named),
         sampled_tokens=sum(int(count) for count in sampled if isinstance(count, (int, float))),

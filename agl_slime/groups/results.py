@@ -60,7 +60,6 @@ class MemberResult:
     instance_id: str | None = None
     request: EnqueueRolloutRequest | None = None
     trajectory: Trajectory | None = None
-    forks: dict[str, int] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:

@@ -49,7 +49,7 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
     }
     if hung := abandoned_threads():  # of rewards, tools and sync agents that have outlived their rollouts
         metrics["rollout/abandoned_threads"] = hung
-    for kind, count in sum((Counter(member.forks) for member in trained), Counter()).items():
+    for kind, count in Counter(kind for sample in samples if (kind := sample.metadata.get("fork_reason"))).items():
         metrics[f"trace/forks/{kind}"] = count
     for code, count in Counter(group.code or "group_incomplete" for group in groups if not group.ready).items():
         metrics[f"rollout/dropped/{code}"] = count
