@@ -10,11 +10,12 @@ The agent is any LitAgent, unchanged; it finds the model under training as the r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
+from typing_extensions import TypedDict, Unpack
 
 from agl_slime.errors import ConfigError
 from agl_slime.loop.settings import RunResult
@@ -23,6 +24,40 @@ from agl_slime.run.parts import RunParts
 from agl_slime.run.settings import TrainConfig
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import Algorithm, LightningStore
+from agl_slime.trainers.local.settings import LocalTrainerSettings
+
+
+class AlgorithmSettings(TypedDict, total=False):
+    """The fields of ``agl_slime.run.settings.TrainConfig`` that are this algorithm's; their meanings and defaults are
+    there."""
+
+    num_iterations: int
+    rollout_batch_size: int
+    n_samples_per_prompt: int
+    max_new_tokens: int
+    temperature: float
+    rollout_timeout: float
+    max_attempts: int
+    group_min_ratio: float
+    group_max_retries: int
+    group_timeout: float | None
+    drop_zero_variance: bool
+    max_replaced_groups: int | None
+    max_staleness: int | None
+    eval_interval: int
+    eval_rollouts: int
+    output_dir: Path | None
+    overwrite: bool
+    resume: bool
+    save_interval: int
+    seed: int
+    view: Literal["auto", "live", "lines"]
+    store_host: str
+    actor_num_nodes: int
+    actor_num_gpus_per_node: int
+    rollout_num_gpus: int
+    local: LocalTrainerSettings
+
 
 # The settings of a run that are somebody else's here, and whose.
 _OTHERS = {
@@ -46,8 +81,7 @@ class SlimeAlgorithm(Algorithm):
         sglang_url: SGLang server or router; without it the local trainer starts an embedded engine, and slime launches
             engines of its own.
         slime_flags: slime's own command-line flags, for ``trainer="slime"``.
-        settings: the other fields of ``agl_slime.run.settings.TrainConfig``, but for those that are the Trainer's or
-            the agent's here; ``store_host`` is where slime's manager reaches the store.
+        settings: see ``AlgorithmSettings``; ``store_host`` is where slime's manager reaches the store.
 
     The Trainer's store should be ``agl_slime.BridgeStore()``: slime's manager reaches it over HTTP, and it tells of
     finished rollouts at once. Raises ``ConfigError`` for a setting that is the Trainer's or the agent's, or nobody's.
@@ -61,11 +95,11 @@ class SlimeAlgorithm(Algorithm):
         trainer: Literal["slime", "local"] = "slime",
         slime_flags: Sequence[str] = (),
         console: Console | None = None,
-        **settings: Any,
+        **settings: Unpack[AlgorithmSettings],
     ) -> None:
         super().__init__()
-        known = [setting.name for setting in fields(TrainConfig) if setting.name not in _OTHERS]
-        for name in settings.keys() - {*known}:
+        known = AlgorithmSettings.__annotations__
+        for name in settings.keys() - known.keys():
             hint = _OTHERS.get(name, f"the settings are {', '.join(known)}")
             raise ConfigError(f"SlimeAlgorithm has no setting {name!r}: {hint}")
         if trainer not in ("slime", "local"):
