@@ -15,13 +15,16 @@ from agl_slime.support.files import whole_file
 def assign_instance_ids(*, input: Path, output: Path | None = None, prefix: str = "instance") -> tuple[Path, int, int]:
     """Give each line of a JSON-lines file an instance_id. Lines that have one keep it.
 
-    Returns the path of what was written, its number of lines and how many of them got an id. It appears whole or not at
-    all. Raises ``ConfigError`` naming a line that cannot be used.
-
     Args:
         input: The file to read.
         output: Where to write; <input>_instance_id.jsonl beside the input by default.
         prefix: Ids are <prefix>_<number of the line>.
+
+    Returns:
+        The path of what was written (whole or not at all), its number of lines and how many of them got an id.
+
+    Raises:
+        ConfigError: names a line that cannot be used.
     """
     output = output or input.with_name(f"{input.stem}_instance_id.jsonl")
     rows = read_tasks(input, flag="--input")
