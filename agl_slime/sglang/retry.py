@@ -36,6 +36,7 @@ from agl_slime.errors import (
     EngineUnreachableError,
     OutOfVocabularyError,
 )
+from agl_slime.support.http import RETRIED_4XX
 
 # SGLang's own words, 0.5.15 and 0.5.23: tokenizer_manager._validate_one_request, managers/utils.validate_input_length,
 # tokenizer_manager._validate_input_ids_in_vocab
@@ -47,8 +48,6 @@ _CONTEXT_OVERFLOW = re.compile(
 _OUT_OF_VOCABULARY = re.compile(r"greater than the vocab size|out[- ]of[- ]vocabulary", re.IGNORECASE)
 _CONTEXT_LIMIT = re.compile(r"maximum context length of (\d+) tokens", re.IGNORECASE)
 
-_RETRIED_4XX = frozenset({408, 425, 429})
-
 # An answer that is not SGLang's seldom becomes one: enough for a proxy's hiccup, and no more.
 PROTOCOL_ERROR_RETRIES = 2
 
@@ -59,7 +58,7 @@ def refusal(
     """The error of an answer whose status is not 200. ``where`` names the URL in its text."""
     message = error_message(body)
     told = f"{where} answered HTTP {status}: {message or 'no text'}"
-    if status in _RETRIED_4XX or status >= 500:
+    if status in RETRIED_4XX or status >= 500:
         error = EngineServerError(told)
         error.after_s = retry_after_s(headers)
     elif status < 400:

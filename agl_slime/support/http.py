@@ -12,6 +12,9 @@ import orjson
 from aiohttp import web
 from yarl import URL
 
+RETRIED_4XX = frozenset({408, 425, 429})
+"""The statuses that blame the request and yet may pass: a time-out, too early, too many."""
+
 
 @asynccontextmanager
 async def listening(app: web.Application, *, host: str, port: int, backlog: int, **options: Any) -> AsyncIterator[str]:
@@ -49,7 +52,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: bytes | None = Non
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether the same request may succeed later: broken connections, time-outs, 429 and 5xx."""
+    """Whether the same request may succeed later: broken connections, time-outs, 408, 425, 429 and 5xx."""
     if isinstance(error, aiohttp.ClientResponseError):
-        return error.status >= 500 or error.status == 429
+        return error.status >= 500 or error.status in RETRIED_4XX
     return isinstance(error, (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError))
