@@ -27,7 +27,6 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError, spell_exception
-from agl_slime.run.settings import TrainConfig
 
 # With this variable set, tracebacks and the package's debug messages are shown.
 DEBUG_VARIABLE = "AGL_SLIME_DEBUG"
@@ -87,10 +86,12 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _train(arguments: list[str]) -> None:
     at = arguments.index("--") if "--" in arguments else len(arguments)  # what follows is slime's
+
+    from agl_slime.run.settings import TrainConfig  # a slime that is not known is told there
+
     config, slime_flags = tyro.cli(TrainConfig, prog="train.py", args=arguments[:at]), arguments[at + 1 :]
     if config.trainer == "local" and config.local.torch_threads is None:  # more slow small models down
         config = replace(config, local=replace(config.local, torch_threads=1))
-
     console = Console()
     config.check_files()
     with console.status("loading ...") if console.is_terminal else nullcontext():

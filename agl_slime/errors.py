@@ -27,6 +27,11 @@ class MissingDependencyError(AglSlimeError, ImportError):
     """An optional system was asked for and is not installed; the text says what to install."""
 
 
+class UnknownVersionError(MissingDependencyError):
+    """An optional system is installed in a version that this package does not know; the text names the version and
+    what is missing from it."""
+
+
 class EngineError(AglSlimeError):
     """SGLang (or the embedded engine) did not do what was asked. ``status`` is its answer's, where there was one; what
     ``may_pass`` is sent again, not before ``after_s``."""

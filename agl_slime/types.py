@@ -1,8 +1,9 @@
-"""slime's types: its own classes where slime is importable, structural twins where it is not.
+"""slime's types: its own classes where slime is installed, structural twins where it is not.
 
 The twins have the fields, defaults and status values of slime at v0.3.1; ``sample_from_fields`` is the one place that
 drops fields which the installed slime does not have, so the rest of the package names every field it knows.
-``set_rollout_id`` hides that the sibling id was called ``group_id`` in v0.3.0 and did not exist before.
+``set_rollout_id`` hides that the sibling id was called ``group_id`` in v0.3.0. Importing this raises
+``UnknownVersionError`` under a slime that has one of these classes elsewhere.
 """
 
 from __future__ import annotations
@@ -13,19 +14,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    HAS_SLIME = False
+from agl_slime.support.slime import find, installed
+
+HAS_SLIME = not TYPE_CHECKING and installed()
+if not TYPE_CHECKING and HAS_SLIME:
+    Sample, DataSource = find("Sample"), find("DataSource")
+    RolloutFnTrainOutput, RolloutFnEvalOutput = find("RolloutFnTrainOutput"), find("RolloutFnEvalOutput")
 else:
-    try:
-        from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
-        from slime.rollout.data_source import DataSource
-        from slime.utils.types import Sample
-
-        HAS_SLIME = True
-    except ImportError:  # not installed, or the empty placeholder of that name on PyPI
-        HAS_SLIME = False
-
-if TYPE_CHECKING or not HAS_SLIME:
 
     @dataclass
     class Sample:
@@ -130,7 +125,7 @@ if TYPE_CHECKING or not HAS_SLIME:
 
 
 _SAMPLE_FIELDS = frozenset(Sample.__dataclass_fields__)
-SIBLING_ID_FIELD: str | None = next((name for name in ("rollout_id", "group_id") if name in _SAMPLE_FIELDS), None)
+SIBLING_ID_FIELD = "rollout_id" if "rollout_id" in _SAMPLE_FIELDS else "group_id"
 
 
 def sample_from_fields(**fields: Any) -> Sample:
@@ -143,8 +138,7 @@ def sample_from_fields(**fields: Any) -> Sample:
 
 def set_rollout_id(sample: Sample, rollout_id: int | None) -> None:
     """Set the id that the samples of one rollout share, under the name that the installed slime gives it."""
-    if SIBLING_ID_FIELD is not None:
-        setattr(sample, SIBLING_ID_FIELD, rollout_id)
+    setattr(sample, SIBLING_ID_FIELD, rollout_id)
 
 
 def flat_samples(samples: Iterable[Any]) -> Iterator[Sample]:
@@ -157,5 +151,5 @@ def flat_samples(samples: Iterable[Any]) -> Iterator[Sample]:
 
 
 def get_rollout_id(sample: Sample) -> int | None:
-    """The id that the samples of one rollout share; ``None`` when unset or when slime has no such field."""
-    return None if SIBLING_ID_FIELD is None else getattr(sample, SIBLING_ID_FIELD)
+    """The id that the samples of one rollout share; ``None`` when unset."""
+    return getattr(sample, SIBLING_ID_FIELD)

@@ -27,10 +27,12 @@ from agl_slime.run.settings import TrainConfig, flag
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.trainer import SlimeTrainer, parse_slime_args, require_slime
+from agl_slime.slime.versions import normalizes_by_group
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
 from agl_slime.support.files import write_file
 from agl_slime.support.net import is_loopback
+from agl_slime.support.slime import find
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.tokenizer import load_tokenizer
 
@@ -43,10 +45,12 @@ _HOOKS = "agl_slime.slime_hooks"
 HOOK_FLAGS = (
     *("--data-source-path", "agl_slime.AGLDataSource"),
     *("--rollout-function-path", f"{_HOOKS}.generate_rollout"),
-    *("--custom-reward-post-process-path", f"{_HOOKS}.normalize_rewards"),
+    *("--eval-function-path", f"{_HOOKS}.generate_rollout"),  # not the default one, as under in-place pauses
     *("--custom-rollout-log-function-path", f"{_HOOKS}.log_rollout"),
     *("--custom-eval-rollout-log-function-path", f"{_HOOKS}.log_eval_rollout"),
 )
+# Where slime itself would find groups by their position in the batch.
+NORMALIZE_FLAGS = ("--custom-reward-post-process-path", f"{_HOOKS}.normalize_rewards")
 # What the loop decides, by slime's name and by ours; after -- they may say the same only.
 _SAME = ("rollout_batch_size", "n_samples_per_prompt")
 _THE_LOOPS = {"num_rollout": "num_iterations", **dict(zip(_SAME, _SAME, strict=True))}
@@ -73,6 +77,8 @@ async def run_slime_training(
     model_path = config.model_path.resolve()
     engines, router, agents_url = await _engines(config)
     flags = [*loop_flags(config, engines=engines, router=router), *slime_flags]
+    if not normalizes_by_group():
+        flags = [*NORMALIZE_FLAGS, *flags]
     args = await run_in_thread(parse_slime_args, flags)
     check_slime_args(args, config)
     run = open_run_dir(config.output_dir, agent=config.agent, settings=asdict(config), overwrite=config.overwrite)
@@ -103,7 +109,7 @@ async def run_slime_training(
         loop = make_loop(
             replace(config, store_host=host),
             parts,
-            url=agents_url,
+            url=(trainer.router_url if config.sglang_url is None else None) or agents_url,
             model_path=model_path,
             sampling=sampling,
             data_source=source,
@@ -196,7 +202,8 @@ class SlimeSteps:
         self._source.get_samples(self._batch_size)
         tokens = self._trainer.train(self._next)
         self._next += 1
-        return {"train/slime_rollout_id": float(self._next - 1), TOKENS_TRAINED: float(tokens)}
+        metrics = {"train/slime_rollout_id": float(self._next - 1)}
+        return metrics if tokens is None else {**metrics, TOKENS_TRAINED: float(tokens)}
 
     def sync(self, iteration: int) -> str:
         return self._trainer.update_weights() if self._trained else str(self._trainer.updates)
@@ -218,12 +225,10 @@ async def _engines(config: TrainConfig) -> tuple[tuple[str, ...], tuple[str | No
     if config.sglang_url is None:
         if config.rollout_num_gpus == 0:
             raise ConfigError("--trainer slime needs engines: give --sglang-url, or --rollout-num-gpus for slime's own")
-        from slime.utils.http_utils import find_available_port, get_host_info  # pyright: ignore[reportMissingImports]
-
-        # slime tells nobody where the router is that it launches, so its port is chosen here; its host is found as
-        # slime does
-        port = find_available_port(3000)
-        return (), (None, port), f"http://{get_host_info()[1]}:{port}"
+        # older slimes tell nobody where the router is that they launch, so its port is chosen here; its host is found
+        # as slime does
+        port = find("find_available_port")(3000)
+        return (), (None, port), f"http://{find('get_host_info')()[1]}:{port}"
     async with SGLangClient(base_url=config.sglang_url) as client:
         workers, url = await client.workers(), client.base_url
     parts = urlsplit(url)

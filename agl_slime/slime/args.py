@@ -91,7 +91,8 @@ class PluginSettings(BaseModel):
         if values.get("store_url") is not None and values.get("agent") is not None:
             both = f"agl_store_url {values['store_url']!r} and agl_agent {values['agent']!r}"
             raise ConfigError(f"{both} are both set: the agent runs here, or elsewhere on a store; leave one out")
-        if getattr(args, "rollout_global_dataset", False) and getattr(args, "prompt_data", None) is not None:
+        # the switch is gone from newer versions, which always have a data set
+        if getattr(args, "rollout_global_dataset", True) and getattr(args, "prompt_data", None) is not None:
             values.setdefault("tasks", Path(args.prompt_data))
         host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
         if host is not None and port is not None:

@@ -78,6 +78,7 @@ class _Run:
     sampling: Mapping[str, Any]
     mode: Literal["train", "val"]
     result: Future[MemberResult] = field(default_factory=Future)
+    enqueued: list[str] = field(default_factory=list)
 
 
 class SingleRollouts(GroupSource):
@@ -95,8 +96,10 @@ class SingleRollouts(GroupSource):
     def run(
         self, task: dict[str, Any], sampling_params: Mapping[str, Any], *, mode: Literal["train", "val"]
     ) -> Future[MemberResult]:
-        """Enqueue one rollout; the future has its result, succeeded or failed."""
+        """Enqueue one rollout; the future has its result, succeeded or failed. Cancelled, it has the rollout cancelled
+        in the store."""
         run = _Run(TaskGroup(uuid.uuid4().hex, task), dict(sampling_params), mode)
+        run.result.add_done_callback(lambda result: self._give_up(run) if result.cancelled() else None)
         with self._changed:
             self.raise_if_dead()
             self._runs[run.group.group_id] = run
@@ -113,11 +116,21 @@ class SingleRollouts(GroupSource):
     async def _enqueue(self, run: _Run) -> None:
         self.expect(run.group.group_id, size=1, mode="single")  # never in a group to be trained on
         enqueue = self._connection.enqueue
-        self.opened(await self._patiently(lambda: enqueue([run.group], size=1, mode=run.mode, sampling=run.sampling)))
+        rollouts = await self._patiently(lambda: enqueue([run.group], size=1, mode=run.mode, sampling=run.sampling))
+        self.opened(rollouts)
+        run.enqueued.extend(rollout.rollout_id for rollout in rollouts)
+        if run.result.cancelled():
+            self._give_up(run)
+
+    def _give_up(self, run: _Run) -> None:
+        """Nobody waits for this rollout any more; one that is not in the store yet is given up when it is."""
+        if run.enqueued and self._runs.pop(run.group.group_id, None) is not None:
+            self.abandon(run.enqueued, group_ids=[run.group.group_id], reason="aborted")
+            self._submit(self._cancel, run.enqueued)
 
     def _ended(self, member: MemberResult) -> None:
         run = self._runs.pop(member.group_id, None)
-        if run is not None and not run.result.done():
+        if run is not None and not run.result.done() and run.result.set_running_or_notify_cancel():
             run.result.set_result(member)
 
     def _store_restarted(self) -> None:

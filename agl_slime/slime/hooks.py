@@ -45,12 +45,15 @@ def generate_rollout(
         data = evaluate(rollout_id) if evaluate else {"agl": eval_entry([*flat_samples(data_source.get_samples(1))])}
         return RolloutFnEvalOutput(data=data)
     started = time.monotonic()
+    if (again := getattr(data_source, "delivered", lambda _: None)(rollout_id)) is not None:
+        return RolloutFnTrainOutput(samples=again)
     kept, everything, dropped = _collect_groups(args, rollout_id, data_source)
     kept.sort(key=lambda group: _first(group).group_index or 0)
     if (path := getattr(args, "rollout_sample_filter_path", None)) is not None:
         resolve_name(path)(args, kept)
     if (path := getattr(args, "rollout_all_samples_process_path", None)) is not None:
         resolve_name(path)(args, everything, data_source)
+    kept = getattr(data_source, "deliver_once", lambda _, groups: groups)(rollout_id, kept)
     metrics = {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in dropped.items()}
     metrics |= {"agl/wait_s": time.monotonic() - started, **getattr(data_source, "metrics", dict)()}
     return RolloutFnTrainOutput(samples=kept, metrics=metrics)
@@ -64,11 +67,16 @@ async def generate(
     The task is ``{"prompt": sample.prompt, "label": sample.label, **sample.metadata}``, the engine slime's router, the
     sampling parameters slime's. Returns the sample, completed; a rollout that forks becomes a list, siblings under one
     rollout id; one that failed after its attempts is a FAILED sample out of the loss, with ``metadata["agl_failure"]``
-    (``generate_rollout`` replaces such). Which store and agent: see ``agl_slime.slime.args``.
+    (``generate_rollout`` replaces such). Cancelled, it has the rollout cancelled in the store. Which store and agent:
+    see ``agl_slime.slime.args``.
     """
     from agl_slime.slime.generate import run_rollout  # needs Agent Lightning, seconds of import
 
     return await run_rollout(args, sample, sampling_params, evaluation=evaluation)
+
+
+# newer slimes cancel such a function's task instead of aborting every request on every engine
+generate.abort_mode = "request"  # type: ignore[attr-defined]
 
 
 def _collect_groups(
@@ -137,13 +145,12 @@ def normalize_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
     if estimator not in _GROUP_RELATIVE or not getattr(args, "rewards_normalization", True):
         return raw, raw
     std = estimator in _STD_NORMALIZED and bool(getattr(args, "grpo_std_normalization", True))
-    ids = _rollout_ids(flat)
     # a failed rollout has no reward: its 0 is no part of the others' baseline
     fit = [i for i, sample in enumerate(flat) if getattr(sample, "status", None) != Sample.Status.FAILED]
     normalized = normalize.normalize_rewards(
         [raw[i] for i in fit],
         group_indices=[flat[i].group_index for i in fit],
-        rollout_ids=[ids[i] for i in fit],
+        rollout_ids=[get_rollout_id(flat[i]) for i in fit],
         std=std,
     )
     advantages = dict(zip(fit, normalized, strict=True))
@@ -165,17 +172,6 @@ def _rewards(args: Any, samples: Sequence[Sample]) -> list[float]:
     return [normalize.reward_value(sample, position, key=key) for position, sample in enumerate(samples)]
 
 
-def _rollout_ids(samples: Sequence[Sample]) -> list[int | None]:
-    """The sibling ids; where the installed slime has no field for them, numbers for the Agent Lightning rollouts that
-    the samples name."""
-    given = [get_rollout_id(sample) for sample in samples]
-    if any(rollout_id is not None for rollout_id in given):
-        return given
-    names = [(sample.metadata or {}).get("agl_rollout_id") for sample in samples]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return [None if name is None else numbers[name] for name in names]
-
-
 # -- filters ---------------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +179,8 @@ def keep_nonzero_variance(args: Any, samples: Sequence[Any], **_: Any) -> Any:
     """Keep a group whose rollouts differ in reward: without a difference there is no advantage."""
     rewards = _rewards(args, list(flat_samples(samples)))
     keep = bool(rewards) and not all_equal(rewards)
-    return filter_output(keep, None if keep else f"zero_std_{round(rewards[0], 1)}" if rewards else "empty")
+    reason = None if keep else f"zero_std_{round(rewards[0], 1)}" if rewards else "empty"
+    return filter_output(keep=keep, reason=reason)
 
 
 def take_oldest(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:

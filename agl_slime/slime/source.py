@@ -20,6 +20,7 @@ from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.connection import Connection
 from agl_slime.support.agl import LightningStore
 from agl_slime.support.files import write_file
+from agl_slime.support.threads import run_in_thread
 from agl_slime.types import DataSource, Sample
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,10 @@ class AGLDataSource(GroupSource, DataSource):
         self._topping_up = asyncio.Lock()
         self._enqueueing: list[TaskGroup] = []
         self._evaluated: dict[str, GroupResult] = {}
+        self._loaded = False
+        self._delivery: dict[str, Any] = {}
+        durable = getattr(args, "rollout_data_transport", None) == "straw"
+        self._delivery_path = Path(args.rollout_data_dir) / "agl_datasource.json" if durable else None
         super().__init__(
             store=store,
             tokenizer=tokenizer,
@@ -86,6 +91,29 @@ class AGLDataSource(GroupSource, DataSource):
         return super().get_samples(num_samples)
 
     get_samples.__doc__ = GroupSource.get_samples.__doc__
+
+    async def get_samples_async(self, num_samples: int) -> list[list[Sample]]:
+        """``get_samples``, for slime's event loop. Groups that come after the caller was cancelled are given back."""
+        taken: list[list[Sample]] = []
+        cancelled = False
+
+        def take() -> None:
+            groups = self.get_samples(num_samples)
+            with self._changed:
+                if cancelled:
+                    self.add_samples(groups)
+                else:
+                    taken.extend(groups)
+
+        try:
+            await run_in_thread(take)
+        except BaseException:
+            with self._changed:
+                cancelled = True
+                if taken:
+                    self.add_samples(taken)
+            raise
+        return taken
 
     def demand(self, groups: int) -> None:
         """Have ``groups`` groups ready or under way, where this data source enqueues tasks itself; returns at once.
@@ -126,23 +154,70 @@ class AGLDataSource(GroupSource, DataSource):
     def save(self, rollout_id: Any) -> None:
         """Write the state beside the checkpoint (``args.save``), under the id of the step."""
         if (directory := getattr(self._args, "save", None)) is not None:
-            state = self.state()
-            try:
-                text = json.dumps(state, allow_nan=False)
-            except (TypeError, ValueError) as error:
-                raise DataSourceError(f"a sample's metadata is not JSON ({error}); keep plain values in it") from error
-            write_file(_state_path(directory, rollout_id), text)
-            with self._changed:
-                self._ends.saved(state["waiting"])
+            self._write(_state_path(directory, rollout_id), self.state())
 
     def load(self, rollout_id: Any = None) -> None:
         """Read what ``save`` wrote for that step (``args.load``); nothing where there is none, as on a fresh start."""
+        self._loaded = True
+        if self._delivery_path is not None:
+            self._delivery_path.unlink(missing_ok=True)
         directory = getattr(self._args, "load", None)
         if directory is not None and (path := _state_path(directory, rollout_id)).exists():
-            try:
-                self.restore({**json.loads(path.read_text())})
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise DataSourceError(f"{path} is not a saved state: {spell_exception(error)}") from error
+            self._read(path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, for the journal that newer managers keep of their batches; JSON values only."""
+        state = self.state()
+        with self._changed:
+            self._ends.saved(state["waiting"])
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave: a manager has died, and another one takes its journal over."""
+        self.restore({**state})
+
+    def delivered(self, rollout_id: int) -> list[list[Sample]] | None:
+        """The batch of this step, when a manager before this one had it kept by ``deliver_once`` and died before slime
+        knew that the queue has it. The first call goes on from what that manager kept, unless slime has called
+        ``load``."""
+        if (path := self._delivery_path) is None:
+            return None
+        if not self._loaded and path.exists():
+            self._delivery = self._read(path)["delivery"]
+        self._loaded = True
+        return self._batch() if self._delivery.get("rollout_id") == rollout_id else None
+
+    def deliver_once(self, rollout_id: int, groups: list[list[Sample]]) -> list[list[Sample]]:
+        """Keep a batch on disk, with the state after it, before straw's durable queue is given it: under that transport
+        slime restores no data source but its own. A manager that is asked for the same step again gives the same batch
+        again, which the queue recognises; one that is asked for the next step knows that the queue has this one.
+        Returns the groups as they will be read back."""
+        if self._delivery_path is None:
+            return groups
+        delivery = {"rollout_id": rollout_id, "groups": [[sample.to_dict() for sample in group] for group in groups]}
+        self._delivery = json.loads(_as_json(delivery))
+        self._write(self._delivery_path, {**self.state(), "delivery": self._delivery})
+        return self._batch()
+
+    def close(self) -> None:
+        """``stop``, as slime calls it when a run has ended."""
+        self.stop()
+
+    def _batch(self) -> list[list[Sample]]:
+        return [[Sample.from_dict(sample) for sample in group] for group in self._delivery["groups"]]
+
+    def _write(self, path: Path, state: dict[str, Any]) -> None:
+        write_file(path, _as_json(state))
+        with self._changed:
+            self._ends.saved(state["waiting"])
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        try:
+            state = {**json.loads(path.read_text())}
+            self.restore(state)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataSourceError(f"{path} is not a saved state: {spell_exception(error)}") from error
+        return state
 
     def __len__(self) -> int:
         """Number of tasks in an epoch where this data source has a file of them, from which slime computes
@@ -235,3 +310,10 @@ class AGLDataSource(GroupSource, DataSource):
 def _state_path(directory: str | Path, rollout_id: Any) -> Path:
     """slime keeps a data source's state under ``rollout/`` of the checkpoint directory."""
     return Path(directory) / "rollout" / f"agl_datasource_{rollout_id}.json"
+
+
+def _as_json(state: dict[str, Any]) -> str:
+    try:
+        return json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DataSourceError(f"a sample's metadata is not JSON ({error}); keep plain values in it") from error

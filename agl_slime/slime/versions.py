@@ -1,41 +1,174 @@
-"""The one place that adapts to slime versions (the fields of ``Sample`` are adapted in ``agl_slime.types``).
+"""What differs between slime's versions, by feature: the one place that adapts to them. Where names are is in
+``agl_slime.support.slime``, the fields of ``Sample`` in ``agl_slime.types``.
 
-| what                                | v0.2.4          | v0.3.0          | v0.3.1         | 624b824                 |
-|-------------------------------------|-----------------|-----------------|----------------|-------------------------|
-| id that siblings of a rollout share | none            | ``group_id``    | ``rollout_id`` | ``rollout_id``          |
-| ``DynamicFilterOutput``             | keep, reason    | keep, reason    | and a fallback | and a fallback          |
-| tracking and logging helpers        | ``slime.utils`` | ``slime.utils`` | the same       | ``slime.observability`` |
-"""
+| what                           | v0.3.0 to 624b824 (v0.3.2)   | ec3003b5                   | 13b347f8          | main (8c1c944b of its fork) |
+|--------------------------------|------------------------------|----------------------------|-------------------|-----------------------------|
+| ``create_rollout_manager``     | ``args, pg``                 | ``args, pg, restore_plan`` | ``args, restore_plan``, gives a ``RolloutStartup`` | the same    |
+| who ends what it started       | whoever called               | whoever called             | whoever called    | ``RolloutStartup.close``    |
+| ``training_completed``, pausing | no                          | yes                        | and ``training_ready`` | the same               |
+| a checkpoint is written by     | the driver                   | the driver                 | ``save_checkpoint`` | the same                  |
+| rewards are normalised         | by position                  | by position                | by position       | by ``group_index``          |
+| ``args.rollout_global_dataset`` | yes                         | no                         | no                | no                          |
+"""  # noqa: E501
 
 from __future__ import annotations
 
-import importlib
+import inspect
+import logging
+import uuid
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from agl_slime.errors import MissingDependencyError
+from agl_slime.errors import UnknownVersionError
+from agl_slime.support.slime import find, find_optional, version
+from agl_slime.types import HAS_SLIME, Sample, sample_from_fields
 
-INSTALL_SLIME = (
-    "slime is not installed, or the empty package of that name on PyPI is: get it from its repository "
-    "(git clone https://github.com/THUDM/slime && pip install -e slime), or use --trainer local"
-)
+logger = logging.getLogger(__name__)
+
+_END_S = 10.0  # longest wait for an actor to end in good order
+# By what the parameters of create_rollout_manager are called: whether GPUs are placed by the driver before it.
+_SHAPES = {("args", "pg"): True, ("args", "pg", "restore_plan"): True, ("args", "restore_plan"): False}
+
+filter_output: Callable[..., Any] = find("DynamicFilterOutput") if HAS_SLIME else lambda *, keep, reason: keep
+"""slime's ``DynamicFilterOutput``; the plain bool, which slime takes as well, where it is not installed."""
 
 
-def filter_output(keep: bool, reason: str | None) -> Any:
-    """slime's ``DynamicFilterOutput``; the plain bool, which slime takes as well, where slime is not installed."""
+def manager_shape() -> tuple[str, ...]:
+    """The parameters of ``create_rollout_manager``. Raises ``UnknownVersionError`` for others than the known ones."""
+    shape = tuple(inspect.signature(find("create_rollout_manager")).parameters)
+    if shape not in _SHAPES:
+        known = " and ".join(f"({', '.join(names)})" for names in _SHAPES)
+        raise UnknownVersionError(
+            f"create_rollout_manager of {version()} takes ({', '.join(shape)}), and only {known} are known"
+        )
+    return shape
+
+
+def parse_args() -> tuple[Any, Any]:
+    """slime's own ``parse_args`` and, where it makes one, its restore plan."""
+    parse = find("parse_args")
+    if "return_restore_plan" in inspect.signature(parse).parameters:
+        return parse(return_restore_plan=True)
+    return parse(), None
+
+
+def normalizes_by_group() -> bool:
+    """Whether slime's own normalisation goes by ``group_index``, one reward per rollout. Asked by two groups that lie
+    interleaved: by position their means are others."""
+    builder = find_optional("BatchBuilder")
+    if builder is None:
+        return False
+    args = Namespace(
+        custom_reward_post_process_path=None,
+        custom_convert_samples_to_train_data_path=None,
+        advantage_estimator="grpo",
+        rewards_normalization=True,
+        grpo_std_normalization=False,
+        reward_key=None,
+        n_samples_per_prompt=2,
+        rollout_batch_size=2,
+    )
+    samples: list[Sample] = [
+        sample_from_fields(reward=float(i), group_index=i % 2, index=i, rollout_id=i) for i in range(4)
+    ]
+    return [*builder(args)._post_process_rewards(samples)[1]] == [-1.0, -1.0, 1.0, 1.0]
+
+
+class RolloutSide:
+    """slime's placement groups and rollout manager, made by its own functions, and their end.
+
+    ``args`` is what came out of ``parse_args`` until ``start``, and from then on what the manager was started with:
+    newer versions copy it and add the router's address, ``num_rollout`` and the version that weights start at.
+    """
+
+    def __init__(self, args: Any, restore_plan: Any = None) -> None:
+        self.args, self.restore_plan = args, restore_plan
+        self.manager: Any = None
+        self.placements: dict[str, Any] = {}
+        self.per_epoch: int | None = None
+        self._startup: Any = None
+
+    def place(self) -> None:
+        """Reserve the GPUs, where that is the driver's business."""
+        if _SHAPES[manager_shape()]:
+            self.placements = find("create_placement_groups")(self.args)
+        elif getattr(self.args, "rollout_session_id", None) is None:
+            # a session that is found again by its name is refused as soon as one setting differs, and the store's port
+            # and token do in each run
+            self.args.rollout_session_id = f"agl-{uuid.uuid4().hex}"
+
+    def start(self) -> None:
+        """Start the manager, with engines where slime launches them. Raises ``UnknownVersionError`` for an answer that
+        is of no known form."""
+        shape, create = manager_shape(), find("create_rollout_manager")
+        plan = {"restore_plan": self.restore_plan} if "restore_plan" in shape else {}
+        if _SHAPES[shape]:
+            self.manager, self.per_epoch = create(self.args, self.placements["rollout"], **plan)
+            return
+        self._startup = startup = create(self.args, **plan)
+        if not hasattr(startup, "manager"):
+            raise UnknownVersionError(f"create_rollout_manager of {version()} gave a {type(startup).__name__}")
+        self.args = getattr(startup, "args", self.args)
+        self.manager, self.placements, self.per_epoch = (
+            startup.manager,
+            startup.placements,
+            startup.num_rollout_per_epoch,
+        )
+        self.restore_plan = startup.restore_plan
+
+    def tell(self, name: str, *values: Any) -> Any:
+        """Call a method of the manager that only some versions have; ``None`` where this one does not."""
+        import ray
+
+        method = getattr(self.manager, name, None)
+        return None if method is None else ray.get(method.remote(*values))
+
+    def close(self) -> None:
+        """End all of it, however far it came: manager, engines, placement groups. What does not end in good order is
+        killed. Safe to call in any state."""
+        from ray.util.placement_group import remove_placement_group
+
+        startup, self._startup = self._startup, None
+        if closes := hasattr(startup, "close"):
+            _attempt("slime's rollouts", startup.close, failed=False)
+        for name in ("manager", "serving"):
+            if (actor := getattr(startup or self, name, None)) is not None:
+                _attempt(f"slime's {name}", _end, actor, in_order=not closes)
+        self.manager = None
+        for actor in self._left():
+            _attempt("what slime's session left", _end, actor, in_order=True)
+        for group in {placed[0] for placed in self.placements.values() if placed and placed[0] is not None}:
+            _attempt("a placement group", remove_placement_group, group)
+        self.placements = {}
+
+    def _left(self) -> list[Any]:
+        """The detached actors of this session that are still there: of a start that was broken off, above all."""
+        import ray
+
+        name_of, namespace = find_optional("training_session_name"), find_optional("RECOVERY_NAMESPACE")
+        if name_of is None or getattr(self.args, "rollout_session_id", None) is None:
+            return []
+        name = name_of(self.args)
+        entries: Any = ray.util.list_named_actors(all_namespaces=True)
+        there = {entry["name"] for entry in entries}
+        names = [one for one in (name, f"{name}:serving") if one in there]
+        return [ray.get_actor(one, namespace=namespace) for one in names]
+
+
+def _end(actor: Any, *, in_order: bool) -> None:
+    import ray
+
     try:
-        from slime.rollout.filter_hub.base_types import DynamicFilterOutput  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return keep
-    return DynamicFilterOutput(keep=keep, reason=reason)
+        if in_order:
+            ray.get(actor.dispose.remote(), timeout=_END_S)
+    finally:
+        ray.kill(actor)
 
 
-def logging_function(name: str) -> Callable[..., Any]:
-    """``configure_logger``, ``init_tracking`` or ``finish_tracking`` of the installed slime, wherever that version
-    keeps it."""
-    for home in ("slime.observability.logging_utils", "slime.utils.logging_utils", "slime.utils.tracking_utils"):
-        try:
-            return getattr(importlib.import_module(home), name)
-        except (ImportError, AttributeError):
-            continue
-    raise MissingDependencyError(f"the installed slime has no {name}; v0.2.4 to v0.3.1 and 624b824 are known to work")
+def _attempt(what: str, end: Callable[..., Any], *values: Any, **named: Any) -> None:
+    try:
+        end(*values, **named)
+    except Exception as error:
+        # the run is over, and this may be what ended it
+        logger.warning("%s did not end in good order: %s", what, error)

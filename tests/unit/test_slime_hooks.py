@@ -107,11 +107,6 @@ def test_a_rollout_of_three_samples_counts_once():
     assert slime_hooks.normalize_rewards(MEAN_ONLY, batch)[1] == [0.5, 0.5, 0.5, -0.5]
 
 
-def test_siblings_are_found_by_the_store_s_id_where_slime_has_no_field_for_them():
-    batch = [sample(reward, metadata={"agl_rollout_id": name}) for reward, name in ((1.0, "a"), (1.0, "a"), (0.0, "b"))]
-    assert slime_hooks.normalize_rewards(MEAN_ONLY, batch)[1] == [0.5, 0.5, -0.5]
-
-
 def test_a_rollout_alone_in_its_group_gets_zero_and_siblings_that_differ_are_refused():
     assert slime_hooks.normalize_rewards(ARGS, [sample(3.0, group=0), sample(9.0, group=1)])[1] == [0.0, 0.0]
     with pytest.raises(RewardError, match=r"rollout 1 .* 1\.0 and 0\.0"):
