@@ -130,11 +130,10 @@ class RolloutSide:
         from ray.util.placement_group import remove_placement_group
 
         startup, self._startup = self._startup, None
-        if closes := hasattr(startup, "close"):
-            _attempt("slime's rollouts", startup.close, failed=False)
+        closed = hasattr(startup, "close") and _attempt("slime's rollouts", startup.close, failed=False)
         for name in ("manager", "serving"):
             if (actor := getattr(startup or self, name, None)) is not None:
-                _attempt(f"slime's {name}", _end, actor, in_order=not closes)
+                _attempt(f"slime's {name}", _end, actor, in_order=not closed)
         self.manager = None
         for actor in self._left():
             _attempt("what slime's session left", _end, actor, in_order=True)
@@ -166,9 +165,11 @@ def _end(actor: Any, *, in_order: bool) -> None:
         ray.kill(actor)
 
 
-def _attempt(what: str, end: Callable[..., Any], *values: Any, **named: Any) -> None:
+def _attempt(what: str, end: Callable[..., Any], *values: Any, **named: Any) -> bool:
     try:
         end(*values, **named)
     except Exception as error:
         # the run is over, and this may be what ended it
         logger.warning("%s did not end in good order: %s", what, error)
+        return False
+    return True

@@ -1,0 +1,180 @@
+"""What newer managers ask of a data source: its state for their journal, samples for their event loop, one batch for
+one step, an end."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime import AGLDataSource, slime_hooks
+from agl_slime.errors import DataSourceError
+from agl_slime.groups.results import Outcome
+from agl_slime.slime.generate import stop_rollouts
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.server import StoreService
+from agl_slime.types import Sample
+from tests.integration.test_slime_datasource import HERE, HeldAgent, args_for, names, service_with_runner
+from tests.store_cases import enqueue_group, finish
+
+SIZE = 2
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[BridgeStore, str]]:
+    store = BridgeStore()
+    with StoreService(store=store) as service:
+        yield store, service.url
+
+
+async def roll_out(store: BridgeStore, n: int, *, first: int = 0) -> None:
+    for number in range(first, first + n):
+        for rollout in await enqueue_group(store, f"g{number}", size=SIZE):
+            await finish(store, rollout.rollout_id)
+
+
+async def soon(true: Callable[[], bool]) -> None:
+    for _ in range(2_000):
+        if true():
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail("it has not come to that")
+
+
+def straw(directory: Path, url: str, **settings: Any) -> Namespace:
+    return args_for(
+        agl_store_url=url,
+        rollout_batch_size=3,
+        rollout_data_transport="straw",
+        rollout_data_dir=str(directory),
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_manager_that_takes_the_journal_over_loses_and_doubles_nothing(
+    seed: int, served: tuple[BridgeStore, str]
+):
+    store, url = served
+    rng = random.Random(seed)
+    args = args_for(agl_store_url=url, rollout_batch_size=3)
+    source = AGLDataSource(args)
+    journal: bytes = pickle.dumps(source.state_dict())  # as the manager does at its start
+    accepted: list[str] = []
+    for step in range(8):
+        await roll_out(store, 3, first=3 * step)
+        if rng.random() < 0.5:  # it dies: in the middle of a batch, or after one that was not noted
+            await asyncio.to_thread(source.get_samples, rng.randint(1, 3))
+            source.stop()
+            source = AGLDataSource(args)
+            source.load_state_dict(pickle.loads(journal))
+        batch = await asyncio.to_thread(slime_hooks.generate_rollout, args, step, source)
+        accepted += names(batch.samples)  # type: ignore[union-attr]
+        journal = pickle.dumps(source.state_dict())
+    assert len(accepted) == len({*accepted}) == 8 * 3 * SIZE
+    counts = source.ledger.counts()
+    assert (counts.open, counts.ready, counts.closed) == (0, 0, {Outcome.TRAINED: 8 * 3 * SIZE})
+    source.close()
+    with pytest.raises(DataSourceError, match="stopped"):
+        source.get_samples(1)
+
+
+async def test_the_batch_of_a_step_is_the_same_for_the_manager_that_follows(
+    served: tuple[BridgeStore, str], tmp_path: Path
+):
+    store, url = served
+    await roll_out(store, 9)
+    args = straw(tmp_path, url)
+    source = AGLDataSource(args)
+    source.load(-1)
+    first = [slime_hooks.generate_rollout(args, step, source).samples for step in range(2)]  # type: ignore[union-attr]
+    source.stop()  # killed before slime knew that the queue had the second
+    source = AGLDataSource(args)
+    source.state_dict()
+    again = [slime_hooks.generate_rollout(args, step, source).samples for step in (1, 2)]  # type: ignore[union-attr]
+    assert [[sample.to_dict() for sample in group] for group in again[0]] == [
+        [sample.to_dict() for sample in group] for group in first[1]
+    ]
+    taken = names([*first[0], *first[1], *again[1]])
+    assert len(taken) == len({*taken}) == 9 * SIZE
+    assert source.ledger.counts().closed == {Outcome.TRAINED: 9 * SIZE}
+    source.stop()
+
+
+async def test_a_checkpoint_that_is_loaded_counts_and_not_the_last_batch(
+    served: tuple[BridgeStore, str], tmp_path: Path
+):
+    store, url = served
+    await roll_out(store, 6)
+    args = straw(tmp_path / "pool", url, save=str(tmp_path), load=str(tmp_path))
+    source = AGLDataSource(args)
+    source.load(-1)
+    slime_hooks.generate_rollout(args, 0, source)
+    source.save(0)
+    lost = slime_hooks.generate_rollout(args, 1, source).samples  # type: ignore[union-attr]
+    source.stop()
+    with AGLDataSource(args) as source:
+        source.load(0)
+        repeated = slime_hooks.generate_rollout(args, 1, source).samples  # type: ignore[union-attr]
+        assert sorted(names(repeated)) == sorted(names(lost))
+        assert source.delivered(0) is None
+
+
+async def test_groups_that_come_for_nobody_are_given_back(served: tuple[BridgeStore, str]):
+    store, url = served
+    with AGLDataSource(args_for(agl_store_url=url)) as source:
+        waiting = asyncio.ensure_future(source.get_samples_async(1))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await roll_out(store, 2)
+        taken = [*await source.get_samples_async(1), *await source.get_samples_async(1)]
+        assert len({*names(taken)}) == 2 * SIZE
+
+
+async def test_a_generate_call_that_is_cancelled_has_its_rollout_cancelled():
+    """Newer slimes cancel the task of a function that says so; they aborted every request on every engine before."""
+    assert slime_hooks.generate.abort_mode == "request"  # type: ignore[attr-defined]
+    HeldAgent.release.clear()
+    try:
+        with service_with_runner(HeldAgent()) as (store, service):
+            args = args_for(agl_store_url=service.url)
+            cancelled: list[Any] = []
+            store.subscribe_finished(lambda end: cancelled.append(end) if end.status == "cancelled" else None)
+            aborted, kept = (
+                asyncio.ensure_future(slime_hooks.generate(args, Sample(index=0, prompt=prompt), {}))
+                for prompt in ("aborted", "kept")
+            )
+            await soon(lambda: store.usage().running == 2)
+            aborted.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await aborted
+            await soon(lambda: len(cancelled) > 0)
+            HeldAgent.release.set()
+            assert isinstance(await asyncio.wait_for(kept, 20), Sample)
+            assert [rollout.input["prompt"] for rollout in cancelled] == ["aborted"]
+    finally:
+        stop_rollouts()
+
+
+async def test_one_that_is_cancelled_before_the_store_has_it_is_cancelled_when_it_has():
+    HeldAgent.release.clear()
+    try:
+        args = args_for(agl_agent=f"{HERE}:HeldAgent")
+        first = asyncio.ensure_future(slime_hooks.generate(args, Sample(index=0, prompt="x"), {}))
+        await asyncio.sleep(0)  # asked for, and not enqueued yet
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        HeldAgent.release.set()
+        other = await asyncio.wait_for(slime_hooks.generate(args, Sample(index=1, prompt="y"), {}), 20)
+        assert isinstance(other, Sample)
+    finally:
+        stop_rollouts()

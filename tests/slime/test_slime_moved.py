@@ -1,0 +1,109 @@
+"""A slime in which a name was moved once more: one sentence, wherever the bridge is entered."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.slime.support import REPOSITORY, STANDINS, require_slime
+
+# The least that the hooks look for: module and source.
+_LEAST = {
+    "utils/types": "from dataclasses import dataclass\n\n\n@dataclass\nclass Sample:\n    rollout_id: int = 0\n",
+    "data/data_source": "class DataSource:\n    pass\n",
+    "rollout/base_types": "class RolloutFnTrainOutput:\n    pass\n\n\nclass RolloutFnEvalOutput:\n    pass\n",
+    "rollout/filter_hub/base_types": "class DynamicFilterOutput:\n    pass\n",
+}
+_ENTRIES = {
+    "hooks": ["-c", "import agl_slime.slime_hooks"],
+    "train.py": ["train.py", "--trainer", "slime", "--sglang-url", "http://127.0.0.1:1", "--model-path", "."],
+    "doctor": ["-m", "agl_slime.slime.doctor"],
+}
+
+
+def entered(root: Path, *path: Path) -> dict[str, tuple[int, str]]:
+    """Exit code and output of each entry with the slime that lies in ``root``."""
+    python_path = os.pathsep.join(str(place) for place in (*path, root, REPOSITORY))
+    processes = {
+        name: subprocess.Popen(
+            [sys.executable, *command],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": python_path, "COLUMNS": "1000"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name, command in _ENTRIES.items()
+    }
+    found = {}
+    for name, process in processes.items():
+        output, _ = process.communicate(timeout=120)
+        found[name] = (process.returncode, output)
+    return found
+
+
+def judge(found: dict[str, tuple[int, str]], version: str, name: str, places: str) -> None:
+    code, output = found["hooks"]
+    sentence = f"{version} has no {name}: looked for it in {places}; known are"
+    assert code == 1
+    assert f"UnknownVersionError: {sentence}" in output
+    code, output = found["train.py"]
+    assert code == 2, output
+    assert f"error: {sentence}" in output
+    assert "Traceback" not in output
+    code, output = found["doctor"]
+    assert code == 1
+    assert version in output
+    assert f"UNKNOWN: in none of {places.replace(' and ', ', ')}" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "places"),
+    [
+        ("data/data_source", "DataSource", "slime.data.data_source and slime.rollout.data_source"),
+        ("utils/types", "Sample", "slime.utils.types"),
+    ],
+)
+def test_a_name_that_was_moved_again_is_told_by_its_version_and_places(
+    module: str, name: str, places: str, tmp_path: Path
+):
+    for place, source in _LEAST.items():
+        moved = place if place != module else "elsewhere/new_home"
+        (tmp_path / "slime" / moved).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "slime" / f"{moved}.py").write_text(source)
+    (tmp_path / "setup.py").write_text('setup(name="slime", version="0.9.1")\n')
+    judge(entered(tmp_path), f"slime 0.9.1 ({tmp_path})", name, places)
+
+
+def test_the_other_package_of_that_name_counts_as_no_slime(tmp_path: Path):
+    """The one on PyPI has ``core`` and ``model``, and nothing of slime's."""
+    (tmp_path / "slime" / "core").mkdir(parents=True)
+    (tmp_path / "slime" / "__init__.py").touch()
+    found = entered(tmp_path)
+    assert found["hooks"] == (0, "")
+    for name, expected in (("train.py", 2), ("doctor", 1)):
+        code, output = found[name]
+        assert code == expected
+        assert "slime is not installed, or the package of that name on PyPI is" in output
+
+
+@pytest.mark.slime
+def test_a_real_slime_with_its_data_source_moved(tmp_path: Path):
+    root = require_slime("torch", "transformers", "ray")
+    shutil.copytree(root / "slime", tmp_path / "slime", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(root / "setup.py", tmp_path)
+    old = next(tmp_path.glob("slime/*/data_source.py"))
+    old.rename(old.with_name("sources.py"))
+    for file in (tmp_path / "slime").rglob("*.py"):
+        text = file.read_text()
+        if "data_source import" in text:
+            file.write_text(text.replace(f"{old.parent.name}.data_source import", f"{old.parent.name}.sources import"))
+    found = entered(tmp_path, STANDINS)
+    version = found["doctor"][1].splitlines()[0]
+    judge(found, version, "DataSource", "slime.data.data_source and slime.rollout.data_source")

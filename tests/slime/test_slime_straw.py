@@ -1,0 +1,41 @@
+"""Batches go into straw's durable queue, and whoever writes them is killed: each group is trained once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.server import StoreService
+from tests.slime.support import REPOSITORY, run_program
+from tests.store_cases import enqueue_group, finish
+
+GROUPS, KILLS, SIZE = 1_000, 20, 2
+
+
+@pytest.mark.slow
+def test_each_group_is_trained_once_however_often_the_manager_is_killed(tmp_path: Path):
+    pytest.importorskip("straw", reason="the queue is not installed: pip install straw-queue")
+    store = BridgeStore()
+
+    async def roll_out() -> None:
+        for number in range(GROUPS):
+            for rollout in await enqueue_group(store, f"g{number}", size=SIZE):
+                await finish(store, rollout.rollout_id)
+            await asyncio.sleep(0)
+
+    with StoreService(store=store) as service:
+        agents = threading.Thread(target=lambda: asyncio.run(roll_out()))
+        agents.start()
+        numbers = (str(GROUPS), str(KILLS), "7")
+        result = run_program(REPOSITORY, "straw", tmp_path, service.url, *numbers, timeout_s=400)
+        agents.join(60)
+    assert result["kills"] == KILLS
+    # what the queue has accepted
+    assert (result["groups"], result["rollouts"], result["distinct"]) == (GROUPS, GROUPS * SIZE, GROUPS * SIZE)
+    # and what the ledger says
+    assert result["ledger"] == {"trained": GROUPS * SIZE}
+    assert result["open"] == 0
