@@ -31,6 +31,17 @@ _Seconds = Annotated[FiniteFloat, Field(gt=0)]
 _Count = Annotated[int, Field(ge=0)]
 
 
+class EvalSet(BaseModel):
+    """One of slime's evaluation data sets: ``samples`` rollouts of each line of the file at ``path``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    path: Path
+    samples: Annotated[int, Field(ge=1)] = 1
+    sampling: Mapping[str, Any]
+
+
 class PluginSettings(BaseModel):
     """Where rollouts come from when slime builds the data source."""
 
@@ -44,9 +55,10 @@ class PluginSettings(BaseModel):
     tasks: Path | None = None
     """Tasks as JSON lines; else slime's ``--prompt-data``, else the agent's ``make_task``."""
     eval_tasks: Path | None = None
-    """Tasks of evaluations as JSON lines; else the agent's ``make_task`` with another seed."""
+    """Tasks of evaluations as JSON lines; else slime's ``--eval-prompt-data`` or ``--eval-config``, else the agent's
+    ``make_task`` with another seed."""
     eval_rollouts: Annotated[int, Field(ge=1)] = 32
-    """Rollouts of an evaluation."""
+    """Rollouts of an evaluation, where slime's data sets do not say how many."""
     llm_url: str | None = None
     """Where agents find the model; else slime's router."""
     get_timeout_s: _Seconds = 1800.0
@@ -69,6 +81,8 @@ class PluginSettings(BaseModel):
     """SGLang's sampling parameters, by slime's ``--rollout-…``."""
     eval_sampling: Mapping[str, Any] | None = None
     """Those of evaluations: the same but for slime's ``--eval-…``."""
+    eval_sets: tuple[EvalSet, ...] = ()
+    """slime's evaluation data sets, where ``eval_tasks`` is not given."""
     seed: int = 0
     """slime's ``--rollout-seed``: the order of the tasks."""
     blocking: bool = True
@@ -102,6 +116,7 @@ class PluginSettings(BaseModel):
             "model": getattr(args, "hf_checkpoint", None),
             "sampling": sampling,
             "eval_sampling": sampling | _sampling(args, "eval"),
+            "eval_sets": _eval_sets(args) if values.get("eval_tasks") is None else (),
             "seed": getattr(args, "rollout_seed", None) or 0,
             "blocking": "fully_async" not in (getattr(args, "rollout_function_path", None) or ""),
         }
@@ -113,6 +128,18 @@ class PluginSettings(BaseModel):
             raise ConfigError(f"{name} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}") from error
 
 
+def _eval_sets(args: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": given.name,
+            "path": given.path,
+            "samples": getattr(given, "n_samples_per_eval_prompt", None) or 1,
+            "sampling": _sampling(args, "rollout") | _sampling(args, "eval") | _sampling(given, ""),
+        }
+        for given in getattr(args, "eval_datasets", None) or ()
+    ]
+
+
 def _sampling(args: Any, prefix: str) -> dict[str, Any]:
-    given = {name: getattr(args, f"{prefix}_{flag}", None) for name, flag in _SAMPLING.items()}
+    given = {name: getattr(args, f"{prefix}_{flag}".strip("_"), None) for name, flag in _SAMPLING.items()}
     return {name: value for name, value in given.items() if value is not None}

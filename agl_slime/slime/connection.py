@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,17 @@ from agl_slime.tokens.tokenizer import load_tokenizer
 LLM_RESOURCE = "main_llm"
 # Resources snapshots that are used again; a store keeps some more.
 _MOST_SNAPSHOTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """``rollouts`` of the tasks of ``cursor``, reported under ``name``; ``sampling`` is slime's own where it is
+    ``None``."""
+
+    name: str
+    cursor: TaskCursor
+    rollouts: int
+    sampling: Mapping[str, Any] | None = None
 
 
 class Connection:
@@ -46,17 +58,26 @@ class Connection:
             self.store = BridgeStore()
             self._runner = RunnerThread(agent=agent, store=self.store)
         tasks = read_tasks(settings.tasks, flag="agl_tasks") if settings.tasks is not None else None
-        eval_tasks = read_tasks(settings.eval_tasks, flag="agl_eval_tasks") if settings.eval_tasks is not None else None
         self.epoch_size = len(tasks) if tasks is not None else None
-        self.tasks, self.eval_tasks = (
-            TaskCursor(as_task_source(given, seed=settings.seed + offset), named=False) if given is not None else None
-            for offset, given in enumerate((tasks or make_task, eval_tasks or make_task))
-        )
+        self.tasks = self._cursor(tasks or make_task)
+        self.evals: list[Evaluation] = []
+        for given in settings.eval_sets:
+            lines = read_tasks(given.path, flag=f"evaluation data set {given.name}:")
+            cursor = self._cursor(lines, offset=1)
+            self.evals.append(Evaluation(given.name, cursor, len(lines) * given.samples, given.sampling))
+        if not self.evals:
+            path = settings.eval_tasks
+            cursor = self._cursor(read_tasks(path, flag="agl_eval_tasks") if path is not None else make_task, offset=1)
+            self.evals += [Evaluation("agl", cursor, settings.eval_rollouts)] if cursor is not None else []
         if self._runner is not None and self.tasks is None:
             raise ConfigError(
                 f"{settings.agent} has no tasks: set agl_tasks or --prompt-data, or give it make_task(rng)"
             )
         self._resources: dict[str, str] = {}
+
+    def _cursor(self, given: Any, *, offset: int = 0) -> Any:
+        seed = self.settings.seed + offset
+        return TaskCursor(as_task_source(given, seed=seed), named=False) if given is not None else None
 
     def data_source_settings(self) -> DataSourceSettings:
         """slime wants exactly ``n_samples_per_prompt`` rollouts per group: failed ones are run again, an incomplete

@@ -14,7 +14,7 @@ from typing import Any
 from agl_slime.datasource.source import DataSourceSettings, GroupSource, spell_ends
 from agl_slime.errors import ConfigError, DataSourceError, spell_exception
 from agl_slime.groups.ledger import Ledger
-from agl_slime.groups.results import GroupResult
+from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.loop.tasks import TaskGroup
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.connection import Connection
@@ -61,7 +61,7 @@ class AGLDataSource(GroupSource, DataSource):
             store, tokenizer = connection.store, tokenizer or connection.tokenizer()
             settings = settings or connection.data_source_settings()
         self._cursor = connection.tasks if connection is not None else None
-        self._eval_cursor = connection.eval_tasks if connection is not None else None
+        self._evals = connection.evals if connection is not None else []
         self._wanted = 0
         self._dropped_in_a_row = 0
         self._topping_up = asyncio.Lock()
@@ -125,31 +125,37 @@ class AGLDataSource(GroupSource, DataSource):
             self._follow_up()
 
     def evaluate(self, rollout_id: int) -> dict[str, dict[str, Any]]:
-        """Run validation rollouts and wait for them: slime's evaluation data, one entry per rollout that succeeded.
+        """Run validation rollouts and wait for them: slime's evaluation data, an entry per rollout that succeeded in
+        each data set.
 
         Raises ``DataSourceError`` when there are no evaluation tasks, when all rollouts failed, or at the deadline.
         """
-        if self._connection is None or self._eval_cursor is None:
-            raise DataSourceError("there are no evaluation tasks: set agl_eval_tasks (AGL_SLIME_EVAL_TASKS)")
+        if not self._evals:
+            what = "set agl_eval_tasks (AGL_SLIME_EVAL_TASKS) or --eval-prompt-data"
+            raise DataSourceError(f"there are no evaluation tasks: {what}")
         self._begin()
         timeout_s = self.settings.get_timeout_s
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            groups = self._eval_cursor.take(self._connection.settings.eval_rollouts)
-            names = [group.group_id for group in groups]
-            self._submit(self._enqueue, groups, 1, "val")
-            while not self._evaluated.keys() >= {*names}:
+            names: dict[str, list[str]] = {}
+            for one in self._evals:
+                groups = one.cursor.take(one.rollouts)
+                names[one.name] = [group.group_id for group in groups]
+                self._submit(self._enqueue, groups, 1, "val", one.sampling)
+            wanted = {name for group_ids in names.values() for name in group_ids}
+            while not self._evaluated.keys() >= wanted:
                 self.raise_if_dead()
                 if time.monotonic() > deadline:
                     raise DataSourceError(f"evaluation {rollout_id} did not end within {timeout_s:g} s")
                 self._changed.wait(1.0)
-            members = [member for name in names for member in self._evaluated.pop(name).succeeded]
-        if not members:
+            members = {
+                name: [member for group_id in group_ids for member in self._evaluated.pop(group_id).succeeded]
+                for name, group_ids in names.items()
+            }
+        if not any(members.values()):
             ends = spell_ends(self.ledger.counts().reasons)
-            raise DataSourceError(f"all {len(names)} rollouts of evaluation {rollout_id} failed: {ends}")
-        samples = [member.samples[-1] for member in members]
-        truncated = [sample.status == Sample.Status.TRUNCATED for sample in samples]
-        return {"agl": {"rewards": [member.reward for member in members], "truncated": truncated, "samples": samples}}
+            raise DataSourceError(f"all {len(wanted)} rollouts of evaluation {rollout_id} failed: {ends}")
+        return {name: _eval_data(ended) for name, ended in members.items() if ended}  # slime divides by their number
 
     def save(self, rollout_id: Any) -> None:
         """Write the state beside the checkpoint (``args.save``), under the id of the step."""
@@ -261,12 +267,13 @@ class AGLDataSource(GroupSource, DataSource):
             await self._enqueue(groups, self.n_samples_per_prompt, "train")
             self._enqueueing = []
 
-    async def _enqueue(self, groups: Sequence[TaskGroup], size: int, mode: Any) -> None:
+    async def _enqueue(self, groups: Sequence[TaskGroup], size: int, mode: Any, sampling: Any = None) -> None:
         connection = self._connection
         assert connection is not None
         for group in groups:
             self.expect(group.group_id, size=size, mode=mode)
-        self.opened(await self._patiently(lambda: connection.enqueue(groups, size=size, mode=mode)))
+        enqueue = connection.enqueue
+        self.opened(await self._patiently(lambda: enqueue(groups, size=size, mode=mode, sampling=sampling)))
 
     def _missing(self) -> int:
         return self._wanted - len(self._groups.ready) - len(self._cursor.under_way) if self._cursor is not None else 0
@@ -277,7 +284,7 @@ class AGLDataSource(GroupSource, DataSource):
         return groups
 
     def _finalized(self, group: GroupResult) -> None:
-        if self._eval_cursor is not None and self._eval_cursor.done(group.group_id):
+        if any(one.cursor.done(group.group_id) for one in self._evals):
             self._evaluated[group.group_id] = group
         if self._cursor is None or not self._cursor.done(group.group_id):
             return
@@ -297,14 +304,20 @@ class AGLDataSource(GroupSource, DataSource):
         super()._store_restarted()
         if self._connection is not None:
             self._connection.forget()
-        if self._eval_cursor is not None:
-            self._submit(self._enqueue, list(self._eval_cursor.under_way.values()), 1, "val")
+        for one in self._evals:
+            self._submit(self._enqueue, list(one.cursor.under_way.values()), 1, "val", one.sampling)
         if self._cursor is not None:
             self._cursor.repeat()
         self._follow_up()
 
     def _more_to_come(self) -> bool:
         return self._connection is not None or super()._more_to_come()
+
+
+def _eval_data(members: Sequence[MemberResult]) -> dict[str, Any]:
+    samples = [member.samples[-1] for member in members]
+    truncated = [sample.status == Sample.Status.TRUNCATED for sample in samples]
+    return {"rewards": [member.reward for member in members], "truncated": truncated, "samples": samples}
 
 
 def _state_path(directory: str | Path, rollout_id: Any) -> Path:

@@ -20,7 +20,15 @@ from agl_slime.slime.generate import stop_rollouts
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
 from agl_slime.types import Sample
-from tests.integration.test_slime_datasource import HERE, HeldAgent, args_for, names, service_with_runner
+from tests.integration.test_slime_datasource import (
+    HERE,
+    HeldAgent,
+    _sampling_by_mode,
+    args_for,
+    names,
+    service_with_runner,
+    write_tasks,
+)
 from tests.store_cases import enqueue_group, finish
 
 SIZE = 2
@@ -124,6 +132,23 @@ async def test_a_checkpoint_that_is_loaded_counts_and_not_the_last_batch(
         repeated = slime_hooks.generate_rollout(args, 1, source).samples  # type: ignore[union-attr]
         assert sorted(names(repeated)) == sorted(names(lost))
         assert source.delivered(0) is None
+
+
+def test_evaluations_go_by_the_names_of_slimes_data_sets(tmp_path: Path):
+    """As slime's ``--eval-prompt-data`` and ``--eval-config`` leave them in its args."""
+    data = [
+        Namespace(name=name, path=write_tasks(tmp_path / f"{name}.jsonl", n), n_samples_per_eval_prompt=samples, **more)
+        for name, n, samples, more in (("easy", 3, 2, {"temperature": 0.0}), ("hard", 2, 1, {"max_response_len": 9}))
+    ]
+    with service_with_runner() as (store, service):
+        with AGLDataSource(args_for(agl_store_url=service.url, eval_datasets=data, rollout_temperature=1.0)) as source:
+            for _ in range(2):
+                output = slime_hooks.generate_rollout(None, 0, source, evaluation=True)
+                assert {name: len(one["rewards"]) for name, one in output.data.items()} == {"easy": 6, "hard": 2}
+                prompts = [one.prompt[-1]["content"] for one in output.data["easy"]["samples"]]
+                assert sorted(prompts) == [f"task {i}" for i in range(3) for _ in range(2)]
+        sampled = asyncio.run(_sampling_by_mode(store))
+        assert sorted(sampled["val"], key=len) == [{"temperature": 0.0}, {"temperature": 1.0, "max_new_tokens": 9}]
 
 
 async def test_groups_that_come_for_nobody_are_given_back(served: tuple[BridgeStore, str]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,6 +189,12 @@ def test_args_come_before_the_environment_and_slimes_flags_fill_the_rest():
     assert str(settings.tasks) == "tasks.jsonl"
     assert settings.sampling == settings.eval_sampling == {"temperature": 0.8, "max_new_tokens": 64}
     assert settings.blocking
+
+
+def test_a_slime_without_the_switch_has_its_prompt_data_too():
+    assert PluginSettings.from_args(Namespace(prompt_data="a.jsonl"), {}).tasks == Path("a.jsonl")
+    off = Namespace(prompt_data="a.jsonl", rollout_global_dataset=False)
+    assert PluginSettings.from_args(off, {}).tasks is None
 
 
 def test_under_slimes_fully_async_rollout_function_nothing_blocks():

@@ -56,6 +56,9 @@ _SWITCHES = (
     "untie-embeddings-and-output-weights",
 )
 
+OPTIONS: set[str] = set()
+"""What the last parser knew, these options and slime's own: it ignores all others without a word."""
+
 
 def parse_args(
     extra_args_provider: Callable[[Any], Any] | None = None, ignore_unknown_args: bool = False
@@ -77,6 +80,8 @@ def parse_args(
     parser.add_argument("--distributed-timeout-minutes", type=int, default=10)
     if extra_args_provider is not None:
         parser = extra_args_provider(parser)
+    OPTIONS.clear()
+    OPTIONS.update(parser._option_string_actions)
     return parser.parse_known_args()[0] if ignore_unknown_args else parser.parse_args()
 
 
