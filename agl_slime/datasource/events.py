@@ -70,7 +70,7 @@ class EndTable:
             if rollout_id not in self._ends:
                 self._ends[rollout_id] = _End(number, read=known, released=known)
                 fresh += [] if known else [rollout_id]
-            elif known:  # and not released yet
+            elif known or not self._ends[rollout_id].number:  # not released yet, or read before it was told of
                 self._ends[rollout_id] = replace(self._ends.pop(rollout_id), number=number)
         self._trim()
         return fresh

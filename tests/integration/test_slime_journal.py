@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from agl_slime import AGLDataSource, slime_hooks
+from agl_slime.datasource.events import EndTable
 from agl_slime.errors import DataSourceError
 from agl_slime.groups.results import Outcome
 from agl_slime.slime.generate import stop_rollouts
 from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.feed import FeedPage
 from agl_slime.store.server import StoreService
 from agl_slime.types import Sample
 from tests.integration.test_slime_datasource import (
@@ -91,6 +93,22 @@ async def test_a_manager_that_takes_the_journal_over_loses_and_doubles_nothing(
     source.close()
     with pytest.raises(DataSourceError, match="stopped"):
         source.get_samples(1)
+
+
+def test_what_was_being_read_at_a_save_is_known_as_read_at_the_next_one():
+    """It is read again after the load, which may be before the feed names it; with unread ends before it, the third
+    manager was told of it as new."""
+    table = EndTable(hold=True)
+    table.restore({"follow": {"epoch": "one", "after": 0}, "ended": [], "unreleased": []})
+    table.read("waited for")
+    page = FeedPage(instance_id="one", last=2, rollout_ids=["unread", "waited for"], missed=False)
+    assert table.told(page) == ["unread"]
+    state = table.state()
+    assert state["follow"]["after"] == 0
+    assert state["ended"] == ["waited for"]
+    table = EndTable(hold=True)
+    table.restore(state)
+    assert table.told(page) == ["unread"]
 
 
 async def test_the_batch_of_a_step_is_the_same_for_the_manager_that_follows(

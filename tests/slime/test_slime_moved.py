@@ -21,17 +21,20 @@ _LEAST = {
 }
 _ENTRIES = {
     "hooks": ["-c", "import agl_slime.slime_hooks"],
-    "train.py": ["train.py", "--trainer", "slime", "--sglang-url", "http://127.0.0.1:1", "--model-path", "."],
+    "train.py": ["train.py", "--trainer", "slime", "--sglang-url", "http://127.0.0.1:1", "--model-path"],
     "doctor": ["-m", "agl_slime.slime.doctor"],
 }
 
 
 def entered(root: Path, *path: Path) -> dict[str, tuple[int, str]]:
     """Exit code and output of each entry with the slime that lies in ``root``."""
+    model = root / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
     python_path = os.pathsep.join(str(place) for place in (*path, root, REPOSITORY))
     processes = {
         name: subprocess.Popen(
-            [sys.executable, *command],
+            [sys.executable, *command, *([str(model)] if name == "train.py" else [])],
             cwd=REPOSITORY,
             env={**os.environ, "PYTHONPATH": python_path, "COLUMNS": "1000"},
             stdout=subprocess.PIPE,

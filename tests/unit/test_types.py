@@ -163,5 +163,7 @@ def test_the_other_twins_have_the_shape_of_slime() -> None:
         fields = [
             (field.name, field.default) for field in dataclasses.fields(class_of(rollout / "base_types.py", name))
         ]
-        assert [(field.name, field.default) for field in dataclasses.fields(getattr(types, name))] == fields
-    assert class_of(rollout / "data_source.py", "DataSource").__abstractmethods__ == DataSource.__abstractmethods__
+        # newer slimes have more, with defaults
+        assert [(field.name, field.default) for field in dataclasses.fields(getattr(types, name))] == fields[:2]
+    [home] = slime_package().glob("*/data_source.py")
+    assert class_of(home, "DataSource").__abstractmethods__ == DataSource.__abstractmethods__
