@@ -164,6 +164,17 @@ async def test_slimes_sampling_flags_reach_the_agents(engine: str, tmp_path: Pat
     assert NumbersAgent.sampling == [{"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 7}] * BATCH * SIZE
 
 
+@pytest.mark.parametrize("by_group", [True, False])
+async def test_rewards_are_left_to_a_slime_that_finds_groups_itself(
+    by_group: bool, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(slime, "normalizes_by_group", lambda: by_group)
+    given: list[str] = []
+    monkeypatch.setattr(slime, "parse_slime_args", lambda flags: (given.extend(flags), parse(flags))[1])
+    await run(config_for(engine, tmp_path, 1, numbered(3)))
+    assert ("--custom-reward-post-process-path" in given) is not by_group
+
+
 async def test_slimes_evaluation_flags_are_refused(engine: str, tmp_path: Path):  # fault 6
     with pytest.raises(ConfigError, match="--eval-temperature"):
         await run(config_for(engine, tmp_path, 1, numbered(3)), "--eval-temperature", "0")

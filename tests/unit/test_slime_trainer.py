@@ -60,6 +60,8 @@ def test_the_loops_settings_become_slimes_flags():
     assert (_value(flags, "--sglang-router-ip"), _value(flags, "--sglang-router-port")) == ("10.0.0.9", "3000")
     assert "--rollout-num-gpus" not in flags
     assert _value(flags, "--data-source-path") == "agl_slime.AGLDataSource"
+    # under in-place pauses slime's default for evaluations is its own function
+    assert _value(flags, "--eval-function-path") == "agl_slime.slime_hooks.generate_rollout"
 
 
 def test_engines_that_slime_launches_get_a_router_at_a_known_port():
