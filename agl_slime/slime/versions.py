@@ -55,7 +55,7 @@ def parse_args() -> tuple[Any, Any]:
 
 def normalizes_by_group() -> bool:
     """Whether slime's own normalisation goes by ``group_index``, one reward per rollout. Asked by two groups that lie
-    interleaved: by position their means are others."""
+    interleaved: by position their means are others. Raises ``UnknownVersionError`` when it cannot be asked."""
     builder = find_optional("BatchBuilder")
     if builder is None:
         return False
@@ -72,7 +72,10 @@ def normalizes_by_group() -> bool:
     samples: list[Sample] = [
         sample_from_fields(reward=float(i), group_index=i % 2, index=i, rollout_id=i) for i in range(4)
     ]
-    return [*builder(args)._post_process_rewards(samples)[1]] == [-1.0, -1.0, 1.0, 1.0]
+    try:
+        return [*builder(args)._post_process_rewards(samples)[1]] == [-1.0, -1.0, 1.0, 1.0]
+    except (AttributeError, TypeError) as error:
+        raise UnknownVersionError(f"BatchBuilder of {version()} does not say how it normalises: {error}") from error
 
 
 class RolloutSide:
