@@ -87,10 +87,11 @@ def test_slimes_own_model_files_fit_the_launch_script(policy_dir: Path, tmp_path
     model.mkdir()
     for file in policy_dir.iterdir():
         (model / file.name).symlink_to(file)
-    sizes = {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 28, "intermediate_size": 3072}
-    config = json.loads((policy_dir / "config.json").read_text())
-    config |= {**sizes, "vocab_size": 151936, "rope_theta": 1000000, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
-    config.pop("layer_types", None)  # as many as layers
+    given = json.loads((policy_dir / "config.json").read_text())
+    config = {name: given[name] for name in ("architectures", "model_type")}
+    config |= {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 28, "intermediate_size": 3072}
+    config |= {"vocab_size": 151936, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 1e6}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
     (model / "config.json").unlink()
     (model / "config.json").write_text(json.dumps(config))
     parsed = launched("run_agent.sh", root, tmp_path)
