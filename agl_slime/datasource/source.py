@@ -101,6 +101,7 @@ class GroupSource(EndFollower):
         self._stopped = False
         self._announced = False
         self._reading: set[str] = set()
+        self._to_read: set[str] = set()  # of a loaded state, until they are looked at
         self._start()
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
@@ -222,7 +223,7 @@ class GroupSource(EndFollower):
         same moment."""
         with self._changed:
             state = {**self._groups.state(), **self._ends.state()}
-            state["waiting"] = list(dict.fromkeys([*state["waiting"], *self._reading]))
+            state["waiting"] = list(dict.fromkeys([*state["waiting"], *self._reading, *self._to_read]))
             # a store that tells of nothing would give again all that was dealt with
             ended = state["ended"] if self._tells or self._feeds else self.ledger.recent_ids()
             state["ended"] = sorted({*ended} - {*state["waiting"]})
@@ -238,6 +239,7 @@ class GroupSource(EndFollower):
             self._groups.restore(state)
             self.ledger.remember({*(state.get("ended") or ())} - {*waiting})
             self._ends.restore(state)
+            self._to_read.update(waiting)
             self._changed.notify_all()
         for rollout_id in waiting:
             self.notify(rollout_id)
@@ -245,6 +247,7 @@ class GroupSource(EndFollower):
     async def _look(self, rollout_id: str) -> None:
         """Read, convert and take in one rollout that may have ended."""
         with self._changed:
+            self._to_read.discard(rollout_id)
             if rollout_id in self._reading:
                 return
             if known := self._groups.has_ended(rollout_id):

@@ -16,6 +16,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ def main(directory: Path, store_url: str, groups: int, kills: int, seed: int) ->
             try:
                 run_manager(directory, store_url, steps, plan)
                 code = 0
+            except Exception:
+                traceback.print_exc()
             finally:
                 os._exit(code)  # never back into the parent's code
         if died < kills and rng.random() < 0.5:
@@ -84,8 +87,9 @@ def run_manager(directory: Path, store_url: str, steps: int, plan: dict[str, Any
         recover=(pool / "control" / "journal.log").exists(),
     )
     first = read_journal(directory)
-    if first == 0:
+    if not (directory / "journal.json").exists():  # loaded once in the life of a journal
         source.load(-1)
+        write_file(directory / "journal.json", json.dumps({"next": 0}))
 
     def maybe_die(step: int, point: str) -> None:
         if plan == {"step": step, "point": point}:
