@@ -36,7 +36,7 @@ _POLL_OPEN_S = 5.0
 
 @dataclass(slots=True)
 class _End:
-    number: int = 0  # place in the store's feed; 0 where it has none
+    number: int = 0  # place in the store's feed; 0 where it has none yet, -1 before the position that was loaded
     read: bool = False
     saved: bool = False  # a state was saved after it was read
     released: bool = False
@@ -98,7 +98,13 @@ class EndTable:
     def state(self) -> dict[str, Any]:
         """``ended``: what was read after the position; ``unreleased``: what is still kept in the store."""
         after = next((end.number - 1 for end in self._ends.values() if not end.read), self.position.after)
-        ended = [name for name, end in self._ends.items() if end.read and end.number > after]
+        # what was waited for and is read again may be trained on before the feed names it
+        followed = bool(self.position.instance_id)
+        ended = [
+            name
+            for name, end in self._ends.items()
+            if end.read and (end.number > after or (followed and not end.number))
+        ]
         kept = [name for name, end in self._ends.items() if end.read and not end.released]
         return {
             "follow": {"epoch": self.position.instance_id, "after": after},
@@ -110,7 +116,8 @@ class EndTable:
         if (follow := state.get("follow")) is not None:
             self.position = FeedPosition(follow["epoch"], follow["after"])
             self._known = {*(state.get("ended") or ()), *follow.get("settled", ())}  # their name before this version
-        self._ends = {name: _End(read=True) for name in state.get("unreleased") or ()}
+        again = {*(state.get("waiting") or ())}
+        self._ends = {name: _End(0 if name in again else -1, read=True) for name in state.get("unreleased") or ()}
 
     def _release(self, rollout_ids: Collection[str]) -> None:
         for rollout_id in rollout_ids:
