@@ -1,15 +1,17 @@
 """What differs between slime's versions, by feature: the one place that adapts to them. Where names are is in
 ``agl_slime.support.slime``, the fields of ``Sample`` in ``agl_slime.types``.
 
-| what                           | v0.3.0 to 624b824 (v0.3.2)   | ec3003b5                   | 13b347f8          | main (8c1c944b of its fork) |
-|--------------------------------|------------------------------|----------------------------|-------------------|-----------------------------|
-| ``create_rollout_manager``     | ``args, pg``                 | ``args, pg, restore_plan`` | ``args, restore_plan``, gives a ``RolloutStartup`` | the same    |
-| who ends what it started       | whoever called               | whoever called             | whoever called    | ``RolloutStartup.close``    |
-| ``training_completed``, pausing | no                          | yes                        | and ``training_ready`` | the same               |
-| a checkpoint is written by     | the driver                   | the driver                 | ``save_checkpoint`` | the same                  |
-| rewards are normalised         | by position                  | by position                | by position       | by ``group_index``          |
-| ``args.rollout_global_dataset`` | yes                         | no                         | no                | no                          |
-"""  # noqa: E501
+| what                           | v0.3.0 to 624b824 | ec3003b5                   | 13b347f8             | main           |
+|--------------------------------|-------------------|----------------------------|----------------------|----------------|
+| ``create_rollout_manager``     | ``args, pg``      | ``args, pg, restore_plan`` | ``args, restore_plan`` | as before    |
+| it gives                       | a tuple           | a tuple                    | ``RolloutStartup``   | and ``close`` on it |
+| ``training_completed``, pauses | no                | yes                        | and ``training_ready`` | as before    |
+| a checkpoint is written by     | the driver        | the driver                 | ``save_checkpoint``  | as before      |
+| rewards are normalised         | by position       | by position                | by position          | by ``group_index`` |
+| ``args.rollout_global_dataset`` | yes              | no                         | no                   | no             |
+
+v0.3.2 is taken to be 624b824; what is said of main's driver is read from commit 8c1c944b of a fork that follows it.
+"""
 
 from __future__ import annotations
 
