@@ -1,14 +1,14 @@
 """What differs between slime's versions, by feature: the one place that adapts to them. Where names are is in
 ``agl_slime.support.slime``, the fields of ``Sample`` in ``agl_slime.types``.
 
-| what                                     | v0.3.0 to 624b824 | ec3003b5         | 13b347f8               | main           |
-|------------------------------------------|-------------------|------------------|------------------------|----------------|
-| parameters of ``create_rollout_manager`` | args, pg          | and restore_plan | args, restore_plan     | as before      |
-| what it gives                            | a tuple           | a tuple          | RolloutStartup         | with ``close`` |
-| ``training_completed``, pauses           | no                | yes              | and ``training_ready`` | as before      |
-| a checkpoint is written by               | the driver        | the driver       | ``save_checkpoint``    | as before      |
-| rewards are normalised                   | by position       | by position      | by position            | by group_index |
-| ``args.rollout_global_dataset``          | yes               | no               | no                     | no             |
+| what                             | v0.3.0 to 624b824 | ec3003b5         | 13b347f8               | main           |
+|----------------------------------|-------------------|------------------|------------------------|----------------|
+| ``create_rollout_manager`` takes | args, pg          | and restore_plan | args, restore_plan     | as before      |
+| what it gives                    | a tuple           | a tuple          | RolloutStartup         | with ``close`` |
+| ``training_completed``, pauses   | no                | yes              | and ``training_ready`` | as before      |
+| a checkpoint is written by       | the driver        | the driver       | ``save_checkpoint``    | as before      |
+| rewards are normalised           | by position       | by position      | by position            | by group_index |
+| ``args.rollout_global_dataset``  | yes               | no               | no                     | no             |
 
 v0.3.2 is taken to be 624b824; what is said of main's driver is read from commit 8c1c944b of a fork that follows it.
 """
