@@ -106,11 +106,6 @@ class Generation:
     latency_s: float = 0.0
     resumed: int = 0
 
-    @property
-    def weight_version(self) -> str | None:
-        """The version that sampled the last token."""
-        return self.weight_versions[-1].version if self.weight_versions else None
-
 
 def parse_generation(body: Any, *, latency_s: float = 0.0, where: str = "/generate") -> Generation:
     """A ``/generate`` answer (asked with ``return_logprob``) as a ``Generation``; ``where`` names the URL in errors.

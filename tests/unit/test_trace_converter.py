@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import RewardError, TraceError
+from agl_slime.groups.results import GroupResult, MemberResult
+from agl_slime.loop.metrics import collect_metrics
 from agl_slime.sglang.generation import WeightSpan
 from agl_slime.support.agl import Rollout, Span, emit_reward
 from agl_slime.trace import attributes as names
@@ -133,6 +135,10 @@ def test_a_branching_rollout_gives_siblings_under_one_rollout_id_and_one_reward(
     assert [sample.reward for sample in conversion.samples] == [0.25, 0.25]
     assert [sample.metadata["fork_reason"] for sample in conversion.samples] == [None, "branch"]
     assert conversion.forks == {"branch": 1}
+    member = MemberResult(rollout_id="ro", group_id="g", reward=0.25, samples=tuple(conversion.samples))
+    group = GroupResult(group_id="g", mode="train", size=1, members=(member,), ready=True)
+    metrics = collect_metrics([group, group], collect_s=1.0)
+    assert {name: n for name, n in metrics.items() if name.startswith("trace/forks/")} == {"trace/forks/branch": 2}
     assert conversion.trajectory.sampled_tokens == 6 == sum(sum(sample.loss_mask) for sample in conversion.samples)
 
 
