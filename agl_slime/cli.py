@@ -36,6 +36,7 @@ COMMANDS = {
     "train": "train an agent online",
     "plot": "draw the reward.png of a run from its metrics",
     "buffer": "serve a rollout buffer",
+    "gateway": "serve the model to agents that other runners execute",
     "assign-instance-id": "give each line of a JSON-lines file an instance_id",
 }
 
@@ -48,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"usage: agl-slime COMMAND [flags]\n\n{commands}")
         return 0
     command, *rest = arguments
-    if command == "buffer":
-        return import_module("agl_slime.buffer.server").main(rest)
+    if command in ("buffer", "gateway"):
+        home = "buffer.server" if command == "buffer" else "gateway.remote"
+        return import_module(f"agl_slime.{home}").main(rest)
     if command in COMMANDS:
         functions = {"train": _train, "plot": _plot, "assign-instance-id": _assign_instance_ids}
         return _reported(partial(functions[command], rest))

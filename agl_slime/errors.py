@@ -77,6 +77,17 @@ class BufferRequestError(AglSlimeError, ValueError):
         self.status = status
 
 
+class GatewayRequestError(AglSlimeError, ValueError):
+    """A request that the gateway refuses, with the HTTP status that makes its client do the right thing, a word for
+    programs, and the field that is wrong."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, code: str = "invalid_value", param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
 class ContextOverflowError(EngineRequestError):
     """The prompt leaves no room for a token within the model's context length."""
 

@@ -269,6 +269,8 @@ class Engine:
             request.finish = self._finish_reason(request, token)
             if request.finish is not None:
                 done.append(row)
+            elif request.on_token is not None:
+                request.on_token()
         self.tokens_sampled += len(ids)
         for row in reversed(done):
             self._end(self._remove(row))

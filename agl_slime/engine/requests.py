@@ -99,6 +99,8 @@ class Request:
     logprob_start_len: int = -1
     """First place of the prompt to report a log-prob for; -1 reports none."""
     on_finish: Callable[[Request], object] = lambda _: None
+    on_token: Callable[[], object] | None = None
+    """Called after each step that sampled a token of it, where somebody follows."""
 
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -131,8 +133,6 @@ def parse_generate(body: Any, *, encode: Callable[[str], list[int]]) -> tuple[li
     """The requests of a ``/generate`` body and whether the answer is a single object rather than a list. Raises
     ``BadRequest``."""
     asked = parse(GenerateBody, body)
-    if asked.stream:
-        raise BadRequest("stream is not supported by the embedded engine: leave it out or use a real SGLang")
     if (asked.text is None) == (asked.input_ids is None):
         raise BadRequest("Either text, input_ids or input_embeds should be provided: here text or input_ids.")
     given: Any = asked.input_ids if asked.text is None else asked.text
@@ -158,6 +158,8 @@ def parse_generate(body: Any, *, encode: Callable[[str], list[int]]) -> tuple[li
         for prompt, sampling, logprob, start in zip(prompts, params, wanted, starts, strict=True)
         for _ in range(n)
     ]
+    if asked.stream and len(requests) > 1:
+        raise BadRequest("stream is supported by the embedded engine for one prompt and n=1 only: use a real SGLang")
     return requests, not batched and n == 1
 
 

@@ -8,6 +8,7 @@ images) is refused with status 400.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import time
 import uuid
@@ -95,11 +96,35 @@ class EmbeddedServer:
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
-    async def _generate(self, http: web.Request) -> web.Response:
-        requests, single = parse_generate(await _object(http), encode=self._tokenizer.encode)
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        body = await _object(http)
+        requests, single = parse_generate(body, encode=self._tokenizer.encode)
+        if body.get("stream"):
+            return await self._stream(http, requests[0])
         await self._run(requests)
         answers = [self._generate_answer(request) for request in requests]
         return _answer(answers[0] if single else answers)
+
+    async def _stream(self, http: web.Request, request: Request) -> web.StreamResponse:
+        """Events that each hold all that was sampled so far; of steps that came meanwhile, the last."""
+        loop, stepped = asyncio.get_running_loop(), asyncio.Event()
+        request.on_token = partial(loop.call_soon_threadsafe, stepped.set)
+        running = asyncio.ensure_future(self._run([request]))
+        running.add_done_callback(lambda _: stepped.set())
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        try:
+            while not running.done():
+                await stepped.wait()
+                stepped.clear()
+                if running.done():
+                    running.result()
+                if not response.prepared:
+                    await response.prepare(http)
+                await response.write(b"data: %s\n\n" % json.dumps(self._generate_answer(_so_far(request))).encode())
+        finally:
+            running.cancel()
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     async def _chat(self, http: web.Request) -> web.Response:
         body = await _object(http)
@@ -287,6 +312,14 @@ class EmbeddedServer:
             "disable_health_check": False,
         }
         return _answer({"workers": [worker], "total": 1, "stats": {"regular_count": 1}})
+
+
+def _so_far(request: Request) -> Request:
+    """A copy of what the engine's thread may be adding to."""
+    now = copy.copy(request)
+    n = len(request.log_probs)
+    now.output_ids, now.log_probs, now.versions = request.output_ids[:n], request.log_probs[:n], [*request.versions]
+    return now
 
 
 async def _control(future: Future[T]) -> T:

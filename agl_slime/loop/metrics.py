@@ -51,6 +51,8 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
         metrics["rollout/abandoned_threads"] = hung
     for kind, count in Counter(kind for sample in samples if (kind := sample.metadata.get("fork_reason"))).items():
         metrics[f"trace/forks/{kind}"] = count
+    for what, count in sum((_seen_by_gateway(member) for member in members), Counter()).items():
+        metrics[f"gateway/{what}"] = count
     for code, count in Counter(group.code or "group_incomplete" for group in groups if not group.ready).items():
         metrics[f"rollout/dropped/{code}"] = count
     for reason, count in failures.items():
@@ -70,6 +72,12 @@ def eval_metrics(groups: Sequence[GroupResult]) -> dict[str, Any]:
         "val/count": len(members),
         "val/failed": sum(not member.ok for member in members),
     }
+
+
+def _seen_by_gateway(member: MemberResult) -> Counter[str]:
+    """What a gateway counted of a rollout; how often which path was asked is left out."""
+    seen = member.samples[0].metadata.get("gateway") if member.samples else None
+    return Counter({what: int(count) for what, count in (seen or {}).items() if " " not in what})
 
 
 def _trained_tokens(sample: Sample) -> int:

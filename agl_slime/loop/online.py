@@ -30,8 +30,8 @@ from agl_slime.loop.settings import LoopSettings, LoopState, RunResult
 from agl_slime.loop.tasks import TaskCursor, Tasks, as_task_source
 from agl_slime.report import events
 from agl_slime.report.metrics import ITERATION_S, REWARD_MEAN, VAL_REWARD_MEAN, VAL_START_REWARD_MEAN, WEIGHTS_VERSION
-from agl_slime.rollout.agent import LLM_RESOURCE
-from agl_slime.rollout.alarms import alike_answers, tool_never_fired
+from agl_slime.rollout.access import LLM_RESOURCE
+from agl_slime.rollout.alarms import alike_answers, fork_examples, tool_never_fired
 from agl_slime.runner.base import RunnerPlan, RunnerPool, make_runners
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources
@@ -219,6 +219,8 @@ class OnlineRLLoop:
         short = [group.succeeded for group in groups if best is not None and max(group.rewards, default=best) < best]
         for text in tool_never_fired([member for group in groups for member in group.succeeded]):
             self._emit(events.Warning(text=text, key=text.partition(" was")[0]))
+        for kind, text in fork_examples([member for group in groups for member in group.succeeded]).items():
+            self._emit(events.Warning(text=text, key=f"fork:{kind}"))
         for text in alike_answers(short):
             self._emit(events.Warning(text=text, key="alike_answers"))
 

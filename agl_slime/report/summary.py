@@ -81,7 +81,8 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if (diff := get("logprob_diff_first")) is not None:
         rows.append(("log-prob difference", f"{diff:.1e} at most between trainer and engine, first batch"))
     if (deviation := get("first_ratio_dev_max")) is not None:
-        rows.append(("first ratio", f"within {deviation:.1e} of 1"))
+        hollow = "; hollow for retokenized samples: the trainer computed both sides" if get("retokenized") else ""
+        rows.append(("first ratio", f"within {deviation:.1e} of 1{hollow}"))
     if get("forks") is not None or get("retokenized") is not None:
         rows.append(("samples", f"{_count(get('forks'))} forks, {_count(get('retokenized'))} retokenized"))
     if get("wall_s") is not None:

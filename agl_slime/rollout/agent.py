@@ -7,12 +7,12 @@ A user writes ``compute_reward``, perhaps ``build_prompt``, and for more than on
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agl_slime.errors import ConfigError
+from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, sampling_of
 from agl_slime.rollout.outcome import LossScale, check_reward, untrained_turns
 from agl_slime.rollout.scheduler import MultiTurnScheduler, schedulers
 from agl_slime.rollout.session import RolloutSession, RolloutStopped
@@ -20,24 +20,14 @@ from agl_slime.rollout.tool_parsers import ToolParser, get_tool_parser, parser_f
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.rollout.turns import run_turns
 from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.describe import end_token_ids, vocab_size_of
 from agl_slime.sglang.generation import SamplingParams
 from agl_slime.sglang.transport import ClientSettings
 from agl_slime.support.agl import LLM, LitAgent, NamedResources, Rollout, emit_reward
-from agl_slime.support.threads import call_user_code, run_in_thread, run_user_code
-from agl_slime.tokens.template import ChatTemplate
-from agl_slime.tokens.tokenizer import ChatTokenizer, load_tokenizer
+from agl_slime.support.threads import call_user_code, run_user_code
+from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
-
-# Agent Lightning's convention for the name of the model under training.
-LLM_RESOURCE = "main_llm"
-
-# Rollouts of one agent have the same tools, mostly; where each task has its own, old templates are let go.
-_MAX_TEMPLATES = 64
-
-_SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__) - {"extra"}
 
 
 class SGLangLitAgent(LitAgent[dict[str, Any]]):
@@ -79,12 +69,9 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         trained_agents: str | None = None,
     ) -> None:
         super().__init__(trained_agents=trained_agents)
-        self._tokenizer = tokenizer
         self._sampling = sampling
         self._client = client
-        self._client_settings = client_settings
-        self._clients: dict[str, SGLangClient] = {}
-        self._templates: dict[str, ChatTemplate] = {}
+        self._access = EngineAccess(tokenizer=tokenizer, settings=client_settings)
 
     def compute_reward(self, task: dict[str, Any], response: str) -> Any:
         """The reward of the last answer: a number, or a dict of named numbers whose first is the primary one."""
@@ -152,13 +139,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
 
     async def aclose(self) -> None:
         """Close the connections; the runner calls it on its own event loop when it ends."""
-        clients, self._clients = self._clients, {}
-        for client in clients.values():
-            await client.aclose()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # connections belong to a process; a copy in another one opens its own
-        return {**self.__dict__, "_clients": {}, "_templates": {}}
+        await self._access.aclose()
 
     async def _open_session(
         self, task: dict[str, Any], resources: NamedResources, rollout: Rollout, tools: ToolManager
@@ -166,9 +147,8 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         llm = resources.get(LLM_RESOURCE)
         if not isinstance(llm, LLM):
             raise ConfigError(f"the resources must hold an LLM named {LLM_RESOURCE!r}, they hold {sorted(resources)}")
-        if self._tokenizer is None and not llm.model:
-            raise ConfigError(f"LLM.model of {LLM_RESOURCE!r} is empty; name a checkpoint, or give a tokenizer")
-        tokenizer = self._tokenizer or await run_in_thread(load_tokenizer, llm.model)
+        llm = await self._access.engine(llm)
+        tokenizer = await self._access.tokenizer(llm)
 
         def prepare() -> Any:
             for tool in self.build_tools(task) or ():
@@ -186,21 +166,14 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             messages=messages,
             tools=tools if offered else None,
             parser=get_tool_parser(parser) if offered else None,
-            template=self._template(tokenizer, tools.schemas if offered and self.tools_in_prompt else None),
+            template=self._access.template(
+                tokenizer, tools.schemas if offered and self.tools_in_prompt else None, self.template_kwargs
+            ),
             rollout_id=rollout.rollout_id,
             model=llm.model,
             max_turns=self.max_turns,
             max_trajectory_tokens=self.max_trajectory_tokens,
         )
-
-    def _template(self, tokenizer: ChatTokenizer, tools: list[dict[str, Any]] | None) -> ChatTemplate:
-        """One template for all rollouts with these tools: what it has found out about itself is known to all."""
-        key = f"{id(tokenizer)} {json.dumps(tools, sort_keys=True, default=repr)}"
-        if key not in self._templates:
-            if len(self._templates) >= _MAX_TEMPLATES:  # tools that differ from task to task
-                self._templates.clear()
-            self._templates[key] = ChatTemplate(tokenizer=tokenizer, tools=tools, template_kwargs=self.template_kwargs)
-        return self._templates[key]
 
     def _scheduler(self, session: RolloutSession) -> MultiTurnScheduler | None:
         scheduler = self.scheduler
@@ -213,25 +186,4 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         return scheduler
 
     def _client_for(self, llm: LLM, tokenizer: ChatTokenizer) -> SGLangClient:
-        if llm.endpoint not in self._clients:
-            self._clients[llm.endpoint] = SGLangClient(
-                base_url=llm.endpoint,
-                settings=self._client_settings,
-                eos_token_ids=end_token_ids(llm.model, tokenizer),
-                decode=tokenizer.decode,
-                vocab_size=vocab_size_of(llm.model),
-            )
-        return self._clients[llm.endpoint]
-
-
-def sampling_of(llm: LLM) -> SamplingParams:
-    """``LLM.sampling_parameters`` as ``SamplingParams``; OpenAI's ``max_tokens`` is taken for ``max_new_tokens``, names
-    that are not ours are passed to SGLang as they are."""
-    extra = dict(llm.sampling_parameters)
-    values = {name: extra.pop(name) for name in [*extra] if name in _SAMPLING_FIELDS}
-    if "max_tokens" in extra:
-        values.setdefault("max_new_tokens", extra.pop("max_tokens"))
-    for name in {"stop", "stop_token_ids"} & values.keys():
-        value = values[name]
-        values[name] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
-    return SamplingParams(**values, extra=extra)
+        return self._access.client(llm, tokenizer)

@@ -30,6 +30,18 @@ def alike_answers(groups: Iterable[Sequence[Any]], *, max_share: float = 0.5, mi
     return [f"in {alike} of {n} groups all answers are the same to the token: the policy or its sampling has collapsed"]
 
 
+def fork_examples(members: Iterable[Any]) -> dict[str, str]:
+    """Of agents behind a gateway, one rollout for each class of forks, as a sentence."""
+    found: dict[str, str] = {}
+    for member in members:
+        for number, sample in enumerate(member.samples):
+            kind = sample.metadata.get("fork_reason")
+            if kind and kind not in found and "gateway" in sample.metadata:
+                text = f"conversations fork ({kind}), first seen in rollout {member.rollout_id}"
+                found[kind] = f"{text}: Sample {number + 1} of {len(member.samples)}"
+    return found
+
+
 def _trained_tokens(sample: Any) -> tuple[int, ...]:
     response = sample.tokens[len(sample.tokens) - sample.response_length :]
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * len(response)

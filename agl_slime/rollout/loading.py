@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import importlib
 import inspect
 import logging
@@ -34,8 +35,9 @@ def split_agent(path: str) -> tuple[str, str]:
 
 
 def load_agent(path: str) -> Any:
-    """An instance of the agent class named ``module:Class`` or ``path/to/file.py:Class``; modules are looked for in the
-    working directory too, as with ``python -m``.
+    """The agent named ``module:Name`` or ``path/to/file.py:Name``: an instance of the class of that name, or what it
+    names, an agent that was made there or by ``@agl.rollout``. Modules are looked for in the working directory too, as
+    with ``python -m``.
 
     Raises ``ConfigError`` with one sentence, whatever the person's module or class does.
     """
@@ -58,8 +60,16 @@ def load_agent(path: str) -> Any:
     agent_class = getattr(module, name, None)
     if agent_class is None:
         own = [value for value in vars(module).values() if isinstance(value, type)]
-        classes = sorted(value.__name__ for value in own if value.__module__ == module.__name__)
-        raise unusable(f"{source} has no class {name!r}; it has {', '.join(classes) or 'none'}")
+        classes = {value.__name__ for value in own if value.__module__ == module.__name__}
+        agents = {key for key, value in vars(module).items() if isinstance(value, LitAgent)}
+        raise unusable(
+            f"{source} has no class or agent {name!r}; it has {', '.join(sorted(classes | agents)) or 'none'}"
+        )
+    if isinstance(agent_class, LitAgent):
+        found: Any = agent_class
+        _known[id(found)] = found, str(Path(source).resolve()) if source.endswith(".py") else source, name
+        copyreg.pickle(type(found), _reduced)
+        return found
     if not (isinstance(agent_class, type) and issubclass(agent_class, LitAgent)):
         raise unusable(f"{name} is not an Agent Lightning LitAgent; derive it from agl_slime.SGLangLitAgent")
     try:
@@ -71,6 +81,17 @@ def load_agent(path: str) -> Any:
         return agent_class()
     except Exception as error:
         raise unusable(f"{name}() failed with {spell_exception(error)}") from error
+
+
+# Agents that modules hold: what @agl.rollout makes cannot be pickled, for its function is not found under its name.
+_known: dict[int, tuple[Any, str, str]] = {}
+
+
+def _reduced(agent: Any) -> Any:
+    if id(agent) not in _known:
+        return agent.__reduce_ex__(4)
+    _, source, name = _known[id(agent)]
+    return load_agent, (f"{source}:{name}",)
 
 
 def _imported(source: str) -> ModuleType:
@@ -116,7 +137,9 @@ def configure_agent(
 
     name = type(agent).__name__
     if not isinstance(agent, SGLangLitAgent):
-        raise ConfigError(f"--multi-turn-scheduler and --max-turns need an SGLangLitAgent, not a {name}")
+        if scheduler is not None:
+            raise ConfigError(f"--multi-turn-scheduler needs an SGLangLitAgent, not a {name}")
+        return  # the gateway counts its turns
     if scheduler is not None:
         if type(agent).run is not SGLangLitAgent.run:
             raise ConfigError(f"--multi-turn-scheduler {scheduler}: {name} has a run of its own, without a scheduler")

@@ -11,7 +11,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,8 @@ from agl_slime.tokens.template import ChatTemplate
 from agl_slime.trace import attributes as names
 from agl_slime.trace.span_codec import TurnEncoder
 from agl_slime.trace.turn import Turn
+
+SpanWriter = Callable[[dict[str, Any], float], None]
 
 _ENDS = {"length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 
@@ -122,7 +124,7 @@ class RolloutSession(Session):
     ``tools`` are shown to the model; ``SGLangLitAgent.run`` runs what ``parser`` finds in its answers. ``max_turns``
     limits the answers of the rollout, all branches together; ``max_trajectory_tokens`` the tokens of one conversation,
     prompt and answers: an answer gets no more tokens than are left. Each turn is written as a span, unless ``traced``
-    is off.
+    is off: by ``write(attributes, started)``, or by Agent Lightning's active tracer.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class RolloutSession(Session):
         model: str = "",
         max_trajectory_tokens: int | None = None,
         traced: bool = True,
+        write: SpanWriter | None = None,
         **options: Any,
     ) -> None:
         self.context = ChatContext(template=template, messages=messages)
@@ -144,6 +147,7 @@ class RolloutSession(Session):
         self.tokenizer = template.tokenizer
         self._client = client
         self._encoder = TurnEncoder(model=model or None) if traced else None
+        self._write = write or _write_span
         self._last_turn: int | None = None  # number of the turn that the conversation's held tokens end with
 
     @property
@@ -156,10 +160,21 @@ class RolloutSession(Session):
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self.context.messages = [dict(message) for message in messages]
 
-    async def ask(self, *messages: Mapping[str, Any], sampling: SamplingParams | None = None) -> Answer:
+    async def ask(
+        self,
+        *messages: Mapping[str, Any],
+        sampling: SamplingParams | None = None,
+        fork: ForkReason | None = None,
+        untrained: str = "",
+        **how: Any,
+    ) -> Answer:
         """Append ``messages``, let the model answer, append the answer; a conversation that ends with an assistant
         message goes on with that. Raises ``RolloutStopped`` when a limit leaves no room for an answer, and the client's
-        typed errors."""
+        typed errors.
+
+        ``fork`` says why the agent did not go on from what is held, where that is known better than tokens tell;
+        ``untrained`` why the answer is context only; ``how`` goes to the client's ``generate``.
+        """
         self.add(*messages)
         if self.max_turns is not None and len(self.turns) >= self.max_turns:
             raise self._stopped(StopReason.MAX_TURNS, f"the rollout has had its {self.max_turns} turns")
@@ -169,7 +184,7 @@ class RolloutSession(Session):
         asked, started = list(self.messages), time.time()
         try:
             # one key per rollout: behind a router its turns stay on the worker that has their prefix cached
-            generation = await self._client.generate(prompt_ids, sampling, routing_key=self.rollout_id or None)
+            generation = await self._client.generate(prompt_ids, sampling, routing_key=self.rollout_id or None, **how)
         except ContextOverflowError as error:
             if not self.turns:
                 raise  # nothing was sampled: the task itself does not fit
@@ -177,26 +192,32 @@ class RolloutSession(Session):
         boundaries = context.open_boundaries
         context.add_answer(prompt_ids, generation)
         self.stats.open_boundaries += context.open_boundaries - boundaries
-        base_turn, kept, fork = self._last_turn, context.kept_tokens, context.fork
+        base_turn, kept, told, fork = self._last_turn, context.kept_tokens, fork, context.fork
         prompt = context.token_ids[: len(prompt_ids)]
         if base_turn is None and self.turns:  # another conversation of the rollout, which may begin as the first did
             base_turn, first = 0, self.turns[0].token_ids
             kept = common_prefix(first, prompt)
             if kept < len(first):
                 fork = ForkReason.BRANCH if kept == len(prompt) else ForkReason.NEW_CONTEXT
+        if fork is not None and fork is not ForkReason.TEMPLATE:
+            fork = told or fork
         self._last_turn = len(self.turns)
-        place: Any = {"base_turn": base_turn, "kept_tokens": kept, "fork": fork}
+        place: Any = {"base_turn": base_turn, "kept_tokens": kept, "fork": fork, "untrained": untrained}
         self.turns.append(Turn.from_generation(prompt, generation, messages=asked, **place))
         if self._encoder is not None:
-            self._write_span(self._encoder.encode(self.turns[-1]), started)
+            self._write(self._encoder.encode(self.turns[-1]), started)
         self.stats.stop_reason = _ENDS.get(generation.finish_reason, StopReason.STOP)
         return Answer(generation.text, generation.finish_reason, generation)
 
-    def branch(self, messages: Sequence[Mapping[str, Any]]) -> RolloutSession:
+    def branch(self, messages: Sequence[Mapping[str, Any]], *, template: ChatTemplate | None = None) -> RolloutSession:
         """Another conversation of the same rollout: its turns count and are trained as well. It keeps the tokens of
-        this one as far as ``messages`` are the same."""
+        this one as far as ``messages`` are the same; with another ``template`` it begins anew."""
         branch = copy.copy(self)
-        branch.context = self.context.branch(messages)
+        if template is None:
+            branch.context = self.context.branch(messages)
+        else:
+            branch.context = ChatContext(template=template, messages=messages)
+            branch._last_turn = None
         return branch
 
     def _within_limits(self, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
@@ -214,9 +235,10 @@ class RolloutSession(Session):
         self.stats.stop_reason = reason
         return RolloutStopped(reason, message)
 
-    def _write_span(self, attributes: dict[str, Any], started: float) -> None:
-        tracer = get_active_tracer()
-        if tracer is None:
-            raise RolloutError("no tracer is active: run the agent in an Agent Lightning runner", reason="no_tracer")
-        status = TraceStatus(status_code="OK")
-        tracer.create_span(names.GENERATE_SPAN, attributes=attributes, timestamp=started, status=status)
+
+def _write_span(attributes: dict[str, Any], started: float) -> None:
+    tracer = get_active_tracer()
+    if tracer is None:
+        raise RolloutError("no tracer is active: run the agent in an Agent Lightning runner", reason="no_tracer")
+    status = TraceStatus(status_code="OK")
+    tracer.create_span(names.GENERATE_SPAN, attributes=attributes, timestamp=started, status=status)

@@ -49,6 +49,11 @@ class ToolParser(ABC):
     @abstractmethod
     def parse(self, text: str) -> ParsedAnswer: ...
 
+    def typed(self, call: ToolCall, parameters: Mapping[str, Any] | None) -> ToolCall:
+        """``call`` with arguments of the types that the JSON schema ``parameters`` names, where the format writes
+        everything as text."""
+        return call
+
 
 class BlockParser(ToolParser):
     """A format whose calls stand in blocks between the marks ``begin`` and ``end``. ``<think>`` and ``</think>`` in the
@@ -151,8 +156,28 @@ class HermesParser(BlockParser):
         return _call_of_json(block, "arguments", "parameters")
 
 
+class UntypedParser(BlockParser):
+    """A format that writes all values as text."""
+
+    def typed(self, call: ToolCall, parameters: Mapping[str, Any] | None) -> ToolCall:
+        schemas = (parameters or {}).get("properties") or {}
+        return replace(
+            call, arguments={name: _typed(value, schemas.get(name)) for name, value in call.arguments.items()}
+        )
+
+
+def _typed(value: Any, schema: Any) -> Any:
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    if not isinstance(value, str) or kind in (None, "string") or (isinstance(kind, list) and "string" in kind):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
 @register_tool_parser("qwen_xml", "qwen3_coder")
-class QwenXmlParser(BlockParser):
+class QwenXmlParser(UntypedParser):
     """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``: Qwen3-Coder, Qwen3.5. Values are
     strings."""
 
@@ -172,7 +197,7 @@ class QwenXmlParser(BlockParser):
 
 
 @register_tool_parser("glm", "glm45")
-class GlmParser(BlockParser):
+class GlmParser(UntypedParser):
     """``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``: GLM since 4.5. Values are strings."""
 
     begin, end = "<tool_call>", "</tool_call>"

@@ -18,10 +18,12 @@ from rich.console import Console
 from typing_extensions import TypedDict, Unpack
 
 from agl_slime.errors import ConfigError
+from agl_slime.gateway.settings import Branches, Constraints
 from agl_slime.loop.settings import RunResult
 from agl_slime.run.local import run_training
 from agl_slime.run.parts import RunParts
 from agl_slime.run.settings import TrainConfig
+from agl_slime.runner.concurrent import ConcurrentRunner
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import Algorithm, LightningStore
 from agl_slime.trainers.local.settings import LocalTrainerSettings
@@ -44,6 +46,9 @@ class AlgorithmSettings(TypedDict, total=False):
     drop_zero_variance: bool
     max_replaced_groups: int | None
     max_staleness: int | None
+    branches: Branches
+    constraints: Constraints
+    untrained_models: tuple[str, ...]
     eval_interval: int
     eval_rollouts: int
     output_dir: Path | None
@@ -118,7 +123,10 @@ class SlimeAlgorithm(Algorithm):
         val_tasks = _tasks(val_dataset, name="val_dataset") if val_dataset is not None else None
         config = self.config if val_tasks is not None else replace(self.config, eval_interval=0)
         resources = dict(self.get_initial_resources() or {})
-        given = RunParts(store=_unwrapped(self.get_store()), tasks=tasks, val_tasks=val_tasks, resources=resources)
+        store = _unwrapped(self.get_store())
+        # runners of Agent Lightning's own know of no gateway: theirs stands beside the loop
+        behind = not isinstance(getattr(self.get_trainer(), "runner", None), ConcurrentRunner)
+        given = RunParts(store=store, tasks=tasks, val_tasks=val_tasks, resources=resources, behind_gateway=behind)
         self.result = await run_training(config, slime_flags=self.slime_flags, given=given, console=self._console)
 
 

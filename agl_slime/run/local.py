@@ -24,7 +24,7 @@ from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.report import StandardReporters, open_run_dir
 from agl_slime.report.files import IterationFile, RunDir
 from agl_slime.report.metrics import TOKENS_TRAINED
-from agl_slime.run.parts import RunParts, load_parts, make_loop, step
+from agl_slime.run.parts import RunParts, load_parts, make_loop, model_for_agents, step
 from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.describe import EngineDescription
@@ -111,8 +111,7 @@ async def run_training(
         loop = make_loop(
             config,
             parts,
-            url=url,
-            model_path=model_path,
+            llm=stack.enter_context(model_for_agents(config, parts, url=url, model_path=model_path)),
             data_source=source,
             slime_train_fn=train,
             weight_sync_fn=weights.push,

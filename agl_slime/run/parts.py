@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,20 +20,21 @@ from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources
+from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources, ProxyLLM
 from agl_slime.support.threads import run_in_thread
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
     """The agent to run here (``None`` when others run it), its tasks, what it finds beside the model, and the store:
-    made from the settings of a run, or given by a program."""
+    made from the settings of a run, or given by a program. ``behind_gateway``: who runs the agent has no gateway."""
 
     tasks: Tasks
     val_tasks: Tasks | None = None
     agent: LitAgent[Any] | None = None
     resources: NamedResources = field(default_factory=dict)
     store: LightningStore = field(default_factory=BridgeStore)
+    behind_gateway: bool = False
 
 
 async def load_parts(config: TrainConfig) -> RunParts:
@@ -47,27 +49,45 @@ async def load_parts(config: TrainConfig) -> RunParts:
     return RunParts(agent=agent, tasks=tasks, val_tasks=read_tasks(val_path) if val_path is not None else None)
 
 
+@contextmanager
+def model_for_agents(
+    config: TrainConfig, parts: RunParts, *, url: str, model_path: Path, sampling: dict[str, Any] | None = None
+) -> Iterator[LLM]:
+    """What agents find as ``main_llm``: the engine at ``url``, or a gateway before it. ``sampling``: in the place of
+    what ``config`` says."""
+    sampling = sampling or {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
+    llm = LLM(endpoint=url, model=str(model_path), sampling_parameters=sampling)
+    if not parts.behind_gateway:
+        yield llm
+        return
+    from agl_slime.gateway.remote import StoreGateway
+    from agl_slime.gateway.server import for_clients
+
+    token = secrets.token_urlsafe(18)
+    with StoreGateway(store=parts.store, llm=llm, token=token, settings=config.gateway) as gateway:
+        sampling = for_clients(sampling)
+        yield ProxyLLM(endpoint=gateway.endpoint, model=llm.model, api_key=token, sampling_parameters=sampling)
+
+
 def make_loop(
     config: TrainConfig,
     parts: RunParts,
     *,
-    url: str,
-    model_path: Path,
-    sampling: dict[str, Any] | None = None,
+    llm: LLM,
     save_interval: int | None = None,
     **functions: Any,
 ) -> OnlineRLLoop:
-    """The loop of a run whose agents talk to the engine at ``url``; ``sampling`` and ``save_interval`` in place of what
-    ``config`` says, ``functions`` are further arguments of ``OnlineRLLoop``."""
-    sampling = sampling or {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
-    plan, runner_settings = RunnerPlan.parse(config.runners), RunnerSettings(max_concurrent=config.max_concurrent)
+    """The loop of a run whose agents find ``llm``; ``save_interval`` in place of what ``config`` says, ``functions``
+    are further arguments of ``OnlineRLLoop``."""
+    plan = RunnerPlan.parse(config.runners)
+    runner_settings = RunnerSettings(max_concurrent=config.max_concurrent, gateway=config.gateway)
     return OnlineRLLoop(
         store=parts.store,
         agent=parts.agent,
         tasks=parts.tasks,
         val_tasks=parts.val_tasks,
         resources=parts.resources,
-        llm=LLM(endpoint=url, model=str(model_path), sampling_parameters=sampling),
+        llm=llm,
         settings=LoopSettings(
             num_iterations=config.num_iterations,
             rollout_batch_size=config.rollout_batch_size,

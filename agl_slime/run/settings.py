@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from agl_slime.errors import ConfigError
+from agl_slime.gateway.settings import Branches, Constraints, GatewaySettings
 from agl_slime.loop.tasks import read_tasks
 from agl_slime.rollout.loading import DEFAULT_AGENT, split_agent
 from agl_slime.runner.base import RunnerPlan
@@ -69,6 +70,14 @@ class TrainConfig:
     """Scheduler that decides what follows each answer, by the name it is registered under."""
     max_turns: int | None = None
     """Most answers of one rollout."""
+    branches: Branches = "all"
+    """Answers of agents that talk to the gateway that are trained: all, leaves (without those that were asked for again
+    and not gone on from), or last (the conversation with the last answer)."""
+    constraints: Constraints = "mask"
+    """What becomes of JSON schemas and forced calls of tools: mask (obeyed, not trained), drop (sampled freely) or
+    refuse."""
+    untrained_models: tuple[str, ...] = ()
+    """Model names of requests that are answered by the policy and not trained: a judge, a user simulator."""
     external_plugins: tuple[Path, ...] = ()
     """Python files to run first; they register schedulers, tool parsers or loss masks."""
 
@@ -148,6 +157,16 @@ class TrainConfig:
     def _refuse(self, name: str, why: str) -> None:
         if getattr(self, name) != getattr(TrainConfig, name):
             raise ConfigError(f"{flag(name)} with --trainer {self.trainer}: {why}")
+
+    @property
+    def gateway(self) -> GatewaySettings:
+        """How agents are treated that talk to the gateway."""
+        return GatewaySettings(
+            branches=self.branches,
+            constraints=self.constraints,
+            untrained_models=self.untrained_models,
+            max_turns=self.max_turns,
+        )
 
     def check_files(self) -> None:
         """Raise ``ConfigError`` when a file that the settings name cannot be used, before anything is loaded."""

@@ -22,7 +22,7 @@ from agl_slime.groups.policy import CompleteGroup
 from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.report import StandardReporters, open_run_dir
 from agl_slime.report.metrics import TOKENS_TRAINED
-from agl_slime.run.parts import RunParts, load_parts, make_loop
+from agl_slime.run.parts import RunParts, load_parts, make_loop, model_for_agents
 from agl_slime.run.settings import TrainConfig, flag
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.slime.args import PluginSettings
@@ -106,12 +106,13 @@ async def run_slime_training(
             await run_in_thread(trainer.start)
         steps = SlimeSteps(trainer=trainer, source=source, batch_size=config.rollout_batch_size)
         start, drawn = steps.start(config.num_iterations)
+        url = (trainer.router_url if config.sglang_url is None else None) or agents_url
         loop = make_loop(
             replace(config, store_host=host),
             parts,
-            url=(trainer.router_url if config.sglang_url is None else None) or agents_url,
-            model_path=model_path,
-            sampling=sampling,
+            llm=stack.enter_context(
+                model_for_agents(config, parts, url=url, model_path=model_path, sampling=sampling)
+            ),
             data_source=source,
             slime_train_fn=steps.train,
             weight_sync_fn=steps.sync,

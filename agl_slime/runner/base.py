@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from typing_extensions import Self
 
 from agl_slime.errors import ConfigError
+from agl_slime.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
     from agl_slime.support.agl import LightningStore, LitAgent
@@ -32,7 +33,8 @@ class RunnerSettings:
     and at most a third of the rollout's ``unresponsive_seconds``. ``lag_warning_s``: a warning names the agent that
     blocks the event loop for so long; 0 is off. ``max_restarts``: dead workers that a pool of processes or Ray actors
     replaces in all; ``None`` is three per worker, enough for accidents, not for an agent that kills every process it
-    runs in.
+    runs in. ``gateway``: what agents that are no ``SGLangLitAgent`` find in the place of the engine; ``None`` shows
+    them the engine itself.
     """
 
     max_concurrent: int = 1024
@@ -44,6 +46,7 @@ class RunnerSettings:
     flush_interval_s: float = 30.0
     lag_warning_s: float = 1.0
     max_restarts: int | None = None
+    gateway: GatewaySettings | None = field(default_factory=GatewaySettings)
 
     def __post_init__(self) -> None:
         for names, bound, fits in (

@@ -10,8 +10,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.runner.base import FinishedListener, RunnerSettings
 from agl_slime.runner.cancellations import listen_for_cancellations
 from agl_slime.runner.guard import GuardedAgent, contain_tasks
@@ -20,6 +21,9 @@ from agl_slime.runner.process import tune_garbage_collector
 from agl_slime.runner.recording import current_recording
 from agl_slime.runner.tracer import ContextTracer
 from agl_slime.support.agl import AttemptedRollout, ExecutionEvent, Hook, LitAgent, LitAgentRunner
+
+if TYPE_CHECKING:
+    from agl_slime.gateway.server import Gateway
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +61,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self._on_finished = on_finished
         self._name = name
         self._guard: GuardedAgent | None = None
+        self._gateway: Gateway | None = None
         self._in_flight: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
@@ -71,9 +76,18 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         settings = self.settings
         if not agent.is_async():
             self._limit = min(settings.max_concurrent, settings.max_sync_threads)
-        self._guard = GuardedAgent(agent=agent, settings=settings)
+        if settings.gateway is not None and not isinstance(agent, SGLangLitAgent):
+            from agl_slime.gateway.server import Gateway
+
+            self._gateway = Gateway(settings.gateway)
+        self._guard = GuardedAgent(agent=agent, settings=settings, gateway=self._gateway, alone=self._limit == 1)
         if settings.lag_warning_s:
             self.lag = LagMonitor(agent_name=type(agent).__name__, threshold_s=settings.lag_warning_s)
+
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        if self._gateway is not None:
+            self._gateway.stop()
+        super().teardown(*args, **kwargs)
 
     def get_agent(self) -> Any:
         """The agent under guard: what Agent Lightning's step calls."""

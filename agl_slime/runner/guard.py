@@ -10,17 +10,31 @@ knows why.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import math
+import os
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from agl_slime.errors import RewardError, RolloutError, RolloutTimeoutError
 from agl_slime.rollout.outcome import check_reward
 from agl_slime.runner.base import RunnerSettings
 from agl_slime.runner.recording import current_recording
-from agl_slime.support.agl import LitAgent, NamedResources, Rollout, emit_exception
+from agl_slime.support.agl import (
+    LLM,
+    LitAgent,
+    NamedResources,
+    Rollout,
+    TraceStatus,
+    emit_exception,
+    get_active_tracer,
+)
 from agl_slime.support.threads import ThreadPool
+
+if TYPE_CHECKING:
+    from agl_slime.gateway.server import Gateway
 
 # Attribute of the exception span that names why the attempt failed, as one stable word for counting.
 FAILURE_REASON = "agl_slime.failure.reason"
@@ -33,12 +47,17 @@ class GuardedAgent:
     """Runs one agent's rollouts under guard; everything else is the agent's own (hooks see it as the agent).
 
     Of a sync agent's threads twice as many as may run at once may hang, abandoned at their rollouts' time limits,
-    before further calls are refused.
+    before further calls are refused. ``gateway`` is what agents find in the place of the engine; ``alone``: no two
+    rollouts run at once, so the environment may name the gateway as well.
     """
 
-    def __init__(self, *, agent: LitAgent[Any], settings: RunnerSettings) -> None:
+    def __init__(
+        self, *, agent: LitAgent[Any], settings: RunnerSettings, gateway: Gateway | None = None, alone: bool = False
+    ) -> None:
         self._agent = agent
         self._settings = settings
+        self._gateway = gateway
+        self._alone = alone
         max_threads = settings.max_sync_threads
         self._running: dict[str, asyncio.Future[None]] = {}  # resolved to cancel the agent
         self._refused: set[str] = set()
@@ -80,18 +99,38 @@ class GuardedAgent:
         try:
             if rollout.rollout_id in self._refused:
                 raise RolloutError("The rollout was cancelled before its agent had begun.", reason="cancelled")
-            agent, told = self._agent, (task, resources, rollout)
-            if agent.is_async():
-                work = getattr(agent, f"{method}_async")(*told)
-            else:
-                work = self.threads.run(getattr(agent, method), *told)
-            result = await self._with_time_limit(work, rollout)
+            async with self._served(resources) as resources:
+                agent, told = self._agent, (task, resources, rollout)
+                if agent.is_async():
+                    work = getattr(agent, f"{method}_async")(*told)
+                else:
+                    work = self.threads.run(getattr(agent, method), *told)
+                result = await self._with_time_limit(work, rollout)
             check_result(result)
         except Exception as error:
             reason = error.reason if isinstance(error, RolloutError) else type(error).__name__
             emit_exception(error, {FAILURE_REASON: reason})
             raise
         return result
+
+    @asynccontextmanager
+    async def _served(self, resources: NamedResources) -> AsyncIterator[NamedResources]:
+        """The resources with the gateway's address in them, which is good as long as this lasts."""
+        recording, tracer, context = current_recording.get(), get_active_tracer(), contextvars.copy_context()
+        if self._gateway is None or recording is None or tracer is None:
+            yield resources
+            return
+
+        def write(name: str, attributes: dict[str, Any], started: float) -> None:
+            context.run(tracer.create_span, name, attributes, started, TraceStatus(status_code="OK"))
+
+        attempt, served = self._gateway.open(recording.rollout_id, recording.attempt_id, resources, write)
+        try:
+            with environment(served) if self._alone and attempt is not None else nullcontext():
+                yield served
+        finally:
+            if attempt is not None:
+                await self._gateway.close(attempt)
 
     async def _with_time_limit(self, work: Coroutine[Any, Any, Any], rollout: Rollout) -> Any:
         limit = rollout.config.timeout_seconds or self._settings.timeout_s or math.inf
@@ -132,6 +171,25 @@ class GuardedAgent:
                 return
             if recording is not None and (writing is None or writing.done()):
                 writing = asyncio.ensure_future(recording.write_early())  # not awaited: the store may be away
+
+
+@contextmanager
+def environment(resources: NamedResources) -> Iterator[None]:
+    """The model's address and key in the variables that clients read which are given neither; as it was afterwards."""
+    llm = next(llm for llm in resources.values() if isinstance(llm, LLM))
+    root = llm.endpoint.removesuffix("/v1")
+    told = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), llm.endpoint) | {"ANTHROPIC_BASE_URL": root}
+    told |= dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), llm.api_key or "")
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def check_result(result: Any) -> None:

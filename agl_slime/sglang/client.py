@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -34,9 +36,10 @@ from agl_slime.sglang.generation import (
     PartRequest,
     ResumableGeneration,
     SamplingParams,
+    broken_off,
     parse_generation,
 )
-from agl_slime.sglang.retry import context_limit
+from agl_slime.sglang.retry import context_limit, refusal
 from agl_slime.sglang.transport import ClientSettings, HttpTransport
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.threads import run_in_thread
@@ -116,6 +119,8 @@ class SGLangClient:
         routing_key: str | None = None,
         rid: str | None = None,
         resume_aborted: bool = True,
+        on_text: Callable[[str], None] | None = None,
+        top_log_probs: int = 0,
     ) -> Generation:
         """Sample one continuation of ``input_ids``.
 
@@ -128,6 +133,9 @@ class SGLangClient:
                 prefix: no rid may begin another.
             resume_aborted: Take up a generation again that the engine aborted (a weight sync does); False returns it as
                 it is, reason "abort".
+            on_text: Gets the whole text so far while it is sampled, where the server streams. A stream that breaks off
+                counts as an abort: what had come was sampled.
+            top_log_probs: How many of the likeliest tokens to report for each place.
 
         Raises ``OutOfVocabularyError`` and ``ContextOverflowError`` (before sending when the client knows the sizes),
         ``EngineRequestError`` when refused, and another ``EngineError`` after retries.
@@ -148,7 +156,8 @@ class SGLangClient:
         while not wanted.done:
             request = wanted.next_request()
             try:
-                part = await self._send_part(request, rids, routing_key=routing_key, deadline=deadline)
+                told = on_text and partial(_tell, on_text, wanted.text)
+                part = await self._send_part(request, rids, routing_key, deadline, on_event=told, top=top_log_probs)
             except ContextOverflowError as error:
                 limit, length = context_limit(error), len(request.input_ids)
                 if limit is not None and length < limit < length + request.sampling.max_new_tokens:
@@ -179,7 +188,14 @@ class SGLangClient:
         return wanted.result(latency_s=time.monotonic() - started)
 
     async def _send_part(
-        self, request: PartRequest, rids: Iterator[str], *, routing_key: str | None, deadline: float
+        self,
+        request: PartRequest,
+        rids: Iterator[str],
+        routing_key: str | None,
+        deadline: float,
+        *,
+        on_event: Callable[[Any], None] | None,
+        top: int,
     ) -> Generation:
         """One part with its retries, each under the next of ``rids``."""
         headers = {_ROUTING_KEY_HEADER: routing_key} if routing_key else None
@@ -188,23 +204,38 @@ class SGLangClient:
             "sampling_params": request.sampling.to_payload(),
             "return_logprob": True,
         }
-
+        if on_event is not None:
+            payload["stream"] = True
+        if top:
+            payload["top_logprobs_num"] = top
         where = f"{self.base_url}/generate"
 
         async def attempt() -> Generation:
             rid = next(rids)
             sent = time.monotonic()
+            streamed: deque[Any] = deque(maxlen=1)
+
+            def keep(event: Any) -> None:
+                if isinstance(event, dict) and isinstance(error := event.get("error"), dict):
+                    raise refusal(int(error.get("code") or 400), json.dumps(event), where=where)
+                streamed.append(event)
+                if on_event is not None:
+                    on_event(event)
+
+            how: Any = {"headers": headers, "deadline": deadline, "on_event": keep if on_event is not None else None}
             try:
-                answer = await self._http.send(
-                    "POST", "/generate", {**payload, "rid": rid}, headers=headers, deadline=deadline
-                )
+                answer = await self._http.send("POST", "/generate", {**payload, "rid": rid}, **how)
             except aiohttp.ClientConnectorError:
                 raise  # it never arrived
-            except (asyncio.CancelledError, asyncio.TimeoutError, TimeoutError, aiohttp.ClientError, OSError):
+            except (asyncio.CancelledError, asyncio.TimeoutError, TimeoutError, aiohttp.ClientError, OSError) as error:
                 # it may still run there, for nobody, and hold its place in the batch
                 self._abort_soon(rid)
-                raise
-            return parse_generation(answer, latency_s=time.monotonic() - sent, where=where)
+                if isinstance(error, asyncio.CancelledError) or not streamed:
+                    raise
+                answer = streamed[0]
+            return parse_generation(
+                broken_off(answer) if streamed else answer, latency_s=time.monotonic() - sent, where=where
+            )
 
         return await self._http.retry(attempt, where=where, deadline=deadline)
 
@@ -336,6 +367,11 @@ class SGLangClient:
                 # unreachable, or a router, which does not pass aborts on: asking for the rest would be as vain
                 logger.debug("abort of %s not sent: %s", rid, error)
                 self._unwanted.clear()
+
+
+def _tell(on_text: Callable[[str], None], before: str, event: Any) -> None:
+    if isinstance(event, dict) and isinstance(text := event.get("text"), str):
+        on_text(before + text)
 
 
 def _request_ids(first: str) -> Iterator[str]:

@@ -105,6 +105,8 @@ class Generation:
     request_id: str = ""
     latency_s: float = 0.0
     resumed: int = 0
+    top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """For each id the likeliest ones at its place with their log-probs, where they were asked for."""
 
 
 def parse_generation(body: Any, *, latency_s: float = 0.0, where: str = "/generate") -> Generation:
@@ -145,7 +147,23 @@ def parse_generation(body: Any, *, latency_s: float = 0.0, where: str = "/genera
         weight_versions=_weight_spans(meta, len(ids), where),
         request_id=str(meta.get("id") or ""),
         latency_s=latency_s,
+        top_log_probs=_top_log_probs(meta.get("output_top_logprobs"), where),
     )
+
+
+def broken_off(event: Any) -> Any:
+    """The last event of a stream: as it is when it says how the answer ended, else as that of an aborted one."""
+    meta = event.get("meta_info") if isinstance(event, Mapping) else None
+    if not isinstance(meta, Mapping) or meta.get("finish_reason") is not None:
+        return event
+    return {**event, "meta_info": {**meta, "finish_reason": {"type": "abort", "message": "the stream broke off"}}}
+
+
+def _top_log_probs(listed: Any, where: str) -> tuple[tuple[tuple[int, float], ...], ...]:
+    try:
+        return tuple(tuple((int(pair[1]), float(pair[0])) for pair in place or ()) for place in listed or ())
+    except (TypeError, ValueError, IndexError) as error:
+        raise EngineProtocolError(f"{where} answered output_top_logprobs of another form: {_short(listed)}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +227,11 @@ class ResumableGeneration:
         return len(self._got.output_ids)
 
     @property
+    def text(self) -> str:
+        """The text of those."""
+        return self._got.text
+
+    @property
     def _open_stop(self) -> bool:
         """The text ends in the beginning of a stop string; a character cut at its end may be the string's next one."""
         whole = self._got.text.rstrip(_CUT)
@@ -228,7 +251,9 @@ class ResumableGeneration:
             self._aborted = False
             self.resumed += 1
             if self._constrained:
-                self._got = replace(self._got, output_ids=(), log_probs=(), text="", weight_versions=())
+                self._got = replace(
+                    self._got, output_ids=(), log_probs=(), text="", weight_versions=(), top_log_probs=()
+                )
         extra = self._sampling.extra
         if self.sampled and extra.get("min_new_tokens"):
             least = max(0, int(extra["min_new_tokens"]) - self.sampled)
@@ -251,6 +276,7 @@ class ResumableGeneration:
             prompt_tokens=counted.prompt_tokens,
             cached_tokens=counted.cached_tokens,
             weight_versions=_joined(got.weight_versions, part.weight_versions, offset),
+            top_log_probs=got.top_log_probs + part.top_log_probs,
         )
         self.done = part.finish_reason == "stop" or (part.finish_reason == "length" and not one_token)
         self._aborted = part.finish_reason == "abort"

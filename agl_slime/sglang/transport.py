@@ -150,10 +150,15 @@ class HttpTransport:
         headers: Mapping[str, str] | None = None,
         deadline: float,
         json: bool = True,
+        on_event: Callable[[Any], None] | None = None,
     ) -> Any:
         """Send once. Returns the answer's JSON, or an empty object without ``json``. Raises ``refusal`` for any
         status but 200, ``EngineProtocolError`` for a body that is no JSON (a page of some other server, half an
-        answer), and what aiohttp raises."""
+        answer), and what aiohttp raises.
+
+        Of an answer that is streamed ``on_event`` gets the JSON of events, those excepted that a later one has
+        overtaken (SGLang's hold all that came before them), and the last one is returned.
+        """
         where = self.base_url + path
         remaining = max(0.001, deadline - time.monotonic())
         timeout = aiohttp.ClientTimeout(
@@ -169,6 +174,8 @@ class HttpTransport:
         async with session.request(
             method, where, data=body, headers=headers, timeout=timeout, allow_redirects=False
         ) as answer:
+            if on_event is not None and answer.status == 200 and answer.content_type == "text/event-stream":
+                return await _last_event(answer, on_event, where)
             content = await answer.read()
             status, kind, told = answer.status, answer.content_type, answer.headers
         if status != 200:
@@ -214,6 +221,21 @@ class HttpTransport:
         )
         # cookies of a load balancer would pin every rollout to one worker
         return aiohttp.ClientSession(connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar())
+
+
+async def _last_event(answer: aiohttp.ClientResponse, on_event: Callable[[Any], None], where: str) -> Any:
+    last, rest = None, b""
+    async for data in answer.content.iter_any():
+        *events, rest = (rest + data).split(b"\n\n")
+        told = [event[5:] for event in events if event.startswith(b"data:") and event[5:].strip() != b"[DONE]"]
+        if not told:
+            continue
+        try:
+            last = _decoded(told[-1])
+        except ValueError:
+            raise EngineProtocolError(f"{where} streamed an event that is not JSON: {told[-1][:200]!r}") from None
+        on_event(last)
+    return last
 
 
 def _encoded(payload: Any) -> bytes:

@@ -36,6 +36,8 @@ class ForkReason(str, Enum):
     BRANCH = "branch"
     """The prompt goes on from an earlier point of the conversation: several samples for one prompt, a search, a turn
     taken back."""
+    COMPACTION = "compaction"
+    """The agent made a shorter conversation of what was held: a summary, or earlier messages left out."""
     NEW_CONTEXT = "new_context"
     """The prompt holds no sampled token: another agent's conversation, or a context that was started anew."""
 

@@ -131,6 +131,15 @@ class ChatTemplate:
         return min(fits, key=len, default="")
 
     @functools.cached_property
+    def opens_thinking(self) -> bool:
+        """Whether a block of thinking is opened before an answer."""
+        try:
+            opening = self._apply(_QUESTIONS[:1], opening=True)
+        except Exception:  # as above
+            return False
+        return opening.rfind("<think>") > opening.rfind("</think>")
+
+    @functools.cached_property
     def closing(self) -> str:
         """What the template writes after an answer; ``<|im_end|>\\n`` with ChatML, nothing where the next role's marker
         ends an answer."""

@@ -14,6 +14,9 @@ GENERATE_SPAN: Final = "agl_slime.generate"
 FORMAT_VERSION: Final = 1
 """Written as ``agl_slime.format``; a reader refuses a version that it does not know."""
 
+GATEWAY_SPAN: Final = "agl_slime.gateway"
+"""Name of the span that says what a gateway saw of a rollout."""
+
 # -- OpenTelemetry's --------------------------------------------------------------------------------------------------
 OPERATION_NAME: Final = "gen_ai.operation.name"
 PROVIDER_NAME: Final = "gen_ai.provider.name"
@@ -44,6 +47,7 @@ CHECKSUM: Final = "agl_slime.checksum"  # CRC-32 of the whole prompt, the respon
 WEIGHT_VERSIONS: Final = "agl_slime.weight_versions"  # JSON: [[version, start, end], …] over the response
 MESSAGES_KEPT: Final = "agl_slime.messages.kept"  # messages taken from the base turn
 MESSAGES_NEW: Final = "agl_slime.messages.new"  # JSON list of the messages after those
+UNTRAINED: Final = "agl_slime.turn.untrained"  # why the response is context only; absent when it is trained
 TOKEN_SOURCE: Final = "agl_slime.token_source"
 LATENCY_S: Final = "agl_slime.latency_s"
 RESUMED: Final = "agl_slime.resumed"
@@ -51,6 +55,8 @@ STOP_REASON: Final = "agl_slime.stop_reason"  # on any span: why the rollout as 
 TOOLS: Final = "agl_slime.tools"  # JSON, on the last span: the tools on offer, calls by tool, malformed calls, errors
 OPEN_BOUNDARIES: Final = "agl_slime.prompt.open_boundaries"  # on the last span: see ChatContext
 UNTRAINED_TURNS: Final = "agl_slime.untrained_turns"  # JSON list, on the last span: turns that are context only
+
+GATEWAY: Final = "agl_slime.gateway.seen"  # JSON, on the last span: what came to the gateway, counted
 
 # -- what Agent Lightning's instrumentation writes and its adapters read (agentlightning/adapter/triplet.py) ----------
 LIST_PROMPT_IDS: Final = "prompt_token_ids"

@@ -78,7 +78,9 @@ def convert_rollout(
     turns = read_turns(own, tokenizer, is_policy_call=options.get("is_policy_call"))
     said = _last_said(own)
     if not any(len(turn.response_ids) for turn in turns):
-        raise TraceError(f"rollout {rollout.rollout_id} has no sampled token in {len(own)} spans", reason="no_turns")
+        saw = f"; the gateway saw {said.get(names.GATEWAY, 'nothing of it')}"
+        told = f"rollout {rollout.rollout_id} has no sampled token in {len(own)} spans{saw}"
+        raise TraceError(told, reason="no_turns")
     reward = options.get("reward") or read_reward(own, reward_key=reward_key)
     trajectory = Trajectory(
         rollout_id=rollout.rollout_id,
@@ -94,11 +96,14 @@ def convert_rollout(
     metadata: dict[str, Any] = {}
     if names.TOOLS in said:
         metadata["tools"] = parse_json(str(said[names.TOOLS]), names.TOOLS)
+    if names.GATEWAY in said:
+        metadata["gateway"] = parse_json(str(said[names.GATEWAY]), names.GATEWAY)
     if names.OPEN_BOUNDARIES in said:
         metadata["open_boundaries"] = said[names.OPEN_BOUNDARIES]
     untrained = parse_json(str(said.get(names.UNTRAINED_TURNS, "[]")), names.UNTRAINED_TURNS)
     if not isinstance(untrained, list) or not all(isinstance(turn, int) for turn in untrained):
         raise TraceError(f"{names.UNTRAINED_TURNS} must be a JSON list of turn numbers, got {untrained!r:.80}")
+    untrained = sorted({*untrained, *(number for number, turn in enumerate(turns) if turn.untrained)})
     if untrained:
         metadata["untrained_turns"] = untrained
     return convert_trajectory(
@@ -190,7 +195,7 @@ def rollout_to_sample(
     return conversion.samples[0]
 
 
-_SAID = (names.TOOLS, names.OPEN_BOUNDARIES, names.UNTRAINED_TURNS, names.STOP_REASON)
+_SAID = (names.TOOLS, names.OPEN_BOUNDARIES, names.UNTRAINED_TURNS, names.STOP_REASON, names.GATEWAY)
 
 
 def _last_said(spans: Sequence[Span]) -> dict[str, Any]:

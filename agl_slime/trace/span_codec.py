@@ -97,6 +97,7 @@ class TurnEncoder:
             (names.RESPONSE_ID, turn.request_id),
             (names.RESUMED, turn.resumed),
             (names.REQUEST_MODEL, self._model),
+            (names.UNTRAINED, turn.untrained),
         ):
             if value:
                 attributes[name] = value
@@ -199,6 +200,7 @@ def _decode_turn(attributes: Mapping[str, Any], earlier: Sequence[Turn], places:
         messages=_decode_messages(attributes, base),
         latency_s=float(attributes.get(names.LATENCY_S, 0.0)),
         resumed=int(attributes.get(names.RESUMED, 0)),
+        untrained=str(attributes.get(names.UNTRAINED, "")),
         token_source=_get(attributes, names.TOKEN_SOURCE, str),  # type: ignore[arg-type]  # Turn refuses others
         base_turn=base_turn,
         kept_tokens=kept,

@@ -32,7 +32,8 @@ class Turn:
 
     Who made the prompt knows what it goes on from: the first ``kept_tokens`` tokens of turn number ``base_turn`` of the
     rollout, prompt and response, and why those are not all of them (``fork``). A turn of which nobody said so has
-    ``None``, 0 and ``None``.
+    ``None``, 0 and ``None``. ``untrained`` says why the response is context only (``role:judge``, ``constrained``);
+    empty for one that is trained.
 
     Raises ``TraceError`` when ids are not non-negative int32, log-probs are not finite, or the lengths do not fit.
     """
@@ -52,6 +53,7 @@ class Turn:
     base_turn: int | None = None
     kept_tokens: int = 0
     fork: ForkReason | None = None
+    untrained: str = ""
 
     def __post_init__(self) -> None:
         for name in ("prompt_ids", "response_ids"):

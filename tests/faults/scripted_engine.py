@@ -149,6 +149,16 @@ class Abort(Fault):
 
 
 @dataclass(frozen=True)
+class BreakOff(Fault):
+    """The connection of a stream breaks after ``after`` tokens. Only for ``/generate`` with ``stream``."""
+
+    after: int
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
+        raise AssertionError("handled by the generation itself")
+
+
+@dataclass(frozen=True)
 class NewVersion(Fault):
     """From token ``after`` on, and for every later request, the weights have ``version``. Only for ``/generate``."""
 
@@ -174,6 +184,7 @@ class _Running:
     """A request between its arrival and its answer."""
 
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    on_token: Callable[[dict[str, Any]], Awaitable[None]] | None = None
 
 
 class ScriptedEngine:
@@ -349,15 +360,17 @@ class ScriptedEngine:
             self._arrival.notify_all()
         script = self._scripts.get(path)
         fault = script.popleft() if script else self._always.get(path)
-        if path == "/generate" and (fault is None or isinstance(fault, (Abort, NewVersion))):
-            return await self._generate(payload, fault)
+        if path == "/generate" and (fault is None or isinstance(fault, (Abort, BreakOff, NewVersion))):
+            return await self._generate(payload, fault, request)
 
         async def answer() -> web.StreamResponse:
-            return await self._generate(payload, None) if path == "/generate" else await self._control(path, payload)
+            if path != "/generate":
+                return await self._control(path, payload)
+            return await self._generate(payload, None, request)
 
         return await answer() if fault is None else await fault.apply(self, request, answer)
 
-    async def _generate(self, payload: dict[str, Any], fault: Fault | None) -> web.StreamResponse:
+    async def _generate(self, payload: dict[str, Any], fault: Fault | None, http: web.Request) -> web.StreamResponse:
         if self.workers is not None:
             return web.json_response({"error": "this scripted router passes nothing on"}, status=503)
         rid: str = payload["rid"]
@@ -374,12 +387,30 @@ class ScriptedEngine:
             self.most_running = max(self.most_running, self.running)
             if self.latency_s:
                 await _wait(running.aborted, self.latency_s)
+            if payload.get("stream"):
+                return await self._stream(payload, running, fault, http)
             return web.json_response(await self._sample(payload, running, fault))
         finally:
             self._waiting.discard(rid)
             del self._requests[rid]
             async with self._arrival:
                 self._arrival.notify_all()
+
+    async def _stream(
+        self, payload: dict[str, Any], running: _Running, fault: Fault | None, http: web.Request
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+
+        async def tell(answer: dict[str, Any]) -> None:
+            if isinstance(fault, BreakOff) and len(answer["output_ids"]) > fault.after and http.transport is not None:
+                http.transport.abort()
+            await response.write(f"data: {json.dumps(answer)}\n\n".encode())
+
+        running.on_token = tell
+        await tell(await self._sample(payload, running, fault))
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     def _refusal(self, payload: dict[str, Any]) -> str | None:
         prompt, params, rid = payload["input_ids"], payload["sampling_params"], payload["rid"]
@@ -433,6 +464,9 @@ class ScriptedEngine:
                 finish = {"type": "length", "length": limit}
             elif stop is not None or token in stop_ids:
                 finish = {"type": "stop", "matched": token if stop is None else stop}
+            if running.on_token is not None and finish is None:
+                so_far = ids[len(prompt) :]
+                await running.on_token(_answer(rid, self.decode(so_far), so_far, log_probs, None, {}))
         matched = None if params.get("no_stop_trim") else finish.get("matched")
         text = self.decode(ids[len(prompt) : -1] if isinstance(matched, int) else ids[len(prompt) :])
         if isinstance(matched, str):
@@ -447,6 +481,9 @@ class ScriptedEngine:
             counts["weight_versions"] = [
                 {"version": version, "start": start, "end": end} for version, start, end in spans
             ]
+        if top := payload.get("top_logprobs_num"):
+            pairs = zip(log_probs, ids[len(prompt) :], strict=True)
+            counts["output_top_logprobs"] = [[[p - n, token, None] for n in range(top)] for p, token in pairs]
         self._last_ids = tuple(ids)
         return _answer(rid, text, ids[len(prompt) :], log_probs, finish, counts)
 
@@ -583,7 +620,7 @@ def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _answer(
-    rid: str, text: str, ids: list[int], log_probs: list[float], finish: dict[str, Any], counts: dict[str, Any]
+    rid: str, text: str, ids: list[int], log_probs: list[float], finish: dict[str, Any] | None, counts: dict[str, Any]
 ) -> dict[str, Any]:
     pairs = [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=True)]
     return {

@@ -31,14 +31,21 @@ async def run_rollout(agent: Any, task: Mapping[str, Any]) -> Finished:
 
 
 async def run_rollouts(
-    agent: Any, tasks: list[Any], *, endpoint: str = "http://127.0.0.1:1", **sampling: Any
+    agent: Any,
+    tasks: list[Any],
+    *,
+    endpoint: str = "http://127.0.0.1:1",
+    model: str = "none",
+    resources: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **sampling: Any,
 ) -> list[Finished]:
     """``tasks`` at the same time; the engine is the agent's client, or at ``endpoint``."""
     store = BridgeStore()
-    await store.add_resources(
-        {"main_llm": LLM(endpoint=endpoint, model="none", sampling_parameters=sampling or {"max_new_tokens": 64})}
-    )
-    with RunnerThread(agent=agent, store=store, settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0)):
+    llm = LLM(endpoint=endpoint, model=model, sampling_parameters=sampling or {"max_new_tokens": 64})
+    await store.add_resources({"main_llm": llm, **(resources or {})})
+    runner = RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0, **(settings or {}))
+    with RunnerThread(agent=agent, store=store, settings=runner):
         enqueued = await store.enqueue_many_rollouts(
             [EnqueueRolloutRequest(input=task, mode="train") for task in tasks]
         )

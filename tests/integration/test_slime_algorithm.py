@@ -98,3 +98,40 @@ async def test_an_empty_data_set_is_refused(policy_dir: Path):
     algorithm.set_store(BridgeStore())
     with pytest.raises(ConfigError, match="train_dataset is empty"):
         await algorithm.run([])
+
+
+@pytest.mark.slow
+def test_an_agent_that_nobody_rewrote_trains_under_agent_lightnings_own_runner(policy_dir: Path, tmp_path: Path):
+    """The runner knows of no gateway: one stands beside the loop, and ``main_llm`` is a ``ProxyLLM``."""
+    from openai import AsyncOpenAI
+
+    agl = pytest.importorskip("agentlightning")
+    demonstrations = LookupAgent.demonstrations
+
+    @agl.rollout
+    async def lookup(task: dict[str, Any], llm: Any) -> float:
+        assert "/rollout/" in llm.endpoint
+        async with AsyncOpenAI(base_url=llm.endpoint, api_key="any") as client:
+            said = await client.chat.completions.create(model="m", messages=demonstrations.prompt(task))  # type: ignore[arg-type]
+        return float(len(said.choices[0].message.content or "") % 2)
+
+    algorithm = SlimeAlgorithm(
+        model_path=policy_dir,
+        trainer="local",
+        num_iterations=1,
+        rollout_batch_size=4,
+        n_samples_per_prompt=2,
+        eval_interval=0,
+        output_dir=tmp_path / "run",
+    )
+    trainer = agl_trainer.Trainer(
+        algorithm=algorithm,
+        store=BridgeStore(),
+        tracer=agl.OtelTracer(),
+        strategy=execution.SharedMemoryExecutionStrategy(main_thread="algorithm", n_runners=1, graceful_delay=1.0),
+    )
+    trainer.fit(lookup, make_tasks(16, 1))
+    [line] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert line["gateway/answers"] == 8
+    assert line["trace/retokenized"] == 0
+    assert line["train/tokens_trained"] == line["rollout/tokens_under_mask"] > 0

@@ -89,7 +89,7 @@ def test_parameters_switched_off_explicitly_are_fine() -> None:
         {"input_ids": "abc"},
         {"text": ""},
         {"text": [3]},
-        {"input_ids": [1], "stream": True},
+        {"input_ids": [[1], [2]], "stream": True},
         {"input_ids": [1], "sampling_params": [{}, {}]},
         {"input_ids": [[1], [2]], "sampling_params": [{"n": 1}, {"n": 2}]},
         {"input_ids": [1], "sampling_params": {"n": 0}},

@@ -150,10 +150,9 @@ def test_an_agent_in_the_working_directory_is_found(here: Path) -> None:
         ("agent_package.inner:Agent", "imports 'agent_package.missing', which is not there"),
         ("agent_broken:Agent", "line 1"),
         ("agent_raises:Agent", "RuntimeError: set MY_KEY first (agent_raises.py, line 1)"),
-        ("agent_under_test:Goood", "has no class 'Goood'; it has Good, NeedsArguments, Plain, Raises, TypeErrorInside"),
+        ("agent_under_test:Goood", "it has Good, NeedsArguments, Plain, Raises, TypeErrorInside, instance"),
         ("agent_under_test:Plain", "not an Agent Lightning LitAgent"),
         ("agent_under_test:Json", "not an Agent Lightning LitAgent"),
-        ("agent_under_test:instance", "not an Agent Lightning LitAgent"),
         ("agent_under_test:NeedsArguments", "cannot be made without arguments"),
         ("agent_under_test:Raises", "RuntimeError: no license found (agent_under_test.py, line 18)"),
         ("agent_under_test:TypeErrorInside", "object of type 'int' has no len()"),
@@ -162,7 +161,7 @@ def test_an_agent_in_the_working_directory_is_found(here: Path) -> None:
         ("agent_under_test", "module:Class"),
         (".relative:Good", "module:Class"),
         ("no_such_file.py:Good", "there is no file no_such_file.py"),
-        ("agent_under_test.py:Goood", "has no class 'Goood'; it has Good"),
+        ("agent_under_test.py:Goood", "has no class or agent 'Goood'; it has Good"),
         ("agent_opens.py:Good", "'/no/such/data'"),
         ("agent_needs.py:Agent", "module 'a_package_that_nobody_has', which is not installed"),
         ("agent_broken.py:Agent", "line 1"),
@@ -176,3 +175,12 @@ def test_what_cannot_be_loaded_is_one_sentence_that_names_it(path: str, says: st
     assert says in str(caught.value)
     assert str(caught.value).startswith(f"--agent {path}")
     assert "\n" not in str(caught.value)
+
+
+def test_an_agent_that_a_module_holds_is_taken_as_it_is_and_travels_by_its_name(here: Path) -> None:
+    made = "import agentlightning as agl\n@agl.rollout\ndef answer(task, llm):\n    return 1.0\n"
+    (here / "agent_decorated.py").write_text(made)
+    for path in ("agent_under_test:instance", "agent_decorated:answer", "agent_decorated.py:answer"):
+        agent = load_agent(path)
+        assert load_agent(path) is agent
+        assert pickle.loads(pickle.dumps(agent)) is agent

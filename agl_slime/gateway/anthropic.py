@@ -1,0 +1,211 @@
+"""Anthropic's messages: the protocol as a translation, no state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from agl_slime.errors import GatewayRequestError
+from agl_slime.gateway.calls import Answered, Call, Choice, function_tool, json_constraint, number, strings
+from agl_slime.gateway.errors import anthropic_error
+from agl_slime.gateway.messages import Message, read_messages, text_of
+from agl_slime.gateway.protocol import Decode, Protocol, Stream, sse
+
+_IMPOSED = ("temperature", "top_p", "top_k")
+_IGNORED = (
+    "metadata service_tier thinking cache_control context_management inference_geo betas container speed diagnostics"
+)
+_HONOURED = "messages system model tools tool_choice max_tokens stop_sequences stream output_config output_format"
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class AnthropicMessages(Protocol):
+    known = frozenset(_HONOURED.split()) | frozenset(_IGNORED.split()) | frozenset(_IMPOSED)
+    counts = False
+
+    def read(self, body: Mapping[str, Any]) -> Call:
+        self.refuse_unknown(body)
+        if body.get("max_tokens") is None and not self.counts:
+            raise GatewayRequestError("max_tokens: Field required", param="max_tokens")
+        messages: list[dict[str, Any]] = []
+        if system := body.get("system"):
+            messages.append({"role": "system", "content": text_of(system, "system")})
+        given = body.get("messages")
+        if not isinstance(given, list) or not given:
+            raise GatewayRequestError("messages: at least one message is required", param="messages")
+        for at, message in enumerate(given):
+            messages += _read(message, f"messages.{at}")
+        tools = _tools(body.get("tools"))
+        return Call(
+            messages=read_messages(messages),
+            model=str(body.get("model") or ""),
+            tools=tools,
+            tool_choice=_tool_choice(body.get("tool_choice"), bool(tools)),
+            max_tokens=number(body, "max_tokens", least=1),
+            stop=strings(body, "stop_sequences"),
+            asked=self.asked(body),
+            constraint=_constraint(body),
+            stream=bool(body.get("stream")),
+        )
+
+    def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]:
+        choice = answered.choices[0]
+        message = {**_head(answered), "content": [block for block in _blocks(choice) if not _is_empty(block)]}
+        return {**message, **_stop(choice), "usage": _usage(answered)}
+
+    def stream(self, body: Mapping[str, Any], head: Answered, decode: Decode) -> Stream:
+        return _MessageStream(body, head, decode)
+
+    def error(self, refusal: GatewayRequestError) -> dict[str, Any]:
+        return anthropic_error(refusal)
+
+
+class CountTokens(AnthropicMessages):
+    """How long the prompt of a request would be."""
+
+    counts = True
+
+
+class _MessageStream(Stream):
+    _open: str | None = None
+    _index = -1
+
+    def begin(self) -> Iterator[bytes]:
+        head = {**_head(self.head), "content": [], "stop_reason": None, "stop_sequence": None}
+        yield _event("message_start", message={**head, "usage": _usage(self.head)})
+
+    def more(self, index: int, reasoning: str, content: str) -> Iterator[bytes]:
+        if reasoning:
+            yield from self._in("thinking", {"thinking": "", "signature": ""})
+            yield self._delta("thinking_delta", thinking=reasoning)
+        if content:
+            yield from self._in("text", {"text": ""})
+            yield self._delta("text_delta", text=content)
+
+    def end(self, answered: Answered) -> Iterator[bytes]:
+        choice = answered.choices[0]
+        for call in choice.calls:
+            yield from self._shut()
+            yield from self._in("tool_use", {"id": call.id, "name": call.name, "input": {}})
+            text = json.dumps(dict(call.arguments), ensure_ascii=False)
+            yield self._delta("input_json_delta", partial_json=text)
+        yield from self._shut()
+        yield _event("message_delta", delta=_stop(choice), usage=_usage(answered))
+        yield _event("message_stop")
+
+    def keep_alive(self) -> bytes:
+        return _event("ping")
+
+    def error(self, refusal: GatewayRequestError) -> bytes:
+        return sse(anthropic_error(refusal), "error")
+
+    def _in(self, kind: str, empty: dict[str, Any]) -> Iterator[bytes]:
+        if self._open != kind:
+            yield from self._shut()
+            self._open, self._index = kind, self._index + 1
+            yield _event("content_block_start", index=self._index, content_block={"type": kind, **empty})
+
+    def _shut(self) -> Iterator[bytes]:
+        if self._open is not None:
+            yield _event("content_block_stop", index=self._index)
+            self._open = None
+
+    def _delta(self, kind: str, **delta: str) -> bytes:
+        return _event("content_block_delta", index=self._index, delta={"type": kind, **delta})
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return sse({"type": kind, **fields}, kind)
+
+
+def _head(answered: Answered) -> dict[str, Any]:
+    return {"id": f"msg_{answered.id}", "type": "message", "role": "assistant", "model": answered.model}
+
+
+def _blocks(choice: Choice) -> Iterator[dict[str, Any]]:
+    yield {"type": "thinking", "thinking": choice.reasoning, "signature": ""}
+    yield {"type": "text", "text": choice.content}
+    for call in choice.calls:
+        yield {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)}
+
+
+def _is_empty(block: Mapping[str, Any]) -> bool:
+    return not block.get(block["type"], True)
+
+
+def _stop(choice: Choice) -> dict[str, Any]:
+    matched = choice.generation.matched_stop if choice.generation is not None else None
+    if choice.finish == "stop" and isinstance(matched, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+    return {"stop_reason": _STOP_REASONS[choice.finish], "stop_sequence": None}
+
+
+def _usage(answered: Answered) -> dict[str, Any]:
+    fresh = answered.prompt_tokens - answered.cached_tokens
+    cached = {"cache_read_input_tokens": answered.cached_tokens, "cache_creation_input_tokens": 0}
+    return {"input_tokens": fresh, "output_tokens": answered.output_tokens, **cached}
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _read(message: Any, where: str) -> list[Message]:
+    """One of Anthropic's messages as OpenAI's: results of tools are messages of their own there, before what else the
+    user says."""
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role not in ("user", "assistant", "system"):
+        raise GatewayRequestError(f"{where}.role: must be user or assistant, got {role!r}", param=where)
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise GatewayRequestError(f"{where}.content: must be a string or a list of blocks", param=where)
+    read: Message = {"role": role, "content": []}
+    results: list[Message] = []
+    for at, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind == "tool_result":
+            text = text_of(block.get("content"), f"{where}.content.{at}")
+            results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": text})
+        elif kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            read.setdefault("tool_calls", []).append({"id": block.get("id"), "function": function})
+        elif kind == "thinking":
+            read["reasoning_content"] = read.get("reasoning_content", "") + str(block.get("thinking") or "")
+        elif kind != "redacted_thinking":
+            read["content"].append(block)
+    if results and not read["content"]:
+        return results
+    return [*results, {**read, "content": text_of(read["content"], f"{where}.content")}]
+
+
+def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    """Tools that the client runs. Those that Anthropic's servers run (a ``type`` and no schema) are left out."""
+    read = []
+    for at, tool in enumerate(tools or []):
+        if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str):
+            raise GatewayRequestError(f"tools.{at}: must be an object with a name", param="tools")
+        if tool.get("input_schema") is not None:
+            read.append(function_tool(tool["name"], tool.get("description"), tool["input_schema"]))
+    return tuple(read)
+
+
+def _tool_choice(value: Any, tools: bool) -> str:
+    value = {"type": "auto"} if value is None else value
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind in ("auto", "none", "any"):
+        return "none" if kind == "none" or not tools else "required" if kind == "any" else "auto"
+    if isinstance(value, Mapping) and kind == "tool" and isinstance(value.get("name"), str):
+        return value["name"]
+    raise GatewayRequestError(f"tool_choice: must be auto, any, none or a tool, got {value!r:.80}", param="tool_choice")
+
+
+def _constraint(body: Mapping[str, Any]) -> dict[str, Any]:
+    config = body.get("output_config") or {}
+    wanted = body.get("output_format") or (config.get("format") if isinstance(config, Mapping) else None)
+    if not wanted:
+        return {}
+    if isinstance(wanted, Mapping) and isinstance(wanted.get("schema"), Mapping):
+        return json_constraint(wanted["schema"])
+    raise GatewayRequestError("output_config.format: must be a json_schema with its schema", param="output_config")

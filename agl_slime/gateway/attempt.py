@@ -1,0 +1,322 @@
+"""One attempt at one rollout, as the gateway sees it: its conversations, what was asked, and what is written of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from agl_slime.errors import ContextOverflowError, GatewayRequestError
+from agl_slime.gateway.branches import AnswerInTime, left_out
+from agl_slime.gateway.calls import Answered, Call, Choice
+from agl_slime.gateway.reading import Reading, served_message
+from agl_slime.gateway.sampling import sampling_for
+from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.gateway.tree import Match, Node, Tree
+from agl_slime.gateway.work import Work
+from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, sampling_of
+from agl_slime.rollout.session import RolloutSession, RolloutStopped
+from agl_slime.rollout.tool_parsers import get_tool_parser, parser_for_template
+from agl_slime.support.agl import LLM
+from agl_slime.tokens.conversation import ChatContext
+from agl_slime.tokens.forks import ForkReason
+from agl_slime.tokens.template import ChatTemplate, Message
+from agl_slime.tokens.tokenizer import ChatTokenizer
+from agl_slime.trace import attributes as names
+
+SpanSink = Callable[[str, dict[str, Any], float], None]
+"""Takes a span's name, attributes and time of start; from the gateway's thread."""
+
+# Answers that are kept for a client that asks for the same again because it did not get them.
+_KEPT_ANSWERS = 32
+# After a limit is reached, so many answers are empty before requests are refused: an agent that does not look at
+# answers would ask for ever.
+_EMPTY_ANSWERS = 8
+
+
+@dataclass(eq=False, kw_only=True)
+class Attempt:
+    """``roles`` are the models that this rollout may ask, by the name of their resource; what ``main_llm`` says is
+    trained. ``secret`` is what its clients show. Lives on the gateway's loop; ``begin`` and ``end`` are safe in any
+    thread."""
+
+    rollout_id: str
+    attempt_id: str
+    roles: Mapping[str, LLM]
+    settings: GatewaySettings
+    access: EngineAccess
+    write: SpanSink
+    flush: Callable[[], Awaitable[None]] | None = None
+    secret: str = field(default_factory=lambda: secrets.token_urlsafe(18))
+    closed: bool = False
+    seen: Counter[str] = field(default_factory=Counter)
+    """What came: requests by path, answers, retries, overridden settings, refusals by status."""
+    _told: Counter[str] = field(default_factory=Counter)
+    _running: int = 0
+    _works: OrderedDict[bytes, Work] = field(default_factory=OrderedDict)  # by what was asked
+    _under_way: set[Work] = field(default_factory=set)
+    _trees: dict[tuple[str, int], Tree] = field(default_factory=dict)
+    _root: RolloutSession | None = None
+    _answers: list[AnswerInTime] = field(default_factory=list)
+    _texts: dict[str, list[Message]] = field(default_factory=dict)
+    _conversations: dict[str, list[Message]] = field(default_factory=dict)
+    _clock: int = 0
+    _empty: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    quiet: threading.Event = field(default_factory=threading.Event)
+    _spans: list[tuple[dict[str, Any], float]] = field(default_factory=list)
+
+    # -- beginning and end --------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A request has come. Raises ``GatewayRequestError`` when it is one too many, or too late."""
+        with self._lock:
+            if self.closed:
+                raise GatewayRequestError(
+                    f"rollout {self.rollout_id} has ended; nothing is answered any more",
+                    status=410,
+                    code="rollout_ended",
+                )
+            if self._running >= self.settings.max_in_flight:
+                raise GatewayRequestError(
+                    f"rollout {self.rollout_id} has {self._running} requests under way, the most it may have",
+                    status=429,
+                    code="rate_limit_exceeded",
+                )
+            self._running += 1
+
+    def done(self) -> None:
+        """A request has been answered."""
+        with self._lock:
+            self._running -= 1
+            if self.closed and not self._running:
+                self.quiet.set()
+
+    def end(self) -> bool:
+        """No further requests. Whether none is under way; else ``cut`` ends those."""
+        with self._lock:
+            self.closed = True
+            return not self._running
+
+    def cut(self) -> None:
+        """Cancel what is under way; on the gateway's loop."""
+        for work in self._under_way:
+            if work.task is not None:
+                work.task.cancel()
+
+    def write_summary(self) -> None:
+        """The last span: what came in all, where the last answer's does not say it already."""
+        if self.seen != self._told:
+            self.write(names.GATEWAY_SPAN, self._known(), time.time())
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def work(self, call: Call, *, role: str, key: bytes, retry: bool) -> Work:
+        """The work on a request; of one that its client sends again, what was begun the first time."""
+        known = self._works.get(key) if retry else None
+        if known is not None and known.task is not None and not known.task.cancelled():
+            failed = known.task.done() and known.task.exception() is not None
+            if not failed:
+                self.seen["retries_answered"] += 1
+                return known
+        if self.seen["requests"] >= self.settings.max_requests:
+            raise GatewayRequestError(
+                f"rollout {self.rollout_id} has made {self.settings.max_requests} requests, the most it may make",
+                status=429,
+                code="rate_limit_exceeded",
+            )
+        self.seen["requests"] += 1
+        work = Work(call.n)
+        self._works[key] = work
+        while len(self._works) > _KEPT_ANSWERS and next(iter(self._works.values())).task.done():  # type: ignore[union-attr]
+            self._works.popitem(last=False)
+        task = work.start(self._answer(call, role, work))
+        self._under_way.add(work)
+        task.add_done_callback(lambda _: self._under_way.discard(work))
+        return work
+
+    async def decoder(self) -> Callable[[list[int]], str]:
+        """How token ids are read, for log-probs."""
+        tokenizer = await self.access.tokenizer(self.roles[LLM_RESOURCE])
+        return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+
+    async def _answer(self, call: Call, role: str, work: Work) -> Answered:
+        llm = self.roles.get(role) or self.roles[LLM_RESOURCE]
+        tokenizer = await self.access.tokenizer(llm)
+        source = getattr(tokenizer, "chat_template", None)
+        parser = get_tool_parser(parser_for_template(source)) if call.tools else None
+        silent = call.tool_choice == "none"
+        tools = list(call.tools) or None
+        template = self.access.template(tokenizer, tools, call.template_kwargs, raw=call.raw)
+        tree = self._tree(role, template, tokenizer, llm)
+        sampling, untrained = sampling_for(
+            call,
+            sampling_of(llm),
+            trained=role == LLM_RESOURCE,
+            constraints=self.settings.constraints,
+            parser=parser,
+            overridden=self.seen,
+        )
+        if role != LLM_RESOURCE:
+            untrained = f"role:{role}"
+        reads = Reading(not call.raw and template.opens_thinking, None if silent else parser, sampling.stop)
+        call = replace(call, messages=self._messages(call, tokenizer))
+        match = tree.find(call.messages)
+        self._clock += 1
+        begun = self._clock
+        told_by_tools = self._changed_tools(role, tree, call.messages) if match.known == 0 else None
+
+        async def one(index: int) -> tuple[Choice, int, int]:
+            line = tree.take(match)
+            session = line.session
+            session.stats.tools = tuple(
+                dict.fromkeys((*session.stats.tools, *(t["function"]["name"] for t in call.tools)))
+            )
+
+            def on_text(text: str) -> None:
+                work.update(index, reads.visible(text))
+
+            how: dict[str, Any] = {"on_text": on_text} if call.stream else {}
+            if call.top_log_probs:
+                how["top_log_probs"] = call.top_log_probs
+            try:
+                answer = await session.ask(
+                    sampling=sampling, fork=match.fork or told_by_tools, untrained=untrained, **how
+                )
+            except BaseException:
+                tree.failed(line)
+                raise
+            generation = answer.generation
+            choice, ids = reads.choice(generation, call, session)
+            served = served_message(choice, call.messages[-1])
+            node = tree.answered(match, line, held=dict(session.messages[-1]), served=served, ids=ids)
+            if call.raw:
+                text = "".join(message["content"] for message in session.messages)
+                self._texts[text] = [*match.messages, served]
+            elif call.kept and index == 0:
+                self._conversations[work.id] = [*call.messages, served]
+            self._note(node, match, (id(tree), node.before), begun)
+            self.seen["answers"] += 1
+            self._emit()
+            return choice, session.turns[-1].prompt_ids.size, generation.cached_tokens
+
+        try:
+            done = await _all([one(index) for index in range(call.n)])
+        except RolloutStopped as stopped:
+            if isinstance(stopped.__cause__, ContextOverflowError):  # clients know this one, and may shorten
+                raise stopped.__cause__ from stopped
+            return self._stopped(call, work, stopped)
+        if self.flush is not None:
+            await self.flush()
+        return Answered(
+            id=work.id,
+            created=work.created,
+            model=call.model or llm.model,
+            choices=tuple(choice for choice, _, _ in done),
+            prompt_tokens=done[0][1],
+            cached_tokens=done[0][2],
+        )
+
+    def _stopped(self, call: Call, work: Work, stopped: RolloutStopped) -> Answered:
+        """A limit leaves no room: what a model says that stops at once."""
+        self._empty += 1
+        self.seen[f"stopped/{stopped.reason.value}"] += 1
+        if self._empty > _EMPTY_ANSWERS:
+            raise GatewayRequestError(f"{stopped}, and asks on", status=429, code="rate_limit_exceeded")
+        finish = "stop" if stopped.reason.value == "max_turns" else "length"
+        choices = (Choice(finish=finish),) * call.n
+        return Answered(id=work.id, created=work.created, model=call.model, choices=choices)
+
+    def _messages(self, call: Call, tokenizer: ChatTokenizer) -> list[Message]:
+        """The whole conversation of a request that sends a part of it, or one text."""
+        if call.previous:
+            before = self._conversations.get(call.previous.removeprefix("resp_"))
+            if before is None:
+                told = f"previous_response_id {call.previous!r} is no answer of this rollout"
+                raise GatewayRequestError(told, param="previous_response_id")
+            system = [message for message in call.messages if message["role"] == "system"]
+            return [*system, *(m for m in before if m["role"] != "system"), *call.messages[len(system) :]]
+        if not call.raw:
+            return call.messages
+        prompt = call.messages[0]["content"]
+        text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
+        held = max((known for known in self._texts if text.startswith(known)), key=len, default="")
+        rest = text[len(held) :]
+        return [*self._texts.get(held, ()), *([{"role": "text", "content": rest}] if rest else ())]
+
+    async def count(self, call: Call) -> int:
+        """How many tokens the prompt of a request would have."""
+        llm = self.roles[LLM_RESOURCE]
+        tokenizer = await self.access.tokenizer(llm)
+        template = self.access.template(tokenizer, list(call.tools) or None, call.template_kwargs)
+        context = ChatContext(template=template, messages=call.messages)
+        return len(await context.prompt())
+
+    # -- conversations ------------------------------------------------------------------------------------------------
+
+    def _tree(self, role: str, template: ChatTemplate, tokenizer: Any, llm: LLM) -> Tree:
+        tree = self._trees.get((role, id(template)))
+        if tree is not None:
+            return tree
+
+        def open_session(messages: list[Message]) -> RolloutSession:
+            if self._root is not None:
+                return self._root.branch(messages, template=template)
+            self._root = RolloutSession(
+                client=self.access.client(llm, tokenizer),
+                tokenizer=tokenizer,
+                sampling=sampling_of(llm),
+                messages=messages,
+                template=template,
+                rollout_id=self.rollout_id,
+                model=llm.model,
+                max_turns=self.settings.max_turns,
+                max_trajectory_tokens=self.settings.max_trajectory_tokens,
+                write=lambda attributes, started: self._spans.append((attributes, started)),
+            )
+            return self._root
+
+        tree = self._trees[role, id(template)] = Tree(open_session)
+        return tree
+
+    def _changed_tools(self, role: str, own: Tree, messages: list[Message]) -> ForkReason | None:
+        """A conversation that goes on with other tools begins anew in tokens: its prompt lists them."""
+        others = (tree for (other, _), tree in self._trees.items() if other == role and tree is not own)
+        return ForkReason.EDITED_HISTORY if any(tree.find(messages).node for tree in others) else None
+
+    def _note(self, node: Node, match: Match, place: tuple[int, int], begun: int) -> None:
+        self._clock += 1
+        self._answers.append(AnswerInTime(node, match.node, place, begun, self._clock))
+        assert self._root is not None
+        self._root.stats.untrained_turns = tuple(left_out(self._answers, self.settings.branches))
+
+    # -- spans --------------------------------------------------------------------------------------------------------
+
+    def _emit(self) -> None:
+        spans, self._spans = self._spans, []
+        for attributes, started in spans:
+            self.write(names.GENERATE_SPAN, attributes | self._known(), started)
+
+    def _known(self) -> dict[str, Any]:
+        """What is known of the rollout as a whole; on each span, for the last one counts."""
+        self._told = +self.seen
+        known = {names.GATEWAY: json.dumps(self._told)}
+        return known | (self._root.stats.attributes() if self._root is not None else {})
+
+
+async def _all(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Their results; when one fails, the others are cancelled."""
+    if len(coroutines) == 1:
+        return [await coroutines[0]]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,162 @@
+"""What a model call asks for and what it gets, whatever the protocol: each protocol translates into these and back."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agl_slime.errors import GatewayRequestError
+from agl_slime.gateway.messages import Message
+from agl_slime.rollout.tool_parsers import BlockParser, ToolCall, ToolParser
+from agl_slime.sglang.generation import Generation
+
+_THINK, _END_OF_THINKING = "<think>", "</think>"
+
+# What changes the distribution that tokens are sampled from; the run decides on these.
+IMPOSED = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+IMPOSED += ("logit_bias", "seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One request. ``asked`` are the sampling settings that its client wants and the run may decide otherwise;
+    ``constraint`` what the answer is held to, as SGLang's sampling parameters; ``tool_choice`` is ``auto``, ``none``,
+    ``required`` or the name of a function. ``raw``: the only message's content is a text, or token ids, and no template
+    is applied to it. ``previous``: the answer whose conversation these messages go on; ``kept``: its answer may be
+    gone on from in that way."""
+
+    messages: list[Message]
+    model: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_choice: str = "auto"
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    constraint: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    top_log_probs: int = 0
+    stream: bool = False
+    raw: bool = False
+    previous: str = ""
+    kept: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One answer. ``finish`` is ``stop``, ``length`` or ``tool_calls``; ``generation`` is ``None`` for the empty answer
+    of a rollout that has reached a limit."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    finish: str = "stop"
+    generation: Generation | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.generation.output_ids) if self.generation is not None else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """All answers to one request. ``id`` is the same however often it is told."""
+
+    id: str
+    created: int
+    model: str
+    choices: tuple[Choice, ...]
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(choice.output_tokens for choice in self.choices)
+
+
+# -- the parts of an answer -------------------------------------------------------------------------------------------
+
+
+def split_thinking(text: str, *, opened: bool) -> tuple[str, str, bool]:
+    """The reasoning, what comes after it, and whether the reasoning is still open. ``opened``: the template has opened
+    a block of thinking before the answer."""
+    begun = text.lstrip()
+    if begun.startswith(_THINK):
+        begun = begun[len(_THINK) :]
+    elif not opened:
+        return "", text, False
+    thought, mark, rest = begun.partition(_END_OF_THINKING)
+    return thought.strip(), rest.lstrip("\n") if mark else "", not mark
+
+
+def visible(text: str, *, opened: bool, parser: ToolParser | None, stops: tuple[str, ...]) -> tuple[str, str]:
+    """Of an answer that is still being sampled, what its reasoning and its content begin with whatever follows."""
+    text = text.rstrip("\ufffd")
+    held = max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+    text = text[: len(text) - held]
+    if not opened and _THINK.startswith(begun := text.lstrip()) and begun != _THINK:
+        return "", ""
+    thought, content, is_open = split_thinking(text, opened=opened)
+    if is_open:
+        begins = (n for n in range(1, len(_END_OF_THINKING)) if thought.endswith(_END_OF_THINKING[:n]))
+        return thought[: len(thought) - max(begins, default=0)].rstrip(), ""
+    if parser is None:
+        return thought, content
+    mark = parser.begin if isinstance(parser, BlockParser) else "{"
+    content = content.partition(mark)[0]
+    if not isinstance(parser, BlockParser):
+        content = content.partition("<|")[0]
+    begins = (n for n in range(1, len(mark)) if content.endswith(mark[:n]))
+    return thought, content[: len(content) - max(begins, default=0)].strip()
+
+
+# -- reading settings -------------------------------------------------------------------------------------------------
+
+
+def number(body: Mapping[str, Any], name: str, *, least: float = 0, most: float = math.inf, whole: bool = True) -> Any:
+    """A number of a request, or ``None`` when it has none."""
+    value = body.get(name)
+    if value is None:
+        return None
+    kind = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not kind or not least <= value <= most:
+        what = f"a {'whole ' * whole}number of at least {least:g}" + (
+            f" and at most {most:g}" if most < math.inf else ""
+        )
+        raise GatewayRequestError(f"{name} must be {what}, got {value!r:.80}", param=name)
+    return value
+
+
+def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """A string or a list of strings of a request; those that are empty would stop before the first token."""
+    value = body.get(name)
+    listed = [value] if isinstance(value, str) else value or []
+    if not isinstance(listed, list) or not all(isinstance(item, str) and item for item in listed):
+        raise GatewayRequestError(
+            f"{name} must be a string or a list of strings, none empty, got {value!r:.80}", param=name
+        )
+    return tuple(listed)
+
+
+def read_tool(tool: Any, where: str) -> dict[str, Any]:
+    """A function of OpenAI's chat form as templates get it."""
+    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise GatewayRequestError(
+            f"{where} must be a function with a name; other kinds of tools are not served", param=where
+        )
+    return function_tool(function["name"], function.get("description"), function.get("parameters"))
+
+
+def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
+    """The one form that tools have in prompts, whatever protocol they came by."""
+    schema = parameters if isinstance(parameters, Mapping) else {"type": "object", "properties": {}}
+    function = {"name": name, "description": str(description or ""), "parameters": dict(schema)}
+    return {"type": "function", "function": function}
+
+
+def json_constraint(schema: Any) -> dict[str, Any]:
+    return {"json_schema": schema if isinstance(schema, str) else json.dumps(schema)}

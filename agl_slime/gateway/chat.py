@@ -1,0 +1,172 @@
+"""OpenAI's chat completions: the protocol as a translation, no state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from agl_slime.errors import GatewayRequestError
+from agl_slime.gateway.calls import IMPOSED, Answered, Call, Choice, json_constraint, number, read_tool, strings
+from agl_slime.gateway.messages import read_messages
+from agl_slime.gateway.protocol import Decode, Protocol, Stream, sse
+
+# What the answer does not depend on, or not here; docs/any-agent.md says so. Anything else is refused by name.
+_IGNORED = (
+    "metadata user store service_tier safety_identifier prompt_cache_key prompt_cache_options reasoning moderation"
+)
+_IGNORED += (
+    " prompt_cache_retention reasoning_effort verbosity stream_options parallel_tool_calls logprobs rid prediction"
+)
+_IGNORED += " separate_reasoning include_reasoning"
+IGNORED = frozenset(_IGNORED.split())
+_HONOURED = (
+    "messages model tools tool_choice functions function_call max_tokens max_completion_tokens max_output_tokens"
+)
+_HONOURED += " max_new_tokens stop n top_logprobs stream response_format chat_template_kwargs regex ebnf json_schema"
+_HONOURED += " modalities"
+_MOST_CHOICES = 128
+
+
+class ChatCompletions(Protocol):
+    known = frozenset(_HONOURED.split()) | IGNORED | frozenset(IMPOSED)
+
+    def read(self, body: Mapping[str, Any]) -> Call:
+        self.refuse_unknown(body)
+        if (body.get("modalities") or ["text"]) != ["text"]:
+            raise GatewayRequestError("modalities other than text are not served", param="modalities")
+        if body.get("functions") or body.get("function_call"):
+            raise GatewayRequestError(
+                "functions and function_call are OpenAI's old form: send tools", param="functions"
+            )
+        tools = body.get("tools") or []
+        if not isinstance(tools, list):
+            raise GatewayRequestError("tools must be a list", param="tools")
+        return Call(
+            messages=read_messages(body.get("messages")),
+            model=str(body.get("model") or ""),
+            tools=tuple(read_tool(tool, f"tools[{n}]") for n, tool in enumerate(tools)),
+            tool_choice=_tool_choice(body.get("tool_choice"), bool(tools)),
+            max_tokens=self.max_tokens(body),
+            stop=strings(body, "stop"),
+            n=number(body, "n", least=1, most=_MOST_CHOICES) or 1,
+            asked=self.asked(body),
+            constraint=_constraint(body),
+            template_kwargs=body.get("chat_template_kwargs") or {},
+            top_log_probs=number(body, "top_logprobs") or 0,
+            stream=bool(body.get("stream")),
+        )
+
+    def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                "message": _message(choice),
+                "logprobs": logprobs(choice, decode) if body.get("logprobs") else None,
+                "finish_reason": choice.finish,
+            }
+            for index, choice in enumerate(answered.choices)
+        ]
+        head = _head(answered, "chat.completion")
+        return {**head, "choices": choices, "usage": usage(answered)}
+
+    def stream(self, body: Mapping[str, Any], head: Answered, decode: Decode) -> Stream:
+        return _ChatStream(body, head, decode)
+
+
+class _ChatStream(Stream):
+    def begin(self) -> Iterator[bytes]:
+        for index in range(len(self.texts)):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def more(self, index: int, reasoning: str, content: str) -> Iterator[bytes]:
+        if reasoning:
+            yield self._chunk(index, {"reasoning_content": reasoning})
+        if content:
+            yield self._chunk(index, {"content": content})
+
+    def end(self, answered: Answered) -> Iterator[bytes]:
+        for index, choice in enumerate(answered.choices):
+            for at, call in enumerate(tool_calls(choice)):
+                yield self._chunk(index, {"tool_calls": [{"index": at, **call}]})
+            told = logprobs(choice, self.decode) if self.body.get("logprobs") else None
+            yield self._chunk(index, {}, finish=choice.finish, logprobs=told)
+        if (self.body.get("stream_options") or {}).get("include_usage"):
+            yield sse({**_head(self.head, "chat.completion.chunk"), "choices": [], "usage": usage(answered)})
+        yield b"data: [DONE]\n\n"
+
+    def _chunk(self, index: int, delta: dict[str, Any], *, finish: str | None = None, logprobs: Any = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return sse({**_head(self.head, "chat.completion.chunk"), "choices": [choice]})
+
+
+def _head(answered: Answered, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answered.id}", "object": kind, "created": answered.created, "model": answered.model}
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    calls = tool_calls(choice)
+    message: dict[str, Any] = {"role": "assistant", "content": choice.content if choice.content or not calls else None}
+    message["refusal"] = None
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def tool_calls(choice: Choice) -> list[dict[str, Any]]:
+    return [call.to_message() for call in choice.calls]
+
+
+def usage(answered: Answered) -> dict[str, Any]:
+    total = answered.prompt_tokens + answered.output_tokens
+    counts = {"prompt_tokens": answered.prompt_tokens, "completion_tokens": answered.output_tokens}
+    return {**counts, "total_tokens": total, "prompt_tokens_details": {"cached_tokens": answered.cached_tokens}}
+
+
+def logprobs(choice: Choice, decode: Decode) -> dict[str, Any]:
+    """All sampled tokens with the engine's log-probs, those of calls and of the stop token too."""
+    generation = choice.generation
+    if generation is None:
+        return {"content": [], "refusal": None}
+    tops = generation.top_log_probs or ((),) * len(generation.output_ids)
+    content = [
+        {**_token(token, value, decode), "top_logprobs": [_token(*pair, decode) for pair in top]}
+        for token, value, top in zip(generation.output_ids, generation.log_probs, tops, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(token: int, value: float, decode: Decode) -> dict[str, Any]:
+    text = decode([token])
+    return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+
+def _tool_choice(value: Any, tools: bool) -> str:
+    if value is None:
+        return "auto"
+    if value in ("auto", "none", "required"):
+        return value if tools else "none"
+    function = value.get("function") if isinstance(value, Mapping) else None
+    if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+        return function["name"]
+    told = "auto, none, required or a function with its name"
+    raise GatewayRequestError(f"tool_choice must be {told}, got {value!r:.80}", param="tool_choice")
+
+
+def _constraint(body: Mapping[str, Any]) -> dict[str, Any]:
+    for name in ("regex", "ebnf", "json_schema"):  # SGLang's own
+        if body.get(name):
+            return {name: body[name]}
+    wanted = body.get("response_format") or {}
+    kind = wanted.get("type", "text") if isinstance(wanted, Mapping) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return json_constraint({"type": "object"})
+    schema = wanted.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping):
+        told = "text, json_object, or json_schema with its schema"
+        raise GatewayRequestError(
+            f"response_format must be {told}, got {json.dumps(wanted)[:80]}", param="response_format"
+        )
+    return json_constraint(schema["schema"])

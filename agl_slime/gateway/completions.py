@@ -1,0 +1,98 @@
+"""OpenAI's completions: text in, text out, no template. A prompt that begins with what was held goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from agl_slime.errors import GatewayRequestError
+from agl_slime.gateway.calls import IMPOSED, Answered, Call, Choice, number, strings
+from agl_slime.gateway.chat import usage
+from agl_slime.gateway.protocol import Decode, Protocol, Stream, sse
+
+_KNOWN = "prompt model max_tokens max_completion_tokens max_new_tokens max_output_tokens stop n logprobs stream"
+_KNOWN += " stream_options user regex ebnf json_schema metadata"
+_DEFAULT_TOKENS = 16
+
+
+class Completions(Protocol):
+    known = frozenset(_KNOWN.split()) | frozenset(IMPOSED)
+
+    def read(self, body: Mapping[str, Any]) -> Call:
+        if (body.get("best_of") or 1) == 1:
+            body = {key: value for key, value in body.items() if key != "best_of"}
+        self.refuse_unknown(body)
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
+        if not (prompt and (isinstance(prompt, str) or ids)):
+            raise GatewayRequestError("prompt must be one text, or the token ids of one", param="prompt")
+        constraint = next(({name: body[name]} for name in ("regex", "ebnf", "json_schema") if body.get(name)), {})
+        return Call(
+            messages=[{"role": "text", "content": prompt}],
+            raw=True,
+            model=str(body.get("model") or ""),
+            max_tokens=self.max_tokens(body) or _DEFAULT_TOKENS,
+            stop=strings(body, "stop"),
+            n=number(body, "n", least=1, most=128) or 1,
+            asked=self.asked(body),
+            constraint=constraint,
+            top_log_probs=number(body, "logprobs") or 0,
+            stream=bool(body.get("stream")),
+        )
+
+    def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]:
+        choices = [
+            _choice(index, choice.content, choice.finish, _logprobs(choice, decode) if wants(body) else None)
+            for index, choice in enumerate(answered.choices)
+        ]
+        return {**_head(answered), "choices": choices, "usage": usage(answered)}
+
+    def stream(self, body: Mapping[str, Any], head: Answered, decode: Decode) -> Stream:
+        return _CompletionStream(body, head, decode)
+
+
+class _CompletionStream(Stream):
+    def begin(self) -> Iterator[bytes]:
+        return iter(())
+
+    def more(self, index: int, reasoning: str, content: str) -> Iterator[bytes]:
+        yield sse({**_head(self.head), "choices": [_choice(index, content, None, None)]})
+
+    def end(self, answered: Answered) -> Iterator[bytes]:
+        for index, choice in enumerate(answered.choices):
+            told = _logprobs(choice, self.decode) if wants(self.body) else None
+            yield sse({**_head(self.head), "choices": [_choice(index, "", choice.finish, told)]})
+        if (self.body.get("stream_options") or {}).get("include_usage"):
+            yield sse({**_head(self.head), "choices": [], "usage": usage(answered)})
+        yield b"data: [DONE]\n\n"
+
+
+def wants(body: Mapping[str, Any]) -> bool:
+    """Log-probs; 0 of the likeliest tokens is those of the sampled ones alone."""
+    return body.get("logprobs") is not None
+
+
+def _head(answered: Answered) -> dict[str, Any]:
+    head = {"id": f"cmpl-{answered.id}", "object": "text_completion", "created": answered.created}
+    return {**head, "model": answered.model}
+
+
+def _choice(index: int, text: str, finish: str | None, logprobs: Any) -> dict[str, Any]:
+    return {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
+
+
+def _logprobs(choice: Choice, decode: Decode) -> dict[str, Any]:
+    generation = choice.generation
+    if generation is None:
+        return {"tokens": [], "token_logprobs": [], "top_logprobs": None, "text_offset": []}
+    tokens = [decode([token]) for token in generation.output_ids]
+    offsets = [sum(map(len, tokens[:at])) for at in range(len(tokens))]
+    tops = [{decode([token]): value for token, value in top} for top in generation.top_log_probs] or None
+    return {
+        "tokens": tokens,
+        "token_logprobs": list(generation.log_probs),
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }

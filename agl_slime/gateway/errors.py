@@ -1,0 +1,57 @@
+"""Errors in the words and with the status that make each client do the right thing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from agl_slime.errors import (
+    AglSlimeError,
+    ContextOverflowError,
+    EngineRequestError,
+    EngineServerError,
+    EngineTimeoutError,
+    EngineUnreachableError,
+    GatewayRequestError,
+)
+
+RETRY_AFTER_S = 1
+
+_OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_ANTHROPIC_TYPES |= {413: "request_too_large", 429: "rate_limit_error", 529: "overloaded_error"}
+
+
+def refusal_of(error: BaseException) -> GatewayRequestError:
+    """What to answer when something went wrong, whatever it is."""
+    if isinstance(error, GatewayRequestError):
+        return error
+    if isinstance(error, ContextOverflowError):
+        return GatewayRequestError(
+            f"This model's maximum context length is exceeded: {error}",
+            code="context_length_exceeded",
+            param="messages",
+        )
+    if isinstance(error, EngineRequestError):
+        return GatewayRequestError(str(error), code="invalid_request")
+    if isinstance(error, EngineServerError):  # the engine has too much to do; its client has tried for long
+        return GatewayRequestError(str(error), status=429, code="engine_overloaded")
+    if isinstance(error, EngineTimeoutError):
+        return GatewayRequestError(str(error), status=504, code="engine_timeout")
+    if isinstance(error, EngineUnreachableError):
+        return GatewayRequestError(str(error), status=503, code="engine_unreachable")
+    if isinstance(error, asyncio.CancelledError):
+        return GatewayRequestError("the rollout has ended while this was answered", status=410, code="rollout_ended")
+    told = str(error) if isinstance(error, AglSlimeError) else f"{type(error).__name__}: {error}"
+    return GatewayRequestError(f"the gateway failed: {told}", status=500, code="gateway_error")
+
+
+def openai_error(refusal: GatewayRequestError) -> dict[str, Any]:
+    kind = _OPENAI_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
+    return {"error": {"message": str(refusal), "type": kind, "param": refusal.param, "code": refusal.code}}
+
+
+def anthropic_error(refusal: GatewayRequestError) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
+    message = f"prompt is too long: {refusal}" if refusal.code == "context_length_exceeded" else str(refusal)
+    return {"type": "error", "error": {"type": kind, "message": message}}

@@ -1,0 +1,97 @@
+"""What a protocol is: a request read, an answer written whole or as events, an error in its own form."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import orjson
+
+from agl_slime.errors import GatewayRequestError
+from agl_slime.gateway.calls import IMPOSED, Answered, Call, number
+from agl_slime.gateway.errors import openai_error
+
+Decode = Callable[[list[int]], str]
+
+
+def sse(data: Any, event: str | None = None) -> bytes:
+    """One server-sent event."""
+    return (f"event: {event}\n".encode() if event else b"") + b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+class Stream(ABC):
+    """An answer as events. ``texts`` is what has been told of each choice; ``head`` has the id and the model."""
+
+    def __init__(self, body: Mapping[str, Any], head: Answered, decode: Decode) -> None:
+        self.body, self.head, self.decode = body, head, decode
+        self.texts: list[tuple[str, str]] = [("", "")] * len(head.choices)
+
+    def update(self, texts: list[tuple[str, str]]) -> bytes:
+        """What has come since the last time."""
+        events = b""
+        for index, (now, told) in enumerate(zip(texts, self.texts, strict=True)):
+            parts = [new[len(old) :] if new.startswith(old) else "" for new, old in zip(now, told, strict=True)]
+            self.texts[index] = tuple(old + part for old, part in zip(told, parts, strict=True))  # type: ignore[assignment]
+            if any(parts):
+                events += b"".join(self.more(index, *parts))
+        return events
+
+    def finish(self, answered: Answered) -> bytes:
+        """What was held back, and the end."""
+        rest = self.update([(choice.reasoning, choice.content) for choice in answered.choices])
+        return rest + b"".join(self.end(answered))
+
+    @abstractmethod
+    def begin(self) -> Iterator[bytes]: ...
+
+    @abstractmethod
+    def more(self, index: int, reasoning: str, content: str) -> Iterator[bytes]: ...
+
+    @abstractmethod
+    def end(self, answered: Answered) -> Iterator[bytes]: ...
+
+    def keep_alive(self) -> bytes:
+        return b": keep-alive\n\n"
+
+    def error(self, refusal: GatewayRequestError) -> bytes:
+        return sse(openai_error(refusal)) + b"data: [DONE]\n\n"
+
+
+class Protocol(ABC):
+    """One way of asking. ``known`` are the fields that are honoured or listed in the docs as ignored."""
+
+    known: frozenset[str]
+
+    @abstractmethod
+    def read(self, body: Mapping[str, Any]) -> Call:
+        """Raises ``GatewayRequestError``."""
+
+    @abstractmethod
+    def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def stream(self, body: Mapping[str, Any], head: Answered, decode: Decode) -> Stream: ...
+
+    def error(self, refusal: GatewayRequestError) -> dict[str, Any]:
+        return openai_error(refusal)
+
+    def refuse_unknown(self, body: Mapping[str, Any]) -> None:
+        """A field that would be dropped in silence is refused by name, unless it is empty."""
+        for name in body.keys() - self.known:
+            if body[name] not in (None, False, "", [], {}):
+                raise GatewayRequestError(f"{name} is not supported here", code="unsupported_parameter", param=name)
+
+    @staticmethod
+    def asked(body: Mapping[str, Any]) -> dict[str, Any]:
+        """What the client would sample with."""
+        told = {name: body[name] for name in IMPOSED if body.get(name) is not None}
+        for name in told.keys() - {"logit_bias", "seed"}:
+            number(body, name, least=-2, whole=name == "top_k")
+        return told
+
+    @staticmethod
+    def max_tokens(body: Mapping[str, Any]) -> int | None:
+        """The limit by whichever of its names the client uses."""
+        names = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
+        return next((value for name in names if (value := number(body, name, least=1)) is not None), None)

@@ -1,0 +1,229 @@
+"""A gateway for agents that other runners execute, on other hosts or in sandboxes: it learns of attempts from the store
+when they first ask, and writes their spans there before each answer goes out.
+
+    agl-slime gateway --store-url http://HOST:4747 --sglang-url http://HOST:30000 --model-path DIR
+
+Agents find it as ``ProxyLLM(endpoint="http://HOST:PORT/k/TOKEN/v1", …)``, whose ``get_base_url(rollout_id,
+attempt_id)`` Agent Lightning's decorators call by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tyro
+from aiohttp import web
+
+from agl_slime.errors import AglSlimeError, ConfigError, GatewayRequestError
+from agl_slime.gateway.attempt import Attempt
+from agl_slime.gateway.server import Gateway
+from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess
+from agl_slime.store.bridge import FINISHED, BridgeStore
+from agl_slime.store.client import RemoteStore
+from agl_slime.store.feed import FeedPosition
+from agl_slime.store.server import TOKEN_VARIABLE as STORE_TOKEN_VARIABLE
+from agl_slime.support.agl import LLM, LightningStore, Span, SpanCoreFields, TraceStatus
+from agl_slime.support.net import require_token
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "AGL_SLIME_GATEWAY_TOKEN"
+
+
+@dataclass(eq=False)
+class _Spans:
+    """Spans of an attempt on their way to the store."""
+
+    store: LightningStore
+    rollout_id: str
+    attempt_id: str
+    waiting: list[SpanCoreFields] = field(default_factory=list)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def add(self, name: str, attributes: dict[str, Any], started: float) -> None:
+        status = TraceStatus(status_code="OK")
+        self.waiting.append(
+            SpanCoreFields(name=name, attributes=attributes, start_time=started, end_time=started, status=status)
+        )
+
+    async def write(self) -> None:
+        """In the order in which they were made; raises what the store raises, and keeps them for the next time."""
+        async with self.lock:
+            spans, key = list(self.waiting), {"rollout_id": self.rollout_id, "attempt_id": self.attempt_id}
+            if not spans:
+                return
+            numbers = await self.store.get_many_span_sequence_ids([(self.rollout_id, self.attempt_id)] * len(spans))
+            built = [Span.from_core_fields(s, **key, sequence_id=n) for s, n in zip(spans, numbers, strict=True)]
+            await self.store.add_many_spans(built)
+            del self.waiting[: len(spans)]
+
+
+class StoreGateway(Gateway):
+    """Serves every attempt that runs in ``store``. ``llm`` is the engine, the model, and the sampling of rollouts whose
+    resources name none. ``token`` opens all addresses: in ``/k/TOKEN`` or as the API key; without one, which only a
+    loopback address may do, there is nothing to show."""
+
+    def __init__(
+        self,
+        *,
+        store: LightningStore,
+        llm: LLM,
+        token: str | None = None,
+        settings: GatewaySettings | None = None,
+        access: EngineAccess | None = None,
+    ) -> None:
+        super().__init__(settings, access=access)
+        require_token(self.settings.host, token, setting=TOKEN_VARIABLE)
+        self._store, self._llm, self._token = store, llm, token
+        self._opening: dict[tuple[str, str], asyncio.Future[Attempt]] = {}
+        self._follower: asyncio.Task[None] | None = None
+        self._unsubscribe: Callable[[], None] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """What a ``ProxyLLM`` is to name."""
+        return f"{self.url}/k/{self._token}/v1" if self._token else f"{self.url}/v1"
+
+    async def _begin(self) -> None:
+        if isinstance(self._store, BridgeStore):
+            ended = self._ended_rollout
+            self._unsubscribe = self._store.subscribe_finished(lambda r: self._on_loop(lambda: ended(r.rollout_id)))
+        elif isinstance(self._store, RemoteStore):
+            self._follower = asyncio.ensure_future(self._follow(self._store))
+
+    async def _finish(self) -> None:
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+        if self._follower is not None:
+            self._follower.cancel()
+
+    async def _follow(self, store: RemoteStore) -> None:
+        position = FeedPosition()
+        try:
+            async for page in store.follow_finished(position):
+                position.instance_id, position.after = page["instance_id"], page["last"]
+                for rollout_id in page["rollout_ids"]:
+                    self._ended_rollout(rollout_id)
+        except AglSlimeError as error:
+            logger.warning("Ends of rollouts are not followed any more: %s", error)
+
+    def _ended_rollout(self, rollout_id: str) -> None:
+        for attempt in [attempt for (own, _), attempt in self._attempts.items() if own == rollout_id]:
+            attempt.end()
+            attempt.cut()
+            self._forget(attempt)
+
+    async def _attempt(self, request: web.Request, named: dict[str, str | None]) -> Attempt:
+        rollout, attempt_id = named.get("rollout"), named.get("attempt")
+        shown = self._shown(request, named)
+        if self._token and not any(hmac.compare_digest(key.encode(), self._token.encode()) for key in shown):
+            told = f"the key is missing or wrong: send the gateway's token ({TOKEN_VARIABLE})"
+            raise GatewayRequestError(told, status=401, code="invalid_api_key")
+        if rollout is None or attempt_id is None:
+            told = "the address names no rollout: use ProxyLLM.get_base_url(rollout_id, attempt_id)"
+            raise GatewayRequestError(told, status=404, code="unknown_rollout")
+        key = rollout, attempt_id
+        if (known := self._attempts.get(key)) is not None:
+            return known
+        if f"{rollout}/{attempt_id}" in self._ended:
+            raise GatewayRequestError(f"rollout {rollout} has ended", status=410, code="rollout_ended")
+        opening = self._opening.get(key)
+        if opening is None:  # requests that come together wait for one look at the store
+            opening = self._opening[key] = asyncio.ensure_future(self._found(rollout, attempt_id))
+            opening.add_done_callback(lambda _: self._opening.pop(key, None))
+        return await asyncio.shield(opening)
+
+    async def _found(self, rollout_id: str, attempt_id: str) -> Attempt:
+        rollout = await self._store.get_rollout_by_id(rollout_id)
+        latest = await self._store.get_latest_attempt(rollout_id) if rollout is not None else None
+        if rollout is None or latest is None or latest.attempt_id != attempt_id:
+            told = f"the store has no attempt {attempt_id} of a rollout {rollout_id} that runs"
+            raise GatewayRequestError(told, status=404, code="unknown_rollout")
+        if rollout.status in FINISHED:
+            raise GatewayRequestError(f"rollout {rollout_id} has ended", status=410, code="rollout_ended")
+        update = await self._store.get_resources_by_id(rollout.resources_id) if rollout.resources_id else None
+        told = update.resources.get(LLM_RESOURCE) if update is not None else None
+        sampling = (told.sampling_parameters if isinstance(told, LLM) else None) or self._llm.sampling_parameters
+        spans = _Spans(self._store, rollout_id, attempt_id)
+        attempt = Attempt(
+            rollout_id=rollout_id,
+            attempt_id=attempt_id,
+            roles={LLM_RESOURCE: self._llm.model_copy(update={"sampling_parameters": sampling})},
+            settings=self.settings,
+            access=self.access,
+            write=spans.add,
+            flush=spans.write,
+        )
+        self._attempts[rollout_id, attempt_id] = attempt
+        return attempt
+
+    async def _unnamed(self, request: web.Request, path: str, named: dict[str, str | None]) -> web.Response | None:
+        """Where an agent of ours finds the engine itself; it needs nobody to translate."""
+        if path != "/engine" or named.get("rollout") is not None or request.method != "GET":
+            return None
+        if self._token and self._token not in self._shown(request, named):
+            return None
+        return web.json_response({"endpoint": self._llm.endpoint})
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayCommand:
+    """Serve the model under training to agents that other runners execute, and write what is sampled to a store."""
+
+    store_url: str
+    """The store that the runners use (agl_slime's StoreService)."""
+    sglang_url: str
+    """SGLang server or router."""
+    model_path: Path
+    """The checkpoint whose tokenizer and chat template the policy has."""
+    max_new_tokens: int = 256
+    """Most tokens of an answer, where the rollout's resources say nothing."""
+    temperature: float = 1.0
+    """Sampling temperature, where the rollout's resources say nothing."""
+    token: str | None = None
+    """What clients show; anything but a loopback address needs one. AGL_SLIME_GATEWAY_TOKEN is the same."""
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
+    """How clients are treated, and the address to listen on."""
+
+
+async def _serve(command: GatewayCommand) -> None:
+    if not (command.model_path / "config.json").is_file() and not (command.model_path / "tokenizer.json").is_file():
+        raise ConfigError(f"--model-path {command.model_path}: there is no checkpoint")
+    sampling = {"temperature": command.temperature, "max_new_tokens": command.max_new_tokens}
+    llm = LLM(endpoint=command.sglang_url, model=str(command.model_path), sampling_parameters=sampling)
+    store = RemoteStore(command.store_url, token=os.environ.get(STORE_TOKEN_VARIABLE))
+    gateway = StoreGateway(
+        store=store, llm=llm, token=command.token or os.environ.get(TOKEN_VARIABLE), settings=command.gateway
+    )
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    with gateway:
+        print(f"gateway at {gateway.url}/v1", flush=True)
+        await ended.wait()
+    with contextlib.suppress(Exception):  # its connections belong to the gateway's loop, which has ended
+        await store.close()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``agl-slime gateway``: serve until SIGINT or SIGTERM; returns the exit code."""
+    try:
+        asyncio.run(_serve(tyro.cli(GatewayCommand, prog="agl-slime gateway", args=list(arguments))))
+    except AglSlimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

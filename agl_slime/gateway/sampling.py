@@ -1,0 +1,90 @@
+"""What a call is sampled with: the run's settings where tokens are trained, the client's limits within them.
+
+A temperature of the client's own, a penalty or a grammar changes what the engine's log-probs mean, so the run decides
+on those; that a client wanted something else is counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from agl_slime.errors import GatewayRequestError
+from agl_slime.gateway.calls import Call
+from agl_slime.gateway.settings import Constraints
+from agl_slime.rollout.tool_parsers import HermesParser, ToolParser
+from agl_slime.sglang.generation import SamplingParams
+
+_FIELDS = frozenset({"temperature", "top_p", "top_k"})
+_NOT_SGLANGS = {"seed": "sampling_seed"}
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+
+
+def sampling_for(
+    call: Call,
+    run: SamplingParams,
+    *,
+    trained: bool,
+    constraints: Constraints,
+    parser: ToolParser | None,
+    overridden: Counter[str],
+) -> tuple[SamplingParams, str]:
+    """The sampling of a call, and why its answer is not to be trained (empty when it is). ``overridden`` counts what
+    the client wanted and does not get."""
+    limit = run.max_new_tokens if call.max_tokens is None else min(run.max_new_tokens, call.max_tokens)
+    sampling = replace(run, max_new_tokens=max(1, limit), stop=tuple(dict.fromkeys((*run.stop, *call.stop))))
+    constraint = _constraint(call, parser, constraints)
+    if not trained:
+        own = {name: value for name, value in call.asked.items() if name in _FIELDS}
+        extra = {_NOT_SGLANGS.get(name, name): value for name, value in call.asked.items() if name not in _FIELDS}
+        return replace(sampling, **own, extra={**run.extra, **extra, **constraint}), ""
+    for name, value in call.asked.items():
+        decided = getattr(run, name) if name in _FIELDS else run.extra.get(name, _NEUTRAL.get(name, 0))
+        overridden[f"overridden/{name}"] += value != decided and bool(value or name in _FIELDS)
+    if call.max_tokens is not None:
+        overridden["overridden/max_tokens"] += call.max_tokens > run.max_new_tokens
+    if not constraint:
+        return sampling, ""
+    if constraints == "refuse":
+        raise GatewayRequestError(
+            f"{_name(call)} would be sampled under a constraint, which cannot be trained; leave it out, or set "
+            "constraints to mask or drop",
+            param=_name(call),
+        )
+    if constraints == "drop":
+        overridden[f"overridden/{_name(call)}"] += 1
+        return sampling, ""
+    return replace(sampling, extra={**sampling.extra, **constraint}), "constrained"
+
+
+def _name(call: Call) -> str:
+    return "response_format" if call.constraint else "tool_choice"
+
+
+def _constraint(call: Call, parser: ToolParser | None, constraints: Constraints) -> Mapping[str, Any]:
+    if call.constraint or call.tool_choice in ("auto", "none"):
+        return call.constraint
+    wanted = [tool["function"] for tool in call.tools if call.tool_choice in ("required", tool["function"]["name"])]
+    if not wanted:
+        raise GatewayRequestError(f"tool_choice {call.tool_choice!r} names none of the tools", param="tool_choice")
+    if constraints == "mask" and not isinstance(parser, HermesParser):
+        raise GatewayRequestError(
+            f"tool_choice cannot force calls in the format of {type(parser).__name__}; use auto, or set constraints to "
+            "drop",
+            param="tool_choice",
+        )
+    # as Hermes' template shows calls to the model; xgrammar's structural tag, which SGLang takes as JSON text
+    tags = [
+        {
+            "type": "tag",
+            "begin": f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": ',
+            "content": {"type": "json_schema", "json_schema": function["parameters"]},
+            "end": "}\n</tool_call>",
+        }
+        for function in wanted
+    ]
+    form = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}
+    return {"structural_tag": json.dumps({"type": "structural_tag", "format": form})}

@@ -1,0 +1,390 @@
+"""The gateway: an HTTP server with an address for each attempt, on a thread and an event loop of its own.
+
+    /rollout/{rollout_id}/attempt/{attempt_id}/v1/chat/completions       with the attempt's secret as API key
+    /k/{secret}/rollout/{rollout_id}/attempt/{attempt_id}/v1/…           for clients that send a key of their own
+    /v1/…                                                                the key alone says which attempt it is
+
+``/v1`` may be left out. What is asked is sampled by the engine from token ids, and written as a span before the answer
+goes out. Agents that block their event loop cannot block this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import orjson
+from aiohttp import web
+from typing_extensions import Self
+
+from agl_slime.errors import AglSlimeError, ConfigError, GatewayRequestError
+from agl_slime.gateway.anthropic import AnthropicMessages, CountTokens
+from agl_slime.gateway.attempt import Attempt
+from agl_slime.gateway.calls import Answered, Call, Choice
+from agl_slime.gateway.chat import ChatCompletions
+from agl_slime.gateway.completions import Completions
+from agl_slime.gateway.errors import RETRY_AFTER_S, refusal_of
+from agl_slime.gateway.protocol import Protocol
+from agl_slime.gateway.responses import Responses
+from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.gateway.work import Work
+from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess
+from agl_slime.support.agl import LLM, NamedResources, ProxyLLM
+from agl_slime.support.net import is_loopback
+from agl_slime.support.threads import run_in_thread
+
+logger = logging.getLogger(__name__)
+
+_ADDRESS = re.compile(
+    r"(?:/k/(?P<secret>[^/]+))?(?:/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?(?:/role/(?P<role>[^/]+))?"
+    r"(?:/v1)*(?P<path>/.*)?"
+)
+_PROTOCOLS: dict[str, Protocol] = {
+    "/chat/completions": ChatCompletions(),
+    "/completions": Completions(),
+    "/responses": Responses(),
+    "/messages": AnthropicMessages(),
+    "/messages/count_tokens": CountTokens(),
+}
+# JSON of more than this is parsed in a thread: 1 MB takes about 5 ms.
+_PARSED_AT_ONCE = 256 * 1024
+_RETRY_HEADER = "x-stainless-retry-count"  # of the SDKs of OpenAI and Anthropic
+_STOP_S = 5.0
+_ENDED_KEPT = 10_000
+
+
+class Gateway:
+    """Serves the attempts that ``open`` was called for, from ``start`` to ``stop``. One per runner."""
+
+    def __init__(self, settings: GatewaySettings | None = None, *, access: EngineAccess | None = None) -> None:
+        self.settings = settings or GatewaySettings()
+        self.access = access or EngineAccess()
+        self.url = ""
+        self._attempts: dict[tuple[str, str], Attempt] = {}
+        self._by_secret: dict[str, Attempt] = {}
+        self._ended: dict[str, None] = {}  # of the last attempts, by all that names them: they get 410 and not 404
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._starting = threading.Lock()
+
+    # -- from any thread ----------------------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Listen, unless it does. Raises ``ConfigError`` when the address cannot be listened on."""
+        with self._starting:
+            if self._thread is None:
+                self._start()
+        return self
+
+    def _start(self) -> None:
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._main, args=(ready,), name="agl-slime-gateway", daemon=True)
+        self._thread.start()
+        ready.wait()
+        if self._failure is not None:
+            where = f"{self.settings.host}:{self.settings.port}"
+            raise ConfigError(f"the gateway cannot listen on {where}: {self._failure}") from self._failure
+
+    def stop(self) -> None:
+        """Cut everything off. Safe to call twice."""
+        if self._loop is not None and self._stop is not None and self._thread is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._stop.set)
+            except RuntimeError:
+                return  # its loop has ended
+            self._thread.join(_STOP_S)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def open(
+        self, rollout_id: str, attempt_id: str, resources: NamedResources, write: Callable[..., None], **more: Any
+    ) -> tuple[Attempt | None, NamedResources]:
+        """Serve an attempt; returns it, and the resources with this gateway's address in the place of the engine's.
+        ``None`` where no model of the resources is one to go through here: a ``ProxyLLM`` is somebody else's."""
+        main = resources.get(LLM_RESOURCE) or next((r for r in resources.values() if isinstance(r, LLM)), None)
+        if not isinstance(main, LLM) or isinstance(main, ProxyLLM):
+            return None, resources
+        self.start()
+        same = {
+            name: llm
+            for name, llm in resources.items()
+            if isinstance(llm, LLM) and not isinstance(llm, ProxyLLM) and llm.endpoint == main.endpoint
+        }
+        roles = {LLM_RESOURCE: main, **{name: llm for name, llm in same.items() if llm is not main}}
+        attempt = Attempt(
+            rollout_id=rollout_id,
+            attempt_id=attempt_id,
+            roles=roles,
+            settings=self.settings,
+            access=self.access,
+            write=write,
+            **more,
+        )
+        self._attempts[rollout_id, attempt_id] = attempt
+        self._by_secret[attempt.secret] = attempt
+        served = {
+            name: self._address(attempt, llm, LLM_RESOURCE if llm is main else name) for name, llm in same.items()
+        }
+        return attempt, {**resources, **served}
+
+    def _address(self, attempt: Attempt, llm: LLM, role: str) -> LLM:
+        address = f"{self.url}/k/{attempt.secret}/rollout/{attempt.rollout_id}/attempt/{attempt.attempt_id}"
+        if role != LLM_RESOURCE:
+            address += f"/role/{role}"
+        sampling = for_clients(llm.sampling_parameters)
+        return LLM(endpoint=f"{address}/v1", model=llm.model, api_key=attempt.secret, sampling_parameters=sampling)
+
+    async def close(self, attempt: Attempt) -> None:
+        """End an attempt: what is under way is cut off, and its last span is written."""
+        if not attempt.end() and self._loop is not None:
+            self._on_loop(attempt.cut)
+            await run_in_thread(attempt.quiet.wait, _STOP_S)
+        self._forget(attempt)
+        attempt.write_summary()
+
+    def _forget(self, attempt: Attempt) -> None:
+        self._attempts.pop((attempt.rollout_id, attempt.attempt_id), None)
+        self._by_secret.pop(attempt.secret, None)
+        self._ended[attempt.secret] = self._ended[f"{attempt.rollout_id}/{attempt.attempt_id}"] = None
+        while len(self._ended) > _ENDED_KEPT:
+            self._ended.pop(next(iter(self._ended)), None)
+
+    def _on_loop(self, callback: Callable[[], Any]) -> None:
+        if self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(callback)
+            except RuntimeError:
+                logger.debug("The gateway has ended.")
+
+    # -- the gateway's thread -----------------------------------------------------------------------------------------
+
+    def _main(self, ready: threading.Event) -> None:
+        try:
+            asyncio.run(self._serve(ready))
+        except OSError as error:
+            self._failure = error
+        finally:
+            ready.set()
+
+    async def _serve(self, ready: threading.Event) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        app = web.Application(client_max_size=int(self.settings.max_body_mb * 1024**2))
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        # a client that hangs up cancels the work on its request, and that the engine's
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, self.settings.host, self.settings.port, backlog=4096)
+            await site.start()
+            port = runner.addresses[0][1]
+            host = "127.0.0.1" if is_loopback(self.settings.host) else self.settings.host
+            self.url = f"http://{host}:{port}"
+            await self._begin()
+            ready.set()
+            await self._stop.wait()
+            for attempt in list(self._attempts.values()):
+                attempt.end()
+                attempt.cut()
+        finally:
+            await self._finish()
+            await runner.cleanup()
+            await self.access.aclose()
+
+    async def _begin(self) -> None:
+        """What is to be done beside serving, on the gateway's loop."""
+
+    async def _finish(self) -> None:
+        """The end of that."""
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        found = _ADDRESS.fullmatch(request.path)
+        path = (found["path"] or "/") if found is not None else request.path
+        protocol = _protocol_of(path, request)
+        attempt: Attempt | None = None
+        try:
+            if "Origin" in request.headers:  # only browsers send it: a page must not reach a server on this machine
+                raise GatewayRequestError("requests from web pages are not served", status=403, code="forbidden")
+            named = found.groupdict() if found is not None else {}
+            if (answer := await self._unnamed(request, path, named)) is not None:
+                return answer
+            attempt = await self._attempt(request, named)
+            role = (found["role"] if found is not None else None) or LLM_RESOURCE
+            return await self._routed(request, path, attempt, role)
+        except asyncio.CancelledError as error:
+            if attempt is None or not attempt.closed:
+                raise  # the client has hung up
+            refusal = refusal_of(error)
+        except web.HTTPRequestEntityTooLarge:
+            limit = f"the body is larger than {self.settings.max_body_mb:g} MB"
+            refusal = GatewayRequestError(limit, status=413, code="request_too_large")
+        except AglSlimeError as error:
+            refusal = refusal_of(error)
+        except ConnectionError:
+            raise  # the client is gone
+        except Exception as error:
+            refusal = refusal_of(error)
+            logger.exception("%s %s failed.", request.method, request.path)
+        if attempt is not None:
+            attempt.seen[f"refused/{refusal.status}"] += 1
+        headers = {"Retry-After": str(RETRY_AFTER_S)} if refusal.status in (429, 503) else {}
+        return _json(protocol.error(refusal), status=refusal.status, headers=headers)
+
+    async def _unnamed(self, request: web.Request, path: str, named: dict[str, str | None]) -> web.Response | None:
+        """An answer that belongs to no attempt; ``None`` when there is none at this address."""
+        return None
+
+    @staticmethod
+    def _shown(request: web.Request, named: dict[str, str | None]) -> list[str]:
+        """What a client shows that it may ask: in the address, as bearer token, as Anthropic's key."""
+        bearer = request.headers.get("Authorization", "").partition(" ")[2].strip()
+        return [key for key in (named.get("secret"), bearer, request.headers.get("x-api-key")) if key]
+
+    async def _attempt(self, request: web.Request, named: dict[str, str | None]) -> Attempt:
+        """The attempt that the address or the key names, and the secret opens."""
+        rollout, attempt_id, shown = named.get("rollout"), named.get("attempt"), self._shown(request, named)
+        attempt = next((found for key in shown if (found := self._by_secret.get(key)) is not None), None)
+        if rollout is None or attempt_id is None:
+            if attempt is not None:
+                return attempt
+            if any(key in self._ended for key in shown):
+                raise GatewayRequestError("the rollout of this key has ended", status=410, code="rollout_ended")
+            raise GatewayRequestError("the API key names no rollout that runs here", status=401, code="invalid_api_key")
+        meant = self._attempts.get((rollout, attempt_id))
+        if meant is None:
+            if f"{rollout}/{attempt_id}" in self._ended:
+                raise GatewayRequestError(f"rollout {rollout} has ended", status=410, code="rollout_ended")
+            told = f"there is no attempt {attempt_id} of a rollout {rollout} here"
+            raise GatewayRequestError(told, status=404, code="unknown_rollout")
+        if not any(hmac.compare_digest(key.encode(), meant.secret.encode()) for key in shown):
+            told = f"the key does not open rollout {rollout}: send LLM.api_key, or use LLM.endpoint as it is"
+            raise GatewayRequestError(told, status=401, code="invalid_api_key")
+        return meant
+
+    async def _routed(self, request: web.Request, path: str, attempt: Attempt, role: str) -> web.StreamResponse:
+        attempt.seen[f"{request.method} {path}"] += 1
+        if request.method in ("HEAD", "OPTIONS") or path == "/":
+            return web.Response()
+        if request.method == "GET" and path.startswith("/models"):
+            return self._models(attempt, path.removeprefix("/models").strip("/"))
+        protocol = _PROTOCOLS.get(path)
+        if protocol is None or request.method != "POST":
+            served = ", ".join(f"/v1{path}" for path in (*_PROTOCOLS, "/models"))
+            told = f"{request.method} {path} is not served here; there are {served}"
+            raise GatewayRequestError(told, status=404, code="unknown_url")
+        attempt.begin()
+        try:
+            return await self._asked(request, protocol, attempt, role)
+        finally:
+            attempt.done()
+
+    async def _asked(self, request: web.Request, protocol: Protocol, attempt: Attempt, role: str) -> web.StreamResponse:
+        raw = await request.read()
+        parse = partial(_parsed, raw)
+        body = parse() if len(raw) <= _PARSED_AT_ONCE else await run_in_thread(parse)
+        call = protocol.read(body)
+        if isinstance(protocol, CountTokens):
+            return _json({"input_tokens": await attempt.count(call)})
+        if call.model in attempt.settings.untrained_models:
+            role = call.model
+        elif role not in attempt.roles:
+            raise GatewayRequestError(f"there is no model {role!r} here", status=404, code="unknown_model")
+        retry = request.headers.get(_RETRY_HEADER, "0") not in ("", "0")
+        key = hashlib.blake2b(request.path.encode() + b"\n" + raw, digest_size=16).digest()
+        work = attempt.work(call, role=role, key=key, retry=retry)
+        decode = await attempt.decoder()
+        with work:
+            if call.stream:
+                return await self._streamed(request, protocol, body, call, work, decode)
+            answered = await work.result()
+            return _json(protocol.answer(body, answered, decode))
+
+    async def _streamed(
+        self, http: web.Request, protocol: Protocol, body: Any, call: Call, work: Work, decode: Any
+    ) -> web.StreamResponse:
+        """Events as they come. What fails before the first one is an answer with a status."""
+        assert work.task is not None
+        head = Answered(id=work.id, created=work.created, model=call.model, choices=(Choice(),) * call.n)
+        stream = protocol.stream(body, head, decode)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        pause = self.settings.keep_alive_s
+        at = 0
+        while True:
+            came = await work.wait(at, pause)
+            at = work.version
+            if work.task.done() and not response.prepared:
+                await work.result()  # raises what went wrong
+            if not response.prepared:
+                await response.prepare(http)
+                await response.write(b"".join(stream.begin()))
+            if work.task.done():
+                break
+            if events := stream.update(work.texts) if came else stream.keep_alive():
+                await response.write(events)
+        try:
+            await response.write(stream.finish(await work.result()))
+        except (AglSlimeError, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and not work.task.cancelled():
+                raise
+            await response.write(stream.error(refusal_of(error)))
+        return response
+
+    def _models(self, attempt: Attempt, name: str) -> web.Response:
+        cards = [
+            {
+                "id": llm.model,
+                "object": "model",
+                "created": int(time.time()),
+                "owned_by": "agl-slime",
+                "type": "model",
+                "display_name": llm.model,
+                "created_at": "1970-01-01T00:00:00Z",
+            }
+            for llm in {llm.model: llm for llm in attempt.roles.values()}.values()
+        ]
+        if name:
+            return _json({**cards[0], "id": name})
+        return _json({"object": "list", "data": cards, "has_more": False, "first_id": None, "last_id": None})
+
+
+def for_clients(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling parameters by the names that an OpenAI client takes: agents hand them on as they are."""
+    return {"max_tokens" if name == "max_new_tokens" else name: value for name, value in sampling.items()}
+
+
+def _protocol_of(path: str, request: web.Request) -> Protocol:
+    """The protocol whose errors a client reads."""
+    known = _PROTOCOLS.get(path)
+    default = "/messages" if "anthropic-version" in request.headers else "/chat/completions"
+    return known or _PROTOCOLS[default]
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    try:
+        body = orjson.loads(raw)
+    except ValueError as error:
+        try:
+            body = json.loads(raw)  # which takes lone surrogates, as some clients send them
+        except ValueError:
+            raise GatewayRequestError(f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise GatewayRequestError(f"the body must be a JSON object, got {type(body).__name__}", code="invalid_json")
+    return body
+
+
+def _json(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, headers=headers, content_type="application/json")

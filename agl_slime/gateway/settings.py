@@ -1,0 +1,53 @@
+"""How a gateway treats its clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from agl_slime.errors import ConfigError
+
+Branches = Literal["all", "leaves", "last"]
+Constraints = Literal["mask", "drop", "refuse"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """``branches``: which answers of a rollout are trained: ``all``; ``leaves``, without those that were asked for
+    again later and that nothing went on from; ``last``, the conversation with the last answer. ``constraints``: what
+    becomes of JSON schemas, regular expressions and tool choices that force a call, under which the engine's log-probs
+    are not the policy's: ``mask`` obeys and does not train those tokens, ``drop`` samples freely, ``refuse`` answers
+    400. ``untrained_models``: requests that name one of these (a judge, a user simulator) are answered by the policy
+    and not trained.
+
+    Limits of one rollout: ``max_turns`` answers and ``max_trajectory_tokens`` in one conversation, after which answers
+    are empty; ``max_in_flight`` requests at once and ``max_requests`` in all, after which 429 is answered. A body has
+    at most ``max_body_mb``. ``keep_alive_s``: a stream is never silent for longer.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    branches: Branches = "all"
+    constraints: Constraints = "mask"
+    untrained_models: tuple[str, ...] = ()
+    max_turns: int | None = None
+    max_trajectory_tokens: int | None = None
+    max_in_flight: int = 64
+    max_requests: int = 10_000
+    max_body_mb: float = 8.0
+    keep_alive_s: float = 15.0
+
+    def __post_init__(self) -> None:
+        for name, known in (("branches", ("all", "leaves", "last")), ("constraints", ("mask", "drop", "refuse"))):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        for name in (
+            "max_turns",
+            "max_trajectory_tokens",
+            "max_in_flight",
+            "max_requests",
+            "max_body_mb",
+            "keep_alive_s",
+        ):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ConfigError(f"{name} must be above 0, got {value}")

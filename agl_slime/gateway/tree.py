@@ -1,0 +1,194 @@
+"""The conversations of one attempt as a tree: which of them a request goes on with.
+
+Clients send the whole history with each request. It is walked through what was held before, message by message, and
+what is found is taken from there: of an answer the text and the tokens that were sampled, whatever its client made of
+it. The walk ends at the first message that is not known; what follows is the request's own. An answer that could be
+one of several siblings with different tokens is not known: nothing is guessed.
+
+A *line* is one ``RolloutSession``: a conversation that is asked again and again. A request that goes on from the end of
+a line takes it further; one that goes on from anywhere else, or while the line is being asked, gets a branch of it,
+which keeps the tokens that still stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from agl_slime.gateway.messages import Message, answer_keys, message_key, same_words
+from agl_slime.rollout.session import RolloutSession
+from agl_slime.tokens.forks import ForkReason
+
+OpenSession = Callable[[list[Message]], RolloutSession]
+
+
+@dataclass(eq=False, slots=True)
+class Line:
+    """A conversation in tokens; ``tip`` is its last answer. ``asking``: a request is under way."""
+
+    session: RolloutSession
+    tip: Node | None = None
+    asking: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """An answer: ``held`` with the words that were sampled, ``served`` as the client got it. ``state`` is the place in
+    the tree after it and ``before`` that before it, ``turn`` its number in the rollout, ``depth`` the number of
+    messages up to it."""
+
+    held: Message
+    served: Message
+    before: int
+    state: int
+    line: Line
+    turn: int
+    depth: int
+    continued: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A request's ``messages``, the first ``known`` of them as they are held, and the ``keys`` of the others. ``node``
+    is the last answer among those; ``line`` the conversation that shares most with the request."""
+
+    messages: list[Message]
+    known: int
+    keys: list[list[Hashable]]
+    state: int
+    node: Node | None
+    line: Line | None
+    fork: ForkReason | None
+
+
+@dataclass(eq=False)
+class Tree:
+    """The conversations that share one chat template and one set of tools; ``open_session`` makes the first."""
+
+    open_session: OpenSession
+    ambiguous: int = 0  # answers that could have been several
+    _states: int = 0
+    _plain: dict[tuple[int, Hashable], tuple[int, Message]] = field(default_factory=dict)
+    _answers: dict[tuple[int, Hashable], list[Node]] = field(default_factory=dict)
+    _lines: dict[int, Line] = field(default_factory=dict)  # the last line through each state
+    _seen: set[Hashable] = field(default_factory=set)  # answers, and results of tools
+    _ids: dict[str, str] = field(default_factory=dict)  # of a call as it was served: its id as the model wrote it
+
+    def find(self, messages: Sequence[Message]) -> Match:
+        """What of a request is known."""
+        state, node, held = 0, None, []
+        line = self._lines.get(0)
+        for message in messages:
+            answer = self._answer(state, message) if message["role"] == "assistant" else None
+            if answer is not None:
+                state, node = answer.state, answer
+                held.append(answer.held)
+            elif (found := self._other(state, message)) is not None:
+                state = found[0]
+                held.append(found[1])
+            else:
+                break
+            line = self._lines.get(state, line)
+        rest = messages[len(held) :]
+        fork = self._kind(messages, len(held), node, line)
+        keys = [_keys(message) for message in rest]
+        return Match([*held, *map(self._as_written, rest)], len(held), keys, state, node, line, fork)
+
+    def take(self, match: Match) -> Line:
+        """The line to ask for this request; give it back with ``answered`` or ``failed``."""
+        line = match.line
+        if line is None:
+            line = Line(self.open_session(match.messages))
+        elif line.asking or match.node is None or line.tip is not match.node:
+            line = Line(line.session.branch(match.messages))
+        line.session.messages = match.messages
+        line.asking = True
+        self._lines.setdefault(0, line)
+        return line
+
+    def failed(self, line: Line) -> None:
+        """Nothing was sampled."""
+        line.asking = False
+
+    def answered(self, match: Match, line: Line, *, held: Message, served: Message, ids: Mapping[str, str]) -> Node:
+        """Keep an answer that was sampled on ``line``. ``ids`` are those of its calls, as served and as written."""
+        state, rest = match.state, list(zip(match.messages[match.known :], match.keys, strict=True))
+        if match.messages[-1]["role"] == "assistant":  # which the answer goes on with, and is a message with
+            rest = rest[:-1]
+            if not match.keys and match.node is not None:
+                state = match.node.before
+        for message, keys in rest:
+            at = self._plain.get((state, keys[0])) or (self._new_state(), message)
+            for key in keys:
+                self._plain.setdefault((state, key), at)
+            state = at[0]
+            self._lines[state] = line
+            if message["role"] == "tool":
+                self._seen.update(keys)
+        self._ids.update(ids)
+        turns, depth = line.session.turns, len(line.session.messages)
+        node = Node(held, served, state, self._new_state(), line, len(turns) - 1, depth)
+        for key in answer_keys(served):
+            self._answers.setdefault((state, key), []).append(node)
+            self._seen.add(key)
+        if match.node is not None:
+            match.node.continued = True
+        line.tip, line.asking = node, False
+        self._lines[node.state] = line
+        return node
+
+    def _new_state(self) -> int:
+        self._states += 1
+        return self._states
+
+    def _answer(self, state: int, message: Message) -> Node | None:
+        for key in answer_keys(message):
+            nodes = self._answers.get((state, key), ())
+            if not nodes or not same_words(message, nodes[-1].served):
+                continue
+            if len(nodes) == 1 or _same_tokens(nodes):
+                return nodes[-1]
+            self.ambiguous += 1
+            return None
+        return None
+
+    def _other(self, state: int, message: Message) -> tuple[int, Message] | None:
+        """The state after a message that nobody sampled here, and the message as it came first."""
+        found = (self._plain.get((state, key)) for key in _keys(message))
+        known = next((at for at in found if at is not None), None)
+        if known is None or message["role"] != "assistant":
+            return known
+        return known if same_words(message, known[1]) or same_words(known[1], message) else None
+
+    def _kind(self, messages: Sequence[Message], known: int, node: Node | None, line: Line | None) -> ForkReason | None:
+        """Why a request does not go on from the end of a line, as far as messages tell more than tokens do."""
+        if line is None or line.tip is None or line.tip is node or known == len(messages):
+            return None
+        tip, at = line.tip, messages[known]
+        later = [key for message in messages[known + 1 :] for key in _keys(message)]
+        lost = tip.depth - known  # held messages that the request does not go on with
+        summary = at["role"] == "user" and known > 0 and messages[known - 1]["role"] == "user"
+        if len(messages) < tip.depth and lost > 2 and (summary or any(key in self._seen for key in later)):
+            return ForkReason.COMPACTION
+        edited = at["role"] == "assistant" or any(key in self._seen for key in later)
+        return ForkReason.EDITED_HISTORY if edited else None
+
+    def _as_written(self, message: Message) -> Message:
+        """With the ids of calls as the model wrote them, which is what templates expect."""
+        if message.get("tool_call_id") in self._ids:
+            message = {**message, "tool_call_id": self._ids[message["tool_call_id"]]}
+        if message.get("tool_calls"):
+            calls = [{**call, "id": self._ids.get(call["id"], call["id"])} for call in message["tool_calls"]]
+            message = {**message, "tool_calls": calls}
+        return message
+
+
+def _keys(message: Message) -> list[Hashable]:
+    return answer_keys(message) if message["role"] == "assistant" else [message_key(message)]
+
+
+def _same_tokens(nodes: Sequence[Node]) -> bool:
+    first, *others = (node.line.session.turns[node.turn] for node in nodes)
+    return all(np.array_equal(first.response_ids, other.response_ids) for other in others)

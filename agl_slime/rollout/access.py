@@ -1,0 +1,143 @@
+"""How a resource that names a model becomes what a conversation needs: tokenizer, client of the engine, templates.
+
+One of these serves all rollouts of an agent, or of a gateway.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from agl_slime.errors import ConfigError
+from agl_slime.sglang.client import SGLangClient
+from agl_slime.sglang.describe import end_token_ids, vocab_size_of
+from agl_slime.sglang.generation import SamplingParams
+from agl_slime.sglang.transport import ClientSettings
+from agl_slime.support.agl import LLM, ProxyLLM
+from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.template import ChatTemplate
+from agl_slime.tokens.tokenizer import ChatTokenizer, load_tokenizer
+
+# Agent Lightning's convention for the name of the model under training.
+LLM_RESOURCE = "main_llm"
+
+# Rollouts of one agent have the same tools, mostly; where each task has its own, old templates are let go.
+_MAX_TEMPLATES = 64
+
+_SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__) - {"extra"}
+
+
+class EngineAccess:
+    """Clients by endpoint and templates by tools, made when they are first asked for. A copy in another process opens
+    its own connections."""
+
+    def __init__(self, *, tokenizer: ChatTokenizer | None = None, settings: ClientSettings | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._clients: dict[str, SGLangClient] = {}
+        self._templates: dict[str, ChatTemplate] = {}
+        self._tokenizers: dict[str, ChatTokenizer] = {}
+        self._engines: dict[str, str] = {}  # behind gateways
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_clients": {}, "_templates": {}, "_tokenizers": {}}
+
+    async def tokenizer(self, llm: LLM) -> ChatTokenizer:
+        """The one that was given, else that of ``LLM.model``."""
+        if self._tokenizer is None and not llm.model:
+            raise ConfigError(f"LLM.model of {LLM_RESOURCE!r} is empty; name a checkpoint, or give a tokenizer")
+        known = self._tokenizer or self._tokenizers.get(llm.model)
+        if known is None:
+            known = self._tokenizers[llm.model] = await run_in_thread(load_tokenizer, llm.model)
+        return known
+
+    async def engine(self, llm: LLM) -> LLM:
+        """``llm`` with the engine's own address, where it names a gateway of ours: an agent that knows tokens needs
+        nobody to translate."""
+        if not isinstance(llm, ProxyLLM):
+            return llm
+        gateway = llm.get_base_url(None, None).removesuffix("/v1")
+        if gateway not in self._engines:
+            async with aiohttp.ClientSession() as session, session.get(f"{gateway}/engine") as answer:
+                if answer.status != 200:
+                    raise ConfigError(f"{LLM_RESOURCE} names {gateway}, which is no gateway of agl-slime's")
+                self._engines[gateway] = (await answer.json())["endpoint"]
+        named = {"model": llm.model, "sampling_parameters": llm.sampling_parameters}
+        return LLM(endpoint=self._engines[gateway], **named)
+
+    def client(self, llm: LLM, tokenizer: ChatTokenizer) -> SGLangClient:
+        client = self._clients.get(llm.endpoint)
+        if client is None:
+            client = self._clients[llm.endpoint] = SGLangClient(
+                base_url=llm.endpoint,
+                settings=self._settings,
+                eos_token_ids=end_token_ids(llm.model, tokenizer),
+                decode=tokenizer.decode,
+                vocab_size=vocab_size_of(llm.model),
+            )
+        return client
+
+    def template(
+        self,
+        tokenizer: ChatTokenizer,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        raw: bool = False,
+    ) -> ChatTemplate:
+        """One template for all rollouts with these tools: what it has found out about itself is known to all. A ``raw``
+        one writes the contents of messages and nothing else."""
+        if raw:
+            tokenizer = _raw_text(tokenizer)
+        key = f"{id(tokenizer)} {json.dumps([tools, dict(template_kwargs or {})], sort_keys=True, default=repr)}"
+        if key not in self._templates:
+            if len(self._templates) >= _MAX_TEMPLATES:  # tools that differ from task to task
+                self._templates.clear()
+            self._templates[key] = ChatTemplate(tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs)
+        return self._templates[key]
+
+    async def aclose(self) -> None:
+        """Close the connections; to be called on the event loop that they were used on."""
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
+            await client.aclose()
+
+
+class _RawText:
+    """A tokenizer whose chat template writes the contents of messages, one after the other."""
+
+    chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def apply_chat_template(self, conversation: Any, **_: Any) -> str:
+        return "".join(str(message["content"]) for message in conversation)
+
+
+@functools.lru_cache(maxsize=8)
+def _raw_text(tokenizer: ChatTokenizer) -> Any:
+    return _RawText(tokenizer)
+
+
+def sampling_of(llm: LLM) -> SamplingParams:
+    """``LLM.sampling_parameters`` as ``SamplingParams``; OpenAI's ``max_tokens`` is taken for ``max_new_tokens``, names
+    that are not ours are passed to SGLang as they are."""
+    extra = dict(llm.sampling_parameters)
+    values = {name: extra.pop(name) for name in [*extra] if name in _SAMPLING_FIELDS}
+    if "max_tokens" in extra:
+        values.setdefault("max_new_tokens", extra.pop("max_tokens"))
+    for name in {"stop", "stop_token_ids"} & values.keys():
+        value = values[name]
+        values[name] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
+    return SamplingParams(**values, extra=extra)

@@ -1,0 +1,238 @@
+"""What clients do wrong, and engines: one sentence each, with the status that makes a client do the right thing, and
+nothing lost elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import aiohttp
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.trace import attributes as names
+from tests.faults.scripted_engine import BreakOff, Reset, Status
+from tests.gateway_cases import Case, serving, trained_once
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]
+BODY = {"model": "m", "messages": HELLO}
+
+
+def post(case: Case, body: Any = BODY, **how: Any) -> httpx.Response:
+    return httpx.post(f"{case.llm.endpoint}/chat/completions", json=body, **how)
+
+
+def told(answer: httpx.Response) -> str:
+    return answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"{", "not JSON"),
+        (b"[1]", "JSON object"),
+        (b"\xff\xfe", "not JSON"),
+        (b"", "not JSON"),
+        (b'{"messages": 3}', "messages must be a list"),
+        (b'{"messages": [{"role": "robot", "content": "x"}]}', "messages[0].role"),
+        (b'{"messages": [{"role": "user", "content": 5}]}', "messages[0].content"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "n": 0}', "n must be"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": "many"}', "max_tokens must be"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "stop": [""]}', "stop must be"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "x"}]}', "tools[0]"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "x"}}', "response_format"),
+    ],
+)
+def test_garbage_is_refused_with_a_sentence(content: bytes, says: str) -> None:
+    with serving("hello") as case:
+        answer = httpx.post(f"{case.llm.endpoint}/chat/completions", content=content)
+        assert answer.status_code == 400
+        assert says in told(answer)
+        assert post(case).status_code == 200
+        assert json.loads(case.said[names.GATEWAY])["refused/400"] == 1
+
+
+def test_a_body_that_is_too_large_is_refused_and_one_that_is_not_is_read() -> None:
+    with serving("hello", context_length=10**7) as case:
+        assert post(case, {**BODY, "user": "x" * 10_000_000}).status_code == 413
+        assert post(case, {**BODY, "user": "x" * 7_000_000}).status_code == 200
+
+
+def test_nothing_is_answered_after_the_end_nor_at_anothers_address() -> None:
+    with serving("hello") as case:
+        attempt, served, spans = case.open("ro-2")
+        other: Any = served["main_llm"]
+        mine = case.llm.endpoint
+        assert post(case).status_code == 200
+        stolen = other.endpoint.replace(other.api_key, case.llm.api_key)
+        answer = httpx.post(f"{stolen}/chat/completions", json=BODY)
+        assert (answer.status_code, "ro-2" in told(answer)) == (401, True)
+        plain = other.endpoint.replace(f"/k/{other.api_key}", "")
+        assert httpx.post(f"{plain}/chat/completions", json=BODY).status_code == 401
+        with_key = {"Authorization": f"Bearer {other.api_key}"}
+        assert httpx.post(f"{plain}/chat/completions", json=BODY, headers=with_key).status_code == 200
+        root = case.gateway.url
+        assert httpx.post(f"{root}/v1/messages", json={**BODY, "max_tokens": 9}, headers={"x-api-key": other.api_key})
+        assert httpx.post(f"{root}/v1/chat/completions", json=BODY).status_code == 401
+        assert httpx.post(f"{mine.replace('ro-1', 'ro-9')}/chat/completions", json=BODY).status_code == 404
+        case.close()
+        assert post(case).status_code == 410
+        with pytest.raises(openai.APIStatusError, match="has ended"):
+            OpenAI(base_url=mine, api_key="x").chat.completions.create(model="m", messages=HELLO)
+        assert httpx.post(f"{plain}/chat/completions", json=BODY, headers=with_key).status_code == 200
+        assert len(case.turns) == 1
+        assert len(spans) == 3
+        assert not attempt.closed
+
+
+@pytest.mark.parametrize(
+    "path", ["generate", "pause_generation", "update_weights_from_disk", "flush_cache", "abort_request"]
+)
+def test_the_engines_own_routes_are_not_to_be_had(path: str) -> None:
+    with serving("hello") as case:
+        root = case.llm.endpoint.removesuffix("/v1")
+        assert httpx.post(f"{root}/{path}", json={}).status_code == 404
+        assert not case.engine.received
+
+
+async def test_a_client_that_hangs_up_in_a_stream_has_its_request_aborted() -> None:
+    with serving("one two three four five six seven", token_s=0.05) as case:
+        url = f"{case.llm.endpoint}/chat/completions"
+        async with aiohttp.ClientSession() as session:
+            answer = await session.post(url, json={**BODY, "stream": True})
+            await answer.content.readany()
+            answer.close()
+            for _ in range(200):
+                if case.engine.calls["/abort_request"]:
+                    break
+                await asyncio.sleep(0.01)
+        assert case.engine.calls["/abort_request"] == 1
+        assert not case.spans
+        assert post(case).status_code == 200
+
+
+async def test_the_end_of_a_rollout_cuts_off_what_is_sampled() -> None:
+    with serving("one two three four five six seven", token_s=0.05) as case:
+        url = f"{case.llm.endpoint}/chat/completions"
+        async with aiohttp.ClientSession() as session:
+            whole = asyncio.ensure_future(session.post(url, json=BODY))
+            stream = await session.post(url, json={**BODY, "stream": True})
+            await stream.content.readany()
+            await case.gateway.close(case.attempt)
+            assert (await whole).status == 410
+            assert b"rollout_ended" in await stream.content.read()
+        assert case.attempt.closed
+        assert [span.name for span in case.spans] == [names.GATEWAY_SPAN]
+
+
+def test_a_flood_is_answered_with_429_and_harms_nobody_else() -> None:
+    settings = GatewaySettings(max_in_flight=4)
+    with serving("hello", settings=settings, latency_s=0.3) as case, ThreadPoolExecutor(16) as pool:
+        _, served, _ = case.open("ro-2")
+        other: Any = served["main_llm"]
+        answers = [pool.submit(post, case) for _ in range(12)]
+        polite = pool.submit(httpx.post, f"{other.endpoint}/chat/completions", json=BODY)
+        statuses = sorted(answer.result().status_code for answer in answers)
+        assert statuses == [200] * 4 + [429] * 8
+        assert polite.result().status_code == 200
+        refused = next(a.result() for a in answers if a.result().status_code == 429)
+        assert refused.headers["Retry-After"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "kind"),
+    [
+        (
+            Status(400, "The input (5000 tokens) is longer than the model's context length (4096 tokens)."),
+            400,
+            "context",
+        ),
+        (Status(422, "no such thing"), 400, "no such thing"),
+        (Status(503, "full"), 429, "full"),
+        (Reset(), 503, "could not"),
+    ],
+)
+def test_what_the_engine_does_wrong_has_the_status_that_clients_know(fault: Any, status: int, kind: str) -> None:
+    with serving("hello") as case:
+        case.engine.script("/generate", fault, fault, fault)
+        answer = post(case)
+        assert answer.status_code == status, answer.text
+        assert kind in answer.text or status == 503
+        case.engine.script("/generate")
+        assert (answer.json()["error"]["code"] == "context_length_exceeded") == (kind == "context")
+        case.engine._scripts.clear()
+        assert post(case).status_code == 200
+        trained_once(case.turns, case.segments)
+
+
+def test_a_prompt_that_is_too_long_is_said_in_the_clients_words() -> None:
+    with serving("hello", context_length=40) as case:
+        long = {**BODY, "messages": [{"role": "user", "content": "x " * 100}]}
+        with pytest.raises(openai.BadRequestError, match="maximum context length") as raised:
+            OpenAI(base_url=case.llm.endpoint, api_key="x").chat.completions.create(**long)
+        assert raised.value.code == "context_length_exceeded"
+        answer = httpx.post(f"{case.llm.endpoint}/messages", json={**long, "max_tokens": 9})
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert told(answer).startswith("prompt is too long")
+
+
+def test_a_conversation_that_has_grown_too_long_is_said_so_too_and_keeps_what_it_had() -> None:
+    with serving("hello", context_length=60) as case:
+        assert post(case).status_code == 200
+        grown = [*HELLO, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "x " * 100}]
+        answer = post(case, {**BODY, "messages": grown})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        case.close()
+        assert case.said[names.STOP_REASON] == "context_overflow"
+        assert len(case.turns) == 1
+
+
+def test_a_stream_of_the_engines_that_breaks_goes_on_where_it_was() -> None:
+    with serving("one two three four five six") as case:
+        case.engine.script("/generate", BreakOff(5), BreakOff(3))
+        client = OpenAI(base_url=case.llm.endpoint, api_key="x", max_retries=0)
+        chunks = list(client.chat.completions.create(model="m", messages=HELLO, stream=True))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "one two three four five six"
+        assert case.tokenizer.decode(case.turns[0].response_ids) == "one two three four five six<|im_end|>"
+        assert case.turns[0].resumed >= 1
+        assert case.engine.calls["/generate"] == 3
+
+
+def test_a_silent_stream_is_kept_alive() -> None:
+    settings = GatewaySettings(keep_alive_s=0.05)
+    with serving("hello", settings=settings, latency_s=0.3) as case:
+        streamed = {**BODY, "stream": True}
+        assert post(case, streamed).text.count(": keep-alive") >= 3
+        message = httpx.post(f"{case.llm.endpoint}/messages", json={**streamed, "max_tokens": 9})
+        assert message.text.count("event: ping") >= 3
+
+
+def test_beyond_its_turns_a_rollout_gets_empty_answers_and_then_none() -> None:
+    with serving("hello", settings=GatewaySettings(max_turns=2)) as case:
+        texts = [post(case).json()["choices"][0]["message"]["content"] for _ in range(4)]
+        assert texts == ["hello", "hello", "", ""]
+        statuses = {post(case).status_code for _ in range(12)}
+        assert statuses == {200, 429}
+        assert len(case.turns) == 2
+        case.close()
+        assert json.loads(case.said[names.GATEWAY])["stopped/max_turns"] > 2
+        assert case.said[names.STOP_REASON] == "max_turns"
+
+
+def test_an_agents_many_rollouts_keep_their_spans_apart() -> None:
+    with serving("hello") as case, ThreadPoolExecutor(16) as pool:
+        opened = [case.open(f"ro-{n}") for n in range(10, 74)]
+
+        def run(served: Any) -> int:
+            body = {"model": "m", "messages": [{"role": "user", "content": served.endpoint}]}
+            return httpx.post(f"{served.endpoint}/chat/completions", json=body).status_code
+
+        assert set(pool.map(run, [served["main_llm"] for _, served, _ in opened])) == {200}
+        for attempt, _, spans in opened:
+            assert len(spans) == 1
+            assert attempt.rollout_id in spans[0].attributes[names.MESSAGES_NEW]

@@ -1,0 +1,234 @@
+"""OpenAI's chat completions through the gateway, by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.tokens.forks import ForkReason
+from agl_slime.trace import attributes as names
+from tests.gateway_cases import CALL, CALL_TWO, TEMPLATE, WEATHER, Case, serving, trained_once
+
+HELLO: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
+
+
+def client_of(case: Case, **more: Any) -> OpenAI:
+    return OpenAI(base_url=case.llm.endpoint, api_key="somebody-elses", **{"max_retries": 0, **more})
+
+
+def ask(case: Case, messages: list[Any] = HELLO, **how: Any) -> Any:
+    return client_of(case).chat.completions.create(model="scripted", messages=messages, **how)
+
+
+def spaced(function: dict[str, Any]) -> None:
+    function["arguments"] = json.dumps(json.loads(function["arguments"]), indent=2)
+
+
+def test_two_turns_with_tools_are_one_sample_of_what_was_sampled() -> None:
+    with serving(f"Let me see. {CALL}\n{CALL_TWO}", "Sunny and snow.") as case:
+        said = ask(case, tools=[WEATHER]).choices[0]
+        assert said.finish_reason == "tool_calls"
+        assert said.message.content == "Let me see."
+        calls = said.message.tool_calls
+        assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Rome", "Oslo"]
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "fine"} for call in calls]
+        messages = [*HELLO, said.message.model_dump(), *results]
+        last = ask(case, messages, tools=[WEATHER])
+        assert last.choices[0].message.content == "Sunny and snow."
+        assert last.usage.prompt_tokens == len(case.turns[1].prompt_ids)
+        first, second = case.turns
+        assert second.prompt_ids.tolist()[: first.length] == first.token_ids.tolist()
+        assert [len(segment.placements) for segment in case.segments] == [2]
+        trained_once(case.turns, case.segments)
+        assert json.loads(case.said[names.TOOLS])["calls"] == {"weather": 2}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.update(content=None),
+        lambda m: m.update(content=[{"type": "text", "text": m["content"] + " \n"}]),
+        lambda m: [spaced(call["function"]) for call in m["tool_calls"]],
+        lambda m: m.update(reasoning_content="something else", refusal=None, audio=None, name="me"),
+    ],
+    ids=["dropped", "parts", "serialized", "reasoning"],
+)
+def test_what_clients_change_in_an_answer_makes_no_fork(change: Any) -> None:
+    with serving(f"<think>\nhm\n</think>\n\nSee. {CALL}", "Sunny.") as case:
+        message = ask(case, tools=[WEATHER]).choices[0].message.model_dump(exclude_none=True)
+        assert message["reasoning_content"] == "hm"
+        change(message)
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "fine"}
+        history = [HELLO[0] | {"content": [{"type": "text", "text": "Be brief.\n"}]}, HELLO[1], message, result]
+        ask(case, history, tools=[WEATHER])
+        assert [turn.fork for turn in case.turns] == [None, None]
+        assert len(case.segments) == 1
+
+
+def test_arguments_that_were_really_changed_are_an_edit() -> None:
+    with serving(CALL, "Sunny.") as case:
+        message = ask(case, tools=[WEATHER]).choices[0].message.model_dump(exclude_none=True)
+        message["tool_calls"][0]["function"]["arguments"] = '{"city": "Bern"}'
+        ask(case, [*HELLO, message, {"role": "tool", "tool_call_id": "x", "content": "fine"}], tools=[WEATHER])
+        assert case.turns[1].fork is ForkReason.EDITED_HISTORY
+        assert "Bern" in case.tokenizer.decode(case.turns[1].prompt_ids)
+        trained_once(case.turns, case.segments)
+
+
+@pytest.mark.parametrize(
+    "says", ["Plain words, and more of them.", f"<think>\na b\n</think>\n\nSee. {CALL}\n{CALL_TWO}"]
+)
+def test_a_stream_adds_up_to_the_answer_without_one(says: str) -> None:
+    with serving(says) as case:
+        whole = ask(case, tools=[WEATHER], logprobs=True)
+        how: Any = {"tools": [WEATHER], "stream_options": {"include_usage": True}}
+        with client_of(case).chat.completions.stream(model="scripted", messages=HELLO, **how) as stream:
+            events = list(stream)
+            streamed = stream.get_final_completion()
+        one, other = whole.choices[0].message, streamed.choices[0].message
+        assert (one.content or "") == (other.content or "")
+        assert one.model_extra.get("reasoning_content") == other.model_extra.get("reasoning_content")
+        names_of = [[(c.function.name, c.function.arguments) for c in m.tool_calls or []] for m in (one, other)]
+        assert names_of[0] == names_of[1]
+        assert streamed.choices[0].finish_reason == whole.choices[0].finish_reason
+        assert streamed.usage.completion_tokens == whole.usage.completion_tokens
+        assert len(events) > 5
+        tokens = whole.choices[0].logprobs.content
+        assert "".join(token.token for token in tokens) == says + "<|im_end|>"
+        assert [token.logprob for token in tokens] == pytest.approx(case.turns[0].log_probs.tolist())
+
+
+def test_a_stream_begins_before_the_answer_has_ended() -> None:
+    with serving("one two three four five six", token_s=0.05) as case:
+        for chunk in client_of(case).chat.completions.create(model="m", messages=HELLO, stream=True):
+            if chunk.choices[0].delta.content:
+                break
+        assert not case.spans
+        assert case.engine.running == 1
+
+
+def test_several_choices_are_branches_of_one_prompt() -> None:
+    with serving("one", "two", "three", "four") as case:
+        said = ask(case, n=3)
+        assert sorted(choice.message.content for choice in said.choices) == ["one", "three", "two"]
+        ask(case, [*HELLO, {"role": "assistant", "content": "two"}, {"role": "user", "content": "And?"}])
+        assert len(case.turns) == 4
+        assert len(case.segments) == 3
+        trained_once(case.turns, case.segments)
+
+
+def test_the_runs_sampling_is_imposed_and_counted() -> None:
+    with serving("hello") as case:
+        ask(case, temperature=0.0, top_p=0.5, seed=3, max_tokens=7, stop=["zzz"])
+        ask(case, temperature=1.0, max_completion_tokens=100_000)
+        first, second = (payload["sampling_params"] for payload in case.payloads)
+        assert (first["temperature"], first["top_p"], first["max_new_tokens"], first["stop"]) == (1.0, 1.0, 7, ["zzz"])
+        assert second["max_new_tokens"] == 256
+        seen = json.loads(case.said[names.GATEWAY])
+        wanted = ("temperature", "top_p", "seed", "max_tokens")
+        assert [seen.get(f"overridden/{name}") for name in wanted] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("constraints", "obeyed", "trained"), [("mask", True, 1), ("drop", False, 2)])
+def test_constrained_tokens_are_never_trained(constraints: Any, obeyed: bool, trained: int) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    with serving("{}", "done", settings=GatewaySettings(constraints=constraints)) as case:
+        ask(case, response_format=schema)
+        ask(case, [*HELLO, {"role": "assistant", "content": "{}"}, {"role": "user", "content": "So?"}])
+        assert ("json_schema" in case.payloads[0]["sampling_params"]) is obeyed
+        assert sum(len(segment.placements) for segment in case.segments) == trained
+        trained_once(case.turns, case.segments)
+
+
+def test_a_constraint_can_be_refused() -> None:
+    with serving("{}", settings=GatewaySettings(constraints="refuse")) as case:
+        with pytest.raises(openai.BadRequestError, match="under a constraint"):
+            ask(case, response_format={"type": "json_object"})
+        with pytest.raises(openai.BadRequestError, match="tool_choice"):
+            ask(case, tools=[WEATHER], tool_choice="required")
+        assert not case.payloads
+
+
+def test_a_forced_call_is_held_to_the_formats_own_grammar() -> None:
+    with serving(CALL) as case:
+        choice: Any = {"type": "function", "function": {"name": "weather"}}
+        assert ask(case, tools=[WEATHER], tool_choice=choice).choices[0].message.tool_calls
+        tag = json.loads(case.payloads[0]["sampling_params"]["structural_tag"])
+        assert tag["format"]["tags"][0]["begin"] == '<tool_call>\n{"name": "weather", "arguments": '
+        assert case.turns[0].untrained == "constrained"
+        with pytest.raises(openai.BadRequestError, match="names none of the tools"):
+            ask(case, tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "other"}})
+
+
+def test_a_retry_of_the_client_is_answered_from_what_was_sampled() -> None:
+    with serving("first", "second") as case:
+        body = {"model": "m", "messages": HELLO}
+        url = f"{case.llm.endpoint}/chat/completions"
+        first = httpx.post(url, json=body)
+        again = httpx.post(url, json=body, headers={"x-stainless-retry-count": "1"})
+        other = httpx.post(url, json=body)
+        texts = [answer.json()["choices"][0]["message"]["content"] for answer in (first, again, other)]
+        assert texts == ["first", "first", "second"]
+        assert first.json() == again.json()
+        assert len(case.turns) == 2
+
+
+def test_siblings_with_the_same_words_and_other_tokens_are_not_guessed() -> None:
+    with serving("same", "same", "more") as case:
+        ask(case, n=2)
+        turns = case.turns
+        ask(case, [*HELLO, {"role": "assistant", "content": "same"}, {"role": "user", "content": "And?"}])
+        assert turns[0].response_ids.tolist() == turns[1].response_ids.tolist()
+        assert case.turns[2].fork in (None, ForkReason.BRANCH)
+        trained_once(case.turns, case.segments)
+
+
+def test_a_judge_is_answered_and_not_trained() -> None:
+    settings = GatewaySettings(untrained_models=("gpt-judge",))
+    with serving("hello", "0.5", "0.7", settings=settings, judge=True) as case:
+        ask(case)
+        by_model = client_of(case).chat.completions.create(model="gpt-judge", messages=HELLO, temperature=0.0)
+        judge = case.resources["judge"]  # type: ignore[attr-defined]
+        by_address = OpenAI(base_url=judge.endpoint, api_key=judge.api_key, max_retries=0)
+        by_address.chat.completions.create(model="m", messages=HELLO, temperature=0.25)
+        assert by_model.choices[0].message.content == "0.5"
+        assert [turn.untrained for turn in case.turns] == ["", "role:gpt-judge", "role:judge"]
+        assert [payload["sampling_params"]["temperature"] for payload in case.payloads] == [1.0, 0.0, 0.25]
+        trained_once(case.turns, case.segments)
+
+
+def test_a_template_that_drops_thinking_forks_as_that() -> None:
+    drops = TEMPLATE.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}")
+    with serving("<think>\nhm\n</think>\n\nFine.", "Good.", template=drops) as case:
+        message = ask(case).choices[0].message
+        assert message.content == "Fine."
+        ask(case, [*HELLO, {"role": "assistant", "content": "Fine."}, {"role": "user", "content": "And?"}])
+        assert case.turns[1].fork is ForkReason.TEMPLATE
+        trained_once(case.turns, case.segments)
+
+
+def test_a_summary_of_the_context_is_a_compaction_and_other_tools_an_edit() -> None:
+    with serving("one", "two", "three", "four", "five") as case:
+        history = list(HELLO)
+        for _ in range(3):
+            history.append({"role": "assistant", "content": ask(case, history).choices[0].message.content})
+            history.append({"role": "user", "content": "And?"})
+        ask(case, [*HELLO, {"role": "user", "content": "So far: one, two, three."}])
+        ask(case, history, tools=[WEATHER])
+        assert [turn.fork for turn in case.turns[3:]] == [ForkReason.COMPACTION, ForkReason.EDITED_HISTORY]
+        trained_once(case.turns, case.segments)
+
+
+@pytest.mark.parametrize(("branches", "untrained"), [("all", None), ("leaves", [0]), ("last", [0])])
+def test_answers_that_were_thrown_away(branches: Any, untrained: list[int] | None) -> None:
+    with serving("bad", "good", "end", settings=GatewaySettings(branches=branches)) as case:
+        ask(case)
+        ask(case)  # the same again: the first answer was not liked
+        ask(case, [*HELLO, {"role": "assistant", "content": "good"}, {"role": "user", "content": "And?"}])
+        assert json.loads(case.said.get(names.UNTRAINED_TURNS, "null")) == untrained

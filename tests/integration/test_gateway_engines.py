@@ -1,0 +1,107 @@
+"""Agents behind the gateway against running engines: the embedded one and, under ``-m sglang``, a real SGLang."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from agl_slime.gateway.server import Gateway
+from agl_slime.rollout.by_file import import_file
+from agl_slime.sglang.client import SGLangClient
+from agl_slime.sglang.generation import SamplingParams
+from agl_slime.support.agl import LLM
+from agl_slime.trace.segments import merge_turns
+from agl_slime.trace.span_codec import decode_turns
+from tests.gateway_cases import WEATHER, trained_once, writer
+from tests.integration.engine_servers import Server
+from tests.integration.rollouts import run_rollouts
+
+ROOT = __file__.rpartition("/tests/")[0]
+HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]
+
+
+async def test_an_openai_agent_gives_what_the_engine_sampled(server: Server) -> None:
+    module = import_file(f"{ROOT}/agents/lookup_openai.py")
+    module.client = AsyncOpenAI(base_url="http://127.0.0.1:9", api_key="none")  # of this event loop
+    rng = random.Random(0)
+    tasks = [module.make_task(rng) for _ in range(32)]
+    how: Any = {"endpoint": server.url, "model": str(server.policy)}
+    done = await run_rollouts(module.lookup, tasks, **how, temperature=1.0, max_new_tokens=48)
+    assert {one.status for one in done} == {"succeeded"}
+    turns = 0
+    for one in done:
+        conversion = one.convert(None)
+        assert len(conversion.samples) == 1
+        assert conversion.samples[0].metadata["token_source"] == "engine"
+        turns += len(conversion.trajectory.turns)
+        trained_once(conversion.trajectory.turns, merge_turns(conversion.trajectory.turns))
+    assert turns > len(tasks)
+
+
+def opened(server: Server, gateway: Gateway, **sampling: Any) -> tuple[LLM, list[Any]]:
+    spans: list[Any] = []
+    parameters = {"temperature": 1.0, "max_new_tokens": 40, **sampling}
+    llm = LLM(endpoint=server.url, model=str(server.policy), sampling_parameters=parameters)
+    _, served = gateway.open("ro-1", "at-1", {"main_llm": llm}, writer(spans))
+    return served["main_llm"], spans  # type: ignore[return-value]
+
+
+def test_a_stream_says_what_was_sampled(server: Server) -> None:
+    with Gateway() as gateway:
+        llm, spans = opened(server, gateway)
+        client = OpenAI(base_url=llm.endpoint, api_key="any", max_retries=0)
+        chunks = list(client.chat.completions.create(model="m", messages=HELLO, stream=True, n=2))
+        for index in range(2):
+            text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices[0].index == index)
+            assert text in {turn.text for turn in decode_turns(spans)}
+        assert len(chunks) > 4
+
+
+async def test_log_probs_are_those_of_the_prompt_that_was_sent(server: Server) -> None:
+    """The engine asked again for the same tokens, greedily by what it said: the same log-probs."""
+    with Gateway() as gateway:
+        llm, spans = opened(server, gateway)
+        client = AsyncOpenAI(base_url=llm.endpoint, api_key="any", max_retries=0)
+        said = await client.chat.completions.create(model="m", messages=HELLO, logprobs=True)
+        told = [token.logprob for token in said.choices[0].logprobs.content]  # type: ignore[union-attr]
+        [turn] = decode_turns(spans)
+        assert np.allclose(told, turn.log_probs)
+        async with SGLangClient(base_url=server.url) as engine:
+            ids = [*turn.prompt_ids.tolist(), *turn.response_ids.tolist()]
+            payload = {
+                "input_ids": ids,
+                "sampling_params": SamplingParams(max_new_tokens=1).to_payload(),
+                "return_logprob": True,
+                "logprob_start_len": len(turn.prompt_ids) - 1,
+                "rid": "again",
+            }
+            answer = await engine._http.call("POST", "/generate", payload)
+        again = [pair[0] for pair in answer["meta_info"]["input_token_logprobs"][1:]]
+        assert np.allclose(again, turn.log_probs, atol=1e-4)
+
+
+def test_constraints_are_obeyed_by_a_real_engine_and_refused_in_words_by_the_embedded_one(server: Server) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    forced: Any = {"type": "function", "function": {"name": "weather"}}
+    with Gateway() as gateway:
+        llm, spans = opened(server, gateway, max_new_tokens=200)
+        ask = OpenAI(base_url=llm.endpoint, api_key="any", max_retries=0).chat.completions.create
+        if not server.real:
+            with pytest.raises(openai.BadRequestError, match="not supported by the embedded engine"):
+                ask(model="m", messages=HELLO, response_format=wanted)
+            return
+        said = ask(model="m", messages=HELLO, response_format=wanted).choices[0]
+        if said.finish_reason == "stop":
+            assert isinstance(json.loads(said.message.content or "")["n"], int)
+        called = ask(model="m", messages=HELLO, tools=[WEATHER], tool_choice=forced).choices[0]
+        if called.finish_reason != "length":
+            assert [call.function.name for call in called.message.tool_calls or ()] == ["weather"]
+        assert (decode_turns(spans)[1].text).startswith('<tool_call>\n{"name": "weather", "arguments": ')
+        assert [turn.untrained for turn in decode_turns(spans)] == ["constrained"] * 2

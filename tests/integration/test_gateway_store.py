@@ -1,0 +1,109 @@
+"""The gateway beside a store, for agents that other runners execute, and under Agent Lightning's own Trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from agl_slime.cli import main
+from agl_slime.errors import ConfigError
+from agl_slime.gateway.remote import StoreGateway
+from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.rollout.access import EngineAccess
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.client import RemoteStore
+from agl_slime.store.server import StoreService
+from agl_slime.support.agl import LLM, EnqueueRolloutRequest, ProxyLLM
+from agl_slime.trace.span_codec import decode_turns
+from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.gateway_cases import QUICK, TEMPLATE, talking
+from tests.trace_tokenizers import small_tokenizer
+
+BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello?"}]}
+
+
+@contextlib.contextmanager
+def beside(store: Any, *says: str, token: str | None = "secret") -> Iterator[tuple[StoreGateway, ScriptedEngine]]:
+    tokenizer = small_tokenizer(TEMPLATE)
+    engine = ScriptedEngine(
+        vocab_size=len(tokenizer),
+        eos_id=tokenizer.eos_token_id,
+        decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
+        next_id=talking(tokenizer, says),
+    )
+    with in_thread(engine):
+        llm = LLM(endpoint=engine.url, model="scripted", sampling_parameters={"max_new_tokens": 64})
+        access = EngineAccess(tokenizer=tokenizer, settings=QUICK)
+        with StoreGateway(store=store, llm=llm, token=token, access=access) as gateway:
+            yield gateway, engine
+
+
+async def begun(store: Any) -> tuple[str, str]:
+    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={}, mode="train")])
+    [rollout] = await store.dequeue_many_rollouts(limit=1, worker_id="w")
+    return rollout.rollout_id, rollout.attempt.attempt_id
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["in_process", "over_http"])
+async def test_spans_are_in_the_store_before_the_answer_and_nothing_is_answered_after_the_end(remote: bool) -> None:
+    store = BridgeStore()
+    with contextlib.ExitStack() as stack:
+        seen: Any = store
+        if remote:
+            service = stack.enter_context(StoreService(store=store))
+            seen = RemoteStore(service.url)
+        gateway, _ = stack.enter_context(beside(seen, "one", "two"))
+        rollout_id, attempt_id = await begun(store)
+        proxy = ProxyLLM(endpoint=gateway.endpoint, model="m")
+        url = proxy.get_base_url(rollout_id, attempt_id)
+        assert "/rollout/" in url
+        async with httpx.AsyncClient() as http:
+            asked = [http.post(f"{url}/chat/completions", json=BODY) for _ in range(2)]
+            answers = await asyncio.gather(*asked)
+            assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+            turns = decode_turns(await store.query_spans(rollout_id, attempt_id))
+            assert len(turns) == 2
+            other = url.replace(attempt_id, "at-none")
+            assert (await http.post(f"{other}/chat/completions", json=BODY)).status_code == 404
+            assert (await http.post(f"{url.replace('/k/secret', '')}/chat/completions", json=BODY)).status_code == 401
+            await store.update_attempt(rollout_id, attempt_id, status="succeeded")
+            status = 200
+            for _ in range(200):
+                status = (await http.post(f"{url}/chat/completions", json=BODY)).status_code
+                if status == 410:
+                    break
+                await asyncio.sleep(0.02)
+            assert status == 410
+
+
+async def test_an_agent_that_knows_tokens_is_told_where_the_engine_is() -> None:
+    with beside(BridgeStore(), "one") as (gateway, engine):
+        access = EngineAccess()
+        llm = await access.engine(ProxyLLM(endpoint=gateway.endpoint, model="m", sampling_parameters={"max_tokens": 5}))
+        assert (llm.endpoint, llm.sampling_parameters) == (engine.url, {"max_tokens": 5})
+        with pytest.raises(ConfigError, match="no gateway"):
+            await access.engine(ProxyLLM(endpoint=engine.url, model="m"))
+        async with httpx.AsyncClient() as http:
+            assert (await http.get(f"{gateway.url}/engine")).status_code != 200
+
+
+def test_it_is_closed_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = GatewaySettings(host="0.0.0.0")
+    with pytest.raises(ConfigError, match="AGL_SLIME_GATEWAY_TOKEN"):
+        StoreGateway(store=BridgeStore(), llm=LLM(endpoint="http://127.0.0.1:9", model="m"), settings=settings)
+    flags = ["--store-url", "http://127.0.0.1:9", "--sglang-url", "http://127.0.0.1:9", "--model-path", "/none"]
+    assert main(["gateway", *flags]) == 2
+    assert "--model-path /none" in capsys.readouterr().err
+
+
+def test_settings_that_are_none_say_so() -> None:
+    wrong: Any = {"branches": "some"}
+    with pytest.raises(ConfigError, match="branches must be one of all, leaves, last"):
+        GatewaySettings(**wrong)
+    with pytest.raises(ConfigError, match="max_turns must be above 0"):
+        GatewaySettings(max_turns=0)

@@ -1,0 +1,218 @@
+"""An agent that does at random what agents do to their conversations, and an engine that samples at random what models
+do not write: text in tokens that no tokenizer would give for it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agl_slime.gateway.attempt import Attempt
+from agl_slime.gateway.chat import ChatCompletions
+from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.rollout.access import EngineAccess
+from agl_slime.sglang.generation import Generation, SamplingParams
+from agl_slime.support.agl import LLM
+from agl_slime.trace.segments import merge_turns
+from agl_slime.trace.span_codec import decode_turns
+from agl_slime.trace.turn import Turn
+from tests.gateway_cases import WEATHER, trained_once, writer
+
+_WORDS = (
+    "the",
+    " cat",
+    "é",
+    "日本",
+    " 12",
+    "\n",
+    "  ",
+    "```",
+    "🙂",
+    " a",
+    "b",
+    "_x",
+    "</",
+    " <b>",
+    "\t",
+    "'s",
+    "ﬁ",
+    "…",
+)
+_PROTOCOL = ChatCompletions()
+
+
+@dataclass
+class RandomEngine:
+    """Answers of random words, each encoded by itself, with thinking and calls of tools now and then."""
+
+    tokenizer: Any
+    rng: random.Random
+    thinks: bool
+    opened: bool
+    asked: list[tuple[int, ...]] = field(default_factory=list)
+
+    async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, **_: Any) -> Generation:
+        self.asked.append(tuple(input_ids))
+        rng = self.rng
+        own = list(self.tokenizer.encode(f"{rng.randrange(1 << 32):08x}", add_special_tokens=False))
+        pieces = self.words(1, 6)
+        thinks = self.opened or (self.thinks and rng.random() < 0.5)
+        if thinks:
+            pieces = [*([] if self.opened else ["<think>"]), "\n", *pieces, "\n", "</think>", "\n\n", *self.words(1, 4)]
+        for _ in range(rng.choice((0, 0, 1, 2))):
+            call = {"name": "weather", "arguments": {"city": "".join(self.words(0, 3)), "n": rng.randrange(9)}}
+            pieces += ["<tool_call>", "\n", json.dumps(call, ensure_ascii=rng.random() < 0.5), "\n", "</tool_call>"]
+        ids = [token for piece in pieces for token in self.tokenizer.encode(piece, add_special_tokens=False)]
+        # words of its own, so that no two answers are the same to a client
+        cut = rng.random() < 0.2 and not thinks
+        end = [self.tokenizer.eos_token_id]
+        ids = [*own, *ids[: rng.randrange(len(ids) + 1)]] if cut else [*ids, *own, *end]
+        text = self.tokenizer.decode(ids if cut else ids[:-1], skip_special_tokens=False)
+        log_probs = tuple(-rng.randrange(1, 64) / 16 for _ in ids)
+        how: dict[str, Any] = {"finish_reason": "length"} if cut else {"finish_reason": "stop", "matched_stop": ids[-1]}
+        return Generation(output_ids=tuple(ids), log_probs=log_probs, text=text, **how)
+
+    def words(self, least: int, most: int) -> list[str]:
+        return [self.rng.choice(_WORDS) for _ in range(self.rng.randrange(least, most + 1))]
+
+
+class _Access(EngineAccess):
+    def __init__(self, tokenizer: Any, engine: RandomEngine) -> None:
+        super().__init__(tokenizer=tokenizer)
+        self._engine = engine
+
+    def client(self, llm: LLM, tokenizer: Any) -> Any:
+        return self._engine
+
+
+@dataclass
+class Conversation:
+    """What a client holds of one: messages as it got them. ``turn`` is the last answer in it."""
+
+    messages: list[dict[str, Any]]
+    turn: int | None = None
+    intact: bool = True  # changed in nothing but what normalisation covers
+
+
+@dataclass
+class Audit:
+    """One rollout of such an agent. ``plain``: the template writes history as it was."""
+
+    tokenizer: Any
+    rng: random.Random
+    plain: bool
+    thinks: bool = True
+    opened: bool = False
+    spans: list[Any] = field(default_factory=list)
+    continued: dict[int, int] = field(default_factory=dict)  # of a turn, the one that its request went on from
+
+    def __post_init__(self) -> None:
+        self.engine = RandomEngine(self.tokenizer, self.rng, self.thinks, self.opened)
+        llm = LLM(endpoint="http://127.0.0.1:9", model="m", sampling_parameters={"max_new_tokens": 4096})
+        self.attempt = Attempt(
+            rollout_id="ro",
+            attempt_id="at",
+            roles={"main_llm": llm},
+            settings=GatewaySettings(),
+            access=_Access(self.tokenizer, self.engine),
+            write=writer(self.spans),
+        )
+        self.conversations: list[Conversation] = []
+
+    async def run(self, turns: int) -> None:
+        while len(self.engine.asked) < turns:
+            await self._step()
+        self.check()
+
+    async def _step(self) -> None:
+        rng = self.rng
+        if not self.conversations or rng.random() < 0.1:
+            system = (
+                [{"role": "system", "content": f"You are {self.rng.randrange(999)}."}] if rng.random() < 0.7 else []
+            )
+            conversation = Conversation([*system, {"role": "user", "content": self._text()}])
+            self.conversations.append(conversation)
+        else:
+            conversation = self._changed(rng.choice(self.conversations[-6:]))
+        n = rng.choice((1, 1, 1, 2))
+        before = len(self.engine.asked)
+        call = _PROTOCOL.read({"messages": self._resent(conversation.messages), "tools": [WEATHER], "n": n})
+        work = self.attempt.work(call, role="main_llm", key=secrets.token_bytes(8), retry=False)
+        answered = await work.result()
+        for at, message in enumerate(_PROTOCOL.answer({}, answered, str)["choices"]):
+            branch = Conversation([*conversation.messages, message["message"]], turn=before + at)
+            if conversation.turn is not None and conversation.intact:
+                self.continued[before + at] = conversation.turn
+            self.conversations.append(branch)
+
+    def _changed(self, old: Conversation) -> Conversation:
+        """What an agent goes on with."""
+        new = Conversation(copy.deepcopy(old.messages), old.turn, old.intact)
+        kind = self.rng.random()
+        answers = [n for n, message in enumerate(new.messages) if message["role"] == "assistant"]
+        if kind < 0.1 and answers:  # the same again
+            del new.messages[self.rng.choice(answers) :]
+            new.turn, new.intact = None, False
+            return new
+        if kind < 0.2 and answers:  # an answer rewritten
+            message = new.messages[self.rng.choice(answers)]
+            message["content"], new.intact = "rewritten " + self._text(), False
+            message.pop("tool_calls", None)
+        elif kind < 0.25 and len(answers) > 1:  # a summary of what was
+            del new.messages[1 : answers[-1]]
+            new.messages.insert(1, {"role": "user", "content": "so far: " + self._text()})
+            new.intact = False
+        last = new.messages[-1]
+        if last.get("tool_calls"):
+            for call in last["tool_calls"]:
+                new.messages.append({"role": "tool", "tool_call_id": call["id"], "content": self._text()})
+        else:
+            new.messages.append({"role": "user", "content": self._text()})
+        return new
+
+    def _resent(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The history as some client would serialize it."""
+        sent = []
+        for message in copy.deepcopy(messages):
+            kind = self.rng.randrange(4)
+            calls = message.get("tool_calls") or []
+            if kind == 1 and message.get("content"):
+                message["content"] = [{"type": "text", "text": message["content"] + " \n"}]
+            elif kind == 2:
+                message.pop("reasoning_content", None)
+                for call in calls:
+                    arguments = json.loads(call["function"]["arguments"])
+                    call["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())), indent=1)
+            elif kind == 3 and calls:
+                message["content"] = None
+            sent.append(message)
+        return sent
+
+    def _text(self) -> str:
+        return "".join(self.engine.words(1, 5)).strip() + f" {self.rng.randrange(1 << 32):08x}"
+
+    # -- what must hold -----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        turns = decode_turns(self.spans)
+        assert len(turns) == len(self.engine.asked)
+        by_prompt = sorted(tuple(turn.prompt_ids.tolist()) for turn in turns)
+        assert by_prompt == sorted(self.engine.asked), "a prompt that is written is not the one that was sent"
+        trained_once(turns, merge_turns(turns))
+        self._no_false_forks(turns)
+
+    def _no_false_forks(self, turns: Sequence[Turn]) -> None:
+        answers = {tuple(turn.response_ids.tolist()) for turn in turns}
+        for at, base in self.continued.items():
+            turn, held = turns[at], turns[base]
+            same = tuple(turn.prompt_ids[: held.length].tolist()) == tuple(held.token_ids.tolist())
+            assert tuple(held.response_ids.tolist()) in answers
+            if self.plain:
+                assert same, f"turn {at} does not hold the tokens of turn {base}, which it goes on from"
+
+
+Tokenizer = Callable[[], Any]
