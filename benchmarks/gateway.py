@@ -94,7 +94,7 @@ def agent_of(name: str) -> Any:
         import httpx
         from openai import AsyncOpenAI, DefaultAioHttpClient
 
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        limits = httpx.Limits(max_connections=10_000, max_keepalive_connections=10_000)
         http = (httpx.AsyncClient if name == "openai" else DefaultAioHttpClient)(limits=limits, timeout=600)
         client = AsyncOpenAI(base_url="http://127.0.0.1:9", api_key="none", http_client=http)
 

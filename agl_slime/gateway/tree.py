@@ -78,9 +78,10 @@ class Tree:
 
     def find(self, messages: Sequence[Message]) -> Match:
         """What of a request is known."""
-        state, node, held = 0, None, []
+        state, node, held, several = 0, None, [], False
         line = self._lines.get(0)
         for message in messages:
+            before = self.ambiguous
             answer = self._answer(state, message) if message["role"] == "assistant" else None
             if answer is not None:
                 state, node = answer.state, answer
@@ -89,9 +90,12 @@ class Tree:
                 state = found[0]
                 held.append(found[1])
             else:
+                several = self.ambiguous > before
                 break
             line = self._lines.get(state, line)
-        rest = messages[len(held) :]
+        rest = list(messages[len(held) :])
+        if several:  # or the line that it branches from would take it for its own
+            rest[0] = {**rest[0], "sampled": "by one of several"}
         fork = self._kind(messages, len(held), node, line)
         keys = [_keys(message) for message in rest]
         return Match([*held, *map(self._as_written, rest)], len(held), keys, state, node, line, fork)

@@ -16,6 +16,7 @@ from openai import OpenAI
 
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.trace import attributes as names
+from agl_slime.trace.span_codec import decode_turns
 from tests.faults.scripted_engine import BreakOff, Reset, Status
 from tests.gateway_cases import Case, serving, trained_once
 
@@ -100,14 +101,21 @@ def test_the_engines_own_routes_are_not_to_be_had(path: str) -> None:
         assert not case.engine.received
 
 
-async def test_a_client_that_hangs_up_in_a_stream_has_its_request_aborted() -> None:
-    with serving("one two three four five six seven", token_s=0.05) as case:
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_hangs_up_has_its_request_aborted(stream: bool) -> None:
+    with serving("one two three four five six seven", token_s=0.1) as case:
         url = f"{case.llm.endpoint}/chat/completions"
         async with aiohttp.ClientSession() as session:
-            answer = await session.post(url, json={**BODY, "stream": True})
-            await answer.content.readany()
-            answer.close()
-            for _ in range(200):
+            asked = asyncio.ensure_future(session.post(url, json={**BODY, "stream": stream}))
+            if stream:
+                answer = await asked
+                await answer.content.readany()
+                answer.close()
+            else:
+                while not case.engine.running:  # noqa: ASYNC110 - the engine is on an event loop of its own
+                    await asyncio.sleep(0.01)
+                asked.cancel()
+            for _ in range(40):  # less than the rest of the answer takes
                 if case.engine.calls["/abort_request"]:
                     break
                 await asyncio.sleep(0.01)
@@ -236,3 +244,29 @@ def test_an_agents_many_rollouts_keep_their_spans_apart() -> None:
         for attempt, _, spans in opened:
             assert len(spans) == 1
             assert attempt.rollout_id in spans[0].attributes[names.MESSAGES_NEW]
+
+
+@pytest.mark.slow
+async def test_a_thousand_rollouts_at_once_keep_their_spans_apart() -> None:
+    with serving("hello", latency_s=0.5) as case:
+        opened = [case.open(f"ro-{n}") for n in range(10_000, 11_024)]
+
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def ask(address: str, said: str, then: list[Any]) -> str:
+                body = {"model": "m", "messages": [{"role": "user", "content": said}, *then]}
+                async with session.post(f"{address}/chat/completions", json=body) as answer:
+                    assert answer.status == 200, await answer.text()
+                    return (await answer.json())["choices"][0]["message"]["content"]
+
+            async def run(llm: Any) -> None:
+                said = await ask(llm.endpoint, llm.endpoint, [])
+                turns = [{"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+                await ask(llm.endpoint, llm.endpoint, turns)
+
+            await asyncio.gather(*(run(served["main_llm"]) for _, served, _ in opened))
+        assert case.engine.most_running > 500
+        for attempt, _, spans in opened:
+            turns = decode_turns(spans)
+            assert [turn.fork for turn in turns] == [None, None]
+            assert all(attempt.rollout_id in str(turn.messages) for turn in turns)

@@ -140,14 +140,18 @@ class Audit:
             conversation = self._changed(rng.choice(self.conversations[-6:]))
         n = rng.choice((1, 1, 1, 2))
         before = len(self.engine.asked)
-        call = _PROTOCOL.read({"messages": self._resent(conversation.messages), "tools": [WEATHER], "n": n})
-        work = self.attempt.work(call, role="main_llm", key=secrets.token_bytes(8), retry=False)
-        answered = await work.result()
-        for at, message in enumerate(_PROTOCOL.answer({}, answered, str)["choices"]):
-            branch = Conversation([*conversation.messages, message["message"]], turn=before + at)
+        for at, message in enumerate(await self.ask(self._resent(conversation.messages), n=n)):
+            branch = Conversation([*conversation.messages, message], turn=before + at)
             if conversation.turn is not None and conversation.intact:
                 self.continued[before + at] = conversation.turn
             self.conversations.append(branch)
+
+    async def ask(self, messages: list[dict[str, Any]], *, n: int = 1) -> list[dict[str, Any]]:
+        """The messages that a client gets for these."""
+        call = _PROTOCOL.read({"messages": messages, "tools": [WEATHER], "n": n})
+        work = self.attempt.work(call, role="main_llm", key=secrets.token_bytes(8), retry=False)
+        answered = await work.result()
+        return [choice["message"] for choice in _PROTOCOL.answer({}, answered, str)["choices"]]
 
     def _changed(self, old: Conversation) -> Conversation:
         """What an agent goes on with."""

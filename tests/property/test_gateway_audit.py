@@ -4,9 +4,14 @@ what is held, and what clients change in form makes no fork."""
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from agl_slime.sglang.generation import Generation, SamplingParams
+from agl_slime.tokens.forks import ForkReason
+from agl_slime.trace.span_codec import decode_turns
 from tests.chat_templates import TEMPLATES
 from tests.property.gateway_agents import Audit
 from tests.vocabularies import chat_tokenizer
@@ -36,6 +41,30 @@ async def audit(vocabulary: str, template: str, *, seed: int, turns: int) -> Aud
 async def test_every_sampled_token_is_trained_once(vocabulary: str, template: str, seed: int) -> None:
     done = await audit(vocabulary, template, seed=seed, turns=40)
     assert done.continued
+
+
+async def test_siblings_with_the_same_words_and_other_tokens_are_not_guessed() -> None:
+    """What both say is rendered as text; neither's tokens are taken for the other's."""
+    made = Audit(chat_tokenizer("deepseek", "chatml"), random.Random(0), plain=True)
+    encode, end = made.tokenizer.encode, made.tokenizer.eos_token_id
+    says = [["sa", "me"], ["s", "ame"], ["fine"]]  # in other tokens than a tokenizer would give
+
+    async def generate(input_ids: Sequence[int], sampling: SamplingParams, **_: Any) -> Generation:
+        pieces = says[len(made.engine.asked)]
+        made.engine.asked.append(tuple(input_ids))
+        ids = [*(token for piece in pieces for token in encode(piece, add_special_tokens=False)), end]
+        how: dict[str, Any] = {"finish_reason": "stop", "matched_stop": end, "text": "".join(pieces)}
+        return Generation(output_ids=tuple(ids), log_probs=(-1.0,) * len(ids), **how)
+
+    made.engine.generate = generate  # type: ignore[method-assign]
+    hello = [{"role": "user", "content": "Hello?"}]
+    answers = await made.ask(hello, n=2)
+    assert [answer["content"] for answer in answers] == ["same", "same"]
+    await made.ask([*hello, answers[0], {"role": "user", "content": "And?"}])
+    made.check()
+    turns = decode_turns(made.spans)
+    assert turns[0].response_ids.tolist() != turns[1].response_ids.tolist()
+    assert turns[2].fork is ForkReason.EDITED_HISTORY
 
 
 @pytest.mark.slow
