@@ -270,7 +270,6 @@ class Attempt:
                 return self._root.branch(messages, template=template)
             self._root = RolloutSession(
                 client=self.access.client(llm, tokenizer),
-                tokenizer=tokenizer,
                 sampling=sampling_of(llm),
                 messages=messages,
                 template=template,
