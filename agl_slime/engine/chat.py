@@ -119,7 +119,9 @@ def _requests(
     given = {name: body[name] for name in _SAMPLING_NAMES if body.get(name) is not None}
     logprobs = bool(body.get("logprobs"))
     generate = {**prompt, "sampling_params": {**given, "max_new_tokens": maximum}, "return_logprob": logprobs}
-    return parse_generate({**generate, "rid": body.get("rid"), "stream": body.get("stream")}, encode=encode)[0]
+    if body.get("stream"):
+        raise BadRequest("stream is supported by the embedded engine's /generate only: ask that, or a real SGLang")
+    return parse_generate({**generate, "rid": body.get("rid")}, encode=encode)[0]
 
 
 def _text(content: Any) -> str:

@@ -1,7 +1,7 @@
 """SGLang's HTTP protocol over the embedded engine.
 
 The event loop reads and writes JSON; the model runs in the engine's thread. Answers and errors have the shapes of
-SGLang 0.5.15, so the same client and tests serve both. What is not built here (streaming, grammars, penalties, LoRA,
+SGLang 0.5.15, so the same client and tests serve both. What is not built here (grammars, penalties, LoRA,
 images) is refused with status 400.
 """
 
