@@ -118,9 +118,6 @@ class _RawText:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
-    def __len__(self) -> int:
-        return len(self._tokenizer)
-
     def apply_chat_template(self, conversation: Any, **_: Any) -> str:
         return "".join(str(message["content"]) for message in conversation)
 
