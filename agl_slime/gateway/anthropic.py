@@ -22,6 +22,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 class AnthropicMessages(Protocol):
     known = frozenset(_HONOURED.split()) | frozenset(_IGNORED.split()) | frozenset(_IMPOSED)
+    prefix = "msg_"
     counts = False
 
     def read(self, body: Mapping[str, Any]) -> Call:
@@ -120,7 +121,7 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def _head(answered: Answered) -> dict[str, Any]:
-    return {"id": f"msg_{answered.id}", "type": "message", "role": "assistant", "model": answered.model}
+    return {"id": answered.id, "type": "message", "role": "assistant", "model": answered.model}
 
 
 def _blocks(choice: Choice) -> Iterator[dict[str, Any]]:

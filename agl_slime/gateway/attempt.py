@@ -117,7 +117,7 @@ class Attempt:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def work(self, call: Call, *, role: str, key: bytes, retry: bool) -> Work:
+    def work(self, call: Call, *, role: str, key: bytes, retry: bool, prefix: str = "") -> Work:
         """The work on a request; of one that its client sends again, what was begun the first time."""
         known = self._works.get(key) if retry else None
         if known is not None and known.task is not None and not known.task.cancelled():
@@ -132,7 +132,7 @@ class Attempt:
                 code="rate_limit_exceeded",
             )
         self.seen["requests"] += 1
-        work = Work(call.n)
+        work = Work(call.n, prefix)
         self._works[key] = work
         while len(self._works) > _KEPT_ANSWERS and next(iter(self._works.values())).task.done():  # type: ignore[union-attr]
             self._works.popitem(last=False)
@@ -155,15 +155,16 @@ class Attempt:
         tools = list(call.tools) or None
         template = self.access.template(tokenizer, tools, call.template_kwargs, raw=call.raw)
         tree = self._tree(role, template, tokenizer, llm)
+        trained = role in (LLM_RESOURCE, *self.settings.trained_models)
         sampling, untrained = sampling_for(
             call,
             sampling_of(llm),
-            trained=role == LLM_RESOURCE,
+            trained=trained,
             constraints=self.settings.constraints,
             parser=parser,
             overridden=self.seen,
         )
-        if role != LLM_RESOURCE:
+        if not trained:
             untrained = f"role:{role}"
         reads = Reading(not call.raw and template.opens_thinking, None if silent else parser, sampling.stop)
         call = replace(call, messages=self._messages(call, tokenizer))
@@ -203,7 +204,7 @@ class Attempt:
                 self._conversations[work.id] = [*call.messages, served]
             self._note(node, match, (id(tree), node.before), begun)
             self.seen["answers"] += 1
-            self._emit()
+            self._emit({names.RESPONSE_ID: work.id, names.ROLE: role})
             return choice, session.turns[-1].prompt_ids.size, generation.cached_tokens
 
         try:
@@ -236,7 +237,7 @@ class Attempt:
     def _messages(self, call: Call, tokenizer: ChatTokenizer) -> list[Message]:
         """The whole conversation of a request that sends a part of it, or one text."""
         if call.previous:
-            before = self._conversations.get(call.previous.removeprefix("resp_"))
+            before = self._conversations.get(call.previous)
             if before is None:
                 told = f"previous_response_id {call.previous!r} is no answer of this rollout"
                 raise GatewayRequestError(told, param="previous_response_id")
@@ -297,10 +298,10 @@ class Attempt:
 
     # -- spans --------------------------------------------------------------------------------------------------------
 
-    def _emit(self) -> None:
+    def _emit(self, more: Mapping[str, str]) -> None:
         spans, self._spans = self._spans, []
         for attributes, started in spans:
-            self.write(names.GENERATE_SPAN, attributes | self._known(), started)
+            self.write(names.GENERATE_SPAN, {**attributes, **more, **self._known()}, started)
 
     def _known(self) -> dict[str, Any]:
         """What is known of the rollout as a whole; on each span, for the last one counts."""

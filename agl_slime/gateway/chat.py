@@ -30,6 +30,7 @@ _MOST_CHOICES = 128
 
 class ChatCompletions(Protocol):
     known = frozenset(_HONOURED.split()) | IGNORED | frozenset(IMPOSED)
+    prefix = "chatcmpl-"
 
     def read(self, body: Mapping[str, Any]) -> Call:
         self.refuse_unknown(body)
@@ -101,7 +102,7 @@ class _ChatStream(Stream):
 
 
 def _head(answered: Answered, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{answered.id}", "object": kind, "created": answered.created, "model": answered.model}
+    return {"id": answered.id, "object": kind, "created": answered.created, "model": answered.model}
 
 
 def _message(choice: Choice) -> dict[str, Any]:

@@ -17,6 +17,7 @@ _DEFAULT_TOKENS = 16
 
 class Completions(Protocol):
     known = frozenset(_KNOWN.split()) | frozenset(IMPOSED)
+    prefix = "cmpl-"
 
     def read(self, body: Mapping[str, Any]) -> Call:
         if (body.get("best_of") or 1) == 1:
@@ -75,7 +76,7 @@ def wants(body: Mapping[str, Any]) -> bool:
 
 
 def _head(answered: Answered) -> dict[str, Any]:
-    head = {"id": f"cmpl-{answered.id}", "object": "text_completion", "created": answered.created}
+    head = {"id": answered.id, "object": "text_completion", "created": answered.created}
     return {**head, "model": answered.model}
 
 

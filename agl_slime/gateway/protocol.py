@@ -59,9 +59,11 @@ class Stream(ABC):
 
 
 class Protocol(ABC):
-    """One way of asking. ``known`` are the fields that are honoured or listed in the docs as ignored."""
+    """One way of asking. ``known`` are the fields that are honoured or listed in the docs as ignored; ``prefix`` is
+    what ids of answers begin with."""
 
     known: frozenset[str]
+    prefix: str = ""
 
     @abstractmethod
     def read(self, body: Mapping[str, Any]) -> Call:

@@ -24,6 +24,7 @@ _JOIN = "__"  # between a namespace and the name of its tool, where the model se
 
 class Responses(Protocol):
     known = frozenset(_HONOURED.split()) | frozenset(_IGNORED.split()) | frozenset(_IMPOSED)
+    prefix = "resp_"
 
     def read(self, body: Mapping[str, Any]) -> Call:
         self.refuse_unknown(body)
@@ -146,7 +147,7 @@ class _ResponseStream(Stream):
 
 def _head(answered: Answered, body: Mapping[str, Any], status: str) -> dict[str, Any]:
     return {
-        "id": f"resp_{answered.id}",
+        "id": answered.id,
         "object": "response",
         "created_at": answered.created,
         "status": status,

@@ -299,13 +299,13 @@ class Gateway:
         call = protocol.read(body)
         if isinstance(protocol, CountTokens):
             return _json({"input_tokens": await attempt.count(call)})
-        if call.model in attempt.settings.untrained_models:
+        if call.model in (*attempt.settings.untrained_models, *attempt.settings.trained_models):
             role = call.model
         elif role not in attempt.roles:
             raise GatewayRequestError(f"there is no model {role!r} here", status=404, code="unknown_model")
         retry = request.headers.get(_RETRY_HEADER, "0") not in ("", "0")
         key = hashlib.blake2b(request.path.encode() + b"\n" + raw, digest_size=16).digest()
-        work = attempt.work(call, role=role, key=key, retry=retry)
+        work = attempt.work(call, role=role, key=key, retry=retry, prefix=protocol.prefix)
         decode = await attempt.decoder()
         with work:
             if call.stream:

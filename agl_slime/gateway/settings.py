@@ -18,7 +18,8 @@ class GatewaySettings:
     becomes of JSON schemas, regular expressions and tool choices that force a call, under which the engine's log-probs
     are not the policy's: ``mask`` obeys and does not train those tokens, ``drop`` samples freely, ``refuse`` answers
     400. ``untrained_models``: requests that name one of these (a judge, a user simulator) are answered by the policy
-    and not trained.
+    and not trained. ``trained_models``: names, of resources beside ``main_llm`` or of models in requests, whose answers
+    are trained as roles of their own.
 
     Limits of one rollout: ``max_turns`` answers and ``max_trajectory_tokens`` in one conversation, after which answers
     are empty; ``max_in_flight`` requests at once and ``max_requests`` in all, after which 429 is answered. A body has
@@ -30,6 +31,7 @@ class GatewaySettings:
     branches: Branches = "all"
     constraints: Constraints = "mask"
     untrained_models: tuple[str, ...] = ()
+    trained_models: tuple[str, ...] = ()
     max_turns: int | None = None
     max_trajectory_tokens: int | None = None
     max_in_flight: int = 64

@@ -15,8 +15,8 @@ class Work:
     """The answer to one request in the making: ``texts`` are its choices so far, ``version`` counts their changes.
     Cancelled when nobody waits for it any more. ``id`` and ``created`` are those of the answer."""
 
-    def __init__(self, n: int) -> None:
-        self.id, self.created = secrets.token_hex(12), int(time.time())
+    def __init__(self, n: int, prefix: str) -> None:
+        self.id, self.created = prefix + secrets.token_hex(12), int(time.time())
         self.texts: list[tuple[str, str]] = [("", "")] * n
         self.version = 0
         self.task: asyncio.Task[Answered] | None = None

@@ -9,7 +9,7 @@ are found by ``group_index``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from numbers import Real
 
 from agl_slime.errors import RewardError
@@ -21,8 +21,8 @@ _EPS = 1e-6  # slime's
 def normalize_rewards(
     rewards: Sequence[float],
     *,
-    group_indices: Sequence[int | None],
-    rollout_ids: Sequence[int | None],
+    group_indices: Sequence[Hashable],
+    rollout_ids: Sequence[Hashable],
     std: bool = True,
 ) -> list[float]:
     """The advantage of each sample: ``(r - mean) / (std + 1e-6)`` over the rollouts of its group, or ``r - mean``
@@ -41,7 +41,7 @@ def normalize_rewards(
         raise RewardError(f"rewards, group_indices and rollout_ids need one entry per sample, got lengths {lengths}.")
     # a sample without an id is like no other
     rollouts: list[object] = [object() if rollout_id is None else rollout_id for rollout_id in rollout_ids]
-    found: dict[object, tuple[float, int | None]] = {}  # reward and group of each rollout
+    found: dict[object, tuple[float, Hashable]] = {}  # reward and group of each rollout
     for position, (rollout, reward, group) in enumerate(zip(rollouts, rewards, group_indices, strict=True)):
         if not math.isfinite(reward):
             raise RewardError(f"the reward of sample {position} is {reward}; rewards must be finite numbers.")
@@ -58,6 +58,23 @@ def normalize_rewards(
     for group in members.values():
         advantage_of.update(zip(group, _advantages([found[key][0] for key in group], std=std), strict=True))
     return [advantage_of[rollout] for rollout in rollouts]
+
+
+def by_reward(
+    samples: Sequence[Sample], *, group_indices: Sequence[int | None], rollout_ids: Sequence[int | None]
+) -> tuple[list[Hashable], list[Hashable]]:
+    """The groups and rollouts to normalise by. A Sample whose turns have a reward of their own
+    (``metadata["reward_of"]``) stands for itself, and is compared with those of its role in the group, or with the
+    other single turns in it."""
+    of = [str((sample.metadata or {}).get("reward_of", "")) for sample in samples]
+    kinds = ["turn" if one.startswith("turn:") else one for one in of]
+    groups: list[Hashable] = [
+        (group, kind) if kind and group is not None else group for group, kind in zip(group_indices, kinds, strict=True)
+    ]
+    rollouts: list[Hashable] = [
+        (rollout, one) if one and rollout is not None else rollout for rollout, one in zip(rollout_ids, of, strict=True)
+    ]
+    return groups, rollouts
 
 
 def reward_value(sample: Sample, position: int, *, key: str | None = None) -> float:

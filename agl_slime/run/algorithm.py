@@ -49,6 +49,7 @@ class AlgorithmSettings(TypedDict, total=False):
     branches: Branches
     constraints: Constraints
     untrained_models: tuple[str, ...]
+    trained_models: tuple[str, ...]
     eval_interval: int
     eval_rollouts: int
     output_dir: Path | None

@@ -125,7 +125,8 @@ async def run_training(
 
 def _origin(group: Sequence[Sample]) -> dict[str, Any]:
     """Where a group comes from: the number of its task in the run, and its rollouts with their rewards."""
-    rewards = {str(sample.metadata.get("agl_rollout_id")): sample.reward for sample in group}
+    told = [(sample.metadata, sample.reward) for sample in group]
+    rewards = {str(m.get("agl_rollout_id")): m["reward"] if "reward_of" in m else reward for m, reward in told}
     return {"instance_id": group[0].metadata.get("instance_id"), "rollouts": rewards}
 
 

@@ -78,6 +78,8 @@ class TrainConfig:
     refuse."""
     untrained_models: tuple[str, ...] = ()
     """Model names of requests that are answered by the policy and not trained: a judge, a user simulator."""
+    trained_models: tuple[str, ...] = ()
+    """Further roles that are trained: names of LLM resources beside main_llm, or model names of requests."""
     external_plugins: tuple[Path, ...] = ()
     """Python files to run first; they register schedulers, tool parsers or loss masks."""
 
@@ -165,6 +167,7 @@ class TrainConfig:
             branches=self.branches,
             constraints=self.constraints,
             untrained_models=self.untrained_models,
+            trained_models=self.trained_models,
             max_turns=self.max_turns,
         )
 

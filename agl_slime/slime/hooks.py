@@ -147,12 +147,13 @@ def normalize_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
     std = estimator in _STD_NORMALIZED and bool(getattr(args, "grpo_std_normalization", True))
     # a failed rollout has no reward: its 0 is no part of the others' baseline
     fit = [i for i, sample in enumerate(flat) if getattr(sample, "status", None) != Sample.Status.FAILED]
-    normalized = normalize.normalize_rewards(
-        [raw[i] for i in fit],
-        group_indices=[flat[i].group_index for i in fit],
-        rollout_ids=[get_rollout_id(flat[i]) for i in fit],
-        std=std,
+    members = [flat[i] for i in fit]
+    groups, rollouts = normalize.by_reward(
+        members,
+        group_indices=[sample.group_index for sample in members],
+        rollout_ids=[get_rollout_id(sample) for sample in members],
     )
+    normalized = normalize.normalize_rewards([raw[i] for i in fit], group_indices=groups, rollout_ids=rollouts, std=std)
     advantages = dict(zip(fit, normalized, strict=True))
     return raw, [advantages.get(i, 0.0) for i in range(len(flat))]
 

@@ -56,6 +56,7 @@ try:
         Worker,
     )
     from agentlightning.utils.id import generate_id
+    from agentlightning.utils.otel import extract_links_from_attributes, make_link_attributes, query_linked_spans
 finally:
     if _collects:
         gc.enable()

@@ -47,6 +47,7 @@ CHECKSUM: Final = "agl_slime.checksum"  # CRC-32 of the whole prompt, the respon
 WEIGHT_VERSIONS: Final = "agl_slime.weight_versions"  # JSON: [[version, start, end], …] over the response
 MESSAGES_KEPT: Final = "agl_slime.messages.kept"  # messages taken from the base turn
 MESSAGES_NEW: Final = "agl_slime.messages.new"  # JSON list of the messages after those
+ROLE: Final = "agl_slime.role"  # by a gateway: for which of its models the call was, by the name of the resource
 UNTRAINED: Final = "agl_slime.turn.untrained"  # why the response is context only; absent when it is trained
 TOKEN_SOURCE: Final = "agl_slime.token_source"
 LATENCY_S: Final = "agl_slime.latency_s"

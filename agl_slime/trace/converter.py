@@ -17,7 +17,7 @@ from typing_extensions import TypedDict, Unpack
 
 from agl_slime.errors import RewardError, TraceError
 from agl_slime.trace import attributes as names
-from agl_slime.trace.reward import Reward, read_reward
+from agl_slime.trace.reward import Reward, TurnReward, read_reward, read_turn_rewards
 from agl_slime.trace.segments import Segment, merge_turns
 from agl_slime.trace.span_codec import parse_json
 from agl_slime.trace.spans import read_turns, spans_of_attempt
@@ -110,6 +110,7 @@ def convert_rollout(
         trajectory,
         tokenizer,
         untrained_turns=frozenset(untrained),
+        turn_rewards=read_turn_rewards(own, reward_key=reward_key),
         metadata=metadata,
         reward_key=reward_key,
         index=options.get("index"),
@@ -123,15 +124,17 @@ def convert_trajectory(
     tokenizer: ChatTokenizer | None = None,
     *,
     untrained_turns: Collection[int] = (),
+    turn_rewards: Mapping[int, TurnReward] | None = None,
     metadata: Mapping[str, Any] | None = None,
     reward_key: str | None = None,
     **numbers: int | None,
 ) -> Conversion:
     """The Samples of a trajectory that has its turns and its reward; see ``convert_rollout``.
 
-    ``untrained_turns`` are context only. ``metadata`` is added to that of the Samples; ``numbers`` are ``index``,
-    ``group_index`` and ``rollout_id``. Raises ``TraceError`` when no token is to be trained, ``RewardError`` when there
-    is no reward.
+    ``untrained_turns`` are context only. Turns with ``turn_rewards`` of their own are trained in Samples of their own,
+    which say in ``metadata["reward_of"]`` what was rewarded; ``metadata["reward"]`` is the rollout's. ``metadata`` is
+    added to that of the Samples; ``numbers`` are ``index``, ``group_index`` and ``rollout_id``. Raises ``TraceError``
+    when no token is to be trained, ``RewardError`` when there is no reward.
     """
     if trajectory.reward is None:
         raise RewardError(f"trajectory {trajectory.rollout_id} has no reward", reason="no_reward")
@@ -139,6 +142,8 @@ def convert_trajectory(
     if not segments:
         raise TraceError(f"rollout {trajectory.rollout_id} has no sampled token to train", reason="no_turns")
     forks = dict(Counter(segment.fork_reason.value for segment in segments if segment.fork_reason is not None))
+    if turn_rewards:
+        segments = _by_reward(trajectory, tokenizer, untrained_turns, turn_rewards)
     common = {
         **(metadata or {}),
         **{key: trajectory.metadata[key] for key in ("group_id", "source_name") if key in trajectory.metadata},
@@ -155,6 +160,10 @@ def convert_trajectory(
     samples = []
     for number, segment in enumerate(segments):
         own = {"segment": number, "forks": dict(forks), "rewards": dict(trajectory.rewards)}
+        reward, rewards = trajectory.reward, dict(trajectory.rewards)
+        if turn_rewards and (rewarded := turn_rewards.get(segment.placements[0].turn)) is not None:
+            reward, own["reward_of"] = rewarded.primary, rewarded.of
+            rewards = {**rewarded.named, **({reward_key: reward} if reward_key else {})}
         fields = _fields(segment, trajectory, tokenizer, {**common, **own}, with_log_probs=with_log_probs)
         sample = sample_from_fields(
             **numbers,
@@ -162,10 +171,25 @@ def convert_trajectory(
             label=label
             if label is None or isinstance(label, str)
             else json.dumps(label, ensure_ascii=False, default=str),
-            reward=trajectory.reward if reward_key is None else dict(trajectory.rewards),
+            reward=reward if reward_key is None else rewards,
         )
         samples.append(sample)
     return Conversion(samples, trajectory, forks)
+
+
+def _by_reward(
+    trajectory: Trajectory,
+    tokenizer: ChatTokenizer | None,
+    untrained: Collection[int],
+    rewards: Mapping[int, TurnReward],
+) -> list[Segment]:
+    """The segments of turns that share a reward; to each all other turns are context."""
+    of = [rewards[turn].of if turn in rewards else None for turn in range(len(trajectory.turns))]
+    segments: list[Segment] = []
+    for one in dict.fromkeys(of):
+        others = {turn for turn, other in enumerate(of) if other != one}
+        segments += merge_turns(trajectory.turns, tokenizer, untrained=others.union(untrained))
+    return sorted(segments, key=lambda segment: segment.placements[0].turn)
 
 
 def rollout_to_samples(

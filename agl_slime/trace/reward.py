@@ -1,5 +1,5 @@
-"""The reward of a rollout, as Agent Lightning's reward spans carry it. A reward that is missing or no finite number is
-an error, never a 0.0."""
+"""The reward of a rollout and those of single turns, as Agent Lightning's reward spans carry them. A reward that is
+missing or no finite number is an error, never a 0.0."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.errors import RewardError
+from agl_slime.trace import attributes as names
+from agl_slime.trace.span_codec import is_packed
 
 REWARD_PREFIX = "agentlightning.reward"
+_LINK_PREFIX = "agentlightning.link"
 _FIRST_NAME, _FIRST_VALUE = f"{REWARD_PREFIX}.0.name", f"{REWARD_PREFIX}.0.value"
 
 if TYPE_CHECKING:
@@ -25,13 +28,21 @@ class Reward:
     named: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class TurnReward(Reward):
+    """``of`` names what was rewarded: ``role:NAME``, or ``turn:N`` by the first of the turns. Turns that share it share
+    one reward."""
+
+    of: str
+
+
 def read_reward(spans: Sequence[Span], *, reward_key: str | None = None) -> Reward:
     """The final reward in ``spans``, which are those of one attempt in the order of their sequence ids.
 
     ``primary`` is what ``agentlightning.find_final_reward`` finds: the first dimension of the last reward span; with
     ``reward_key``, the last dimension of that name. ``named`` holds the last value of every dimension. Raises
     ``RewardError`` with reason ``no_reward`` when there is none (or none of that name), ``bad_reward`` when one is not
-    a finite number.
+    a finite number. Rewards that are linked to something count only where all are.
     """
     from agl_slime.support.agl import find_final_reward  # seconds of import, which merging tokens does without
 
@@ -40,9 +51,13 @@ def read_reward(spans: Sequence[Span], *, reward_key: str | None = None) -> Rewa
     try:
         # find_final_reward reads the same spans, each again; it is asked where the form is an older one
         read = [_dimensions(span) for span in spans]
-        for dimensions in read:  # also one that a later reward replaces must be a number
+        found = list(zip(spans, read, strict=True))
+        whole = [(span, dimensions) for span, dimensions in found if not (dimensions and _is_linked(span))]
+        if any(dimensions for _, dimensions in whole):
+            found = whole
+        for _, dimensions in found:  # also one that a later reward replaces must be a number
             named.update((name, _finite(value, name)) for name, value in dimensions)
-        for span, dimensions in zip(reversed(spans), reversed(read), strict=True):
+        for span, dimensions in reversed(found):
             primary = dimensions[0][1] if dimensions else find_final_reward([span])
             if primary is not None:
                 break
@@ -60,6 +75,38 @@ def read_reward(spans: Sequence[Span], *, reward_key: str | None = None) -> Rewa
         known = ", ".join(sorted(named))
         raise RewardError(f"the rollout has no reward named {reward_key!r}, only {known}", reason="no_reward")
     return Reward(named[reward_key], named)
+
+
+def read_turn_rewards(spans: Sequence[Span], *, reward_key: str | None = None) -> dict[int, TurnReward]:
+    """The rewards of single turns, by the number of the turn among the model calls in ``spans``: those of reward spans
+    that Agent Lightning's ``make_link_attributes`` has linked to the calls, by ``gen_ai.response.id``, ``span_id`` or
+    any attribute, such as ``agl_slime.role``. The last one of a turn counts; ``reward_key`` picks its dimension where
+    it has one of that name. Raises ``RewardError`` when one is no finite number or is linked to nothing; a role may
+    have made no call."""
+    linked = [(span, dimensions) for span in spans if (dimensions := _dimensions(span)) and _is_linked(span)]
+    if not linked:
+        return {}
+    from agl_slime.support.agl import extract_links_from_attributes, query_linked_spans
+
+    numbers = {span.span_id: n for n, span in enumerate(span for span in spans if is_packed(span.attributes))}
+    found: dict[int, TurnReward] = {}
+    for span, dimensions in linked:
+        links = extract_links_from_attributes(span.attributes)
+        said = {link.key_match: link.value_match for link in links}
+        meant = query_linked_spans(spans, links)
+        turns = [numbers[call.span_id] for call in meant if call.span_id in numbers]
+        of_role = [*said] == [names.ROLE]
+        if not meant and not of_role:
+            raise RewardError(f"a reward is linked to {said}, and no span of the rollout is that")
+        named = {name: _finite(value, name) for name, value in dimensions}
+        primary = named.get(reward_key or "", named[dimensions[0][0]])
+        of = f"role:{said[names.ROLE]}" if of_role else f"turn:{min(turns, default=0)}"
+        found.update(dict.fromkeys(turns, TurnReward(primary, named, of)))
+    return found
+
+
+def _is_linked(span: Span) -> bool:
+    return any(key.startswith(_LINK_PREFIX) for key in span.attributes)
 
 
 def _dimensions(span: Span) -> list[tuple[str, float]]:

@@ -203,6 +203,19 @@ def test_a_judge_is_answered_and_not_trained() -> None:
         trained_once(case.turns, case.segments)
 
 
+def test_a_role_of_its_own_is_trained_and_answers_are_named_as_their_clients_know_them() -> None:
+    settings = GatewaySettings(trained_models=("planner",))
+    with serving("plan", "code", "more", settings=settings, judge=True) as case:
+        create = client_of(case).chat.completions.create
+        ids = [create(model=model, messages=HELLO, temperature=0.0).id for model in ("planner", "m")]
+        ids.append(client_of(case).responses.create(model="m", input="And?").id)
+        assert [turn.untrained for turn in case.turns] == ["", "", ""]
+        assert [span.attributes[names.ROLE] for span in case.spans] == ["planner", "main_llm", "main_llm"]
+        assert [span.attributes[names.RESPONSE_ID] for span in case.spans] == ids
+        assert [id.partition("-")[0].partition("_")[0] for id in ids] == ["chatcmpl", "chatcmpl", "resp"]
+        assert {payload["sampling_params"]["temperature"] for payload in case.payloads} == {1.0}
+
+
 def test_a_template_that_drops_thinking_forks_as_that() -> None:
     drops = TEMPLATE.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}")
     with serving("<think>\nhm\n</think>\n\nFine.", "Good.", template=drops) as case:

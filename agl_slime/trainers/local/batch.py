@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agl_slime.errors import TrainerError
-from agl_slime.groups.normalize import normalize_rewards, reward_value
+from agl_slime.groups.normalize import by_reward, normalize_rewards, reward_value
 from agl_slime.types import Sample, flat_samples, get_rollout_id
 
 
@@ -62,7 +62,8 @@ class TrainBatch:
             groups = [sample.group_index for sample in flat]
             grouped = len(flat) == 1 or any(group is not None for group in groups)
             _require(grouped, "no sample has a group_index to take a baseline from; set it, or rewards_normalization.")
-            rewards = normalize_rewards(rewards, group_indices=groups, rollout_ids=given_ids, std=std_normalization)
+            by, of = by_reward(flat, group_indices=groups, rollout_ids=given_ids)
+            rewards = normalize_rewards(rewards, group_indices=by, rollout_ids=of, std=std_normalization)
         taken = set(given_ids)
         unused = (number for number in count() if number not in taken)
         rollout_ids = [next(unused) if given is None else given for given in given_ids]

@@ -1,0 +1,125 @@
+"""Rewards of single turns and roles: linked reward spans, the Samples they go to, the baseline they are compared by."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from agl_slime import slime_hooks
+from agl_slime.errors import RewardError
+from agl_slime.support.agl import Span, emit_reward, make_link_attributes
+from agl_slime.trace import attributes as names
+from agl_slime.trace.converter import convert_rollout
+from agl_slime.trace.reward import read_reward
+from agl_slime.trace.turn import Turn
+from agl_slime.trainers.local.batch import TrainBatch
+from agl_slime.types import Sample
+from tests.unit.test_trace_converter import FIRST, SECOND, rollout, spans_of
+
+THIRD = Turn(prompt_ids=[1, 2, 3, 4, 5, 90, 91, 6, 7, 8, 92], response_ids=[9], log_probs=[-4.0])
+
+
+def linked(value: Any, links: dict[str, str], **how: Any) -> Span:
+    core = emit_reward(value, propagate=False, attributes=make_link_attributes(links), **how)
+    attributes: Any = core.attributes
+    return Span.from_attributes(
+        name=core.name, attributes=attributes, rollout_id="ro-1", attempt_id="at-1", sequence_id=50, start_time=500.0
+    )
+
+
+def three(*rewards: Span, whole: Any = 1.0) -> list[Span]:
+    """Three turns of one conversation, by a planner and a coder; the rewards come after."""
+    spans = spans_of([FIRST, SECOND, THIRD], whole)
+    for number, role in enumerate(("planner", "coder", "planner")):
+        spans[number].attributes |= {names.RESPONSE_ID: f"chatcmpl-{number}", names.ROLE: role}
+    for number, span in enumerate(rewards):
+        span.sequence_id = 50 + number
+    return [*spans, *rewards]
+
+
+def trained(spans: list[Span], **options: Any) -> list[tuple[Any, list[int], Any]]:
+    """Of each Sample the reward, the ids under its mask, and what was rewarded."""
+    samples = convert_rollout(rollout(), spans, rollout_id=3, **options).samples
+    under = [[t for t, m in zip(s.tokens[-s.response_length :], s.loss_mask, strict=True) if m] for s in samples]
+    return [(s.reward, ids, s.metadata.get("reward_of")) for s, ids in zip(samples, under, strict=True)]
+
+
+def test_without_links_nothing_changes() -> None:
+    assert trained(three()) == [(1.0, [4, 5, 6, 7, 8, 9], None)]
+
+
+@pytest.mark.parametrize("key", [names.RESPONSE_ID, "span_id"])
+def test_a_reward_of_a_turn_goes_to_its_own_sample_and_each_token_is_trained_once(key: str) -> None:
+    spans = three()
+    value = "chatcmpl-1" if key == names.RESPONSE_ID else spans[1].span_id
+    reward = linked(-0.5, {key: value})
+    assert trained([*spans, reward]) == [(1.0, [4, 5, 9], None), (-0.5, [6, 7, 8], "turn:1")]
+
+
+def test_a_reward_of_a_role_goes_to_its_turns_and_the_last_one_counts() -> None:
+    early, late = linked(0.1, {names.ROLE: "planner"}), linked(0.2, {names.ROLE: "planner"})
+    other = linked(9.0, {names.ROLE: "nobody"})
+    assert trained(three(early, late, other)) == [(0.2, [4, 5, 9], "role:planner"), (1.0, [6, 7, 8], None)]
+
+
+def test_samples_of_turns_hold_what_was_sampled_where_it_was() -> None:
+    samples = convert_rollout(rollout(), three(linked(0.5, {names.RESPONSE_ID: "chatcmpl-1"}))).samples
+    assert samples[0].tokens == THIRD.token_ids.tolist()
+    assert samples[0].loss_mask == [1, 1, 0, 0, 0, 0, 0, 0, 1]
+    assert samples[1].tokens == SECOND.token_ids.tolist()
+    assert samples[1].rollout_log_probs == [-1.0, -2.0, -3.0]
+    assert [sample.metadata["reward"] for sample in samples] == [1.0, 1.0]
+    assert [sample.metadata["forks"] for sample in samples] == [{}, {}]
+
+
+def test_the_rollouts_reward_is_one_of_its_own_where_there_is_one() -> None:
+    spans = three(linked(0.25, {names.RESPONSE_ID: "chatcmpl-0"}))
+    assert read_reward(spans) == read_reward(three())
+    assert read_reward(spans_of([], None) + spans[-1:]).primary == 0.25
+
+
+def test_an_untrained_turn_stays_untrained() -> None:
+    spans = three(linked(0.5, {names.RESPONSE_ID: "chatcmpl-1"}))
+    spans[1].attributes[names.UNTRAINED] = "role:judge"
+    assert trained(spans) == [(1.0, [4, 5, 9], None)]
+
+
+def test_a_reward_that_is_linked_to_nothing_or_is_no_number_is_an_error() -> None:
+    with pytest.raises(RewardError, match=r"linked to \{'gen_ai.response.id': 'gone'\}"):
+        trained(three(linked(0.5, {names.RESPONSE_ID: "gone"})))
+    bad = linked(0.5, {names.RESPONSE_ID: "chatcmpl-1"})
+    bad.attributes["agentlightning.reward.0.value"] = float("nan")
+    with pytest.raises(RewardError, match="finite"):
+        trained(three(bad))
+
+
+def test_reward_key_picks_from_a_turns_reward_what_has_that_name() -> None:
+
+    named = linked({"style": 0.7, "exact": 0.3}, {names.ROLE: "planner"}, primary_key="style")
+    bare = linked(0.4, {names.ROLE: "coder"})
+    of_all = spans_of([], {"exact": 1.0, "style": 0.0}, primary_key="exact")
+    spans = [*three(whole=None), *of_all, named, bare]
+    got = trained(spans, reward_key="exact")
+    assert got[0][0] == {"style": 0.7, "exact": 0.3}
+    assert got[1][0] == {"primary": 0.4, "exact": 0.4}
+
+
+def group() -> list[Sample]:
+    """Two rollouts of one prompt, their planners' turns rewarded apart."""
+    samples: list[Sample] = []
+    for number, (whole, planner) in enumerate(((1.0, 0.0), (0.0, 4.0))):
+        spans = three(linked(planner, {names.ROLE: "planner"}), whole=whole)
+        samples += convert_rollout(rollout(), spans, rollout_id=number, group_index=0).samples
+    return samples
+
+
+def test_roles_are_compared_with_their_own_kind_by_both_trainers() -> None:
+    args = Namespace(advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=False)
+    raw, advantages = slime_hooks.normalize_rewards(args, group())
+    assert raw == [0.0, 1.0, 4.0, 0.0]
+    assert advantages == [-2.0, 0.5, 2.0, -0.5]
+    batch = TrainBatch.from_samples(group(), std_normalization=False)
+    assert batch.token_rewards.tolist() == [-2.0] * 3 + [0.5] * 3 + [2.0] * 3 + [-0.5] * 3
+    assert set(batch.token_rollout_mask_sums.tolist()) == {6}
