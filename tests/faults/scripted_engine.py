@@ -34,160 +34,32 @@ import asyncio
 import json
 import math
 import threading
-import zlib
-from array import array
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
-# one piece of text per id, some of several letters, so that stop strings begin and end inside tokens
-PIECES = ("a", "b", "c", "ab", "bc", "ca", "aa", "cb", "é", " ", "\n", "abc", "</", "x>", "1", "2")
+from tests.faults.engine_control import ControlRoutes
+from tests.faults.engine_faults import (
+    PIECES,
+    Abort,
+    BreakOff,
+    Fault,
+    NewVersion,
+    Received,
+    Running,
+    answer_of,
+    common_prefix,
+    decode_pieces,
+    digest,
+    log_prob_of,
+    wait_for,
+)
 
 
-# gives the response that the engine would have sent
-Answer = Callable[[], Awaitable[web.StreamResponse]]
-
-
-# -- faults ----------------------------------------------------------------------------------------------------------
-
-
-class Fault:
-    """One misbehaviour: override ``apply`` for one of your own."""
-
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Status(Fault):
-    """An error status, in SGLang's form; ``retry_after`` sets the header of that name."""
-
-    status: int
-    message: str = "scripted failure"
-    retry_after: str | None = None
-
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
-        headers = {"Retry-After": self.retry_after} if self.retry_after is not None else None
-        return web.json_response({"error": {"message": self.message}}, status=self.status, headers=headers)
-
-
-@dataclass(frozen=True)
-class Body(Fault):
-    """Status 200 with a body that is not SGLang's."""
-
-    text: str
-    content_type: str = "application/json"
-
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
-        return web.Response(text=self.text, content_type=self.content_type)
-
-
-GARBAGE_JSON = Body('{"text": "half an answ')
-HTML_PAGE = Body("<html><body><h1>It works!</h1></body></html>", content_type="text/html")
-
-
-@dataclass(frozen=True)
-class Reset(Fault):
-    """A TCP reset: at once, or with ``in_body`` after half of the answer."""
-
-    in_body: bool = False
-
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
-        assert request.transport is not None
-        if not self.in_body:
-            request.transport.abort()
-            return web.Response()
-        body = _body(await answer())
-        half = web.StreamResponse(headers={"Content-Length": str(len(body)), "Content-Type": "application/json"})
-        await half.prepare(request)
-        await half.write(body[: len(body) // 2])
-        request.transport.abort()
-        return half
-
-
-@dataclass(frozen=True)
-class Stall(Fault):
-    """No answer as long as the engine lives."""
-
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
-        await engine.closing.wait()
-        return web.Response(status=503)
-
-
-@dataclass(frozen=True)
-class Drip(Fault):
-    """The right answer, one byte each ``every_s`` seconds: the idle timeout never strikes, the total one must."""
-
-    every_s: float = 0.02
-
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
-        body = _body(await answer())
-        slow = web.StreamResponse(headers={"Content-Length": str(len(body)), "Content-Type": "application/json"})
-        await slow.prepare(request)
-        for i in range(len(body)):
-            try:
-                await slow.write(body[i : i + 1])
-            except ConnectionError:
-                break  # the client has given up
-            if await _wait(engine.closing, self.every_s):
-                break
-        return slow
-
-
-@dataclass(frozen=True)
-class Abort(Fault):
-    """The engine aborts the generation after ``after`` tokens; 0 is "aborted in the queue". Only for ``/generate``."""
-
-    after: int
-
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
-        raise AssertionError("handled by the generation itself")
-
-
-@dataclass(frozen=True)
-class BreakOff(Fault):
-    """The connection of a stream breaks after ``after`` tokens. Only for ``/generate`` with ``stream``."""
-
-    after: int
-
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
-        raise AssertionError("handled by the generation itself")
-
-
-@dataclass(frozen=True)
-class NewVersion(Fault):
-    """From token ``after`` on, and for every later request, the weights have ``version``. Only for ``/generate``."""
-
-    after: int
-    version: str
-
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
-        raise AssertionError("handled by the generation itself")
-
-
-# -- the engine ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Received:
-    path: str
-    payload: dict[str, Any]
-    headers: dict[str, str]
-
-
-@dataclass
-class _Running:
-    """A request between its arrival and its answer."""
-
-    aborted: asyncio.Event = field(default_factory=asyncio.Event)
-    on_token: Callable[[dict[str, Any]], Awaitable[None]] | None = None
-
-
-class ScriptedEngine:
+class ScriptedEngine(ControlRoutes):
     """See the module's docstring.
 
     Args:
@@ -227,8 +99,8 @@ class ScriptedEngine:
         self.lists_versions = lists_versions
         self.workers = workers
         self.next_id = next_id or self._next_id
-        self.log_prob = log_prob or _log_prob
-        self.decode = decode or _decode
+        self.log_prob = log_prob or log_prob_of
+        self.decode = decode or decode_pieces
         self.calls: Counter[str] = Counter()
         self.received: list[Received] = []
         self.log: list[str] = []
@@ -237,7 +109,7 @@ class ScriptedEngine:
         """The most requests that were being sampled at one time."""
         self._scripts: dict[str, deque[Fault]] = {}
         self._always: dict[str, Fault] = {}
-        self._requests: dict[str, _Running] = {}
+        self._requests: dict[str, Running] = {}
         self._waiting: set[str] = set()
         self._last_ids: tuple[int, ...] = ()
         self._runner: web.AppRunner | None = None
@@ -344,7 +216,7 @@ class ScriptedEngine:
 
     async def sample(self, payload: dict[str, Any], fault: Abort | NewVersion | None = None) -> dict[str, Any]:
         """What ``/generate`` answers to ``payload``, without HTTP."""
-        return await self._sample(payload, _Running(), fault)
+        return await self._sample(payload, Running(), fault)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -377,7 +249,7 @@ class ScriptedEngine:
         refusal = self._refusal(payload)
         if refusal is not None:
             return web.json_response({"error": {"message": refusal}}, status=400)
-        running = self._requests[rid] = _Running()
+        running = self._requests[rid] = Running()
         try:
             if self._paused:
                 self._waiting.add(rid)
@@ -386,7 +258,7 @@ class ScriptedEngine:
                 self._waiting.discard(rid)
             self.most_running = max(self.most_running, self.running)
             if self.latency_s:
-                await _wait(running.aborted, self.latency_s)
+                await wait_for(running.aborted, self.latency_s)
             if payload.get("stream"):
                 return await self._stream(payload, running, fault, http)
             return web.json_response(await self._sample(payload, running, fault))
@@ -397,7 +269,7 @@ class ScriptedEngine:
                 self._arrival.notify_all()
 
     async def _stream(
-        self, payload: dict[str, Any], running: _Running, fault: Fault | None, http: web.Request
+        self, payload: dict[str, Any], running: Running, fault: Fault | None, http: web.Request
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
@@ -434,7 +306,7 @@ class ScriptedEngine:
             )
         return None
 
-    async def _sample(self, payload: dict[str, Any], running: _Running, fault: Fault | None) -> dict[str, Any]:
+    async def _sample(self, payload: dict[str, Any], running: Running, fault: Fault | None) -> dict[str, Any]:
         prompt, params, rid = payload["input_ids"], payload["sampling_params"], payload["rid"]
         limit: int = params["max_new_tokens"]
         stops: list[str] = params.get("stop", [])
@@ -443,7 +315,7 @@ class ScriptedEngine:
         ids, log_probs, spans = list(prompt), [], [[self.weight_version, 0, 0]]
         finish: dict[str, Any] | None = None
         if abort_after == 0 or running.aborted.is_set():
-            return _answer(rid, "", [], [], {"type": "abort", "message": "Aborted"}, {})
+            return answer_of(rid, "", [], [], {"type": "abort", "message": "Aborted"}, {})
         while finish is None:
             if self.token_s:
                 await asyncio.sleep(self.token_s)
@@ -466,7 +338,7 @@ class ScriptedEngine:
                 finish = {"type": "stop", "matched": token if stop is None else stop}
             if running.on_token is not None and finish is None:
                 so_far = ids[len(prompt) :]
-                await running.on_token(_answer(rid, self.decode(so_far), so_far, log_probs, None, {}))
+                await running.on_token(answer_of(rid, self.decode(so_far), so_far, log_probs, None, {}))
         matched = None if params.get("no_stop_trim") else finish.get("matched")
         text = self.decode(ids[len(prompt) : -1] if isinstance(matched, int) else ids[len(prompt) :])
         if isinstance(matched, str):
@@ -474,7 +346,7 @@ class ScriptedEngine:
         counts: dict[str, Any] = {
             "prompt_tokens": len(prompt),
             "completion_tokens": len(log_probs),
-            "cached_tokens": _common_prefix(prompt, self._last_ids),
+            "cached_tokens": common_prefix(prompt, self._last_ids),
             "weight_version": spans[-1][0],
         }
         if self.lists_versions:
@@ -485,86 +357,10 @@ class ScriptedEngine:
             pairs = zip(log_probs, ids[len(prompt) :], strict=True)
             counts["output_top_logprobs"] = [[[p - n, token, None] for n in range(top)] for p, token in pairs]
         self._last_ids = tuple(ids)
-        return _answer(rid, text, ids[len(prompt) :], log_probs, finish, counts)
-
-    async def _control(self, path: str, payload: dict[str, Any]) -> web.StreamResponse:
-        handlers: dict[str, Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]]
-        handlers = {"/get_model_info": self._model_info}
-        if self.workers is not None:
-            handlers["/workers"] = self._workers
-        else:
-            handlers |= {
-                "/model_info": self._model_info,
-                "/flush_cache": self._flush,
-                "/pause_generation": self._pause,
-                "/continue_generation": self._continue,
-                "/abort_request": self._abort,
-                "/update_weights_from_disk": self._update,
-            }
-        handler = handlers.get(path)
-        return web.json_response({"detail": "Not Found"}, status=404) if handler is None else await handler(payload)
-
-    async def _model_info(self, _: dict[str, Any]) -> web.StreamResponse:
-        return web.json_response(
-            {"model_path": self.model_path, "is_generation": True, "weight_version": self.weight_version}
-        )
-
-    async def _workers(self, _: dict[str, Any]) -> web.StreamResponse:
-        listed = [
-            {"id": str(i), "url": url, "worker_type": "regular", "is_healthy": True}
-            for i, url in enumerate(self.workers or [])
-        ]
-        return web.json_response({"workers": listed, "total": len(listed)})
-
-    async def _flush(self, _: dict[str, Any]) -> web.StreamResponse:
-        if self.running:
-            return web.Response(text=f"Flush cache failed: {self.running} running requests.\n", status=400)
-        self._last_ids = ()
-        return web.Response(text="Cache flushed.\n")
-
-    async def _pause(self, payload: dict[str, Any]) -> web.StreamResponse:
-        self._paused = True
-        if payload.get("mode", "abort") == "abort":
-            for rid, request in self._requests.items():
-                if rid not in self._waiting:
-                    request.aborted.set()
-        return web.json_response({"status": "ok"})
-
-    async def _continue(self, _: dict[str, Any]) -> web.StreamResponse:
-        async with self._unpaused:
-            self._paused = False
-            self._unpaused.notify_all()
-        return web.json_response({"status": "ok"})
-
-    async def _abort(self, payload: dict[str, Any]) -> web.StreamResponse:
-        for rid, request in self._requests.items():
-            if payload.get("abort_all") or rid.startswith(payload["rid"]):
-                request.aborted.set()
-        return web.Response()
-
-    async def _update(self, payload: dict[str, Any]) -> web.StreamResponse:
-        self.model_path = payload["model_path"]
-        if payload.get("flush_cache", True) and self.running:
-            message = (
-                "Weights were updated, but the cache was not flushed because requests are still running or queued."
-            )
-            return web.json_response({"success": False, "message": message}, status=400)
-        self.weight_version = payload.get("weight_version") or self.weight_version
-        return web.json_response(
-            {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
-        )
+        return answer_of(rid, text, ids[len(prompt) :], log_probs, finish, counts)
 
     def _next_id(self, ids: Sequence[int]) -> int:
-        return _digest(ids) % self.vocab_size
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> bool:
-    """Sleep, but no longer than until ``event``; whether it has come."""
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except asyncio.TimeoutError:
-        return False
-    return True
+        return digest(ids) % self.vocab_size
 
 
 @contextmanager
@@ -584,53 +380,3 @@ def in_thread(engine: ScriptedEngine) -> Iterator[ScriptedEngine]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(timeout=10)
         loop.close()
-
-
-def answering(answer_ids: Sequence[int], *, end_id: int) -> Callable[[Sequence[int]], int]:
-    """A ``next_id`` that says ``answer_ids`` and then ``end_id`` after any prompt; taken up in the middle it goes on
-    where it was.
-
-    The longest beginning of the answer that the ids so far end with is taken as said already, so the answer must not
-    begin as the prompt ends.
-    """
-    answer = (*answer_ids, end_id)
-
-    def next_id(ids: Sequence[int]) -> int:
-        said = next((n for n in range(min(len(answer) - 1, len(ids)), 0, -1) if tuple(ids[-n:]) == answer[:n]), 0)
-        return answer[said]
-
-    return next_id
-
-
-def _digest(ids: Sequence[int]) -> int:
-    # the last 64 ids are enough to tell prompts apart, and keep a step's cost flat
-    return zlib.crc32(array("q", ids[-64:]).tobytes()) >> 7
-
-
-def _log_prob(ids: Sequence[int]) -> float:
-    return -((_digest(ids) % 1000) + 1) / 256.0  # exact in float32 and in JSON
-
-
-def _decode(ids: Sequence[int]) -> str:
-    return "".join(PIECES[token % len(PIECES)] for token in ids)
-
-
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _answer(
-    rid: str, text: str, ids: list[int], log_probs: list[float], finish: dict[str, Any] | None, counts: dict[str, Any]
-) -> dict[str, Any]:
-    pairs = [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=True)]
-    return {
-        "text": text,
-        "output_ids": ids,
-        "meta_info": {"id": rid, "finish_reason": finish, "output_token_logprobs": pairs, **counts},
-    }
-
-
-def _body(response: web.StreamResponse) -> bytes:
-    assert isinstance(response, web.Response)
-    assert isinstance(response.body, bytes)
-    return response.body

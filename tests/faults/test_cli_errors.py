@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from agl_slime.cli import COMMANDS, main
-from tests.faults.scripted_engine import ScriptedEngine, Status, in_thread
+from tests.faults.engine_faults import Status
+from tests.faults.scripted_engine import ScriptedEngine, in_thread
 
 AGENTS = """
 from agl_slime import SGLangLitAgent
@@ -128,7 +129,7 @@ def test_a_flag_out_of_range_is_named_with_its_value(
     ("path", "says"),
     [
         ("cli_nowhere:Agent", "there is no module 'cli_nowhere' here; run from the directory that holds it"),
-        ("cli_agents:Agent", "cli_agents has no class 'Agent'; it has NeedsArguments, Plain, Silent"),
+        ("cli_agents:Agent", "cli_agents has no class or agent 'Agent'; it has NeedsArguments, Plain, Silent"),
         ("cli_agents:Plain", "Plain is not an Agent Lightning LitAgent; derive it from agl_slime.SGLangLitAgent"),
         (
             "cli_agents:NeedsArguments",

@@ -20,7 +20,7 @@ from agl_slime.errors import (
 )
 from agl_slime.sglang.client import ClientSettings, SGLangClient
 from agl_slime.sglang.generation import Generation, SamplingParams
-from tests.faults.scripted_engine import (
+from tests.faults.engine_faults import (
     GARBAGE_JSON,
     HTML_PAGE,
     Abort,
@@ -29,10 +29,10 @@ from tests.faults.scripted_engine import (
     Fault,
     NewVersion,
     Reset,
-    ScriptedEngine,
     Stall,
     Status,
 )
+from tests.faults.scripted_engine import ScriptedEngine
 
 PROMPT = [1, 2, 3]
 SAMPLING = SamplingParams(max_new_tokens=8)

@@ -17,7 +17,7 @@ from openai import OpenAI
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.trace import attributes as names
 from agl_slime.trace.span_codec import decode_turns
-from tests.faults.scripted_engine import BreakOff, Reset, Status
+from tests.faults.engine_faults import BreakOff, Reset, Status
 from tests.gateway_cases import Case, serving, trained_once
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]

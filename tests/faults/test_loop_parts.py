@@ -18,7 +18,8 @@ from agl_slime.loop import schedule
 from agl_slime.report.events import PhaseStarted
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore
-from tests.faults.scripted_engine import ScriptedEngine, Stall
+from tests.faults.engine_faults import Stall
+from tests.faults.scripted_engine import ScriptedEngine
 from tests.loop_cases import HelloAgent, LoopCase, hello_engine, threads_of_ours
 
 

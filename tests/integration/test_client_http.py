@@ -21,7 +21,8 @@ from agl_slime.errors import (
 )
 from agl_slime.sglang.client import ClientSettings, SGLangClient
 from agl_slime.sglang.generation import SamplingParams, WeightSpan
-from tests.faults.scripted_engine import Abort, ScriptedEngine, in_thread
+from tests.faults.engine_faults import Abort
+from tests.faults.scripted_engine import ScriptedEngine, in_thread
 
 QUICK = ClientSettings(backoff_base_s=0.001, backoff_cap_s=0.01)
 

@@ -101,7 +101,8 @@ def test_constraints_are_obeyed_by_a_real_engine_and_refused_in_words_by_the_emb
         if said.finish_reason == "stop":
             assert isinstance(json.loads(said.message.content or "")["n"], int)
         called = ask(model="m", messages=HELLO, tools=[WEATHER], tool_choice=forced).choices[0]
-        if called.finish_reason != "length":
+        ends = decode_turns(spans)[1].text.count("</tool_call>")  # a tiny policy may write one in a string
+        if called.finish_reason != "length" and ends == 1:
             assert [call.function.name for call in called.message.tool_calls or ()] == ["weather"]
         assert (decode_turns(spans)[1].text).startswith('<tool_call>\n{"name": "weather", "arguments": ')
         assert [turn.untrained for turn in decode_turns(spans)] == ["constrained"] * 2

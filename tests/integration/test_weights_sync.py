@@ -14,7 +14,8 @@ from agl_slime.errors import ConfigError, EngineUnreachableError, WeightSyncErro
 from agl_slime.sglang.client import ClientSettings, SGLangClient
 from agl_slime.sglang.generation import SamplingParams, WeightSpan
 from agl_slime.sglang.weights import DiskWeightSync
-from tests.faults.scripted_engine import Answer, Body, Fault, Reset, ScriptedEngine, Stall, Status, in_thread
+from tests.faults.engine_faults import Answer, Body, Fault, Reset, Stall, Status
+from tests.faults.scripted_engine import ScriptedEngine, in_thread
 
 QUICK = ClientSettings(backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3)
 

@@ -13,7 +13,8 @@ from agl_slime.errors import OutOfVocabularyError
 from agl_slime.rollout.batched.sampler import SGLangSampler
 from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.support.agl import LLM
-from tests.faults.scripted_engine import Abort, ScriptedEngine, answering, in_thread
+from tests.faults.engine_faults import Abort, answering
+from tests.faults.scripted_engine import ScriptedEngine, in_thread
 from tests.trace_tokenizers import small_tokenizer
 
 TOKENIZER: Any = small_tokenizer()

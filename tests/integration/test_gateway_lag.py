@@ -1,0 +1,70 @@
+"""A prompt of 32k tokens does not stall other rollouts: it is tokenized off the gateway's event loop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from tests.gateway_cases import serving
+from tests.integration.test_loop_lag import LONG_PROMPT, SlowTokenizer
+
+TOKENS = 32_000
+TEXT = "say hello " * 4_100
+PATIENCE_S = 20.0  # for what takes milliseconds; the tokenizer is held for longer
+
+
+class HeldTokenizer(SlowTokenizer):
+    """A tokenizer that does not come back from a long text before it is released."""
+
+    def __init__(self, real: Any) -> None:
+        super().__init__()
+        self._real = real
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def _take_time(self, text: Any) -> None:
+        if len(text) >= len(LONG_PROMPT):
+            self.begun.set()
+            assert self.released.wait(3 * PATIENCE_S)
+
+
+def test_a_prompt_of_32k_tokens_does_not_stall_other_rollouts() -> None:
+    def post(url: str, text: str, timeout: float) -> float:
+        body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+        began = time.perf_counter()
+        httpx.post(f"{url}/chat/completions", json=body, timeout=timeout).raise_for_status()
+        return time.perf_counter() - began
+
+    with serving("hello", context_length=200_000) as case, ThreadPoolExecutor(1) as pool:
+        held = HeldTokenizer(case.tokenizer)
+        case.gateway.access._tokenizer = held
+        others = [case.open(f"ro-other-{n}")[1]["main_llm"].endpoint for n in range(8)]
+        long = pool.submit(post, case.llm.endpoint, TEXT, 4 * PATIENCE_S)
+        try:
+            assert held.begun.wait(PATIENCE_S)
+            waited = [post(url, "Hello?", PATIENCE_S) for url in others]  # none of them waits for the tokenizer
+        finally:
+            held.released.set()
+        assert max(waited) < PATIENCE_S
+        long.result(PATIENCE_S)
+        assert case.turns[0].prompt_ids.size >= TOKENS
+
+
+def test_the_event_loop_answers_while_such_a_prompt_is_read() -> None:
+    with serving("hello", context_length=200_000) as case, ThreadPoolExecutor(1) as pool:
+        body = {"model": "m", "messages": [{"role": "user", "content": TEXT}]}
+        loop, lags = case.gateway._loop, []
+        assert loop is not None
+        asked = pool.submit(httpx.post, f"{case.llm.endpoint}/chat/completions", json=body, timeout=60)
+        while not asked.done():
+            came, began = threading.Event(), time.perf_counter()
+            loop.call_soon_threadsafe(came.set)
+            assert came.wait(PATIENCE_S)
+            lags.append(time.perf_counter() - began)
+        assert asked.result().status_code == 200
+        assert case.turns[0].prompt_ids.size >= TOKENS
+        print(f"{case.turns[0].prompt_ids.size} tokens, late by at most {1e3 * max(lags):.1f} ms")
+        assert max(lags) < 1.0
