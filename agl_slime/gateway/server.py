@@ -39,7 +39,7 @@ from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.work import Work
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess
 from agl_slime.support.agl import LLM, NamedResources, ProxyLLM
-from agl_slime.support.net import is_loopback
+from agl_slime.support.http import listening
 from agl_slime.support.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
@@ -186,23 +186,18 @@ class Gateway:
         app = web.Application(client_max_size=int(self.settings.max_body_mb * 1024**2))
         app.router.add_route("*", "/{path:.*}", self._handle)
         # a client that hangs up cancels the work on its request, and that the engine's
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-        await runner.setup()
+        options: Any = {"handler_cancellation": True, "shutdown_timeout": 0.1}
+        where = self.settings
         try:
-            site = web.TCPSite(runner, self.settings.host, self.settings.port, backlog=4096)
-            await site.start()
-            port = runner.addresses[0][1]
-            host = "127.0.0.1" if is_loopback(self.settings.host) else self.settings.host
-            self.url = f"http://{host}:{port}"
-            await self._begin()
-            ready.set()
-            await self._stop.wait()
-            for attempt in list(self._attempts.values()):
-                attempt.end()
-                attempt.cut()
+            async with listening(app, host=where.host, port=where.port, backlog=4096, **options) as self.url:
+                await self._begin()
+                ready.set()
+                await self._stop.wait()
+                for attempt in list(self._attempts.values()):
+                    attempt.end()
+                    attempt.cut()
         finally:
             await self._finish()
-            await runner.cleanup()
             await self.access.aclose()
 
     async def _begin(self) -> None:
