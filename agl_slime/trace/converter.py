@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict, Unpack
@@ -143,7 +143,7 @@ def convert_trajectory(
         raise TraceError(f"rollout {trajectory.rollout_id} has no sampled token to train", reason="no_turns")
     forks = dict(Counter(segment.fork_reason.value for segment in segments if segment.fork_reason is not None))
     if turn_rewards:
-        segments = _by_reward(trajectory, tokenizer, untrained_turns, turn_rewards)
+        segments = _by_reward(segments, trajectory, tokenizer, untrained_turns, turn_rewards)
     common = {
         **(metadata or {}),
         **{key: trajectory.metadata[key] for key in ("group_id", "source_name") if key in trajectory.metadata},
@@ -178,18 +178,22 @@ def convert_trajectory(
 
 
 def _by_reward(
+    whole: Sequence[Segment],
     trajectory: Trajectory,
     tokenizer: ChatTokenizer | None,
     untrained: Collection[int],
     rewards: Mapping[int, TurnReward],
 ) -> list[Segment]:
-    """The segments of turns that share a reward; to each all other turns are context."""
+    """The segments of turns that share a reward; to each all other turns are context. Of those that ``whole`` has as
+    one the first says why it forked."""
     of = [rewards[turn].of if turn in rewards else None for turn in range(len(trajectory.turns))]
-    segments: list[Segment] = []
+    found: list[Segment] = []
     for one in dict.fromkeys(of):
         others = {turn for turn, other in enumerate(of) if other != one}
-        segments += merge_turns(trajectory.turns, tokenizer, untrained=others.union(untrained))
-    return sorted(segments, key=lambda segment: segment.placements[0].turn)
+        found += merge_turns(trajectory.turns, tokenizer, untrained=others.union(untrained))
+    found.sort(key=lambda segment: segment.placements[0].turn)
+    first = {segment.placements[0].turn for segment in whole}
+    return [one if one.placements[0].turn in first else replace(one, fork_reason=None) for one in found]
 
 
 def rollout_to_samples(

@@ -74,6 +74,15 @@ def test_samples_of_turns_hold_what_was_sampled_where_it_was() -> None:
     assert [sample.metadata["forks"] for sample in samples] == [{}, {}]
 
 
+def test_a_fork_that_is_split_by_rewards_counts_once() -> None:
+    other = Turn(prompt_ids=[70, 71], response_ids=[72], log_probs=[-0.1])
+    more = Turn(prompt_ids=[70, 71, 72, 73], response_ids=[74], log_probs=[-0.2])
+    spans = spans_of([FIRST, other, more], 1.0)
+    conversion = convert_rollout(rollout(), [*spans, linked(0.5, {"span_id": spans[2].span_id})])
+    assert [sample.metadata["fork_reason"] for sample in conversion.samples] == [None, "new_context", None]
+    assert conversion.forks == {"new_context": 1}
+
+
 def test_the_rollouts_reward_is_one_of_its_own_where_there_is_one() -> None:
     spans = three(linked(0.25, {names.RESPONSE_ID: "chatcmpl-0"}))
     assert read_reward(spans) == read_reward(three())
