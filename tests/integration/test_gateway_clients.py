@@ -165,10 +165,10 @@ def test_autogen(streamed: bool) -> None:
 
 def test_strands() -> None:
     strands = pytest.importorskip("strands", reason="pip install 'strands-agents[openai]'")
-    from strands.models.openai import OpenAIModel
+    models = pytest.importorskip("strands.models.openai", reason="pip install 'strands-agents[openai]'")
 
     with serving(THINKING, DONE) as case:
-        model = OpenAIModel(client_args={"base_url": case.llm.endpoint, "api_key": "any"}, model_id="m")
+        model = models.OpenAIModel(client_args={"base_url": case.llm.endpoint, "api_key": "any"}, model_id="m")
         agent = strands.Agent(model=model, tools=[strands.tool(weather)], callback_handler=None)
         assert DONE in str(agent("Weather in Rome?"))
         one_sample(case)
