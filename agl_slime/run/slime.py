@@ -110,9 +110,7 @@ async def run_slime_training(
         loop = make_loop(
             replace(config, store_host=host),
             parts,
-            llm=stack.enter_context(
-                model_for_agents(config, parts, url=url, model_path=model_path, sampling=sampling)
-            ),
+            llm=stack.enter_context(model_for_agents(config, parts, url=url, model_path=model_path, sampling=sampling)),
             data_source=source,
             slime_train_fn=steps.train,
             weight_sync_fn=steps.sync,
