@@ -11,14 +11,16 @@ One scheduler object serves all rollouts of an agent, in flight at the same time
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from agl_slime.errors import ConfigError
 from agl_slime.support.registry import Registry
 
 Messages = list[dict[str, Any]]
+S = TypeVar("S", bound=Callable[..., Any])
 
 
 class StopReason(str, Enum):
@@ -114,5 +116,8 @@ class MultiTurnScheduler(ABC):
 
 
 schedulers: Registry[MultiTurnScheduler] = Registry("scheduler")
-register_scheduler = schedulers.register
-"""A decorator that makes a scheduler known as ``--multi-turn-scheduler name``."""
+
+
+def register_scheduler(name: str) -> Callable[[S], S]:
+    """A decorator that makes a scheduler known as ``--multi-turn-scheduler name``."""
+    return schedulers.register(name)

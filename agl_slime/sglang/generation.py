@@ -108,6 +108,11 @@ class Generation:
     top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
     """For each id the likeliest ones at its place with their log-probs, where they were asked for."""
 
+    @property
+    def weight_version(self) -> str | None:
+        """The version that sampled the last token."""
+        return self.weight_versions[-1].version if self.weight_versions else None
+
 
 def parse_generation(body: Any, *, latency_s: float = 0.0, where: str = "/generate") -> Generation:
     """A ``/generate`` answer (asked with ``return_logprob``) as a ``Generation``; ``where`` names the URL in errors.
