@@ -9,6 +9,7 @@ from pathlib import Path
 
 from agl_slime.errors import ConfigError
 from agl_slime.support.net import require_token
+from agl_slime.support.ranges import check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +33,14 @@ class PipelineSettings:
     """Drop groups whose rewards are all equal: they teach a group-relative method nothing."""
 
     def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ConfigError(f"group_size must be at least 1, got {self.group_size}")
-        for name in ("min_valid_group_size_ratio", "min_valid_item_size_ratio", "min_timeout_group_size_ratio"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must lie in (0, 1], got {getattr(self, name)}")
-        if not self.group_timeout_seconds > 0:
-            raise ConfigError(f"group_timeout_seconds must be positive, got {self.group_timeout_seconds}")
-        if self.reward_range is not None and not self.reward_range[0] <= self.reward_range[1]:
-            raise ConfigError(f"reward_range must be (lowest, highest), got {self.reward_range}")
+        check_ranges(
+            self,
+            ("group_size", lambda value: value >= 1, "at least 1"),
+            ("min_valid_group_size_ratio min_valid_item_size_ratio", lambda value: 0 < value <= 1, "in (0, 1]"),
+            ("min_timeout_group_size_ratio", lambda value: 0 < value <= 1, "in (0, 1]"),
+            ("group_timeout_seconds", lambda value: value > 0, "above 0"),
+            ("reward_range", lambda value: value[0] <= value[1], "(lowest, highest)"),
+        )
 
     def items_for(self, ratio: float) -> int:
         return max(1, math.ceil(ratio * self.group_size - 1e-9))  # 0.07 * 100 is 7.000000000000001
@@ -91,18 +91,17 @@ class BufferSettings(PipelineSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_token(self.host, self.token, setting="--token")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port must lie in 0..65535, got {self.port}")
+        check_ranges(
+            self,
+            ("port", lambda value: 0 <= value <= 65535, "in 0..65535"),
+            ("max_buffer_size max_body_mb request_timeout_s", lambda value: value > 0, "above 0"),
+            ("generator_restarts generator_stall_s keep_delivered_groups", lambda value: value >= 0, "0 or more"),
+            named=lambda name: f"--{name.replace('_', '-')}",
+        )
         for flag, paths in (("--generators", (self.generators,)), ("--input-dir", self.input_dir)):
             for path in paths:
                 if path is not None and not path.is_dir():
                     raise ConfigError(f"{flag} {path}: there is no such directory")
-        positive = ("max_buffer_size", "max_body_mb", "request_timeout_s")
-        for name in (*positive, "generator_restarts", "generator_stall_s", "keep_delivered_groups"):
-            value = getattr(self, name) or 0
-            if value < 0 or (value == 0 and name in positive):
-                expected = "be positive" if name in positive else "not be negative"
-                raise ConfigError(f"--{name.replace('_', '-')} must {expected}, got {value}")
 
     @property
     def delivered_window(self) -> int:

@@ -17,13 +17,14 @@ from typing_extensions import Self
 
 from agl_slime.datasource.events import EndFollower
 from agl_slime.datasource.read import collect
-from agl_slime.errors import ConfigError, DataSourceError
+from agl_slime.errors import DataSourceError
 from agl_slime.groups.assembler import GroupAssembler
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.policy import GroupFilter, GroupPolicy, MinimumViableGroup
 from agl_slime.groups.results import GroupResult, MemberResult, Outcome
 from agl_slime.store.bridge import FINISHED
 from agl_slime.support.agl import EnqueueRolloutRequest, LightningStore, Rollout
+from agl_slime.support.ranges import check_ranges
 from agl_slime.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -47,11 +48,11 @@ class DataSourceSettings:
     max_staleness: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_staleness is not None and self.max_staleness < 0:
-            raise ConfigError(f"max_staleness must be 0 or more versions, or None, got {self.max_staleness}")
-        for name in ("get_timeout_s", "poll_interval_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        check_ranges(
+            self,
+            ("max_staleness", lambda value: value >= 0, "0 or more versions, or None"),
+            ("get_timeout_s poll_interval_s", lambda value: value > 0, "above 0 seconds"),
+        )
 
 
 class GroupSource(EndFollower):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from agl_slime.errors import ConfigError
+from agl_slime.support.ranges import check_ranges
 
 Branches = Literal["all", "leaves", "last"]
 Constraints = Literal["mask", "drop", "refuse"]
@@ -40,16 +40,10 @@ class GatewaySettings:
     keep_alive_s: float = 15.0
 
     def __post_init__(self) -> None:
-        for name, known in (("branches", ("all", "leaves", "last")), ("constraints", ("mask", "drop", "refuse"))):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        for name in (
-            "max_turns",
-            "max_trajectory_tokens",
-            "max_in_flight",
-            "max_requests",
-            "max_body_mb",
-            "keep_alive_s",
-        ):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise ConfigError(f"{name} must be above 0, got {value}")
+        check_ranges(
+            self,
+            ("branches", lambda value: value in ("all", "leaves", "last"), "one of all, leaves, last"),
+            ("constraints", lambda value: value in ("mask", "drop", "refuse"), "one of mask, drop, refuse"),
+            ("max_turns max_trajectory_tokens max_in_flight max_requests", lambda value: value > 0, "above 0"),
+            ("max_body_mb keep_alive_s", lambda value: value > 0, "above 0"),
+        )

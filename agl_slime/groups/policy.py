@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Protocol
 
-from agl_slime.errors import ConfigError
 from agl_slime.groups.results import MemberResult
+from agl_slime.support.ranges import check_ranges
 
 GroupFilter = Callable[[Sequence[MemberResult]], str | None]
 """Why the members that a policy would train on are not worth it, as a word to count by; ``None`` when they are."""
@@ -87,11 +87,12 @@ class MinimumViableGroup:
     drop_early: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.min_ratio <= 1:
-            raise ConfigError(f"min_ratio must lie in (0, 1], got {self.min_ratio}")
-        if self.max_retries < 0 or (self.timeout_s is not None and not self.timeout_s > 0):
-            given = f"got {self.max_retries} and {self.timeout_s}"
-            raise ConfigError(f"max_retries must not be negative and timeout_s must be positive or None, {given}")
+        check_ranges(
+            self,
+            ("min_ratio", lambda value: 0 < value <= 1, "in (0, 1]"),
+            ("max_retries", lambda value: value >= 0, "0 or more"),
+            ("timeout_s", lambda value: value > 0, "above 0 seconds or None"),
+        )
 
     def floor(self, size: int) -> int:
         """How many members of a group of ``size`` must succeed."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agl_slime.errors import ConfigError
+from agl_slime.support.ranges import check_ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +34,14 @@ class LoopSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        at_least_1 = "num_iterations rollout_batch_size n_samples_per_prompt max_attempts eval_tasks"
-        for name in (*at_least_1.split(), "max_empty_iterations", "save_interval"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name, meaning in (("max_replaced_groups", "none"), ("eval_interval", "never")):
-            if (value := getattr(self, name) or 0) < 0:
-                raise ConfigError(f"{name} must be 0 ({meaning}) or more, got {value}")
-        if not self.rollout_timeout_s > 0:
-            raise ConfigError(f"rollout_timeout_s must be above 0 seconds, got {self.rollout_timeout_s}")
+        check_ranges(
+            self,
+            ("num_iterations rollout_batch_size n_samples_per_prompt", lambda value: value >= 1, "at least 1"),
+            ("max_attempts eval_tasks max_empty_iterations save_interval", lambda value: value >= 1, "at least 1"),
+            ("max_replaced_groups", lambda value: value >= 0, "0 (none) or more"),
+            ("eval_interval", lambda value: value >= 0, "0 (never) or more"),
+            ("rollout_timeout_s", lambda value: value > 0, "above 0 seconds"),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from agl_slime.gateway.settings import Branches, Constraints, GatewaySettings
 from agl_slime.loop.tasks import read_tasks
 from agl_slime.rollout.loading import DEFAULT_AGENT, split_agent
 from agl_slime.runner.base import RunnerPlan
+from agl_slime.support.ranges import check_ranges
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 
 
@@ -116,20 +117,19 @@ class TrainConfig:
     def __post_init__(self) -> None:
         RunnerPlan.parse(self.runners)
         split_agent(self.agent)
-        at_least_1 = "num_iterations rollout_batch_size n_samples_per_prompt max_new_tokens max_attempts max_concurrent"
-        at_least_1 += " save_interval eval_rollouts actor_num_nodes actor_num_gpus_per_node"
-        at_least_0 = "seed rollout_num_gpus group_max_retries max_replaced_groups max_staleness"
-        for name, fits, range_in_words in (
-            *((name, getattr(self, name) >= 1, "at least 1") for name in at_least_1.split()),
-            *((name, (getattr(self, name) or 0) >= 0, "0 or more") for name in at_least_0.split()),
-            ("eval_interval", self.eval_interval >= 0, "0 (never) or more"),
-            ("group_min_ratio", 0 < self.group_min_ratio <= 1, "in (0, 1]"),
-            ("group_timeout", self.group_timeout is None or self.group_timeout > 0, "above 0 seconds"),
-            ("rollout_timeout", self.rollout_timeout > 0, "above 0 seconds"),
-            ("temperature", 0 < self.temperature < math.inf, "above 0: training needs samples that differ"),
-        ):
-            if not fits:
-                raise ConfigError(f"{flag(name)} must be {range_in_words}, got {getattr(self, name)}")
+        check_ranges(
+            self,
+            ("num_iterations rollout_batch_size n_samples_per_prompt", lambda value: value >= 1, "at least 1"),
+            ("max_new_tokens max_attempts max_concurrent save_interval", lambda value: value >= 1, "at least 1"),
+            ("eval_rollouts actor_num_nodes actor_num_gpus_per_node", lambda value: value >= 1, "at least 1"),
+            ("seed rollout_num_gpus", lambda value: value >= 0, "0 or more"),
+            ("group_max_retries max_replaced_groups max_staleness", lambda value: value >= 0, "0 or more"),
+            ("eval_interval", lambda value: value >= 0, "0 (never) or more"),
+            ("group_min_ratio", lambda value: 0 < value <= 1, "in (0, 1]"),
+            ("group_timeout rollout_timeout", lambda value: value > 0, "above 0 seconds"),
+            ("temperature", lambda value: 0 < value < math.inf, "above 0: training needs samples that differ"),
+            named=flag,
+        )
         if self.resume and self.output_dir is None:
             raise ConfigError("--resume needs --output-dir: the directory of the run to go on with")
         if self.resume and self.overwrite:

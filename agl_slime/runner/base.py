@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.support.ranges import check_ranges
 
 if TYPE_CHECKING:
     from agl_slime.support.agl import LightningStore, LitAgent
@@ -49,16 +50,13 @@ class RunnerSettings:
     gateway: GatewaySettings | None = field(default_factory=GatewaySettings)
 
     def __post_init__(self) -> None:
-        for names, bound, fits in (
-            (("max_concurrent", "max_sync_threads", "claim_batch"), "at least 1", lambda value: value >= 1),
-            (("poll_interval_s", "flush_interval_s"), "above 0 seconds", lambda value: value > 0),
-            (("heartbeat_interval_s", "lag_warning_s"), "0 (off) or more seconds", lambda value: value >= 0),
-            (("max_restarts",), "0 or more, or None for three per worker", lambda value: value is None or value >= 0),
-            (("timeout_s",), "above 0 seconds or None", lambda value: value is None or value > 0),
-        ):
-            for name in names:
-                if not fits(value := getattr(self, name)):
-                    raise ConfigError(f"{name} must be {bound}, got {value}")
+        check_ranges(
+            self,
+            ("max_concurrent max_sync_threads claim_batch", lambda value: value >= 1, "at least 1"),
+            ("poll_interval_s flush_interval_s timeout_s", lambda value: value > 0, "above 0 seconds"),
+            ("heartbeat_interval_s lag_warning_s", lambda value: value >= 0, "0 (off) or more seconds"),
+            ("max_restarts", lambda value: value >= 0, "0 or more, or None for three per worker"),
+        )
 
 
 @dataclass(frozen=True, slots=True)

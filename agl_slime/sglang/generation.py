@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, Literal
 
-from agl_slime.errors import ConfigError, EngineError, EngineProtocolError
+from agl_slime.errors import EngineError, EngineProtocolError
+from agl_slime.support.ranges import check_ranges
 
 FinishReason = Literal["stop", "length", "abort"]
 Decode = Callable[..., str]
@@ -51,14 +52,13 @@ class SamplingParams:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ConfigError(f"temperature must be a finite number of at least 0, got {self.temperature!r}")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p!r}")
-        if self.top_k == 0 or self.top_k < -1:
-            raise ConfigError(f"top_k must be -1 (all tokens) or at least 1, got {self.top_k!r}")
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens!r}")
+        check_ranges(
+            self,
+            ("temperature", lambda value: 0 <= value < math.inf, "a finite number of at least 0"),
+            ("top_p", lambda value: 0 < value <= 1, "in (0, 1]"),
+            ("top_k", lambda value: value == -1 or value >= 1, "-1 (all tokens) or at least 1"),
+            ("max_new_tokens", lambda value: value >= 1, "at least 1"),
+        )
 
     def to_payload(self) -> dict[str, Any]:
         payload: dict[str, Any] = {

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -20,6 +20,7 @@ import orjson
 from agl_slime.errors import ConfigError, EngineProtocolError, EngineTimeoutError
 from agl_slime.sglang.retry import PROTOCOL_ERROR_RETRIES, engine_error, error_message, refusal
 from agl_slime.support.backoff import Backoff
+from agl_slime.support.ranges import check_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +67,13 @@ class ClientSettings:
     """Sent as ``Authorization: Bearer``; what SGLang was started with as ``--api-key``."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name.endswith("_s") and not value > 0:
-                raise ConfigError(f"{name} must be more than 0 seconds, got {value!r}")
-            if name in ("max_connections", "max_attempts", "resume_limit") and value < (name != "resume_limit"):
-                raise ConfigError(f"{name} must be at least {int(name != 'resume_limit')}, got {value!r}")
+        seconds = " ".join(setting.name for setting in fields(self) if setting.name.endswith("_s"))
+        check_ranges(
+            self,
+            (seconds, lambda value: value > 0, "above 0 seconds"),
+            ("max_connections max_attempts", lambda value: value >= 1, "at least 1"),
+            ("resume_limit", lambda value: value >= 0, "at least 0"),
+        )
 
 
 class HttpTransport:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agl_slime.errors import ConfigError
 from agl_slime.support.agl import Span
+from agl_slime.support.ranges import check_ranges
 
 # A span's fields besides its attributes: ids, names, contexts, pydantic's own overhead. Measured once; exactness does
 # not matter for a threshold.
@@ -24,11 +24,11 @@ class Retention:
     unreleased_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("released_rollouts", "released_bytes"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be 0 (keep none) or more, got {getattr(self, name)}")
-        if self.unreleased_bytes is not None and self.unreleased_bytes < 1:
-            raise ConfigError(f"unreleased_bytes must be at least 1 or None, got {self.unreleased_bytes}")
+        check_ranges(
+            self,
+            ("released_rollouts released_bytes", lambda value: value >= 0, "0 (keep none) or more"),
+            ("unreleased_bytes", lambda value: value >= 1, "at least 1 or None"),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,8 +73,8 @@ def test_the_floor_is_not_moved_by_binary_fractions():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: MinimumViableGroup(min_ratio=0), "min_ratio must lie in"),
-        (lambda: MinimumViableGroup(timeout_s=0), "timeout_s must be positive"),
+        (lambda: MinimumViableGroup(min_ratio=0), "min_ratio must be in"),
+        (lambda: MinimumViableGroup(timeout_s=0), "timeout_s must be above 0"),
         (lambda: MinimumViableGroup(max_retries=-1), "max_retries"),
         (lambda: RetryGroup(max_retries=-1), "max_retries"),
     ],

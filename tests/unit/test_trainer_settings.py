@@ -38,7 +38,7 @@ from agl_slime.trainers import LocalTrainerSettings
     ],
 )
 def test_a_setting_out_of_range_is_named_with_its_value(name: str, value: Any):
-    with pytest.raises(ConfigError, match=f"^{name} is .*; it must be "):
+    with pytest.raises(ConfigError, match=f"^{name} must be .*, got "):
         LocalTrainerSettings(**{name: value})
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from agl_slime.errors import ConfigError
+from agl_slime.support.ranges import check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +56,16 @@ class LocalTrainerSettings:
     """Seed of the order in which rollouts are divided among minibatches."""
 
     def __post_init__(self) -> None:
-        for names, fits, range_in_words in (
+        check_ranges(
+            self,
             ("lr temperature", lambda value: 0 < value < math.inf, "above 0"),
             ("weight_decay kl_coef", lambda value: 0 <= value < math.inf, "at least 0"),
             ("warmup_steps seed", lambda value: value >= 0, "at least 0"),
-            ("n_minibatches epochs max_tokens_per_microbatch", lambda value: value >= 1, "at least 1"),
-            ("torch_threads", lambda value: value is None or value >= 1, "at least 1"),
+            ("n_minibatches epochs max_tokens_per_microbatch torch_threads", lambda value: value >= 1, "at least 1"),
             ("betas", lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)"),
             ("grad_clip", lambda value: value > 0, "above 0 (inf for no clipping)"),
             ("clip", lambda value: 0 < value <= 1, "in (0, 1]"),
-            ("clip_high", lambda value: value is None or value > 0, "above 0"),
+            ("clip_high", lambda value: value > 0, "above 0"),
             ("aggregation", lambda value: value in ("token", "sequence"), "'token' or 'sequence'"),
             ("old_log_probs", lambda value: value in ("engine", "recompute"), "'engine' or 'recompute'"),
-        ):
-            for name in names.split():
-                if not fits(value := getattr(self, name)):
-                    raise ConfigError(f"{name} is {value!r}; it must be {range_in_words}.")
+        )
