@@ -12,9 +12,9 @@ from agl_slime import errors
 from agl_slime.errors import RolloutError, spell_exception, spell_place
 from agl_slime.groups.results import MemberResult, Outcome, instance_of
 from agl_slime.store.bridge import FINISHED
-from agl_slime.support.agl import EnqueueRolloutRequest, LightningStore, Rollout, Span
+from agl_slime.support.agl import Attempt, EnqueueRolloutRequest, LightningStore, Rollout, Span
 from agl_slime.support.threads import run_in_thread
-from agl_slime.trace.attributes import USAGE_OUTPUT_TOKENS
+from agl_slime.trace.attributes import LATENCY_S, USAGE_OUTPUT_TOKENS
 from agl_slime.trace.converter import convert_rollout
 from agl_slime.trace.reward import read_reward
 
@@ -56,8 +56,9 @@ async def collect(
         spans = [*await store.query_spans(rollout_id, attempt_id)]
     except RuntimeError as error:  # of Agent Lightning's in-memory store, for spans that it dropped to save memory
         return _failed(rollout, "spans_evicted", str(error))
+    failed = partial(_failed, timeline=timeline_of(rollout, attempt, spans))
     if rollout.status == "failed":
-        return _failed(rollout, *failure_of(spans, attempt_status=attempt.status if attempt is not None else "failed"))
+        return failed(rollout, *failure_of(spans, attempt_status=attempt.status if attempt is not None else "failed"))
     try:
         reward = read_reward(spans, reward_key=reward_key)
         conversion = None
@@ -68,11 +69,11 @@ async def collect(
             texts = (value for span in spans for value in span.attributes.values() if isinstance(value, str))
             conversion = await run_in_thread(convert) if sum(map(len, texts)) > _HEAVY_TRACE_CHARS else convert()
     except RolloutError as error:
-        return _failed(rollout, error.reason, str(error))
+        return failed(rollout, error.reason, str(error))
     except Exception as error:
         # One rollout that breaks the conversion must not end the run; it is counted, and says where it broke.
         logger.debug("Rollout %s could not be converted.", rollout_id, exc_info=error)
-        return _failed(rollout, "conversion_error", spell_exception(error))
+        return failed(rollout, "conversion_error", spell_exception(error))
     # the engine's own count, not the length of our ids: the two are compared in every report
     sampled = [span.attributes[USAGE_OUTPUT_TOKENS] for span in spans if USAGE_OUTPUT_TOKENS in span.attributes]
     return _result(
@@ -83,7 +84,24 @@ async def collect(
         rewards=dict(reward.named),
         sampled_tokens=sum(int(count) for count in sampled if isinstance(count, (int, float))),
         turns=len(sampled),
+        timeline=timeline_of(rollout, attempt, spans),
     )
+
+
+def timeline_of(rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span]) -> dict[str, Any]:
+    """When what happened, in seconds since ``enqueued`` (Unix time): the latest attempt ``started`` and ``ended``, and
+    ``calls``, start and end of each model call. Before the start it waited for a runner; between calls are the agent,
+    its tools and its judge."""
+    zero = rollout.start_time
+    began, ended = (attempt.start_time, attempt.end_time) if attempt is not None else (None, rollout.end_time)
+    calls = []
+    for span in spans:
+        if USAGE_OUTPUT_TOKENS in span.attributes and span.start_time is not None:
+            latency = span.attributes.get(LATENCY_S, (span.end_time or span.start_time) - span.start_time)
+            if isinstance(latency, (int, float)):
+                calls.append([round(span.start_time - zero, 4), round(span.start_time - zero + latency, 4)])
+    started, ended = (None if at is None else round(at - zero, 4) for at in (began, ended))
+    return {"enqueued": zero, "started": started, "ended": ended, "calls": calls}
 
 
 def failure_of(spans: Sequence[Span], *, attempt_status: str) -> tuple[str, str]:
@@ -115,7 +133,7 @@ def _result(rollout: Rollout, **fields: Any) -> MemberResult:
     )
 
 
-def _failed(rollout: Rollout, reason: str, message: str) -> MemberResult:
+def _failed(rollout: Rollout, reason: str, message: str, timeline: Any = None) -> MemberResult:
     """A failure with what runs it again; what was stopped on purpose is not."""
     outcome = Outcome.CANCELLED if rollout.status == "failed" and reason == "cancelled" else Outcome.FAILED
     again = EnqueueRolloutRequest(
@@ -130,5 +148,6 @@ def _failed(rollout: Rollout, reason: str, message: str) -> MemberResult:
         failure=reason,
         failure_message=message,
         outcome_if_failed=outcome,
+        timeline=timeline,
         request=None if outcome is Outcome.CANCELLED else again,
     )

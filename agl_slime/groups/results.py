@@ -42,7 +42,8 @@ class Outcome(str, Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberResult:
     """One finished rollout as its group sees it: samples and a reward, or a failure with its reason. ``reward`` is the
-    primary one of ``rewards``, ``sampled_tokens`` what the engine reported, ``request`` enqueues a failed one again."""
+    primary one of ``rewards``, ``sampled_tokens`` what the engine reported, ``request`` enqueues a failed one again,
+    ``timeline`` is what ``datasource.read.timeline_of`` gives."""
 
     rollout_id: str
     group_id: str
@@ -60,6 +61,7 @@ class MemberResult:
     instance_id: str | None = None
     request: EnqueueRolloutRequest | None = None
     trajectory: Trajectory | None = None
+    timeline: Mapping[str, Any] | None = None
 
     @property
     def ok(self) -> bool:

@@ -25,6 +25,7 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
     rewards = [member.reward for member in members if member.reward is not None]
     failures = Counter(member.failure for member in members if not member.ok and not member.straggler)
     trained = [member for group in groups if group.ready for member in group.succeeded]
+    into_batch = {id(member) for member in trained}
     samples = [sample for member in trained for sample in member.samples]
     sampled = sum(member.sampled_tokens for member in members)
     metrics: dict[str, Any] = {
@@ -36,6 +37,8 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
         names.FAILED: sum(failures.values()),
         "rollout/cancelled_stragglers": sum(member.straggler for member in members),
         names.RESPONSE_TOKENS: sampled / len(members) if members else None,
+        names.TRAINED_TOKENS_MEAN: _mean_length(trained),
+        names.DROPPED_TOKENS_MEAN: _mean_length([member for member in members if id(member) not in into_batch]),
         "rollout/turns_mean": fmean(member.turns for member in members) if members else None,
         "rollout/groups_ready": sum(group.ready for group in groups),
         "rollout/groups_dropped": sum(not group.ready for group in groups),
@@ -60,7 +63,18 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
     for name in sorted({name for member in members for name in member.rewards} - {"primary"}):
         values = [member.rewards[name] for member in members if name in member.rewards]
         metrics[f"reward/{name}"] = fmean(values)
+    by_source: dict[str, list[float]] = {}
+    for member in members:
+        if member.reward is not None and member.samples and (source := member.samples[0].metadata.get("source_name")):
+            by_source.setdefault(source, []).append(member.reward)
+    metrics.update({f"reward_of/{source}": fmean(values) for source, values in sorted(by_source.items())})
     return metrics
+
+
+def _mean_length(members: Sequence[MemberResult]) -> float | None:
+    """Mean sampled tokens of those that ended by themselves."""
+    lengths = [member.sampled_tokens for member in members if not member.straggler]
+    return fmean(lengths) if lengths else None
 
 
 def eval_metrics(groups: Sequence[GroupResult]) -> dict[str, Any]:

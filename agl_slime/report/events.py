@@ -65,6 +65,17 @@ class GroupsCollected:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchTrained:
+    """What an iteration was trained on: Samples, and for each of them the trainer's log-prob and the advantage of its
+    tokens under the loss mask before the first step, ``[n_tokens]`` each; empty where the trainer does not tell."""
+
+    iteration: int
+    samples: Sequence[Any]
+    log_probs: Sequence[Any] = ()
+    advantages: Sequence[Any] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class IterationFinished(_Timed):
     """An iteration is complete; the names of the metrics are those of ``agl_slime.report.metrics``."""
 
@@ -89,7 +100,16 @@ class RunFinished(_Timed):
     reason: str = "finished"
 
 
-Event = RunStarted | PhaseStarted | RolloutFinished | GroupsCollected | IterationFinished | Warning | RunFinished
+Event = (
+    RunStarted
+    | PhaseStarted
+    | RolloutFinished
+    | GroupsCollected
+    | BatchTrained
+    | IterationFinished
+    | Warning
+    | RunFinished
+)
 
 
 class Observer(Protocol):

@@ -106,11 +106,18 @@ class RunDir:
         self.tensorboard = path / "tensorboard"
         self.transcripts = path / "transcripts"
         self.summary = path / "summary.json"
+        self.groups = path / "groups.jsonl"
+        """Every group with what became of its rollouts."""
+        self.rollouts = path / "rollouts.jsonl"
+        """The rollouts that are kept whole."""
+        self.alive = path / "running.json"
+        """Which process writes here; gone when the run has ended."""
         self.trained = path / "trained.jsonl"
         """Which instances and rollouts each iteration trained on."""
         self.ledger = path / "ledger.sqlite"
         self.checkpoints = path / "checkpoints"
         reports = (self.metrics, self.plot, self.summary, self.tensorboard, self.transcripts, self.trained)
+        reports += (self.groups, self.rollouts, self.alive)
         database = (self.ledger.with_name(self.ledger.name + suffix) for suffix in ("", "-wal", "-shm"))
         self.reports = (*reports, self.checkpoints, *database)
         """What a new run in the same place replaces."""

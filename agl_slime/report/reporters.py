@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 from typing_extensions import Self
@@ -17,6 +18,7 @@ from agl_slime.report.events import Event, Reporter, RolloutFinished, RunFinishe
 from agl_slime.report.files import RunDir
 from agl_slime.report.metrics import MetricsWriter, TensorBoardWriter
 from agl_slime.report.plot import RewardPlot
+from agl_slime.report.rollouts import Keep, RolloutWriter
 from agl_slime.report.summary import SummaryReporter
 from agl_slime.report.transcripts import TranscriptWriter
 
@@ -102,8 +104,8 @@ class Reporters:
 
 
 class StandardReporters(Reporters):
-    """Everything a run directory gets; ``transcripts`` begin when they are given a tokenizer. ``began`` is when the run
-    was started (``time.monotonic()``), by default now."""
+    """Everything a run directory gets; transcripts and kept rollouts begin with ``use_tokenizer``. ``began`` is when
+    the run was started (``time.monotonic()``), by default now; ``keep`` and ``keep_mb`` are for ``RolloutWriter``."""
 
     def __init__(
         self,
@@ -114,6 +116,8 @@ class StandardReporters(Reporters):
         title: str = "",
         seed: int = 0,
         began: float | None = None,
+        keep: Keep = "sampled",
+        keep_mb: int = 256,
     ) -> None:
         self._path = run.path
         self._began = time.monotonic() if began is None else began
@@ -122,11 +126,17 @@ class StandardReporters(Reporters):
         tensorboard = TensorBoardWriter(run.tensorboard)
         plot = RewardPlot(metrics_path=run.metrics, image_path=run.plot, title=title)
         self.transcripts = transcripts = TranscriptWriter(run.transcripts, seed=seed)
+        self.rollouts = rollouts = RolloutWriter(run, keep=keep, most_bytes=keep_mb * 2**20, seed=seed)
         progress = ProgressReporter(console=console, view=view)
         outputs = {"metrics": metrics, "reward plot": plot, "transcripts": transcripts, "tensorboard": tensorboard}
+        outputs["rollouts"] = rollouts
         summary = SummaryReporter(run, outputs=outputs, console=console)
         # the metrics first: nothing of an iteration is lost while others work; the summary last: every file is there
-        super().__init__((metrics, tensorboard, transcripts, plot, progress, summary))
+        super().__init__((metrics, tensorboard, transcripts, rollouts, plot, progress, summary))
+
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """What transcripts and kept rollouts are decoded with."""
+        self.transcripts.tokenizer = self.rollouts.tokenizer = tokenizer
 
     def handle(self, event: Event) -> None:
         if isinstance(event, RunStarted):

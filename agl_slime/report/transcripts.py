@@ -88,13 +88,33 @@ def _segment(ids: Sequence[int], trained: bool, decode: Callable[[Sequence[int]]
     return {"text": text, "trained": trained, "tokens": len(ids), "left_out": left_out}
 
 
-class TranscriptWriter:
-    """Writes ``transcripts.jsonl`` and ``<iteration>.md`` into ``directory``, at most ``most_bytes`` in all; nothing
-    before it has a ``tokenizer``.
+class Room:
+    """How much may still be written. So that a long run is covered to its end, the iterations that are written grow
+    sparser: every time half of the room left is used, the stride between them doubles."""
 
-    So that a long run is covered to its end, the iterations that are written grow sparser: every time half of the room
-    left is used, the stride between them doubles.
-    """
+    def __init__(self, n_bytes: int) -> None:
+        self._left, self._stride = n_bytes, 1
+        self._next_halving = n_bytes // 2
+
+    def open(self, iteration: int) -> bool:
+        """Whether this iteration is one that is written."""
+        return self._left > 0 and iteration % self._stride == 0
+
+    def take(self, n_bytes: int) -> bool:
+        """Use so many; False when they do not fit, and then it opens ever more rarely: a smaller one may still fit."""
+        if n_bytes > self._left:
+            self._stride *= 2
+            return False
+        self._left -= n_bytes
+        while self._left < self._next_halving:
+            self._next_halving //= 2
+            self._stride *= 2
+        return True
+
+
+class TranscriptWriter:
+    """Writes ``transcripts.jsonl`` and ``<iteration>.md`` into ``directory``, at most ``most_bytes`` in all (see
+    ``Room``); nothing before it has a ``tokenizer``."""
 
     note = "no rollout was sampled"
 
@@ -103,14 +123,12 @@ class TranscriptWriter:
         self.tokenizer: Any = None
         self._seed = seed
         self._jsonl = IterationFile(self.path / "transcripts.jsonl")
-        self._stride = 1
-        self._room = most_bytes - sum(path.stat().st_size for path in self.path.glob("*"))
-        self._next_halving = self._room // 2
+        self._room = Room(most_bytes - sum(path.stat().st_size for path in self.path.glob("*")))
 
     def handle(self, event: Event) -> None:
         if not isinstance(event, GroupsCollected) or self.tokenizer is None:
             return
-        if self._room <= 0 or event.iteration % self._stride:
+        if not self._room.open(event.iteration):
             return
         members = {member.rollout_id: member for group in event.groups for member in group.members}
         rewards = {rollout_id: member.reward for rollout_id, member in members.items()}
@@ -122,16 +140,11 @@ class TranscriptWriter:
         page = to_markdown(event.iteration, items).encode("utf-8", "backslashreplace")
         records = [_shortened(item) for item in items]
         size = len(page) + sum(len(dump({"iteration": event.iteration, **record})) for record in records)
-        if size > self._room:  # ask ever more rarely: a smaller one may still fit
-            self._stride *= 2
+        if not self._room.take(size):
             return
         self.path.mkdir(parents=True, exist_ok=True)
         self._jsonl.append(event.iteration, records)
         (self.path / f"{event.iteration:05d}.md").write_bytes(page)
-        self._room -= size
-        while self._room < self._next_halving:
-            self._next_halving //= 2
-            self._stride *= 2
 
     def close(self) -> None:
         self._jsonl.close()

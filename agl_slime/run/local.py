@@ -22,6 +22,7 @@ from agl_slime.groups.policy import MinimumViableGroup, zero_variance
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.report import StandardReporters, open_run_dir
+from agl_slime.report.events import BatchTrained
 from agl_slime.report.files import IterationFile, RunDir
 from agl_slime.report.metrics import TOKENS_TRAINED
 from agl_slime.run.parts import RunParts, load_parts, make_loop, model_for_agents, step
@@ -32,13 +33,13 @@ from agl_slime.sglang.transport import checked_url
 from agl_slime.sglang.weights import DiskWeightSync
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.tokenizer import load_tokenizer
-from agl_slime.trainers.base import Trainer
-from agl_slime.types import Sample
+from agl_slime.trainers.base import TellsTokens, Trainer
+from agl_slime.types import Sample, flat_samples
 
 logger = logging.getLogger(__name__)
 
 # Settings that a run is expected to go on with other values of.
-_MAY_CHANGE = frozenset({"num_iterations", "save_interval", "view", "sglang_url"})
+_MAY_CHANGE = frozenset({"num_iterations", "save_interval", "view", "sglang_url", "keep_rollouts", "keep_rollouts_mb"})
 
 
 async def run_training(
@@ -71,11 +72,19 @@ async def run_training(
     checkpoints = _checkpoints(config, run) if config.resume else []
     async with AsyncExitStack() as stack:
         reports = StandardReporters(
-            run, console=console, view=config.view, title=config.agent, seed=config.seed, began=began
+            run,
+            console=console,
+            view=config.view,
+            title=config.agent,
+            seed=config.seed,
+            began=began,
+            keep=config.keep_rollouts,
+            keep_mb=config.keep_rollouts_mb,
         )
         stack.callback(reports.close)
         model_path = await _model_path(config, parts.agent, described, run.path, console, bool(checkpoints))
-        reports.transcripts.tokenizer = tokenizer = await run_in_thread(load_tokenizer, model_path)
+        tokenizer = await run_in_thread(load_tokenizer, model_path)
+        reports.use_tokenizer(tokenizer)
         # while the engine starts, in a process of its own; if the engine fails first, nobody asks
         _need_torch()
         loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path))
@@ -105,6 +114,7 @@ async def run_training(
             groups = source.get_samples(config.rollout_batch_size)
             metrics = trainer.train(groups, iteration=iteration)
             trained.append(iteration, [_origin(group) for group in groups])
+            reports.handle(_batch_trained(iteration, groups, trainer))
             metrics[TOKENS_TRAINED] = metrics.pop("train/tokens")
             return metrics
 
@@ -121,6 +131,14 @@ async def run_training(
             check_alive=check_engine,
         )
         return await loop.run_async()
+
+
+def _batch_trained(iteration: int, groups: Sequence[Sequence[Sample]], trainer: Trainer) -> BatchTrained:
+    scores = trainer.scores if isinstance(trainer, TellsTokens) else None
+    samples = list(flat_samples(groups))
+    if scores is None:
+        return BatchTrained(iteration=iteration, samples=samples)
+    return BatchTrained(iteration=iteration, samples=samples, log_probs=scores.log_probs, advantages=scores.advantages)
 
 
 def _origin(group: Sequence[Sample]) -> dict[str, Any]:

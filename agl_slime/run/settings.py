@@ -11,6 +11,7 @@ from typing import Literal
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.settings import Branches, Constraints, GatewaySettings
 from agl_slime.loop.tasks import read_tasks
+from agl_slime.report.rollouts import Keep
 from agl_slime.rollout.loading import DEFAULT_AGENT, split_agent
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.support.ranges import check_ranges
@@ -101,6 +102,11 @@ class TrainConfig:
     """A checkpoint after every so many iterations and at the end."""
     seed: int = 0
     """Seed of tasks, policy and trainer."""
+    keep_rollouts: Keep = "sampled"
+    """Rollouts that rollouts.jsonl keeps whole, for the report: all, sampled (the best, the worst, one at random and a
+    failed one of an iteration), or none."""
+    keep_rollouts_mb: int = 256
+    """Most MB of sampled rollouts; as they are used up, ever fewer iterations are kept."""
     view: Literal["auto", "live", "lines"] = "auto"
     """Live progress or one line per iteration; auto is live on a terminal."""
 
@@ -121,7 +127,11 @@ class TrainConfig:
             self,
             ("num_iterations rollout_batch_size n_samples_per_prompt", lambda value: value >= 1, "at least 1"),
             ("max_new_tokens max_attempts max_concurrent save_interval", lambda value: value >= 1, "at least 1"),
-            ("eval_rollouts actor_num_nodes actor_num_gpus_per_node", lambda value: value >= 1, "at least 1"),
+            (
+                "eval_rollouts keep_rollouts_mb actor_num_nodes actor_num_gpus_per_node",
+                lambda value: value >= 1,
+                "at least 1",
+            ),
             ("seed rollout_num_gpus", lambda value: value >= 0, "0 or more"),
             ("group_max_retries max_replaced_groups max_staleness", lambda value: value >= 0, "0 or more"),
             ("eval_interval", lambda value: value >= 0, "0 (never) or more"),

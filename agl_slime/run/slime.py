@@ -21,6 +21,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.groups.policy import CompleteGroup
 from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.report import StandardReporters, open_run_dir
+from agl_slime.report.events import BatchTrained, Observer
 from agl_slime.report.metrics import TOKENS_TRAINED
 from agl_slime.run.parts import RunParts, load_parts, make_loop, model_for_agents
 from agl_slime.run.settings import TrainConfig, flag
@@ -35,6 +36,7 @@ from agl_slime.support.net import is_loopback
 from agl_slime.support.slime import find
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.tokenizer import load_tokenizer
+from agl_slime.types import flat_samples
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,15 @@ async def run_slime_training(
     args = await run_in_thread(parse_slime_args, flags)
     check_slime_args(args, config)
     run = open_run_dir(config.output_dir, agent=config.agent, settings=asdict(config), overwrite=config.overwrite)
-    reports = StandardReporters(run, console=console, view=config.view, title=config.agent, seed=config.seed)
+    reports = StandardReporters(
+        run,
+        console=console,
+        view=config.view,
+        title=config.agent,
+        seed=config.seed,
+        keep=config.keep_rollouts,
+        keep_mb=config.keep_rollouts_mb,
+    )
     host = config.store_host
     if host == TrainConfig.store_host:
         host = os.environ.get("AGL_SLIME_STORE_HOST", host)
@@ -92,7 +102,8 @@ async def run_slime_training(
         service = StoreService(store=store, host=host, token=token)
         await run_in_thread(service.start)
         stack.callback(service.stop)
-        reports.transcripts.tokenizer = tokenizer = await run_in_thread(load_tokenizer, model_path)
+        tokenizer = await run_in_thread(load_tokenizer, model_path)
+        reports.use_tokenizer(tokenizer)
         # as in the manager's process: slime wants exactly n_samples_per_prompt rollouts in every group
         settings = DataSourceSettings(policy=CompleteGroup(), release=False)
         source = stack.enter_context(GroupSource(store=store, tokenizer=tokenizer, settings=settings))
@@ -104,7 +115,7 @@ async def run_slime_training(
         stack.callback(trainer.stop)
         with console.status("Starting slime …"):
             await run_in_thread(trainer.start)
-        steps = SlimeSteps(trainer=trainer, source=source, batch_size=config.rollout_batch_size)
+        steps = SlimeSteps(trainer=trainer, source=source, batch_size=config.rollout_batch_size, observer=reports)
         start, drawn = steps.start(config.num_iterations)
         url = (trainer.router_url if config.sglang_url is None else None) or agents_url
         loop = make_loop(
@@ -168,8 +179,10 @@ class SlimeSteps:
     each checkpoint of slime's lies where the loop stood, so that ``--load`` goes on there.
     """
 
-    def __init__(self, *, trainer: SlimeTrainer, source: GroupSource, batch_size: int) -> None:
-        self._trainer, self._source, self._batch_size = trainer, source, batch_size
+    def __init__(
+        self, *, trainer: SlimeTrainer, source: GroupSource, batch_size: int, observer: Observer | None = None
+    ) -> None:
+        self._trainer, self._source, self._batch_size, self._observer = trainer, source, batch_size, observer
         self._next = trainer.first_rollout_id
         self._trained = False
         self._written: int | None = None
@@ -198,9 +211,11 @@ class SlimeSteps:
             logger.warning("Iteration %d: %d of %d groups wait for the next one.", iteration, ready, self._batch_size)
             return {"train/waiting_groups": float(ready)}
         # the manager's process has the same groups; taken here, they are counted as trained
-        self._source.get_samples(self._batch_size)
+        groups = self._source.get_samples(self._batch_size)
         tokens = self._trainer.train(self._next)
         self._next += 1
+        if self._observer is not None:
+            self._observer.handle(BatchTrained(iteration=iteration, samples=list(flat_samples(groups))))
         metrics = {"train/slime_rollout_id": float(self._next - 1)}
         return metrics if tokens is None else {**metrics, TOKENS_TRAINED: float(tokens)}
 

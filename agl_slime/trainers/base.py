@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from os import PathLike
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from agl_slime.types import Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenScores:
+    """What a trainer made of a batch before its first step; one array per Sample, in the order of the batch, with an
+    entry per token under the loss mask."""
+
+    log_probs: list[NDArray[np.float32]]
+    """Natural log, at the sampling temperature: what is compared with the engine's."""
+    advantages: list[NDArray[np.float32]]
+
+
+@runtime_checkable
+class TellsTokens(Protocol):
+    """A trainer that tells what it made of single tokens, for those who look at a run."""
+
+    scores: TokenScores | None
+    """Of the batch that ``train`` was given last."""
 
 
 @runtime_checkable

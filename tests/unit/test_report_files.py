@@ -104,6 +104,7 @@ def test_the_closing_summary_says_what_happened_and_where_it_is(tmp_path: Path) 
         ("tensorboard", str(directory.tensorboard)),
         ("summary", str(directory.summary)),
         ("note", "no rollout was sampled"),
+        ("note", "no rollout was kept"),
     ]
     summary = json.loads(directory.summary.read_text())
     assert summary["tokens_under_mask"] == summary["tokens_trained"] == 300

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from agl_slime.groups.normalize import normalize_rewards  # noqa: E402
-from agl_slime.trainers import LocalTrainer, LocalTrainerSettings, Trainer  # noqa: E402
+from agl_slime.trainers import LocalTrainer, LocalTrainerSettings, TrainBatch, Trainer  # noqa: E402
+from agl_slime.trainers.base import TellsTokens  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.trainer_policy import VOCABULARY, make_model, make_samples, response_log_probs, save_policy  # noqa: E402
 
@@ -103,6 +104,21 @@ def test_the_first_batch_agrees_with_the_engine_and_is_counted(policy: Path, sam
     assert metrics["train/tokens"] == sum(sum(sample.loss_mask or []) for sample in samples)
     assert (metrics["train/samples"], metrics["train/rollouts"], metrics["train/steps"]) == (12, 12, 4)
     assert 0 < metrics["train/entropy"] < math.log(VOCABULARY)
+
+
+def test_it_tells_the_log_prob_and_the_advantage_of_each_trained_token(policy: Path, samples: list[Sample]):
+    local = trainer(policy)
+    assert isinstance(local, TellsTokens)
+    assert local.scores is None
+    metrics = local.train(samples, iteration=0)
+    scores = local.scores
+    assert scores is not None
+    engine = [[p for p, own in zip(s.rollout_log_probs or (), s.loss_mask or (), strict=True) if own] for s in samples]
+    differences = [np.abs(own - theirs).max() for own, theirs in zip(scores.log_probs, engine, strict=True) if theirs]
+    assert max(differences) == pytest.approx(metrics["train/logprob_diff_max"])
+    assert [len(own) for own in scores.advantages] == [len(theirs) for theirs in engine]
+    batch = TrainBatch.from_samples(samples)
+    assert np.concatenate(scores.advantages) == pytest.approx(batch.token_rewards)
 
 
 def test_a_mask_that_is_off_by_one_shows_in_the_log_prob_difference(policy: Path):

@@ -22,6 +22,7 @@ except ImportError as error:
     raise MissingDependencyError('the local trainer needs torch: pip install "agl-slime[local]"') from error
 
 from agl_slime.support.files import whole_directory
+from agl_slime.trainers.base import TokenScores
 from agl_slime.trainers.local.batch import MicroBatch, TrainBatch, make_microbatches, split_minibatches
 from agl_slime.trainers.local.loss import Objective, token_entropy, token_log_probs, token_weights
 from agl_slime.trainers.local.model import load_model, logits_at, save_model
@@ -58,6 +59,8 @@ class LocalTrainer:
         """The iteration trained last."""
         self.steps = 0
         """Optimizer steps taken so far."""
+        self.scores: TokenScores | None = None
+        """What the policy made of the tokens of the last batch, before any step on it."""
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -115,6 +118,11 @@ class LocalTrainer:
             "train/rollouts": float(batch.n_rollouts),
             "train/entropy": float(entropy.mean()),
         }
+        ends = batch.token_offsets[1:-1]
+        self.scores = TokenScores(
+            log_probs=np.split(log_probs.cpu().numpy(), ends),
+            advantages=np.split(batch.token_rewards.astype(np.float32), ends),
+        )
         old = log_probs
         if batch.token_log_probs is not None:
             engine = self._tensor(batch.token_log_probs)

@@ -1,0 +1,263 @@
+"""``groups.jsonl``, a line per group with what became of its rollouts, and ``rollouts.jsonl``, a line per rollout that
+is kept whole: conversation, timeline, forks, and of every token what the engine and the trainer made of it.
+
+JSON lines and not Parquet: each line that was written survives a kill, and pandas, polars and ``datasets`` read them
+without a further library. docs/report.md has the fields in a table.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from agl_slime.errors import TraceError
+from agl_slime.report.events import BatchTrained, Event, GroupsCollected, IterationFinished, RunFinished, RunStarted
+from agl_slime.report.files import IterationFile, RunDir, dump, jsonable
+from agl_slime.report.pieces import Pieces
+from agl_slime.report.state import this_process
+from agl_slime.report.transcripts import MOST_MESSAGES, MOST_SAMPLES, Room, choose_rollouts
+from agl_slime.support.files import write_file
+
+if TYPE_CHECKING:
+    from agl_slime.types import Sample
+
+Keep = Literal["all", "sampled", "none"]
+MOST_TOKENS = 65_536  # of one Sample; of a longer one the end is left out
+_WAIT = 16  # iterations after which a group that was ready and that nobody told of is written as it is
+
+
+@dataclass
+class _Group:
+    """A finalized group until its fate is known; ``labels`` says which of its rollouts are kept, and why."""
+
+    collected: int
+    result: Any
+    labels: dict[str, str]
+    waits: bool
+    trained: set[str] = field(default_factory=set)
+    scores: dict[tuple[str, int], tuple[Any, Any]] = field(default_factory=dict)
+
+
+class RolloutWriter:
+    """Writes both files as iterations end. ``keep``: ``all`` rollouts whole, those that are ``sampled`` for transcripts
+    (best, worst, one at random and a failed one of an iteration, at most ``most_bytes`` in all, see ``Room``), or
+    ``none``. Nothing is kept before there is a ``tokenizer``; groups are always written.
+
+    A line's ``iteration`` is the one in which the fate of the rollout was known, ``collected`` the one that it was
+    sampled in.
+    """
+
+    note = "no rollout was kept"
+
+    def __init__(self, run: RunDir, *, keep: Keep = "sampled", most_bytes: int = 256 * 2**20, seed: int = 0) -> None:
+        self.path = run.rollouts
+        self.tokenizer: Any = None
+        self._alive, self._keep, self._seed = run.alive, keep, seed
+        self._pieces: Pieces | None = None
+        self._groups_file, self._file = IterationFile(run.groups), IterationFile(run.rollouts)
+        self._room = Room(most_bytes - (run.rollouts.stat().st_size if run.rollouts.exists() else 0))
+        self._open: dict[str, _Group] = {}
+        self._of_rollout: dict[str, _Group] = {}
+        self._last = 0
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            write_file(self._alive, dump(this_process(), indent=2), durable=False)
+        elif isinstance(event, GroupsCollected):
+            self._collected(event)
+        elif isinstance(event, BatchTrained):
+            self._trained(event)
+        elif isinstance(event, IterationFinished):
+            self._last = event.iteration
+            self._write(event.iteration, [group for group in self._open.values() if self._settled(group)])
+        elif isinstance(event, RunFinished):
+            if self._open:  # of an iteration that did not come to its end
+                self._write(self._last + 1, list(self._open.values()))
+            self._alive.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._groups_file.close()
+        self._file.close()
+
+    def _collected(self, event: GroupsCollected) -> None:
+        members = {member.rollout_id: member for group in event.groups for member in group.members}
+        labels: dict[str, str] = {}
+        if self.tokenizer is not None and self._keep == "all":
+            labels = dict.fromkeys(members, "all")
+        elif self.tokenizer is not None and self._keep == "sampled" and self._room.open(event.iteration):
+            rewards = {rollout_id: member.reward for rollout_id, member in members.items()}
+            labels = choose_rollouts(rewards, iteration=event.iteration, seed=self._seed)
+        for result in event.groups:
+            ids = [member.rollout_id for member in result.members]
+            own = {rollout_id: labels[rollout_id] for rollout_id in ids if rollout_id in labels}
+            group = _Group(collected=event.iteration, result=result, labels=own, waits=result.ready)
+            self._open[result.group_id] = group
+            self._of_rollout.update(dict.fromkeys(ids, group))
+
+    def _trained(self, event: BatchTrained) -> None:
+        for number, sample in enumerate(event.samples):
+            rollout_id = str(sample.metadata.get("agl_rollout_id"))
+            if (group := self._of_rollout.get(rollout_id)) is not None:
+                group.trained.add(rollout_id)
+                if rollout_id in group.labels and event.log_probs:
+                    scores = event.log_probs[number], event.advantages[number]
+                    group.scores[rollout_id, int(sample.metadata.get("segment", 0))] = scores
+
+    def _settled(self, group: _Group) -> bool:
+        return not group.waits or bool(group.trained) or self._last - group.collected >= _WAIT
+
+    def _write(self, iteration: int, groups: Sequence[_Group]) -> None:
+        kept: dict[str, dict[str, Any]] = {}
+        for group in groups:
+            for member in group.result.members:
+                self._of_rollout.pop(member.rollout_id, None)
+                if label := group.labels.get(member.rollout_id):
+                    kept[member.rollout_id] = jsonable(self._describe(member, group, label))
+            del self._open[group.result.group_id]
+        if kept and self._keep == "sampled":
+            size = sum(len(dump({"iteration": iteration, **record})) for record in kept.values())
+            if not self._room.take(size):
+                kept = {}
+        lines = [describe_group(group.result, group.collected, group.trained, kept) for group in groups]
+        if lines:
+            self._groups_file.append(iteration, lines)
+        if kept:
+            self._file.append(iteration, list(kept.values()))
+
+    def _describe(self, member: Any, group: _Group, label: str) -> dict[str, Any]:
+        if self._pieces is None:
+            self._pieces = Pieces(self.tokenizer)
+        result, talk = group.result, member.trajectory
+        samples = []
+        for number, sample in enumerate(member.samples[:MOST_SAMPLES]):
+            key = member.rollout_id, int(sample.metadata.get("segment", number))
+            samples.append(describe_tokens(sample, self._pieces, scores=group.scores.get(key)))
+        return {
+            "collected": group.collected,
+            "rollout_id": member.rollout_id,
+            "group_id": result.group_id,
+            "instance_id": member.instance_id,
+            "source": source_of(member),
+            "label": label,
+            "outcome": outcome_of(member, group.trained, ready=result.ready),
+            "reason": member.failure or ("" if result.ready else result.code),
+            "message": member.failure_message or ("" if result.ready else result.reason),
+            "reward": member.reward,
+            "rewards": dict(member.rewards),
+            "stop_reason": getattr(talk, "stop_reason", ""),
+            "tokens": member.sampled_tokens,
+            "task": member.task,
+            "messages": list(talk.messages[:MOST_MESSAGES]) if talk is not None else [],
+            "tools": member.samples[0].metadata.get("tools") if member.samples else None,
+            "timeline": member.timeline,
+            "turns": [describe_turn(turn) for turn in getattr(talk, "turns", ())[:MOST_MESSAGES]],
+            "samples": samples,
+            "left_out": {"samples": max(len(member.samples) - MOST_SAMPLES, 0)},
+        }
+
+
+def outcome_of(member: Any, trained: Iterable[str], *, ready: bool) -> str:
+    """The ledger's word for what became of a member; ``ready`` when its group was fit to train on and nobody has told
+    of it."""
+    if not member.ok:
+        return member.outcome_if_failed.value
+    if member.rollout_id in trained:
+        return "trained"
+    return "ready" if ready else "filtered"
+
+
+def source_of(member: Any) -> str | None:
+    """The task source (``source_name``) that a rollout came from, where it is named."""
+    metadata = member.samples[0].metadata if member.samples else getattr(member.request, "metadata", None) or {}
+    return metadata.get("source_name")
+
+
+def describe_group(result: Any, collected: int, trained: set[str], kept: Iterable[str]) -> dict[str, Any]:
+    """A group as a line of ``groups.jsonl``: what is of its members are lists of one length."""
+    members = result.members
+    versions = dict.fromkeys(version for member in members for s in member.samples for version in s.weight_versions)
+    return {
+        "collected": collected,
+        "group_id": result.group_id,
+        "instance_id": result.instance_id,
+        "source": next((source for member in members if (source := source_of(member)) is not None), None),
+        "ready": result.ready,
+        "code": result.code,
+        "reason": result.reason,
+        "weight_versions": [str(version) for version in versions],
+        "rollouts": [member.rollout_id for member in members],
+        "rewards": [member.reward for member in members],
+        "outcomes": [outcome_of(member, trained, ready=result.ready) for member in members],
+        "reasons": [member.failure or "" for member in members],
+        "tokens": [member.sampled_tokens for member in members],
+        "turns": [member.turns for member in members],
+        "samples": [len(member.samples) for member in members],
+        "kept": [member.rollout_id for member in members if member.rollout_id in kept],
+    }
+
+
+def describe_turn(turn: Any) -> dict[str, Any]:
+    """A model call: which one it went on from, and why not with all of it."""
+    return {
+        "base": turn.base_turn,
+        "kept_tokens": turn.kept_tokens,
+        "fork": turn.fork.value if turn.fork is not None else None,
+        "prompt_tokens": len(turn.prompt_ids),
+        "tokens": len(turn.response_ids),
+        "seconds": round(turn.latency_s, 4),
+        "finish": turn.finish_reason,
+        "untrained": turn.untrained,
+        "resumed": turn.resumed,
+        "cached_tokens": turn.cached_tokens,
+    }
+
+
+def describe_tokens(sample: Sample, pieces: Pieces, *, scores: tuple[Any, Any] | None = None) -> dict[str, Any]:
+    """A Sample token by token. ``tokens`` (ids) and ``pieces`` (texts that join to the whole) are prompt and response;
+    the rest begins at the first response token. Raises ``TraceError`` when mask, response and ``scores`` (the trainer's
+    log-probs and advantages of the tokens under the mask) differ in length."""
+    tokens, length = sample.tokens[:MOST_TOKENS], sample.response_length
+    mask = np.asarray(sample.loss_mask if sample.loss_mask is not None else [1] * length, dtype=bool)
+    mask = mask & (not sample.remove_sample)
+    metadata, start = sample.metadata or {}, len(sample.tokens) - length
+    at = np.flatnonzero(mask)
+    if len(mask) != length or (scores is not None and len(scores[0]) != len(at)):
+        told = "none" if scores is None else len(scores[0])
+        raise TraceError(f"loss_mask has {len(mask)} entries, the response {length} tokens, the trainer {told}")
+    shown = max(len(tokens) - start, 0)
+    log_probs, advantages = np.full((2, length), np.nan, dtype=np.float32)
+    if scores is not None:
+        log_probs[at], advantages[at] = scores
+    engine = np.asarray(sample.rollout_log_probs or [np.nan] * length, dtype=np.float32)
+    engine = np.where(mask, engine, np.float32(np.nan))
+    return {
+        "segment": metadata.get("segment", 0),
+        "fork": metadata.get("fork_reason"),
+        "stop_reason": str(metadata.get("stop_reason") or sample.status.value),
+        "token_source": str(metadata.get("token_source") or "engine"),
+        "prompt_length": min(start, len(tokens)),
+        "tokens": pack(tokens, "<i4"),
+        "pieces": pieces(tokens),
+        "trained": _spans(mask[:shown]),
+        "engine_log_probs": pack(engine[:shown]),
+        "trainer_log_probs": pack(log_probs[:shown]),
+        "advantages": pack(advantages[:shown]),
+        "weight_versions": metadata.get("weight_spans", []),
+        "turn_spans": metadata.get("turn_spans", []),
+        "left_out": len(sample.tokens) - len(tokens),
+    }
+
+
+def pack(values: Any, kind: str = "<f4") -> str:
+    """Numbers as one string: little-endian, base64; ``numpy.frombuffer(base64.b64decode(text), kind)`` reads it."""
+    return base64.b64encode(np.asarray(values, dtype=kind).tobytes()).decode("ascii")
+
+
+def _spans(mask: np.ndarray) -> list[list[int]]:
+    """Where the mask is 1, as ``[start, end)``."""
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+    return edges.reshape(-1, 2).tolist()

@@ -1,0 +1,182 @@
+"""The record of a run's rollouts: what is kept, what became of it, and that each figure stands at its token."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agl_slime.errors import TraceError
+from agl_slime.groups.results import GroupResult, MemberResult, Outcome
+from agl_slime.report.events import BatchTrained, GroupsCollected, IterationFinished, RunFinished, RunStarted
+from agl_slime.report.files import RunDir, iter_jsonl
+from agl_slime.report.pieces import Pieces
+from agl_slime.report.rollouts import RolloutWriter, describe_tokens
+from agl_slime.types import Sample
+from tests.trace_tokenizers import chat_tokenizer
+
+TOKENIZER = SimpleNamespace(decode=lambda ids: bytes(ids).decode("latin-1"))
+NONE = np.float32("nan")
+
+
+def a_sample(rollout_id: str = "ro-1", mask: tuple[int, ...] = (1, 1, 0, 1), **metadata: Any) -> Sample:
+    return Sample(
+        tokens=[*b"ask", *b"wxyz"[: len(mask)]],
+        response_length=len(mask),
+        loss_mask=list(mask),
+        rollout_log_probs=[-0.1 * (n + 1) * own for n, own in enumerate(mask)],
+        status=Sample.Status.COMPLETED,
+        weight_versions=["3"],
+        metadata={"agl_rollout_id": rollout_id, "weight_spans": [["3", 0, 2], ["4", 3, 4]], **metadata},
+    )
+
+
+def a_member(rollout_id: str, reward: float | None = 1.0, group_id: str = "g", **fields: Any) -> MemberResult:
+    samples = () if reward is None else (a_sample(rollout_id),)
+    rewards = {} if reward is None else {"primary": reward}
+    return MemberResult(
+        rollout_id=rollout_id, group_id=group_id, samples=samples, reward=reward, rewards=rewards, **fields
+    )
+
+
+def collected(iteration: int, *members: MemberResult, ready: bool = True, code: str = "") -> GroupsCollected:
+    group_id = members[0].group_id
+    group = GroupResult(group_id=group_id, mode="train", size=len(members), members=members, ready=ready, code=code)
+    return GroupsCollected(iteration=iteration, groups=[group])
+
+
+def batch(iteration: int, *members: MemberResult) -> BatchTrained:
+    samples = [sample for member in members for sample in member.samples]
+    log_probs = [np.arange(sum(s.loss_mask or ()), dtype=np.float32) for s in samples]
+    return BatchTrained(iteration=iteration, samples=samples, log_probs=log_probs, advantages=[-p for p in log_probs])
+
+
+def a_writer(path: Path, keep: Any = "all", **options: Any) -> RolloutWriter:
+    writer = RolloutWriter(RunDir(path), keep=keep, **options)
+    writer.tokenizer = TOKENIZER
+    return writer
+
+
+def tell(writer: RolloutWriter, *events: Any) -> None:
+    for event in events:
+        writer.handle(event)
+
+
+def finished(iteration: int) -> IterationFinished:
+    return IterationFinished(iteration=iteration, metrics={})
+
+
+def rows(path: Path, name: str = "rollouts") -> list[dict[str, Any]]:
+    file = path / f"{name}.jsonl"
+    return list(iter_jsonl(file)) if file.exists() else []
+
+
+def unpacked(text: str, kind: str = "<f4") -> list[float]:
+    return np.frombuffer(base64.b64decode(text), kind).tolist()
+
+
+def test_each_figure_stands_at_its_token() -> None:
+    told = describe_tokens(
+        a_sample(), Pieces(TOKENIZER), scores=(np.array([-1, -2, -3], "f4"), np.array([5, 6, 7], "f4"))
+    )
+    assert told["prompt_length"] == 3
+    assert told["pieces"] == list("askwxyz")
+    assert unpacked(told["tokens"], "<i4") == list(b"askwxyz")
+    assert told["trained"] == [[0, 2], [3, 4]]
+    assert unpacked(told["engine_log_probs"]) == pytest.approx([-0.1, -0.2, NONE, -0.4], nan_ok=True)
+    assert unpacked(told["trainer_log_probs"]) == pytest.approx([-1, -2, NONE, -3], nan_ok=True)
+    assert unpacked(told["advantages"]) == pytest.approx([5, 6, NONE, 7], nan_ok=True)
+    assert told["weight_versions"] == [["3", 0, 2], ["4", 3, 4]]
+
+
+def test_scores_of_another_sample_are_refused() -> None:
+    with pytest.raises(TraceError, match="the trainer 2"):
+        describe_tokens(a_sample(), Pieces(TOKENIZER), scores=(np.zeros(2), np.zeros(2)))
+
+
+def test_each_rollout_says_what_became_of_it(tmp_path: Path) -> None:
+    good, bad = a_member("good"), a_member("bad", None, failure="timeout", failure_message="600 s")
+    late = a_member("late", None, failure="group_timeout", outcome_if_failed=Outcome.CANCELLED)
+    same = a_member("same", group_id="h")
+    writer = a_writer(tmp_path)
+    tell(writer, collected(1, good, bad, late), collected(1, same, ready=False, code="zero_variance"))
+    tell(writer, batch(1, good), finished(1))
+    assert {row["rollout_id"]: (row["outcome"], row["reason"]) for row in rows(tmp_path)} == {
+        "good": ("trained", ""),
+        "bad": ("failed", "timeout"),
+        "late": ("cancelled", "group_timeout"),
+        "same": ("filtered", "zero_variance"),
+    }
+    scores = unpacked(rows(tmp_path)[0]["samples"][0]["trainer_log_probs"])
+    assert scores == pytest.approx([0, 1, NONE, 2], nan_ok=True)
+    first, second = rows(tmp_path, "groups")
+    assert first["outcomes"] == ["trained", "failed", "cancelled"]
+    assert first["kept"] == first["rollouts"] == ["good", "bad", "late"]
+    assert (second["ready"], second["code"]) == (False, "zero_variance")
+
+
+def test_what_is_trained_later_is_written_then(tmp_path: Path) -> None:
+    early, never = a_member("early", group_id="e"), a_member("never", group_id="n")
+    writer = a_writer(tmp_path)
+    tell(writer, collected(1, early), collected(1, never), finished(1), batch(3, early), finished(3))
+    assert [(r["iteration"], r["collected"], r["rollout_id"]) for r in rows(tmp_path)] == [(3, 1, "early")]
+    tell(writer, RunFinished(reason="interrupted"))
+    assert [(r["iteration"], r["outcome"]) for r in rows(tmp_path)] == [(3, "trained"), (4, "ready")]
+
+
+def test_sampled_keeps_four_of_an_iteration_within_the_bound_and_groups_are_whole(tmp_path: Path) -> None:
+    writer = a_writer(tmp_path, keep="sampled", most_bytes=200_000)
+    for iteration in range(1, 101):
+        members = [a_member(f"{iteration}-{n}", n / 8, group_id=f"g{iteration}") for n in range(8)]
+        members.append(a_member(f"{iteration}-f", None, group_id=f"g{iteration}", failure="timeout"))
+        tell(writer, collected(iteration, *members), batch(iteration, *members[:8]), finished(iteration))
+    assert (tmp_path / "rollouts.jsonl").stat().st_size <= 200_000
+    kept = rows(tmp_path)
+    assert kept[0]["iteration"] == 1
+    assert kept[-1]["iteration"] > 90
+    assert {row["label"] for row in kept if row["iteration"] == 1} == {"best", "worst", "random", "failed"}
+    groups = rows(tmp_path, "groups")
+    assert [len(group["rollouts"]) for group in groups] == [9] * 100
+    assert {name for group in groups for name in group["kept"]} == {row["rollout_id"] for row in kept}
+
+
+def test_none_keeps_the_groups_alone(tmp_path: Path) -> None:
+    writer = a_writer(tmp_path, keep="none")
+    tell(writer, collected(1, a_member("a")), batch(1, a_member("a")), finished(1))
+    assert not (tmp_path / "rollouts.jsonl").exists()
+    assert rows(tmp_path, "groups")[0]["outcomes"] == ["trained"]
+
+
+def test_an_iteration_that_is_run_again_replaces_what_it_left(tmp_path: Path) -> None:
+    for name in ("before", "after"):
+        writer = a_writer(tmp_path)
+        one = a_member(name, group_id=name)
+        tell(writer, collected(2, one), batch(2, one), finished(2))
+        writer.close()
+    assert [row["rollout_id"] for row in rows(tmp_path)] == ["after"]
+
+
+def test_who_writes_is_told_as_long_as_it_does(tmp_path: Path) -> None:
+    writer = a_writer(tmp_path)
+    writer.handle(RunStarted())
+    assert json.loads((tmp_path / "running.json").read_text())["pid"] > 0
+    writer.handle(RunFinished())
+    assert not (tmp_path / "running.json").exists()
+
+
+@pytest.mark.parametrize("vocabulary", ["anthropic", "deepseek"])
+@settings(max_examples=30, deadline=None)
+@given(text=st.text(max_size=30) | st.sampled_from(["👩‍👩‍👧 naïve 漢字", "a  b\n\n c", "<think>é</think>"]))
+def test_pieces_join_to_the_text(vocabulary: str, text: str) -> None:
+    tokenizer = chat_tokenizer(vocabulary)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    pieces = Pieces(tokenizer)(ids)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
