@@ -35,6 +35,7 @@ _PIPE_CLOSED = 141  # what a shell reports of a program that SIGPIPE has ended
 COMMANDS = {
     "train": "train an agent online",
     "plot": "draw the reward.png of a run from its metrics",
+    "report": "write a run as one HTML page: trend, steps, rollouts, tokens",
     "buffer": "serve a rollout buffer",
     "gateway": "serve the model to agents that other runners execute",
     "assign-instance-id": "give each line of a JSON-lines file an instance_id",
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         home = "buffer.server" if command == "buffer" else "gateway.remote"
         return import_module(f"agl_slime.{home}").main(rest)
     if command in COMMANDS:
-        functions = {"train": _train, "plot": _plot, "assign-instance-id": _assign_instance_ids}
+        functions = {"train": _train, "plot": _plot, "report": _report, "assign-instance-id": _assign_instance_ids}
         return _reported(partial(functions[command], rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
@@ -115,6 +116,23 @@ def _plot(arguments: list[str]) -> None:
         print(draw_run(run_dir))
 
     tyro.cli(plot, prog="agl-slime plot", args=arguments)
+
+
+def _report(arguments: list[str]) -> None:
+    def report(run_dirs: tyro.conf.Positional[tuple[Path, ...]], output: Path | None = None) -> None:
+        """Write runs as one HTML page that needs no network: trend, steps, rollouts, tokens.
+
+        Args:
+            run_dirs: Directories of runs, or one that has runs in it.
+            output: Where the page goes; report.html in the first directory by default.
+        """
+        from agl_slime.report.page import write_report
+
+        if not run_dirs:
+            raise ConfigError("name the directory of a run: agl-slime report RUN_DIR")
+        print(write_report(run_dirs, output))
+
+    tyro.cli(report, prog="agl-slime report", args=arguments)
 
 
 def _assign_instance_ids(arguments: list[str]) -> None:

@@ -1,0 +1,130 @@
+"""``report.html``: the page and what it shows in one file that needs no network.
+
+What a model wrote is data and never markup: it stands in ``<script type="application/json">`` blocks, and the page's
+own code puts it into text nodes only. The content security policy lets nothing run but that code, named by its hash.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agl_slime.report.alarms import find_alarms
+from agl_slime.report.read import RunReader, find_runs
+from agl_slime.support.files import write_file
+
+SCRIPTS = ("base", "model", "charts", "trend", "step", "rollouts", "rollout", "tokens", "alarms", "main")
+MOST_BYTES = 9_500_000  # of the file
+MOST_CHARACTERS = 50_000  # of one text in the file
+_NOT_IN_HTML = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+
+@cache
+def assets() -> tuple[str, str, str]:
+    """Page, styles and code; the code is one script, so that nothing in it is global."""
+    folder = files("agl_slime.report") / "web"
+    read = {name: (folder / name).read_text(encoding="utf-8") for name in ("page.html", "uplot.css", "page.css")}
+    license_text = (folder / "uplot.LICENSE").read_text(encoding="utf-8").replace("*/", "")
+    chart = f"/* uPlot\n{license_text}*/\n" + (folder / "uplot.js").read_text(encoding="utf-8")
+    own = "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+    return read["page.html"], read["uplot.css"] + read["page.css"], f'{chart}\n(() => {{\n"use strict";\n{own}\n}})();'
+
+
+def policy(*, live: bool) -> str:
+    """The content security policy; a ``live`` page may ask its own server."""
+    _, styles, code = assets()
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (code, styles)]
+    rules = f"default-src 'none'; script-src 'sha256-{hashes[0]}'; style-src 'sha256-{hashes[1]}'; img-src data:; "
+    return rules + ("connect-src 'self'; " if live else "") + "base-uri 'none'; form-action 'none'"
+
+
+def embedded(value: Any) -> str:
+    """JSON that can stand in a script element."""
+    text = value if isinstance(value, bytes) else orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+    return text.decode("utf-8", "replace").translate(_NOT_IN_HTML)
+
+
+def page(blocks: Iterable[tuple[str, str]] = (), *, title: str, live: bool) -> str:
+    """The page with blocks of data, each an id and JSON that ``embedded`` made."""
+    html, styles, code = assets()
+    data = "\n".join(f'<script type="application/json" id="{name}">{text}</script>' for name, text in blocks)
+    parts = {"policy": policy(live=live), "title": embedded(title.encode()), "styles": styles, "data": data}
+    parts["code"] = code
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], html)
+
+
+def run_data(reader: RunReader) -> dict[str, Any] | None:
+    """What is new of a run, with its alarms."""
+    if (told := reader.update()) is not None:
+        told["alarms"] = [alarm.told() for alarm in find_alarms(reader.metrics, reader.groups)]
+    return told
+
+
+def write_report(paths: Sequence[Path], output: Path | None = None) -> Path:
+    """Write the page of the runs at or below ``paths``; returns where it is: by default ``report.html`` in the first of
+    them."""
+    readers = [RunReader(path) for given in paths for path in find_runs(given)]
+    target = output or paths[0] / "report.html"
+    runs = [run_data(reader) or {} for reader in readers]
+    room = MOST_BYTES - len(page(title="", live=False).encode()) - sum(len(embedded(run).encode()) for run in runs)
+    blocks: list[tuple[str, str]] = []
+    for number, (reader, run) in enumerate(zip(readers, runs, strict=True)):
+        chosen, left_out = _choose(reader, room // len(readers))
+        blocks += [(f"r{number}-{place}", text) for place, text in enumerate(chosen.values())]
+        run["blocks"] = {rollout_id: f"r{number}-{place}" for place, rollout_id in enumerate(chosen)}
+        run["left_out"] = left_out
+    blocks.insert(0, ("runs-data", embedded(runs)))
+    title = ", ".join(run["name"] for run in runs[:3]) + (" …" if len(runs) > 3 else "")
+    write_file(target, page(blocks, title=title, live=False), durable=False)
+    return target
+
+
+def _choose(reader: RunReader, room: int) -> tuple[dict[str, str], str]:
+    """Kept rollouts that fit into ``room`` bytes, from iterations all over the run, and a sentence about the rest."""
+    by_iteration: dict[int, list[str]] = {}
+    for rollout_id, (iteration, _, _) in reader.kept.items():
+        by_iteration.setdefault(iteration, []).append(rollout_id)
+    total = sum(size for _, _, size in reader.kept.values())
+    order, stride = list(by_iteration), 1
+    while total / stride > room and stride < len(order):
+        stride *= 2
+    chosen: dict[str, str] = {}
+    for first in range(stride):  # those that are spread widest come first
+        for iteration in order[first::stride]:
+            for rollout_id in by_iteration[iteration]:
+                line = reader.rollout(rollout_id)
+                text = embedded(_shortened(orjson.loads(line))) if line is not None else ""
+                if line is None or (size := len(text.encode()) + 100) > room:
+                    continue
+                room -= size
+                chosen[rollout_id] = text
+        if room < 20_000:
+            break
+    missing = len(reader.kept) - len(chosen)
+    if not missing:
+        return chosen, ""
+    why = f"to keep it under {MOST_BYTES / 1e6:g} MB"
+    return chosen, (
+        f"{missing} of {len(reader.kept)} kept rollouts are left out of this file {why}; "
+        "`agl-slime view` shows them all, and rollouts.jsonl has them."
+    )
+
+
+def _shortened(value: Any) -> Any:
+    """``value`` with long texts cut; what of single tokens is too long for a page stays within it, too."""
+    if isinstance(value, dict):
+        return {key: _shortened(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shortened(item) for item in value]
+    if isinstance(value, str) and len(value) > MOST_CHARACTERS and not re.fullmatch(r"[A-Za-z0-9+/]+=*", value):
+        half = MOST_CHARACTERS // 2
+        return f"{value[:half]}\n… {len(value) - 2 * half} characters left out …\n{value[-half:]}"
+    return value

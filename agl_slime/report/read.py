@@ -1,0 +1,186 @@
+"""A run directory as the page reads it, all at once or as it grows; damage is told and not raised."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agl_slime.errors import ConfigError
+from agl_slime.report.files import RunDir
+from agl_slime.report.state import state_of
+
+_OF_GROUP = ("iteration", "collected", "group_id", "instance_id", "source", "ready", "code", "reason")
+_OF_MEMBER = {"rollouts": "id", "rewards": "reward", "outcomes": "outcome", "reasons": "why", "tokens": "tokens"}
+_OF_MEMBER |= {"turns": "turns", "samples": "samples"}
+
+
+class Tail:
+    """The records of a JSON-lines file, those that are new at each ``read``. ``replaced``: the file is another one than
+    at the read before, and its records were read from the start; ``bad`` are numbers of lines that are no JSON
+    objects."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.replaced = False
+        self.bad: list[int] = []
+        self._file = (0, 0)  # device and inode
+        self._end = self._lines = 0
+
+    def read(self) -> list[tuple[int, int, dict[str, Any]]]:
+        """New whole records, each with its first byte and its length. What follows the last line's end is not read: it
+        is being written, or was torn by a kill."""
+        try:
+            with self.path.open("rb") as file:
+                about = os.fstat(file.fileno())
+                identity = about.st_dev, about.st_ino
+                self.replaced = bool(self._end) and (identity != self._file or about.st_size < self._end)
+                if self.replaced:
+                    self._end = self._lines = 0
+                    self.bad = []
+                self._file = identity
+                file.seek(self._end)
+                return list(self._records(file))
+        except FileNotFoundError:
+            self.replaced, self._end, self._lines, self.bad = bool(self._end), 0, 0, []
+            return []
+
+    def _records(self, lines: Iterable[bytes]) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                return
+            start, self._end = self._end, self._end + len(line)
+            self._lines += 1
+            if not line.strip():
+                continue
+            try:
+                record = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                record = None
+            if isinstance(record, dict) and isinstance(record.get("iteration"), int):
+                yield start, len(line), record
+            else:
+                self.bad.append(self._lines)
+
+
+class RunReader:
+    """What the page shows of one run. ``update`` gives what is new since the last one."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.run = RunDir(Path(path))
+        if not is_run(self.run.path):
+            raise ConfigError(f"{self.run.path} holds no run: neither config.json nor metrics.jsonl is there")
+        self.metrics: list[dict[str, Any]] = []
+        self.groups: list[dict[str, Any]] = []
+        self.kept: dict[str, tuple[int, int, int]] = {}
+        """Of each kept rollout its iteration, and first byte and length of its line in ``rollouts.jsonl``."""
+        self._tails = {name: Tail(getattr(self.run, name)) for name in ("metrics", "groups", "rollouts")}
+        self._told: Any = None
+
+    def update(self) -> dict[str, Any] | None:
+        """What the page has to be told, ``None`` when nothing is new: see ``agl_slime/report/web/model.js``. With
+        ``reset`` it replaces all that was told before."""
+        read = {name: tail.read() for name, tail in self._tails.items()}
+        reset = self._told is None or any(tail.replaced for tail in self._tails.values())
+        if any(tail.replaced for tail in self._tails.values()):  # a resumed run has replaced iterations
+            self._tails = {name: Tail(tail.path) for name, tail in self._tails.items()}
+            self.metrics, self.groups, self.kept = [], [], {}
+            read = {name: tail.read() for name, tail in self._tails.items()}
+        metrics, groups = ([record for _, _, record in read[name]] for name in ("metrics", "groups"))
+        kept = {str(line.get("rollout_id")): (line["iteration"], at, size) for at, size, line in read["rollouts"]}
+        self.metrics += metrics
+        self.groups += groups
+        self.kept |= kept
+        state, damage = state_of(self.run), self.damage()
+        told = (state, damage, self.run.summary.exists())
+        if not reset and told == self._told and not (metrics or groups or kept):
+            return None
+        self._told = told
+        return {
+            "name": self.run.path.resolve().name,
+            "reset": reset,
+            "state": {"word": state.word, "text": state.text},
+            "damage": damage,
+            "config": self.run.settings() or {},
+            "metrics": columns(metrics),
+            **group_columns(groups, kept),
+            "kept": list(kept),
+        }
+
+    def damage(self) -> list[str]:
+        """Sentences about files that are not as the package writes them."""
+        found = []
+        if not self.run.config.exists():
+            found.append("config.json is missing: the settings of this run are not known.")
+        elif self.run.settings() is None:
+            found.append("config.json is not a JSON object: the settings of this run are not known.")
+        for tail in self._tails.values():
+            if tail.bad:
+                lines = ", ".join(map(str, tail.bad[:5])) + (" …" if len(tail.bad) > 5 else "")
+                found.append(f"{tail.path.name}: {len(tail.bad)} lines are left out, for they are damaged ({lines}).")
+        return found
+
+    def rollout(self, rollout_id: str) -> bytes | None:
+        """The line of a kept rollout."""
+        if (place := self.kept.get(rollout_id)) is None:
+            return None
+        with self.run.rollouts.open("rb") as file:
+            file.seek(place[1])
+            return file.read(place[2]).rstrip(b"\n")
+
+
+def is_run(path: Path) -> bool:
+    run = RunDir(path)
+    return any(file.exists() for file in (run.config, run.metrics, run.summary, run.groups))
+
+
+def find_runs(path: Path) -> list[Path]:
+    """``path`` itself when it is a run's directory, else the runs right below it, the newest last."""
+    if is_run(path):
+        return [path]
+    below = [each for each in sorted(path.iterdir()) if each.is_dir() and is_run(each)] if path.is_dir() else []
+    if not below:
+        raise ConfigError(f"{path} holds no run, nor does a directory below it: give the --output-dir of a run")
+    return below
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rows of ``metrics.jsonl`` as a column per metric, with 7 digits; ``None`` where a row lacks it."""
+    names = dict.fromkeys(name for row in rows for name in row if name != "iteration")
+    values = {name: [_short(row.get(name)) for row in rows] for name in names}
+    return {"iteration": [row["iteration"] for row in rows], "columns": values}
+
+
+def group_columns(groups: Sequence[Mapping[str, Any]], kept: Iterable[str]) -> dict[str, Any]:
+    """``groups`` and ``members`` as columns; texts that repeat are numbers of ``words``. A group has its members in
+    order: ``size`` of them."""
+    words: dict[Any, int] = {}
+    table: dict[str, list[Any]] = {name: [] for name in (*_OF_GROUP, "versions", "size")}
+    members: dict[str, list[Any]] = {name: [] for name in (*_OF_MEMBER.values(), "kept")}
+
+    def word(text: Any) -> int:
+        return words.setdefault(None if text is None else str(text), len(words))
+
+    whole = set(kept)
+    for group in groups:
+        ids = group.get("rollouts")
+        if not isinstance(ids, list):
+            continue
+        for name in _OF_GROUP:
+            value = group.get(name)
+            table[name].append(word(value) if name in ("source", "code", "reason", "instance_id") else value)
+        table["versions"].append(word(" ".join(map(str, group.get("weight_versions") or ()))))
+        table["size"].append(len(ids))
+        for name, short in _OF_MEMBER.items():
+            values = group.get(name)
+            values = values if isinstance(values, list) and len(values) == len(ids) else [None] * len(ids)
+            members[short] += map(word, values) if short in ("outcome", "why") else map(_short, values)
+        members["kept"] += [int(one in whole) for one in ids]
+    return {"groups": table, "members": members, "words": list(words)}
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.7g}") if isinstance(value, float) else value

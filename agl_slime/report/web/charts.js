@@ -1,0 +1,95 @@
+// Lines over iterations, drawn by uPlot. Runs differ by colour where there are several, else series do.
+
+const COLOURS = 8;
+const theme = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const colour = (number) => theme(`--line${(number % COLOURS) + 1}`);
+const drawn = new Set();
+
+// `series`: [{run, name, label}]. All share one axis of iterations.
+function aligned(series) {
+  const steps = [...new Set(series.flatMap(({ run }) => run.iterations))].sort((a, b) => a - b);
+  const place = new Map(steps.map((step, i) => [step, i]));
+  const values = series.map(({ run, name }) => {
+    const line = new Array(steps.length).fill(null);
+    (run.columns.get(name) || []).forEach((value, i) => {
+      if (typeof value === "number") line[place.get(run.iterations[i])] = value;
+    });
+    return line;
+  });
+  return [steps, ...values];
+}
+
+function said(series, [steps, ...lines]) {
+  return series.map(({ label }, i) => {
+    const known = lines[i].map((v, at) => [steps[at], v]).filter(([, v]) => v !== null);
+    if (!known.length) return `${label}: no value`;
+    const [first, last] = [known[0], known[known.length - 1]];
+    return `${label}: ${num(first[1])} in iteration ${first[0]}, ${num(last[1])} in iteration ${last[0]}`;
+  }).join("; ");
+}
+
+function chart(title, series, height = 180) {
+  const several = new Set(series.map(({ run }) => run)).size > 1;
+  const names = [...new Set(series.map(({ name }) => name))];
+  const data = aligned(series);
+  const box = h("div", { class: "plot", role: "img", "aria-label": `${title}. ${said(series, data)}` });
+  const legend = h("ul", { class: "legend" });
+  const figure = h("figure", {}, h("figcaption", {}, title), box, legend);
+  const marks = series.map(({ run, name, label }) => {
+    const mark = s("svg", { width: 18, height: 8, "aria-hidden": "true" });
+    const value = h("span", { class: "value" });
+    legend.append(h("li", {}, mark, label, " ", value));
+    return { mark, value, tint: several ? run.number : names.indexOf(name), dash: several && names.length > 1 ? names.indexOf(name) : 0 };
+  });
+  const show = (at) => marks.forEach(({ value }, i) => (value.textContent = at === null ? "" : num(data[i + 1][at])));
+
+  const draw = () => {
+    figure.plot?.destroy();
+    const axis = { stroke: theme("--quiet"), grid: { stroke: theme("--grid"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
+    const lines = marks.map(({ mark, tint, dash }) => {
+      const dashes = [[], [6, 3], [2, 3], [8, 3, 2, 3]][dash % 4];
+      mark.replaceChildren(s("line", { x1: 0, x2: 18, y1: 4, y2: 4, stroke: colour(tint), "stroke-width": 2.5, "stroke-dasharray": dashes.join(" ") }));
+      return { stroke: colour(tint), width: 1.6, dash: dashes, spanGaps: true, points: { show: data[0].length < 30, size: 5 } };
+    });
+    const width = Math.max(box.clientWidth, 240);
+    figure.plot = new uPlot({
+      width, height, legend: { show: false }, series: [{}, ...lines], scales: { x: { time: false } },
+      axes: [{ ...axis, size: 26, values: (_, ticks) => ticks.map((v) => (Number.isInteger(v) ? v : "")) }, { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => num(v, 3)) }],
+      cursor: { drag: { x: true, y: false }, sync: { key: "iterations", setSeries: false }, points: { size: 6 } },
+      hooks: { setCursor: [(plot) => show(plot.cursor.idx ?? null)] },
+    }, data, box);
+    figure.plot.over.addEventListener("click", () => {
+      const at = figure.plot.cursor.idx;
+      const drag = figure.plot.select.width > 2;
+      if (at !== null && at !== undefined && !drag) location.hash = `#step/${series[0].run.number}/${data[0][at]}`;
+    });
+  };
+  figure.draw = draw;
+  drawn.add(figure);
+  seen.observe(figure);
+  return figure;
+}
+
+// Charts that are not on the screen are not drawn yet.
+const seen = new IntersectionObserver((entries) => {
+  for (const { isIntersecting, target } of entries) if (isIntersecting && !target.plot) target.draw();
+}, { rootMargin: "200px" });
+
+function forgetCharts() {
+  for (const figure of drawn) {
+    seen.unobserve(figure);
+    figure.plot?.destroy();
+  }
+  drawn.clear();
+}
+
+function redrawCharts() {
+  for (const figure of drawn) if (figure.plot) figure.draw();
+}
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawCharts);
+let resizing = 0;
+addEventListener("resize", () => {
+  clearTimeout(resizing);
+  resizing = setTimeout(redrawCharts, 150);
+});

@@ -1,0 +1,106 @@
+// All rollouts of a run as one table. Only the rows that are in sight are elements: 64,000 would hold the page up.
+
+const ROW = 30;
+const FIELDS = [["Iteration", (m) => m.group.iteration], ["Task", (m) => m.group.instance ?? ""], ["Rollout", (m) => m.id], ["Reward", (m) => m.reward],
+  ["Outcome", (m) => m.outcome], ["Reason", (m) => m.why || (m.outcome === "filtered" ? m.group.code : "")], ["Tokens", (m) => m.tokens], ["Turns", (m) => m.turns], ["Samples", (m) => m.samples]];
+const wanted = { outcome: "", text: "", kept: false, by: 0, down: false };
+
+function rolloutList(view, run) {
+  view.append(h("h1", { tabindex: -1 }, "Rollouts"));
+  const count = h("p", { role: "status" });
+  const outcomes = [...new Set(run.members.map((m) => m.outcome))].sort();
+  const choose = h("select", { id: "outcome" }, h("option", { value: "" }, "all"), outcomes.map((word) => h("option", { value: word }, word)));
+  const find = h("input", { id: "find", type: "search", placeholder: "id, task, source, reason", value: wanted.text });
+  const kept = h("input", { id: "kept", type: "checkbox" });
+  choose.value = outcomes.includes(wanted.outcome) ? wanted.outcome : "";
+  kept.checked = wanted.kept;
+  const grid = virtualTable(run);
+  const refresh = () => {
+    Object.assign(wanted, { outcome: choose.value, text: find.value, kept: kept.checked });
+    const found = select(run);
+    count.textContent = `${num(found.length)} of ${num(run.members.length)} rollouts; ${num(run.kept.size)} are kept whole.`;
+    grid.show(found);
+  };
+  [choose, kept].forEach((field) => field.addEventListener("change", refresh));
+  find.addEventListener("input", refresh);
+  grid.sorted = refresh;
+  view.append(h("p", { class: "filters" }, h("label", { for: "outcome" }, "Outcome "), choose, " ", h("label", { for: "find" }, "Find "), find, " ", kept, h("label", { for: "kept" }, " kept whole only")), count, grid.box);
+  refresh();
+}
+
+function select(run) {
+  const text = wanted.text.toLowerCase();
+  const hit = (m) => [m.id, m.group.instance, m.group.source, m.why, m.group.code].some((part) => part && String(part).toLowerCase().includes(text));
+  const found = run.members.filter((m) => (!wanted.outcome || m.outcome === wanted.outcome) && (!wanted.kept || run.isKept(m.id)) && (!text || hit(m)));
+  const key = FIELDS[wanted.by][1];
+  const order = (a, b) => {
+    const [p, q] = [key(a), key(b)];
+    if (p === q) return a.number - b.number;
+    if (p === null || p === undefined) return 1;
+    if (q === null || q === undefined) return -1;
+    return (p < q ? -1 : 1) * (wanted.down ? -1 : 1);
+  };
+  return wanted.by || wanted.down ? found.sort(order) : found;
+}
+
+function virtualTable(run) {
+  const body = h("div", { class: "rows", role: "rowgroup" });
+  const heads = FIELDS.map(([name], i) => h("span", { role: "columnheader" }, h("button", { type: "button", onclick: () => sort(i) }, name)));
+  const head = h("div", { class: "row head", role: "row" }, heads);
+  const box = h("div", { class: "virtual", role: "table", tabindex: 0, "aria-label": "Rollouts; arrow keys move, Enter opens" }, h("div", { role: "rowgroup", class: "top" }, head), body);
+  const pool = [];
+  const table = { box, show, sorted: null };
+  let rows = [], chosen = 0, asked = 0;
+
+  function sort(i) {
+    Object.assign(wanted, { down: wanted.by === i ? !wanted.down : false, by: i });
+    table.sorted();
+  }
+  function show(found) {
+    rows = found;
+    chosen = Math.min(chosen, Math.max(rows.length - 1, 0));
+    body.style.height = `${rows.length * ROW}px`;
+    box.setAttribute("aria-rowcount", rows.length + 1);
+    heads.forEach((cell, i) => cell.setAttribute("aria-sort", wanted.by !== i ? "none" : wanted.down ? "descending" : "ascending"));
+    paint();
+  }
+  function paint() {
+    asked = 0;
+    const first = Math.max(0, Math.floor(box.scrollTop / ROW) - 4);
+    const n = Math.min(rows.length - first, Math.ceil((box.clientHeight || 600) / ROW) + 8);
+    while (pool.length < n) {
+      const open = h("a", {});
+      const cells = FIELDS.map((_, i) => h("span", { role: "cell" }, i === 2 ? open : null));
+      const row = h("div", { class: "row", role: "row" }, cells);
+      pool.push({ row, cells, open });
+      body.append(row);
+    }
+    pool.forEach(({ row, cells, open }, i) => {
+      row.hidden = i >= n;
+      if (i >= n) return;
+      const member = rows[first + i];
+      row.style.transform = `translateY(${(first + i) * ROW}px)`;
+      row.setAttribute("aria-rowindex", first + i + 2);
+      row.className = `row ${member.outcome}${first + i === chosen ? " chosen" : ""}${run.isKept(member.id) ? " kept" : ""}`;
+      open.setAttribute("href", `#rollout/${run.number}/${encodeURIComponent(member.id)}`);
+      FIELDS.forEach(([, of], k) => {
+        const text = typeof of(member) === "number" && k ? num(of(member)) : String(of(member) ?? "–");
+        (k === 2 ? open : cells[k]).textContent = text;
+      });
+    });
+  }
+  box.addEventListener("scroll", () => (asked ||= requestAnimationFrame(paint)), { passive: true });
+  box.addEventListener("keydown", (event) => {
+    const page = Math.floor(box.clientHeight / ROW) - 2;
+    const move = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -rows.length, End: rows.length }[event.key];
+    if (event.target !== box || (!move && event.key !== "Enter")) return;
+    event.preventDefault();
+    if (!move) return rows[chosen] && (location.hash = `#rollout/${run.number}/${encodeURIComponent(rows[chosen].id)}`);
+    chosen = Math.max(0, Math.min(rows.length - 1, chosen + move));
+    const top = chosen * ROW;
+    if (top < box.scrollTop) box.scrollTop = top;
+    else if (top + 3 * ROW > box.scrollTop + box.clientHeight) box.scrollTop = top + 3 * ROW - box.clientHeight;
+    paint();
+  });
+  return table;
+}
