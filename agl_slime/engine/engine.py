@@ -119,10 +119,10 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """No request is running or waiting. Requests that came during a pause do not count: SGLang holds them back
-        before its queue, and can be flushed meanwhile."""
+        """No request is running or waiting; during a pause, which holds them back, waiting ones do not count: SGLang
+        can be flushed meanwhile."""
         with self._wake:
-            return not any(request.started or not self.paused for request in self._by_rid.values())
+            return not (self._running if self.paused else self._by_rid)
 
     @property
     def alive(self) -> bool:

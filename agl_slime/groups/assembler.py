@@ -43,7 +43,6 @@ class GroupAssembler:
         policy: says when a group is fit to train on; one with ``judge`` is asked before all members have ended, too.
         group_filter: looks at a group that the policy would train on.
         max_staleness: most versions that tokens may be behind the policy; ``None`` is any number.
-        ledger: the account of every rollout.
         clock: seconds that never go backwards.
     """
 
@@ -146,10 +145,12 @@ class GroupAssembler:
                         self.ready.append(samples)
 
     def deliver(self, n: int) -> list[list[Sample]]:
-        """Up to ``n`` groups to train on, oldest first."""
+        """Up to ``n`` groups to train on, oldest first; ``metadata["policy_version"]`` is the policy's, where known."""
         groups = [self.ready.popleft() for _ in range(min(n, len(self.ready)))]
         with self.ledger.batch():
             for samples in groups:
+                for sample in samples:
+                    sample.metadata["policy_version"] = self._version
                 if self.ledger.close_many(_rollouts_of(samples), Outcome.TRAINED):  # not when it was given back
                     self._finish(_instance_of(samples))
         return groups

@@ -1,9 +1,10 @@
 """Checkpoints of a run: the trainer, the loop and the data source as they were at one moment, tied to the ledger's
 account of it.
 
-``checkpoints/step_000010/`` holds ``trainer/`` (what ``Trainer.save`` writes), ``loop.json`` and ``data_source.json``.
-It appears as a whole or not at all, after the ledger has noted the step. What was trained on or in flight after it is
-taken back when the run goes on from there, so no group is lost and none is trained on twice.
+``checkpoints/step_000010/`` holds ``trainer/`` (what ``Trainer.save`` writes), ``loop.json``, ``data_source.json`` and
+``partial.jsonl``, what rollouts in flight have sampled. It appears as a whole or not at all, after the ledger has noted
+the step. What was trained on or in flight after it is taken back when the run goes on from there, so no group is lost
+and none is trained on twice.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from agl_slime.trainers.base import Trainer
 
 logger = logging.getLogger(__name__)
 
-_LOOP, _DATA_SOURCE, _TRAINER = "loop.json", "data_source.json", "trainer"
+_LOOP, _DATA_SOURCE, _TRAINER, _PARTIAL = "loop.json", "data_source.json", "trainer", "partial.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,10 @@ class Checkpoint:
     def trainer(self) -> Path:
         return self.path / _TRAINER
 
+    @property
+    def partial(self) -> Path:
+        return self.path / _PARTIAL
+
     def rewind(self, ledger: Ledger) -> int:
         """Take the ledger back to this checkpoint; returns how many rollouts were in flight."""
         kept = [rollout_id for members in self.data_source.get("members") or [] for rollout_id in members]
@@ -47,10 +52,20 @@ class Checkpoint:
 
 
 class CheckpointWriter:
-    """Writes checkpoints of a run into ``directory`` and keeps the newest ``keep``."""
+    """Writes checkpoints of a run into ``directory`` and keeps the newest ``keep``. ``save_partial`` writes what
+    rollouts in flight have sampled into the file that it is given."""
 
-    def __init__(self, *, directory: Path, trainer: Trainer, source: GroupSource, keep: int = 2) -> None:
+    def __init__(
+        self,
+        *,
+        directory: Path,
+        trainer: Trainer,
+        source: GroupSource,
+        keep: int = 2,
+        save_partial: Callable[[Path], None] | None = None,
+    ) -> None:
         self._directory, self._trainer, self._source, self._keep = directory, trainer, source, keep
+        self._save_partial = save_partial
 
     def save(self, state: LoopState) -> None:
         """Write one. Raises ``TrainerError`` or ``OSError`` when it cannot be written; the older ones are kept then."""
@@ -60,6 +75,8 @@ class CheckpointWriter:
             self._trainer.save(fresh / _TRAINER)
             (fresh / _LOOP).write_text(json.dumps(asdict(state)))
             (fresh / _DATA_SOURCE).write_text(json.dumps(held))
+            if self._save_partial is not None:
+                self._save_partial(fresh / _PARTIAL)
         steps = _steps(self._directory)
         now = steps.index(target)
         # one that is later than this was damaged, and the run went on from an older one

@@ -14,6 +14,7 @@ from typing import Any
 from agl_slime.errors import ConfigError
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, sampling_of
 from agl_slime.rollout.outcome import LossScale, check_reward, untrained_turns
+from agl_slime.rollout.partial import PartialRollouts
 from agl_slime.rollout.scheduler import MultiTurnScheduler, schedulers
 from agl_slime.rollout.session import RolloutSession, RolloutStopped
 from agl_slime.rollout.tool_parsers import ToolParser, get_tool_parser, parser_for_template
@@ -58,6 +59,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
     max_trajectory_tokens: int | None = None  # prompt and answers; None: what the model's context holds
     loss_scale: LossScale = "default"  # which answers are trained: all, "last_round", or as a function says
     template_kwargs: Mapping[str, Any] = {}  # of the chat template: {"enable_thinking": False}
+    partial: PartialRollouts | None = None  # keeps what rollouts have sampled, for a run that is cut and goes on
 
     def __init__(
         self,
@@ -110,6 +112,10 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             except RolloutStopped as stopped:  # a limit, not a failure: what was sampled is scored
                 logger.debug("rollout %s stopped: %s", rollout.rollout_id, stopped)
             await self._emit_reward(task, rollout, session)
+        except Exception:
+            if self.partial is not None:
+                self.partial.drop(rollout.rollout_id)
+            raise
         finally:
             await tools.aclose(keep=self.tools)
 
@@ -159,9 +165,10 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         ours = (own.build_prompt, own.build_tools) == (base.build_prompt, base.build_tools) and not self.tools
         messages = prepare() if ours else await call_user_code(prepare)
         offered = bool(tools.names)
+        client = self._client or self._client_for(llm, tokenizer)
         parser = self.tool_parser or parser_for_template(getattr(tokenizer, "chat_template", None))
         return RolloutSession(
-            client=self._client or self._client_for(llm, tokenizer),
+            client=client if self.partial is None else self.partial.client(client, rollout),
             sampling=self._sampling or sampling_of(llm),
             messages=messages,
             tools=tools if offered else None,

@@ -21,13 +21,15 @@ from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.policy import MinimumViableGroup, zero_variance
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.settings import LoopState, RunResult
-from agl_slime.report import StandardReporters, open_run_dir
+from agl_slime.report import StandardReporters, events, open_run_dir
 from agl_slime.report.events import BatchTrained
 from agl_slime.report.files import IterationFile, RunDir
 from agl_slime.report.metrics import TOKENS_TRAINED
+from agl_slime.rollout.agent import SGLangLitAgent
+from agl_slime.rollout.partial import PartialRollouts
 from agl_slime.run.parts import RunParts, load_parts, make_loop, model_for_agents, step
 from agl_slime.run.settings import TrainConfig
-from agl_slime.sglang.client import SGLangClient
+from agl_slime.sglang.client import PauseMode, SGLangClient
 from agl_slime.sglang.describe import EngineDescription
 from agl_slime.sglang.transport import checked_url
 from agl_slime.sglang.weights import DiskWeightSync
@@ -93,7 +95,11 @@ async def run_training(
         trainer = await loading
         checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
         start = checkpoint.loop if checkpoint is not None else LoopState()
-        weights = WeightPublisher(trainer=trainer, base_url=url, directory=run.path / "weights")
+        weights = WeightPublisher(
+            trainer=trainer, base_url=url, directory=run.path / "weights", pause=config.weight_pause
+        )
+        if refused := await weights.sync.settle_pause():
+            reports.handle(events.Warning(text=refused, key="weight_pause"))
         # engine and trainer start from the same weights, whatever the server had loaded
         await weights.push(int(start.version))
         ledger = Ledger(path=run.ledger)
@@ -110,6 +116,12 @@ async def run_training(
             checkpoint.rewind(ledger)
             source.restore(checkpoint.data_source)
 
+        partial = PartialRollouts()
+        if checkpoint is not None:
+            partial.load(checkpoint.partial)
+        if isinstance(parts.agent, SGLangLitAgent):  # others, and those in other processes, begin again
+            parts.agent.partial = partial if config.runners == "inproc" else None
+
         def train(iteration: int) -> dict[str, float]:
             groups = source.get_samples(config.rollout_batch_size)
             metrics = trainer.train(groups, iteration=iteration)
@@ -125,9 +137,14 @@ async def run_training(
             data_source=source,
             slime_train_fn=train,
             weight_sync_fn=weights.push,
-            save_fn=CheckpointWriter(directory=run.checkpoints, trainer=trainer, source=source).save,
+            save_fn=CheckpointWriter(
+                directory=run.checkpoints,
+                trainer=trainer,
+                source=source,
+                save_partial=lambda path: partial.save(path, base_url=url),
+            ).save,
             start=start,
-            observer=reports,
+            observer=_Observers(reports, partial),
             check_alive=check_engine,
         )
         return await loop.run_async()
@@ -148,12 +165,23 @@ def _origin(group: Sequence[Sample]) -> dict[str, Any]:
     return {"instance_id": group[0].metadata.get("instance_id"), "rollouts": rewards}
 
 
+class _Observers:
+    """Each event to all of them."""
+
+    def __init__(self, *observers: events.Observer) -> None:
+        self._observers = observers
+
+    def handle(self, event: events.Event) -> None:
+        for observer in self._observers:
+            observer.handle(event)
+
+
 class WeightPublisher:
     """Writes the trainer's weights as a checkpoint and has every worker load it; the last two checkpoints are kept."""
 
-    def __init__(self, *, trainer: Trainer, base_url: str, directory: Path) -> None:
+    def __init__(self, *, trainer: Trainer, base_url: str, directory: Path, pause: PauseMode = "abort") -> None:
         self._trainer = trainer
-        self._sync = DiskWeightSync(base_url=base_url)
+        self.sync = DiskWeightSync(base_url=base_url, pause=pause)
         self._directory = directory.resolve()  # the engine has a working directory of its own
 
     async def push(self, iteration: int) -> str:
@@ -161,7 +189,7 @@ class WeightPublisher:
         version = str(iteration)
         target = self._directory / f"v{iteration:06d}"
         await run_in_thread(self._trainer.save_weights, target)
-        await self._sync.push(str(target), version)
+        await self.sync.push(str(target), version)
         # also those of before a restart
         others = sorted(path for path in self._directory.glob("v*") if path.is_dir() and path != target)
         for path in others[:-1]:

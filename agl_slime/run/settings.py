@@ -60,6 +60,10 @@ class TrainConfig:
     """Most groups of an iteration that are replaced when they are dropped; by default as many as rollout_batch_size."""
     max_staleness: int | None = None
     """Most weight versions that tokens may be behind the policy; by default any number."""
+    weight_pause: Literal["abort", "retract", "in_place"] = "abort"
+    """What becomes of requests that run when new weights come: abort (they answer with what they have and are asked
+    for again), retract (they stay in the engine, which computes their keys and values anew) or in_place (they stay and
+    go on with the old ones)."""
     max_concurrent: int = 1024
     """Rollouts in flight, in each runner."""
     runners: str = "inproc"
@@ -161,6 +165,7 @@ class TrainConfig:
         self._refuse("resume", "slime keeps its own checkpoints; give -- --load DIR --save DIR instead")
         for name in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance", "max_staleness"):
             self._refuse(name, "both processes must agree on groups, which slime wants complete; leave it out")
+        self._refuse("weight_pause", "slime updates the weights itself; leave it out")
         self._refuse("save_interval", "slime keeps its own checkpoints; give -- --save DIR --save-interval N instead")
         for setting in fields(self.local):
             if (value := getattr(self.local, setting.name)) != setting.default:

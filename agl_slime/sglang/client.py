@@ -16,7 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 
@@ -52,6 +52,11 @@ _ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 
 # aborts: best effort, so few at a time and not for long
 _ABORTERS, _ABORT_TIMEOUT_S = 32, 2.0  # for requests that nobody waits for any more
+
+PauseMode = Literal["abort", "retract", "in_place"]
+"""What becomes of running requests while SGLang is paused. ``abort``: they answer with what they have, and ``generate``
+takes them up again; ``retract``: they stay in the engine and their keys and values are computed anew afterwards;
+``in_place``: they stay, and go on with the keys and values that they hold."""
 
 # A resumed answer of more ids is joined in a thread: decoding takes about a millisecond per 2,000.
 _LONG_ANSWER = 4_000
@@ -121,6 +126,8 @@ class SGLangClient:
         resume_aborted: bool = True,
         on_text: Callable[[str], None] | None = None,
         top_log_probs: int = 0,
+        resume: Generation | None = None,
+        on_part: Callable[[Generation], None] | None = None,
     ) -> Generation:
         """Sample one continuation of ``input_ids``.
 
@@ -136,6 +143,8 @@ class SGLangClient:
             on_text: Gets the whole text so far while it is sampled, where the server streams. A stream that breaks off
                 counts as an abort: what had come was sampled.
             top_log_probs: How many of the likeliest tokens to report for each place.
+            resume: What an earlier call with the same arguments had sampled when it was aborted, to go on from.
+            on_part: Gets what has been sampled whenever the engine aborts.
 
         Raises ``OutOfVocabularyError`` and ``ContextOverflowError`` (before sending when the client knows the sizes),
         ``EngineRequestError`` when refused, and another ``EngineError`` after retries.
@@ -151,6 +160,8 @@ class SGLangClient:
             context_length=self.context_length,
             decode=self._decode,
         )
+        if resume is not None:
+            wanted.add(resume)
         # aborted in the queue, time and again: do not spin against an engine that keeps emptying it
         emptied = Backoff(base_s=self.settings.backoff_base_s, cap_s=self.settings.backoff_cap_s)
         while not wanted.done:
@@ -176,6 +187,8 @@ class SGLangClient:
             await run_in_thread(wanted.add, part) if long else wanted.add(part)
             if part.finish_reason != "abort" or wanted.done:
                 continue
+            if on_part is not None:
+                on_part(wanted.so_far)
             if not resume_aborted:
                 wanted.give_up("abort")
             elif wanted.resumed >= self.settings.resume_limit:
@@ -287,10 +300,15 @@ class SGLangClient:
         again."""
         await self._post("/flush_cache")
 
-    async def pause_generation(self) -> None:
-        """Stop sampling: running requests answer with what they have, and ``generate`` resumes them; later ones wait
-        for ``continue_generation``."""
-        await self._post("/pause_generation", {"mode": "abort"})
+    async def lists_weight_versions(self) -> bool:
+        """Whether answers say which version sampled which token (0.5.23), or only the last (0.5.15); samples one."""
+        payload = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "rid": uuid.uuid4().hex}
+        answer = await self._http.call("POST", "/generate", payload)
+        return bool((answer.get("meta_info") or {}).get("weight_versions"))
+
+    async def pause_generation(self, mode: PauseMode = "abort") -> None:
+        """Stop sampling; later requests wait for ``continue_generation``."""
+        await self._post("/pause_generation", {"mode": mode})
 
     async def continue_generation(self, *, timeout_s: float | None = None) -> None:
         """Undo ``pause_generation``; harmless when nothing is paused."""

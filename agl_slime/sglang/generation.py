@@ -232,6 +232,11 @@ class ResumableGeneration:
         return len(self._got.output_ids)
 
     @property
+    def so_far(self) -> Generation:
+        """What has been sampled."""
+        return replace(self._got, resumed=self.resumed)
+
+    @property
     def text(self) -> str:
         """The text of those."""
         return self._got.text

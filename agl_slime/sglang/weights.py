@@ -10,6 +10,13 @@ Per worker: pause → flush → update → verify → continue. The order is wha
   ``flush_cache=false``: after a successful flush of a paused engine no entry of the old weights is left to be reused.
 - ``verify`` reads ``/model_info`` while the worker is still paused; what it says there counts, not the update's status.
 - ``continue`` is sent whatever happened before, or the worker would hold all requests for ever.
+
+Paused with ``retract`` or ``in_place``, running requests stay in the engine and one answer has tokens of two versions;
+only an engine that lists the version of each token can be asked for that (``settle_pause``). ``retract`` keeps the
+order above: its keys and values are computed anew by the new weights, so the cache can be flushed, and a token's
+log-prob is what the weights that sampled it give its whole prefix. After ``in_place`` tokens stand on keys and values
+of the old weights, and what is running keeps the flush from happening: SGLang goes on reusing cached prefixes of the
+old weights, for later requests as well. Nothing is computed twice; the log-probs are those of no single version.
 """
 
 from __future__ import annotations
@@ -19,7 +26,7 @@ import logging
 import time
 
 from agl_slime.errors import EngineError, EngineRequestError, WeightSyncError
-from agl_slime.sglang.client import ClientSettings, SGLangClient
+from agl_slime.sglang.client import ClientSettings, PauseMode, SGLangClient
 from agl_slime.sglang.transport import checked_url
 
 logger = logging.getLogger(__name__)
@@ -34,6 +41,7 @@ class DiskWeightSync:
 
     ``flush_timeout_s`` is how long a paused worker may take to become idle, normally well below a second;
     ``update_timeout_s`` covers loading on one worker: 140 GB (70B parameters in bfloat16) at 0.5 GB/s are 280 s.
+    ``pause`` is what becomes of running requests.
     """
 
     def __init__(
@@ -41,13 +49,31 @@ class DiskWeightSync:
         *,
         base_url: str,
         client_settings: ClientSettings | None = None,
+        pause: PauseMode = "abort",
         flush_timeout_s: float = 30.0,
         update_timeout_s: float = 600.0,
     ) -> None:
         self.base_url = checked_url(base_url)
         self.client_settings = client_settings or ClientSettings()
+        self.pause: PauseMode = pause
         self._flush_timeout_s, self._update_timeout_s = flush_timeout_s, update_timeout_s
         self._pushing = False
+
+    async def settle_pause(self) -> str:
+        """Look once, before the first push, whether every worker can keep its requests as ``pause`` says. Where one
+        cannot, ``pause`` is "abort" from here on, and the sentence says why; empty when all can."""
+        if self.pause == "abort":
+            return ""
+        async with SGLangClient(base_url=self.base_url, settings=self.client_settings) as client:
+            urls = await client.workers()
+        for url in urls:
+            async with SGLangClient(base_url=url, settings=self.client_settings) as client:
+                if not await client.lists_weight_versions():
+                    wanted, self.pause = self.pause, "abort"
+                    why = f"the engine at {url} does not say which weight version sampled which token"
+                    then = "a weight update aborts running requests, and they are taken up again under the new weights"
+                    return f"{why}, so it is not paused with {wanted!r}: {then}"
+        return ""
 
     async def push(self, model_path: str, version: str) -> tuple[str, ...]:
         """Load the checkpoint directory ``model_path`` (as the workers see it) on every worker, under weight version
@@ -87,7 +113,7 @@ class DiskWeightSync:
             patience_s = _CONTINUE_AFTER_FAILURE_S
             step, refusal = "pause", ""
             try:
-                await client.pause_generation()
+                await client.pause_generation(self.pause)
                 step = "flush"
                 await self._flush(client)
                 step = "update"
@@ -112,12 +138,14 @@ class DiskWeightSync:
         return "; ".join(failures)
 
     async def _flush(self, client: SGLangClient) -> None:
-        """Until the worker is idle and its prefix cache empty."""
+        """Until the worker is idle and its prefix cache empty; after a pause in place only if it is so at once."""
         deadline = time.monotonic() + self._flush_timeout_s
         while True:
             try:
                 return await client.flush_cache()
             except EngineRequestError as error:
+                if self.pause == "in_place":
+                    return None
                 if time.monotonic() + _FLUSH_POLL_S >= deadline:
                     waited = f"{self._flush_timeout_s:g} s"
                     raise WeightSyncError(f"still busy {waited} after the pause: {error}") from error

@@ -38,7 +38,8 @@ def generate_rollout(
     function of ``args`` are applied as slime's default rollout function does.
 
     Raises:
-        DataSourceError: the groups did not come in time; what had come is given back to the data source first.
+        DataSourceError: the groups did not come in time, or one has no log-probs and slime's ``--use-tis`` or
+            ``--use-rollout-logprobs`` needs them; what had come is given back to the data source first.
     """
     if evaluation:
         evaluate = getattr(data_source, "evaluate", None)
@@ -102,6 +103,7 @@ def _collect_groups(
                 if _first(group).status == Sample.Status.PENDING:
                     what = "set agl_store_url or agl_agent, or use slime's default rollout function"
                     raise DataSourceError(f"nobody has sampled these samples: {what}")
+                _check_log_probs(args, group)
                 everything.append(group)
                 output = keep(args, group)
                 if getattr(output, "keep", output):
@@ -117,6 +119,18 @@ def _collect_groups(
             data_source.add_samples(kept)
         raise
     return kept, everything, dropped
+
+
+def _check_log_probs(args: Any, group: Sequence[Any]) -> None:
+    """slime takes them from all samples or from none, by whether the first one has them."""
+    flag = next((name for name in ("use_tis", "use_rollout_logprobs") if getattr(args, name, False)), None)
+    without = [sample for sample in flat_samples(group) if sample.rollout_log_probs is None]
+    if flag is not None and without:
+        named = (without[0].metadata or {}).get("agl_rollout_id")
+        fix = "have the agent talk to the engine through agl-slime, or leave the flag out"
+        raise DataSourceError(
+            f"rollout {named} has no log-probs of the engine, which --{flag.replace('_', '-')} needs: {fix}"
+        )
 
 
 def eval_entry(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -237,15 +251,28 @@ def log_eval_rollout(
 
 
 def trace_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """``agl/…`` of a batch. ``weight_versions`` counts the versions that the batch was sampled with; tokens are
-    response tokens."""
+    """``agl/…`` of a batch. ``weight_versions`` counts the versions that the batch was sampled with, ``staleness_mean``
+    and ``_max`` how many versions its sampled tokens are behind the newest that the data source knew, where versions
+    are numbers; tokens are response tokens."""
     if not samples:
         return {}
     metadata = [sample.metadata or {} for sample in samples]
     # a rollout is named by the store's id; a sample that names none stands for itself
     rollouts = {entry.get("agl_rollout_id", position) for position, entry in enumerate(metadata)}
     versions = {version for sample in samples for version in getattr(sample, "weight_versions", None) or ()}
-    return {
+    behind = [
+        (max(0, entry["policy_version"] - int(version)), end - start)
+        for entry in metadata
+        if entry.get("policy_version") is not None
+        for version, start, end in entry.get("weight_spans") or ()
+        if str(version).isdecimal()
+    ]
+    sampled = sum(tokens for _, tokens in behind)
+    staleness: dict[str, float] = {}
+    if sampled:
+        staleness["agl/staleness_mean"] = sum(lag * tokens for lag, tokens in behind) / sampled
+        staleness["agl/staleness_max"] = max(lag for lag, _ in behind)
+    return staleness | {
         "agl/rollouts": len(rollouts),
         "agl/samples_per_rollout": len(samples) / len(rollouts),
         "agl/forks": len(samples) - len(rollouts),

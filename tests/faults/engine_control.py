@@ -22,6 +22,7 @@ class ControlRoutes:
     _waiting: set[str]
     _last_ids: tuple[int, ...]
     _paused: bool
+    _pause_mode: str
     _unpaused: asyncio.Condition
 
     async def _control(self, path: str, payload: dict[str, Any]) -> web.StreamResponse:
@@ -54,14 +55,14 @@ class ControlRoutes:
         return web.json_response({"workers": listed, "total": len(listed)})
 
     async def _flush(self, _: dict[str, Any]) -> web.StreamResponse:
-        if self.running:
+        if self.running and not (self._paused and self._pause_mode == "retract"):
             return web.Response(text=f"Flush cache failed: {self.running} running requests.\n", status=400)
         self._last_ids = ()
         return web.Response(text="Cache flushed.\n")
 
     async def _pause(self, payload: dict[str, Any]) -> web.StreamResponse:
-        self._paused = True
-        if payload.get("mode", "abort") == "abort":
+        self._paused, self._pause_mode = True, payload.get("mode", "abort")
+        if self._pause_mode == "abort":
             for rid, request in self._requests.items():
                 if rid not in self._waiting:
                     request.aborted.set()

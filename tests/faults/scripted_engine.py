@@ -20,8 +20,8 @@ can be replaced, as can ``decode``, to make it say something (``answering`` does
 What it keeps of SGLang: stop strings are searched in what this request sampled, after each token; order of the checks
 is abort, length, stop string, stop token; an aborted request answers 200 with its partial ids, or, when it was still
 waiting, without ids and counts; a pause aborts running requests and holds new ones; ``/flush_cache`` is refused while
-requests run; an update with ``flush_cache`` while requests run loads the weights and still answers 400; a rid in use is
-refused; ``/abort_request`` matches by prefix.
+requests run, but for those that a pause with "retract" holds; an update with ``flush_cache`` while requests run loads
+the weights and still answers 400; a rid in use is refused; ``/abort_request`` matches by prefix.
 
 Faults are consumed one per request in the order of arrival; ``always`` sets one for every request. ``calls`` counts
 requests by path, ``received`` keeps what they were, and ``await engine.arrived("/generate", n)`` waits for the n-th
@@ -114,6 +114,7 @@ class ScriptedEngine(ControlRoutes):
         self._last_ids: tuple[int, ...] = ()
         self._runner: web.AppRunner | None = None
         self._port = 0
+        self._paused = False
 
     # -- what a test uses ---------------------------------------------------------------------------------------------
 
@@ -319,6 +320,9 @@ class ScriptedEngine(ControlRoutes):
         while finish is None:
             if self.token_s:
                 await asyncio.sleep(self.token_s)
+            if self._paused and not running.aborted.is_set():
+                async with self._unpaused:
+                    await self._unpaused.wait_for(lambda: not self._paused)
             token = self.next_id(ids)
             ids.append(token)
             log_probs.append(self.log_prob(ids))

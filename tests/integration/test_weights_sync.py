@@ -6,12 +6,13 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 from aiohttp import web
 
 from agl_slime.errors import ConfigError, EngineUnreachableError, WeightSyncError
-from agl_slime.sglang.client import ClientSettings, SGLangClient
+from agl_slime.sglang.client import ClientSettings, PauseMode, SGLangClient
 from agl_slime.sglang.generation import SamplingParams, WeightSpan
 from agl_slime.sglang.weights import DiskWeightSync
 from tests.faults.engine_faults import Answer, Body, Fault, Reset, Stall, Status
@@ -20,7 +21,7 @@ from tests.faults.scripted_engine import ScriptedEngine, in_thread
 QUICK = ClientSettings(backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3)
 
 
-def make_sync(engine: ScriptedEngine, **limits: float) -> DiskWeightSync:
+def make_sync(engine: ScriptedEngine, **limits: Any) -> DiskWeightSync:
     return DiskWeightSync(base_url=engine.url, client_settings=QUICK, **({"flush_timeout_s": 5.0} | limits))
 
 
@@ -78,6 +79,41 @@ async def test_generations_in_flight_go_on_under_the_new_weights() -> None:
             assert list(got.output_ids) == engine.continuation([n], 40)
             assert got.resumed == 1
             assert got.weight_versions[-1] == WeightSpan("1", got.weight_versions[-1].start, 40)
+
+
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+async def test_sequences_stay_in_an_engine_that_lists_its_versions(pause: PauseMode) -> None:
+    async with ScriptedEngine(token_s=0.002, weight_version="0") as engine, SGLangClient(base_url=engine.url) as client:
+        sync = make_sync(engine, pause=pause)
+        assert await sync.settle_pause() == ""
+        told: list[asyncio.Event] = [asyncio.Event() for _ in range(10)]
+        tasks = [
+            asyncio.create_task(client.generate([n], SamplingParams(max_new_tokens=40), on_text=lambda _, e=e: e.set()))
+            for n, e in enumerate(told)
+        ]
+        for event in told:
+            await event.wait()
+        await sync.push("/models/step-1", "1")
+        for n, got in enumerate(await asyncio.gather(*tasks)):
+            assert list(got.output_ids) == engine.continuation([n], 40)
+            assert got.resumed == 0
+            first, second = got.weight_versions
+            assert (first.version, second.version, second.end) == ("0", "1", 40)
+            assert 0 < first.end == second.start < 40
+        # what stays in place keeps the cache from being flushed; what is computed anew does not
+        assert engine.calls["/flush_cache"] == 1
+        assert engine.received[-1].path == "/continue_generation"
+
+
+async def test_an_engine_that_does_not_list_its_versions_is_paused_as_ever() -> None:
+    async with ScriptedEngine() as good, ScriptedEngine(lists_versions=False) as old:
+        async with ScriptedEngine(workers=[good.url, old.url]) as router:
+            sync = make_sync(router, pause="in_place")
+            why = await sync.settle_pause()
+        assert old.url in why
+        assert "aborts running requests" in why
+        assert sync.pause == "abort"
+        assert good.weight_version == old.weight_version == "default"
 
 
 async def test_it_flushes_until_the_worker_is_idle() -> None:

@@ -31,6 +31,7 @@ from agl_slime.run.settings import TrainConfig
         ({"actor_num_gpus_per_node": 4}, "^--actor-num-gpus-per-node with --trainer local"),  # fault 6
         ({"rollout_num_gpus": 2}, "^--rollout-num-gpus with --trainer local"),  # fault 6
         ({"max_staleness": 2, "trainer": "slime"}, "^--max-staleness with --trainer slime"),
+        ({"weight_pause": "in_place", "trainer": "slime"}, "^--weight-pause with --trainer slime"),
         ({"drop_zero_variance": True, "trainer": "slime"}, "^--drop-zero-variance with --trainer slime"),
     ],
 )

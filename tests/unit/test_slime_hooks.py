@@ -80,6 +80,16 @@ def test_what_had_come_is_given_back_when_the_rest_does_not():
     assert [group[0].group_index for group in source.back] == [0, 1]
 
 
+@pytest.mark.parametrize("flag", ["use_tis", "use_rollout_logprobs"])
+def test_a_group_without_log_probs_is_refused_where_slime_corrects_by_them(flag: str):
+    plain = [sample(metadata={"agl_rollout_id": "ro-1"})]
+    source = ListedSource([[sample(rollout_log_probs=[-0.5])]], [plain])
+    with pytest.raises(DataSourceError, match=f"rollout ro-1 has no log-probs.*--{flag.replace('_', '-')} needs"):
+        slime_hooks.generate_rollout(Namespace(rollout_batch_size=2, **{flag: True}), 0, source)
+    assert len(source.back) == 1
+    assert slime_hooks.generate_rollout(Namespace(rollout_batch_size=1), 0, ListedSource([plain])).samples == [plain]
+
+
 def test_samples_that_nobody_sampled_are_not_trained_on():
     placeholder = [[sample(None, status=Sample.Status.PENDING)]]
     with pytest.raises(DataSourceError, match="agl_store_url"):
@@ -166,6 +176,18 @@ def test_the_log_hook_adds_to_slimes_metrics_and_lets_slime_go_on():
     assert args.logged_rollout_id == 3
     assert extra["kept"] == 1
     assert (extra["agl/rollouts"], extra["agl/forks"], extra["agl/turns_mean"]) == (1, 1, 1.5)
+
+
+def test_staleness_is_that_of_the_sampled_tokens():
+    old = sample(metadata={"policy_version": 5, "weight_spans": [["3", 0, 1], ["5", 1, 4]]})
+    fresh = sample(metadata={"policy_version": 5, "weight_spans": [["5", 0, 4]]})
+    unknown = sample(metadata={"policy_version": None, "weight_spans": [["default", 0, 4]]})
+    extra: dict[str, Any] = {}
+    slime_hooks.log_rollout(0, Namespace(), [old, fresh, unknown], extra, 1.0)
+    assert (extra["agl/staleness_mean"], extra["agl/staleness_max"]) == (2 / 8, 2)
+    extra.clear()
+    slime_hooks.log_rollout(0, Namespace(), [unknown], extra, 1.0)
+    assert not [name for name in extra if "staleness" in name]
 
 
 # -- settings --------------------------------------------------------------------------------------------------------

@@ -89,6 +89,7 @@ def test_the_first_batch_agrees_with_the_engine_and_is_counted(policy: Path, sam
         "train/grad_norm",
         "train/clip_fraction",
         "train/kl",
+        "train/engine_kl",
         "train/entropy",
         "train/tokens",
         "train/samples",

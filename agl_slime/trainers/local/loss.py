@@ -14,6 +14,9 @@ from torch import Tensor
 
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 
+MAX_LAG = 4
+"""Ages of weights are told apart up to here: metrics have so many series and one more, however stale tokens are."""
+
 
 class PolicyTerms(NamedTuple):
     """All ``[N]``, one entry per token."""
@@ -50,6 +53,29 @@ def policy_terms(
     free = -ratio * advantages
     bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     return PolicyTerms(loss=torch.maximum(free, bounded), ratio=ratio, clipped=(bounded > free).to(ratio.dtype))
+
+
+def off_policy_weights(
+    old_log_probs: Tensor, engine_log_probs: Tensor, settings: LocalTrainerSettings
+) -> tuple[Tensor, Tensor]:
+    """What the policy loss of each token is multiplied by when it was sampled by other weights (or by an engine that
+    computes otherwise), and 1.0 where that is not the plain ratio ``k = exp(old - engine)``; ``[N]`` each, constants.
+
+    The objective is decoupled PPO's (Hilton, Cobbe and Schulman 2022, arXiv:2110.00641): the engine's policy, which
+    sampled, is the *behaviour* policy of ``k``; the trainer's before the first step is the *proximal* policy, from
+    which ``policy_terms`` keeps its distance: ``-k min(r A, clip(r) A)``. As ``k`` it takes
+
+    - ``tis``: ``min(k, tis_clip)``, truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework
+      Secretly Brings You Off-Policy RL Training"); slime's ``--use-tis`` with its ``--tis-clip-low`` of 0.
+    - ``icepop``: ``k`` within ``icepop_range``, else 0 (Ring-1T, arXiv:2510.18855); slime's ``icepop_function``.
+    """
+    ratio = (old_log_probs - engine_log_probs).exp()
+    if settings.off_policy == "tis":
+        weights = ratio.clamp(max=settings.tis_clip)
+    else:
+        low, high = settings.icepop_range
+        weights = torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+    return weights, (weights != ratio).to(ratio.dtype)
 
 
 def kl_k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
@@ -96,12 +122,23 @@ class Objective:
     weights: Tensor
     start_log_probs: Tensor | None = None
     """Log-probs under the start policy; needed when ``kl_coef`` is above 0."""
+    engine_log_probs: Tensor | None = None
+    """Those of the engine that sampled; needed unless ``off_policy`` is "none"."""
+    lags: Tensor | None = None
+    """int64: versions between the weights that sampled the token and those that train on it; below 0 if not known."""
 
     tokens: int = 0
     """Tokens that have gone through the loss so far, each pass counted."""
     ratio_dev_max: float = 0.0
     """Largest ``|ratio - 1|`` so far."""
     _sums: dict[str, float] = field(default_factory=dict)
+    _by_lag: dict[str, Tensor] = field(default_factory=dict)
+    _off_policy: tuple[Tensor, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.settings.off_policy != "none":
+            assert self.engine_log_probs is not None
+            self._off_policy = off_policy_weights(self.old_log_probs, self.engine_log_probs, self.settings)
 
     def loss(self, index: Tensor, log_probs: Tensor) -> Tensor:
         """The share of the tokens at ``index`` ``[N]`` in the loss, given their current ``log_probs`` ``[N]``; a scalar
@@ -110,11 +147,14 @@ class Objective:
         clip_high = self.settings.clip if self.settings.clip_high is None else self.settings.clip_high
         terms = policy_terms(log_probs, old, self.advantages[index], clip_low=self.settings.clip, clip_high=clip_high)
         per_token = terms.loss
+        if self._off_policy is not None:
+            per_token = per_token * self._off_policy[0][index]
         with torch.no_grad():
             self.tokens += len(index)
             self.ratio_dev_max = max(self.ratio_dev_max, float((terms.ratio - 1).abs().max()))
             self._add("train/clip_fraction", terms.clipped)
             self._add("train/kl", kl_k3(old, log_probs))  # the tokens were sampled from the old policy
+            self._compare(index, log_probs if self.settings.old_log_probs == "engine" else old)
         if self.start_log_probs is not None:
             kl = kl_k3(log_probs, self.start_log_probs[index])
             per_token = per_token + self.settings.kl_coef * kl
@@ -122,8 +162,31 @@ class Objective:
         return (self.weights[index] * per_token).sum()
 
     def metrics(self) -> dict[str, float]:
-        """Means over the tokens that have gone through the loss."""
-        return {name: total / self.tokens for name, total in self._sums.items()}
+        """Means over the tokens that have gone through the loss; with ``/lag_k`` over those that weights of ``k``
+        versions back have sampled (``MAX_LAG`` stands for all above). ``train/staleness/lag_k`` is their share."""
+        means = {name: total / self.tokens for name, total in self._sums.items()}
+        counts = self._by_lag.get("train/staleness")
+        if counts is not None:
+            for name, sums in self._by_lag.items():
+                of = counts.sum() if name == "train/staleness" else counts
+                means |= {f"{name}/lag_{k}": float(v) for k, v in enumerate(sums / of) if counts[k]}
+        return means
+
+    def _compare(self, index: Tensor, log_probs: Tensor) -> None:
+        """Count how far the trainer is from the engine, by the age of the weights that sampled."""
+        if self.engine_log_probs is None:
+            return
+        found = {"train/engine_kl": kl_k3(self.engine_log_probs[index], log_probs)}
+        if self._off_policy is not None:
+            found["train/off_policy_weight"], found["train/off_policy_cut"] = (each[index] for each in self._off_policy)
+        for name, values in found.items():
+            self._add(name, values)
+        if self.lags is not None:
+            known = self.lags[index] >= 0
+            lags = self.lags[index][known].clamp(max=MAX_LAG)
+            for name, values in {**found, "train/staleness": torch.ones_like(log_probs)}.items():
+                sums = torch.bincount(lags, weights=values[known].double(), minlength=MAX_LAG + 1)
+                self._by_lag[name] = self._by_lag.get(name, 0) + sums
 
     def _add(self, name: str, values: Tensor) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + float(values.sum())

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from agl_slime.errors import ConfigError
 from agl_slime.support.ranges import check_ranges
 
 
@@ -40,6 +41,14 @@ class LocalTrainerSettings:
     """The sampling temperature of the rollouts: log-probs are those of ``softmax(logits / temperature)``."""
     old_log_probs: Literal["engine", "recompute"] = "engine"
     """The denominator of the ratio: the engine's log-probs, or the trainer's own before the first step."""
+    off_policy: Literal["none", "tis", "icepop"] = "none"
+    """How tokens are weighed that other weights have sampled, by the probability that the trainer gives them before the
+    first step over the engine's: not at all, by that ratio up to tis_clip, or by the ratio within icepop_range and else
+    not trained. Needs old_log_probs recompute."""
+    tis_clip: float = 2.0
+    """Largest weight of a token with off_policy tis; slime's default."""
+    icepop_range: tuple[float, float] = (0.5, 5.0)
+    """Ratios of the tokens that off_policy icepop trains; the values of Ring-1T."""
     rewards_normalization: bool = True
     """Subtract the mean reward of the prompt group."""
     std_normalization: bool = True
@@ -68,4 +77,13 @@ class LocalTrainerSettings:
             ("clip_high", lambda value: value > 0, "above 0"),
             ("aggregation", lambda value: value in ("token", "sequence"), "'token' or 'sequence'"),
             ("old_log_probs", lambda value: value in ("engine", "recompute"), "'engine' or 'recompute'"),
+            ("off_policy", lambda value: value in ("none", "tis", "icepop"), "'none', 'tis' or 'icepop'"),
+            ("tis_clip", lambda value: 0 < value < math.inf, "above 0"),
+            ("icepop_range", lambda v: len(v) == 2 and 0 <= v[0] <= v[1] < math.inf, "two numbers, the lower first"),
         )
+        if self.off_policy != "none" and self.old_log_probs == "engine":
+            fix = "set old_log_probs to 'recompute', or the ratio that it weighs tokens by is 1"
+            raise ConfigError(f"off_policy is {self.off_policy!r} with old_log_probs 'engine'; {fix}.")
+        for name, used_by in (("tis_clip", "tis"), ("icepop_range", "icepop")):
+            if (value := getattr(self, name)) != getattr(type(self), name) and self.off_policy != used_by:
+                raise ConfigError(f"{name} is {value!r} and off_policy {self.off_policy!r}; only {used_by!r} uses it.")

@@ -27,7 +27,8 @@ from agl_slime.trainers.local.batch import MicroBatch, TrainBatch, make_microbat
 from agl_slime.trainers.local.loss import Objective, token_entropy, token_log_probs, token_weights
 from agl_slime.trainers.local.model import load_model, logits_at, save_model
 from agl_slime.trainers.local.settings import LocalTrainerSettings
-from agl_slime.types import Sample
+from agl_slime.trainers.local.staleness import token_lags
+from agl_slime.types import Sample, flat_samples
 
 _STATE_FILE = "trainer_state.pt"
 _STATE_FORMAT = 1
@@ -76,7 +77,11 @@ class LocalTrainer:
             the steps: ``train/tokens`` (under the mask, of one epoch), ``train/loss`` and ``train/grad_norm`` (before
             clipping), means over steps; ``train/first_ratio_dev_max`` (largest ``|ratio - 1|`` of the first minibatch
             before its step); ``train/clip_fraction``, ``train/kl`` (from the old policy, k3) and with ``kl_coef``
-            ``train/kl_start`` (to the start policy), means over tokens; ``train/steps``, ``train/lr`` and
+            ``train/kl_start`` (to the start policy), means over tokens; where the engine's log-probs are given
+            ``train/engine_kl`` (of the trainer's policy before the first step, or with ``old_log_probs`` of "engine" of
+            the one that is trained, from the engine's; k3), with ``off_policy`` ``train/off_policy_weight`` and
+            ``train/off_policy_cut`` (share of tokens whose weight was truncated or set to 0), and each of these by the
+            age of the weights that sampled (see ``Objective.metrics``); ``train/steps``, ``train/lr`` and
             ``train/seconds``.
 
         Raises:
@@ -90,6 +95,7 @@ class LocalTrainer:
         checked = self._check(batch)
         n_minibatches = min(self.settings.n_minibatches, checked.n_rollouts)
         objective, metrics = self._objective(checked, n_minibatches=n_minibatches)
+        objective.lags = self._tensor(token_lags(list(flat_samples(batch)), checked))
         steps: list[tuple[float, float]] = []
         for epoch in range(self.settings.epochs):
             rng = np.random.default_rng((self._seed, iteration, epoch))
@@ -123,7 +129,7 @@ class LocalTrainer:
             log_probs=np.split(log_probs.cpu().numpy(), ends),
             advantages=np.split(batch.token_rewards.astype(np.float32), ends),
         )
-        old = log_probs
+        old, engine = log_probs, None
         if batch.token_log_probs is not None:
             engine = self._tensor(batch.token_log_probs)
             difference = (log_probs - engine).abs()
@@ -133,6 +139,7 @@ class LocalTrainer:
         objective = Objective(
             settings=self.settings,
             old_log_probs=old,
+            engine_log_probs=engine,
             advantages=self._tensor(batch.token_rewards.astype(np.float32)),
             weights=token_weights(
                 self.settings.aggregation,
@@ -204,6 +211,9 @@ class LocalTrainer:
                 raise TrainerError(f"tokens of sample {i} hold the id {found}; was it sampled from this model?")
         if checked.token_log_probs is None and self.settings.old_log_probs == "engine":
             raise TrainerError("the batch has no rollout_log_probs; set old_log_probs='recompute' to do without.")
+        if checked.token_log_probs is None and self.settings.off_policy != "none":
+            found = f"the batch has no rollout_log_probs, which off_policy {self.settings.off_policy!r} compares with"
+            raise TrainerError(f"{found}; set it to 'none' to do without.")
         return checked
 
     # -- checkpoints --------------------------------------------------------------------------------------------------

@@ -1,0 +1,186 @@
+"""Tokens that other weights have sampled: the correction of the loss, and what is measured by their age."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
+from agl_slime.trainers.local.batch import TrainBatch  # noqa: E402
+from agl_slime.trainers.local.loss import MAX_LAG, Objective  # noqa: E402
+from agl_slime.trainers.local.settings import LocalTrainerSettings  # noqa: E402
+from agl_slime.trainers.local.staleness import token_lags  # noqa: E402
+from agl_slime.trainers.local.trainer import LocalTrainer  # noqa: E402
+from agl_slime.types import Sample  # noqa: E402
+from tests.trainer_policy import make_model, make_samples, response_log_probs, save_policy  # noqa: E402
+
+N = 64
+CLIP = 0.2
+
+
+def weight_of(k: float, *, off_policy: str) -> float:
+    """Of a token whose probability under the proximal policy is ``k`` times that under the behaviour policy."""
+    if off_policy == "tis":
+        return min(k, 2.0)
+    if off_policy == "icepop":
+        return k if 0.5 <= k <= 5.0 else 0.0
+    return 1.0
+
+
+def plain_loss(now: float, old: float, engine: float, advantage: float, *, off_policy: str) -> float:
+    ratio = math.exp(now - old)
+    bounded = min(max(ratio, 1 - CLIP), 1 + CLIP)
+    return -weight_of(math.exp(old - engine), off_policy=off_policy) * min(ratio * advantage, bounded * advantage)
+
+
+def tokens(*, spread: float = 1.2) -> dict[str, Any]:
+    drawn = torch.Generator().manual_seed(0)
+    engine = -3 * torch.rand(N, generator=drawn, dtype=torch.float64) - 0.1
+    old = engine + spread * torch.randn(N, generator=drawn, dtype=torch.float64)
+    now = old + 0.3 * torch.randn(N, generator=drawn, dtype=torch.float64)
+    return {"engine": engine, "old": old, "now": now, "advantages": torch.randn(N, generator=drawn).double()}
+
+
+def objective(off_policy: Any, given: dict[str, Any], **more: Any) -> Objective:
+    return Objective(
+        settings=LocalTrainerSettings(old_log_probs="recompute", off_policy=off_policy),
+        old_log_probs=given["old"],
+        engine_log_probs=given["engine"],
+        advantages=given["advantages"],
+        weights=torch.full((N,), 1 / N, dtype=torch.float64),
+        **more,
+    )
+
+
+@pytest.mark.parametrize("off_policy", ["none", "tis", "icepop"])
+def test_the_loss_and_its_slope_are_those_of_the_formula_written_down_plainly(off_policy: str):
+    given = tokens()
+    now = given["now"].clone().requires_grad_()
+    loss = objective(off_policy, given).loss(torch.arange(N), now)
+    loss.backward()
+    columns = [given[name].tolist() for name in ("now", "old", "engine", "advantages")]
+    plain = [plain_loss(*row, off_policy=off_policy) for row in zip(*columns, strict=True)]
+    assert loss.item() == pytest.approx(math.fsum(plain) / N, rel=1e-12)
+    h = 1e-6
+    for i, row in enumerate(zip(*columns, strict=True)):
+        up, down = (plain_loss(row[0] + step, *row[1:], off_policy=off_policy) for step in (h, -h))
+        assert now.grad[i].item() == pytest.approx((up - down) / (2 * h) / N, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize(("off_policy", "cut"), [("tis", lambda k: k > 2), ("icepop", lambda k: not 0.5 <= k <= 5)])
+def test_what_is_cut_and_how_far_the_trainer_is_from_the_engine_is_told_by_age(off_policy: str, cut: Any):
+    given = tokens()
+    lags = torch.arange(N) % 7 - 1  # -1 is not known; 4 and 5 are both "4 or more"
+    told = objective(off_policy, given, lags=lags)
+    told.loss(torch.arange(N // 2), given["now"][: N // 2])
+    told.loss(torch.arange(N // 2, N), given["now"][N // 2 :])
+    metrics = told.metrics()
+    k = (given["old"] - given["engine"]).exp().tolist()
+    cuts = [float(cut(value)) for value in k]
+    kl = [value - 1 - math.log(value) for value in k]  # k3 of the engine's policy, which sampled, from the trainer's
+    assert 0 < metrics["train/off_policy_cut"] == pytest.approx(sum(cuts) / N)
+    assert metrics["train/engine_kl"] == pytest.approx(sum(kl) / N)
+    assert metrics["train/off_policy_weight"] == pytest.approx(
+        sum(weight_of(value, off_policy=off_policy) for value in k) / N
+    )
+    aged = [min(lag, MAX_LAG) for lag in lags.tolist()]
+    known = sum(lag >= 0 for lag in aged)
+    for lag in range(MAX_LAG + 1):
+        of = [i for i in range(N) if aged[i] == lag]
+        assert metrics[f"train/staleness/lag_{lag}"] == pytest.approx(len(of) / known)
+        assert metrics[f"train/engine_kl/lag_{lag}"] == pytest.approx(sum(kl[i] for i in of) / len(of))
+        assert metrics[f"train/off_policy_cut/lag_{lag}"] == pytest.approx(sum(cuts[i] for i in of) / len(of))
+    assert f"train/engine_kl/lag_{MAX_LAG + 1}" not in metrics
+
+
+def test_ages_that_do_not_occur_have_no_series():
+    given = tokens()
+    told = objective("tis", given, lags=torch.full((N,), 2))
+    told.loss(torch.arange(N), given["now"])
+    assert [name for name in told.metrics() if "/lag_" in name] == [
+        "train/engine_kl/lag_2",
+        "train/off_policy_weight/lag_2",
+        "train/off_policy_cut/lag_2",
+        "train/staleness/lag_2",
+    ]
+
+
+# -- the trainer -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+def stepped(policy: Path, samples: list[Sample], **settings: Any) -> tuple[list[Any], dict[str, float]]:
+    """The weights after one step, and the metrics."""
+    plain: dict[str, Any] = {"n_minibatches": 1, "grad_clip": math.inf, "old_log_probs": "recompute"}
+    trainer = LocalTrainer(model_path=policy, settings=LocalTrainerSettings(**plain | settings))
+    metrics = trainer.train(samples, iteration=0)
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()], metrics
+
+
+@pytest.mark.parametrize("off_policy", ["tis", "icepop"])
+def test_of_samples_of_the_same_weights_the_correction_changes_nothing(policy: Path, off_policy: Any):
+    samples = make_samples(make_model(), groups=2)
+    without, _ = stepped(policy, samples, lr=1e-4)
+    corrected, metrics = stepped(policy, samples, lr=1e-4, off_policy=off_policy)
+    for a, b in zip(without, corrected, strict=True):
+        # of a step of 1e-4 in each weight; AdamW's first step is the sign of the gradient, but for the smallest
+        assert (a - b).abs().mean() < 1e-6
+    assert metrics["train/off_policy_cut"] == 0.0
+    assert metrics["train/off_policy_weight"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["train/engine_kl"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_trainer_weighs_by_its_own_log_probs_before_the_first_step(policy: Path):
+    samples = make_samples(make_model(seed=1), groups=2)
+    k = []
+    for sample in samples:
+        own = response_log_probs(make_model(), sample.tokens, sample.response_length)
+        rows = zip(own, sample.rollout_log_probs or [], sample.loss_mask or [], strict=True)
+        k += [math.exp(mine - engine) for mine, engine, trained in rows if trained]
+    _, metrics = stepped(policy, samples, off_policy="tis", n_minibatches=4)
+    expected = sum(min(value, 2.0) for value in k) / len(k)
+    assert metrics["train/off_policy_weight"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_batch_without_log_probs_cannot_be_corrected(policy: Path):
+    samples = make_samples(make_model(), groups=1)
+    for sample in samples:
+        sample.rollout_log_probs = None
+    with pytest.raises(TrainerError, match="no rollout_log_probs, which off_policy 'tis'"):
+        stepped(policy, samples, off_policy="tis")
+
+
+def test_each_token_knows_how_old_the_weights_were_that_sampled_it(policy: Path):
+    samples = make_samples(make_model(), groups=1, per_group=3, response_lengths=(6, 6), observations=False)
+    samples[0].metadata = {"policy_version": 7, "weight_spans": [["5", 0, 2], ["7", 2, 6]]}
+    samples[1].metadata = {"policy_version": 7, "weight_spans": [["default", 0, 3], ["8", 3, 6]]}
+    samples[2].metadata = {"weight_spans": [["5", 0, 6]]}
+    samples[0].loss_mask = [1, 1, 1, 0, 1, 1]
+    lags = token_lags(samples, TrainBatch.from_samples(samples))
+    # "default" is no number, a token cannot be younger than the policy, and without a policy there is no age
+    assert lags.tolist() == [2, 2, 0, 0, 0] + [-1] * 3 + [0] * 3 + [-1] * 6
+    _, metrics = stepped(policy, samples)
+    assert metrics["train/staleness/lag_0"] == pytest.approx(6 / 8)
+    assert metrics["train/staleness/lag_2"] == pytest.approx(2 / 8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"off_policy": "tis"}, "set old_log_probs to 'recompute'"),
+        ({"old_log_probs": "recompute", "tis_clip": 3.0}, "only 'tis' uses it"),
+        ({"old_log_probs": "recompute", "off_policy": "tis", "icepop_range": (0.1, 2.0)}, "only 'icepop' uses it"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(settings: dict[str, Any], says: str):
+    with pytest.raises(ConfigError, match=says):
+        LocalTrainerSettings(**settings)
