@@ -1,14 +1,17 @@
 """The gateway beside ``SGLangLitAgent``: rollouts per second with many in flight, and what a call through it costs.
 
-    python -m benchmarks.gateway [--in-flight 1024] [--rounds 4] [--quick]
+    python -m benchmarks.gateway [--in-flight 1024] [--rounds 4] [--quick] [--sglang-url URL --model-path DIR]
 
 In flight: each rollout asks a scripted engine once, which answers after 2 s on average, as in ``benchmarks.in_flight``:
 with ``n`` in flight the ideal is ``n / 2`` rollouts per second. *SGLangLitAgent* is an ordinary one; the others
-are ``@agl.rollout`` functions with an HTTP client of their own, in the same process as runner and gateway. The time of
-``openai`` on httpx is httpx's: its pool walks over all connections for each request (``openai[aiohttp]`` does not).
+are ``@agl.rollout`` functions with an HTTP client of their own, in the same process as runner and gateway. *Bare* is
+the limit of such an agent: the same runner, agent and client, without a gateway, at a server that answers with the same
+few bytes as long after. The time of ``openai`` on httpx is httpx's: its pool walks over all connections for each
+request (``openai[aiohttp]`` does not).
 
-Per call: one request after the other, and 32 at a time, to the embedded engine's ``/v1/chat/completions`` and through
-the gateway to the same engine, 8 tokens each.
+Per call: one request after the other, and 32 at a time, to the engine's ``/v1/chat/completions`` and through the
+gateway to the same engine, 8 tokens each: the embedded engine, or the one at ``--sglang-url``, which serves
+``--model-path``.
 """
 
 from __future__ import annotations
@@ -30,20 +33,25 @@ AGENTS = {
     "openai-aiohttp": "openai client on aiohttp, through the gateway",
     "openai": "openai client on httpx, through the gateway",
 }
+BARE = "-bare"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--in-flight", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=4, help="rollouts per place in flight")
+    parser.add_argument("--calls", type=int, default=1000, help="how many, each way")
     parser.add_argument("--quick", action="store_true", help="two rounds, fewer calls")
+    parser.add_argument("--cases", nargs="*", default=[*AGENTS, "calls"], choices=[*AGENTS, "calls"])
+    parser.add_argument("--sglang-url", help="a running SGLang, for the calls")
+    parser.add_argument("--model-path", help="the checkpoint that it serves")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     rounds = 3 if options.quick else options.rounds
     if options.case:
         quiet()
         if options.case == "calls":
-            print(json.dumps(calls(200 if options.quick else 1000)))
+            print(json.dumps(calls(200 if options.quick else options.calls, options.sglang_url, options.model_path)))
             return 0
         with scripted_engine(latency_s=2.0, spread_s=1.0) as engine:
             print(json.dumps(asyncio.run(in_flight(options.case, engine, options.in_flight, rounds))))
@@ -51,14 +59,23 @@ def main() -> int:
     rows = []
     base = 0.0
     for name, label in AGENTS.items():
-        if name == "openai-aiohttp" and find_spec("httpx_aiohttp") is None:
+        if name not in options.cases or (name == "openai-aiohttp" and find_spec("httpx_aiohttp") is None):
             continue  # pip install "openai[aiohttp]"
+        limit = run_case(name + BARE, options) if name != "sglang" else {"rate": 0.0, "cpu_ms": 0.0}
         found = run_case(name, options)
         base = base or found["rate"]
-        share = f"{found['rate'] / base:.2f}"
-        rows.append([label, f"{found['rate']:.1f}", share, f"{found['cpu_ms']:.2f}", f"{found['load']:.1f}"])
-    columns = ["", "rollouts/s", "of SGLangLitAgent", "CPU ms", "load"]
-    print_table(f"{options.in_flight:,} in flight, ideal {options.in_flight / 2:g}/s", columns, rows)
+        rows.append([label, f"{found['rate']:.1f}", f"{found['rate'] / base:.2f}", f"{found['cpu_ms']:.2f}"])
+        rows[-1] += [f"{limit['rate']:.1f}", f"{limit['cpu_ms']:.2f}", f"{found['load']:.1f}"]
+        if limit["rate"]:
+            rows[-1].append(f"{found['rate'] / limit['rate']:.2f}")
+        else:
+            rows[-1][4:6] = ["", ""]
+            rows[-1].append("")
+    columns = ["", "rollouts/s", "of SGLangLitAgent", "CPU ms", "bare", "its CPU ms", "load", "of bare"]
+    if rows:
+        print_table(f"{options.in_flight:,} in flight, ideal {options.in_flight / 2:g}/s", columns, rows)
+    if "calls" not in options.cases:
+        return 0
     found = run_case("calls", options)
     rows = [
         [label, str(at_once), *(f"{found[key][name]:.1f}" for name in ("p50", "p99"))]
@@ -69,14 +86,17 @@ def main() -> int:
             ("through the gateway", "gateway 32", 32),
         )
     ]
-    print_table("A call of 8 tokens, embedded engine", ["", "at once", "p50 ms", "p99 ms"], rows)
+    engine = "SGLang" if options.sglang_url else "embedded engine"
+    print_table(f"A call of 8 tokens, {engine}", ["", "at once", "p50 ms", "p99 ms"], rows)
     return 0
 
 
 def run_case(name: str, options: argparse.Namespace) -> dict[str, Any]:
     console.print(f"{name} … ({load()})", highlight=False)
     command = [sys.executable, "-m", "benchmarks.gateway", "--case", name, "--in-flight", str(options.in_flight)]
-    command += ["--rounds", str(options.rounds), *(["--quick"] if options.quick else [])]
+    command += ["--rounds", str(options.rounds), "--calls", str(options.calls), *(["--quick"] if options.quick else [])]
+    if options.sglang_url:
+        command += ["--sglang-url", options.sglang_url, "--model-path", options.model_path]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
@@ -130,6 +150,7 @@ async def in_flight(name: str, engine: str, count: int, rounds: int) -> dict[str
     from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.store.retention import Retention
+    from agl_slime.support.agl import ProxyLLM
     from benchmarks.common import Stopwatch, llm_resources, tokenizer
     from benchmarks.in_flight import consume, execute, steady_rate
 
@@ -141,7 +162,11 @@ async def in_flight(name: str, engine: str, count: int, rounds: int) -> dict[str
 
     Gateway.__init__ = with_tokenizer  # type: ignore[method-assign]
     store = BridgeStore(retention=Retention(released_rollouts=0))
-    await store.add_resources(llm_resources(engine))
+    resources = llm_resources(engine)
+    if name.endswith(BARE):  # somebody else's address, which the gateway leaves alone
+        name = name.removesuffix(BARE)
+        resources = {"main_llm": ProxyLLM(endpoint=f"{engine}/v1", model="scripted")}
+    await store.add_resources(resources)
     ended: list[str] = []
     store.subscribe_finished(lambda rollout: ended.append(rollout.rollout_id))
     runner = RunnerThread(agent=agent_of(name), store=store, settings=RunnerSettings(max_concurrent=count))
@@ -161,15 +186,19 @@ async def in_flight(name: str, engine: str, count: int, rounds: int) -> dict[str
     return {"rate": rate, "cpu_ms": 1e3 * cpu / (count * rounds), "load": os.getloadavg()[0]}
 
 
-def calls(count: int) -> dict[str, Any]:
+def calls(count: int, url: str | None, model: str | None) -> dict[str, Any]:
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
     from agl_slime.demo.policy import SHIPPED
     from agl_slime.engine import EmbeddedEngine
     from agl_slime.gateway.server import Gateway
     from agl_slime.support.agl import LLM
 
     found: dict[str, Any] = {}
-    with EmbeddedEngine(SHIPPED) as engine, Gateway() as gateway:
-        llm = LLM(endpoint=engine.url, model=str(SHIPPED), sampling_parameters={"max_new_tokens": 8})
+    started: Any = nullcontext(SimpleNamespace(url=url)) if url else EmbeddedEngine(SHIPPED)
+    with started as engine, Gateway() as gateway:
+        llm = LLM(endpoint=engine.url, model=model or str(SHIPPED), sampling_parameters={"max_new_tokens": 8})
         for at_once in (1, 32):
             found[f"engine {at_once}"] = asyncio.run(timed([f"{engine.url}/v1"], count, at_once))
             opened = [gateway.open(f"ro-{at_once}-{n}", "at", {"main_llm": llm}, lambda *_: None) for n in range(count)]

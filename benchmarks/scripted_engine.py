@@ -1,5 +1,5 @@
 """A server that answers as SGLang's ``/generate`` does, always the same, after a given time; it costs as little as a
-Python server can.
+Python server can. Chat completions are answered in OpenAI's form, whatever their address begins with.
 
 Prints its URL and serves until it is terminated. Connections are kept alive; a client sends its next request on one
 when it has the answer.
@@ -34,6 +34,19 @@ def answer(tokens: int) -> bytes:
     return _response(json.dumps(body).encode())
 
 
+def completion(tokens: int) -> bytes:
+    message = {"role": "assistant", "content": "x" * tokens}
+    body = {
+        "id": "chatcmpl-r",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "scripted",
+        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 32, "completion_tokens": tokens, "total_tokens": 32 + tokens},
+    }
+    return _response(json.dumps(body).encode())
+
+
 def _response(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
@@ -46,10 +59,11 @@ _INFO = _response(
 
 
 class Engine(asyncio.Protocol):
-    def __init__(self, *, latency_s: float, spread_s: float, reply: bytes) -> None:
+    def __init__(self, *, latency_s: float, spread_s: float, reply: bytes, chat: bytes) -> None:
         self._latency_s = latency_s
         self._spread_s = spread_s
         self._reply = reply
+        self._chat = chat
         self._buffer = b""
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
@@ -68,10 +82,10 @@ class Engine(asyncio.Protocol):
                 return
             path = head.split(b" ", 2)[1]
             self._buffer = self._buffer[end + 4 + length :]
-            if path == b"/generate":
-                self._loop.call_later(
-                    self._latency_s + self._spread_s * (random.random() - 0.5), self._send, self._reply
-                )
+            chat = path.endswith(b"/chat/completions")
+            if chat or path == b"/generate":
+                after = self._latency_s + self._spread_s * (random.random() - 0.5)
+                self._loop.call_later(after, self._send, self._chat if chat else self._reply)
             else:
                 self._send(_INFO)
 
@@ -94,10 +108,10 @@ async def main() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     gc.freeze()
-    reply = answer(options.tokens)
+    replies = {"reply": answer(options.tokens), "chat": completion(options.tokens)}
     loop = asyncio.get_running_loop()
     server = await loop.create_server(
-        lambda: Engine(latency_s=options.latency, spread_s=options.spread, reply=reply), "127.0.0.1", 0, backlog=8192
+        lambda: Engine(latency_s=options.latency, spread_s=options.spread, **replies), "127.0.0.1", 0, backlog=8192
     )
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()

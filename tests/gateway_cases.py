@@ -104,13 +104,7 @@ def serving(
 ) -> Iterator[Case]:
     """A gateway with one attempt open, over an engine that says ``says``, an answer per prompt."""
     tokenizer = small_tokenizer(template)
-    engine = ScriptedEngine(
-        vocab_size=len(tokenizer),
-        eos_id=tokenizer.eos_token_id,
-        decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
-        next_id=talking(tokenizer, says),
-        **engine_options,
-    )
+    engine = engine_saying(tokenizer, says, **engine_options)
     access = EngineAccess(tokenizer=tokenizer, settings=QUICK)
     with in_thread(engine), Gateway(settings, access=access) as gateway:
         spans: list[Any] = []
@@ -122,6 +116,17 @@ def serving(
         case = Case(gateway, engine, attempt, served["main_llm"], tokenizer, spans)  # type: ignore[arg-type]
         case.resources = served  # type: ignore[attr-defined]
         yield case
+
+
+def engine_saying(tokenizer: Any, says: Sequence[str], **options: Any) -> ScriptedEngine:
+    """An engine that gives each new prompt the next of the texts."""
+    return ScriptedEngine(
+        vocab_size=len(tokenizer),
+        eos_id=tokenizer.eos_token_id,
+        decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
+        next_id=talking(tokenizer, says),
+        **options,
+    )
 
 
 def talking(tokenizer: Any, says: Sequence[str]) -> Callable[[Sequence[int]], int]:

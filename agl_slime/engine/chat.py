@@ -85,10 +85,14 @@ def openai_answer(
 
 
 def _log_probs(request: Request, tokenizer: Any) -> list[dict[str, Any]]:
-    pieces = [tokenizer.decode([token]) for token in request.output_ids]
+    def told(token: int, log_prob: float) -> dict[str, Any]:
+        piece = tokenizer.decode([token])
+        return {"token": piece, "bytes": list(piece.encode()), "logprob": log_prob}
+
+    tops = request.tops or [[]] * len(request.output_ids)
     return [
-        {"token": piece, "bytes": list(piece.encode()), "logprob": log_prob, "top_logprobs": []}
-        for piece, log_prob in zip(pieces, request.log_probs, strict=True)
+        {**told(token, log_prob), "top_logprobs": [told(other, value) for value, other in top]}
+        for token, log_prob, top in zip(request.output_ids, request.log_probs, tops, strict=True)
     ]
 
 
@@ -114,11 +118,10 @@ def _requests(
     body: Mapping[str, Any], prompt: dict[str, Any], maximum: Any, *, encode: Callable[[str], list[int]]
 ) -> list[Request]:
     """``prompt`` as ``/generate`` takes it, with what an OpenAI-style body says besides."""
-    if body.get("top_logprobs"):
-        raise BadRequest("top_logprobs is not supported by the embedded engine: leave it out or use a real SGLang")
     given = {name: body[name] for name in _SAMPLING_NAMES if body.get(name) is not None}
     logprobs = bool(body.get("logprobs"))
     generate = {**prompt, "sampling_params": {**given, "max_new_tokens": maximum}, "return_logprob": logprobs}
+    generate["top_logprobs_num"] = body.get("top_logprobs")
     if body.get("stream"):
         raise BadRequest("stream is supported by the embedded engine's /generate only: ask that, or a real SGLang")
     return parse_generate({**generate, "rid": body.get("rid")}, encode=encode)[0]

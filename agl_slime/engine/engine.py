@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -243,20 +243,21 @@ class Engine:
             if every is not None and request.logprob_start_len >= 0 and not request.started:
                 request.input_log_probs = _input_log_probs(every[row], request)
             request.started = True
-        ids, log_probs = sample(logits, RowParams.of(batch), self._generator)
+        sampled = sample(logits, RowParams.of(batch), self._generator)
         self._running.extend(batch)
-        self._last_ids = torch.cat([self._last_ids, ids])
+        self._last_ids = torch.cat([self._last_ids, sampled[0]])
         self._params = None
-        self._take(len(self._running) - len(batch), ids, log_probs)
+        self._take(len(self._running) - len(batch), *sampled)
 
     def _step(self) -> None:
         if self._params is None:
             self._params = RowParams.of(self._running)
         logits = self._slots.decode(self._last_ids)
-        self._last_ids, log_probs = sample(logits, self._params, self._generator)
-        self._take(0, self._last_ids, log_probs)
+        sampled = sample(logits, self._params, self._generator)
+        self._last_ids = sampled[0]
+        self._take(0, *sampled)
 
-    def _take(self, first: int, ids: torch.Tensor, log_probs: torch.Tensor) -> None:
+    def _take(self, first: int, ids: torch.Tensor, log_probs: torch.Tensor, tops: Sequence[Any]) -> None:
         """Hand the sampled tokens to the rows from ``first`` on, and end the rows that are done."""
         version = self.weight_version
         done: list[int] = []
@@ -265,6 +266,8 @@ class Engine:
             if not request.versions or request.versions[-1][0] != version:
                 request.versions.append((version, len(request.output_ids)))
             request.output_ids.append(token)
+            if request.top_logprobs:
+                request.tops.append(tops[row - first][: request.top_logprobs])
             request.log_probs.append(log_prob)
             request.finish = self._finish_reason(request, token)
             if request.finish is not None:
@@ -282,6 +285,7 @@ class Engine:
             if request.limit == 0:  # SGLang samples one token all the same and reports none
                 request.output_ids.clear()
                 request.log_probs.clear()
+                request.tops.clear()
                 request.versions.clear()
             return {"type": "length", "length": request.limit}
         if sampling.stop:

@@ -98,12 +98,16 @@ class Request:
     return_logprob: bool = False
     logprob_start_len: int = -1
     """First place of the prompt to report a log-prob for; -1 reports none."""
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to report for each sampled one."""
     on_finish: Callable[[Request], object] = lambda _: None
     on_token: Callable[[], object] | None = None
     """Called after each step that sampled a token of it, where somebody follows."""
 
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    tops: list[list[tuple[float, int]]] = field(default_factory=list)
+    """Log-probs and ids of the likeliest tokens of each place, the likeliest first."""
     input_log_probs: list[tuple[float | None, int]] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)
     """(weight version, index of the first output token that it sampled), in order."""
@@ -126,6 +130,7 @@ class GenerateBody(BaseModel):
     rid: str | list[str] | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
     stream: bool | None = None
 
 
@@ -147,6 +152,7 @@ def parse_generate(body: Any, *, encode: Callable[[str], list[int]]) -> tuple[li
     rids = iter(_rids(asked.rid, len(prompts), n, batched))
     wanted = _each(asked.return_logprob, len(prompts), "return_logprob")
     starts = _each(asked.logprob_start_len, len(prompts), "logprob_start_len")
+    tops = _each(asked.top_logprobs_num, len(prompts), "top_logprobs_num")
     requests = [
         Request(
             rid=next(rids),
@@ -154,8 +160,9 @@ def parse_generate(body: Any, *, encode: Callable[[str], list[int]]) -> tuple[li
             sampling=sampling,
             return_logprob=bool(logprob),
             logprob_start_len=start if logprob and start is not None else -1,
+            top_logprobs=max(0, top or 0) if logprob else 0,
         )
-        for prompt, sampling, logprob, start in zip(prompts, params, wanted, starts, strict=True)
+        for prompt, sampling, logprob, start, top in zip(prompts, params, wanted, starts, tops, strict=True)
         for _ in range(n)
     ]
     if asked.stream and len(requests) > 1:

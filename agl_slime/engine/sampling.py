@@ -41,9 +41,12 @@ class RowParams:
     """Every row takes its first choice."""
     unit: bool
     """Every temperature is 1."""
+    top: int
+    """The most of the likeliest tokens that a row reports."""
 
     @classmethod
     def of(cls, requests: Iterable[Request]) -> RowParams:
+        requests = list(requests)
         normal = [
             (1.0, row.top_p, 1)
             if row.temperature < 1e-6
@@ -58,11 +61,16 @@ class RowParams:
             plain=bool((top_k == ALL_TOKENS).all() and (top_p >= 1.0).all()),
             greedy=bool((top_k == 1).all()),
             unit=bool((temperature == 1.0).all()),
+            top=max(request.top_logprobs for request in requests),
         )
 
 
-def sample(logits: torch.Tensor, params: RowParams, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sampled token ids (int64 [rows]) and their log-probs (float32 [rows]) from ``logits`` [rows, vocabulary]."""
+Sampled = tuple[torch.Tensor, torch.Tensor, list[list[tuple[float, int]]]]
+
+
+def sample(logits: torch.Tensor, params: RowParams, generator: torch.Generator) -> Sampled:
+    """Sampled token ids (int64 [rows]) and their log-probs (float32 [rows]) from ``logits`` [rows, vocabulary], and of
+    each row the ``params.top`` likeliest tokens, empty for none."""
     scaled = logits if params.unit else logits / params.temperature.unsqueeze(1)
     log_probs = torch.log_softmax(scaled, dim=-1)
     if params.greedy:
@@ -75,7 +83,11 @@ def sample(logits: torch.Tensor, params: RowParams, generator: torch.Generator) 
         ranks = torch.arange(ordered.shape[1]).unsqueeze(0)
         kept = (before <= params.top_p.unsqueeze(1)) & (ranks < params.top_k.unsqueeze(1))
         ids = order.gather(1, _draw(ordered * kept, generator).unsqueeze(1)).squeeze(1)
-    return ids, log_probs.gather(1, ids.unsqueeze(1)).squeeze(1)
+    tops: list[list[tuple[float, int]]] = []
+    if params.top:
+        values, likeliest = log_probs.topk(min(params.top, log_probs.shape[1]), dim=-1)
+        tops = [list(zip(*row, strict=True)) for row in zip(values.tolist(), likeliest.tolist(), strict=True)]
+    return ids, log_probs.gather(1, ids.unsqueeze(1)).squeeze(1), tops
 
 
 def _draw(weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -177,6 +177,8 @@ class EmbeddedServer:
                 [log_prob, token, None] for log_prob, token in zip(request.log_probs, request.output_ids, strict=True)
             ]
             meta["output_token_logprobs_length"] = len(request.output_ids)
+        if request.top_logprobs:
+            meta["output_top_logprobs"] = [[[value, token, None] for value, token in top] for top in request.tops]
         return {"text": self._text(request), "output_ids": request.output_ids, "meta_info": meta}
 
     def _text(self, request: Request) -> str:
@@ -319,6 +321,7 @@ def _so_far(request: Request) -> Request:
     now = copy.copy(request)
     n = len(request.log_probs)
     now.output_ids, now.log_probs, now.versions = request.output_ids[:n], request.log_probs[:n], [*request.versions]
+    now.tops = request.tops[:n]
     return now
 
 

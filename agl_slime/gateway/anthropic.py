@@ -21,7 +21,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class AnthropicMessages(Protocol):
-    known = frozenset(_HONOURED.split()) | frozenset(_IGNORED.split()) | frozenset(_IMPOSED)
+    honoured, ignored = frozenset((*_HONOURED.split(), *_IMPOSED)), frozenset(_IGNORED.split())
     prefix = "msg_"
     counts = False
 

@@ -307,6 +307,9 @@ class Attempt:
         """What is known of the rollout as a whole; on each span, for the last one counts."""
         self._told = +self.seen
         known = {names.GATEWAY: json.dumps(self._told)}
+        roles = dict.fromkeys((*self.roles, *self.settings.trained_models, *self.settings.untrained_models))
+        if len(roles) > 1:
+            known[names.ROLES] = json.dumps([*roles])
         return known | (self._root.stats.attributes() if self._root is not None else {})
 
 

@@ -11,35 +11,30 @@ from agl_slime.gateway.calls import IMPOSED, Answered, Call, Choice, json_constr
 from agl_slime.gateway.messages import read_messages
 from agl_slime.gateway.protocol import Decode, Protocol, Stream, sse
 
-# What the answer does not depend on, or not here; docs/any-agent.md says so. Anything else is refused by name.
-_IGNORED = (
-    "metadata user store service_tier safety_identifier prompt_cache_key prompt_cache_options reasoning moderation"
-)
-_IGNORED += (
-    " prompt_cache_retention reasoning_effort verbosity stream_options parallel_tool_calls logprobs rid prediction"
-)
-_IGNORED += " separate_reasoning include_reasoning"
-IGNORED = frozenset(_IGNORED.split())
-_HONOURED = (
-    "messages model tools tool_choice functions function_call max_tokens max_completion_tokens max_output_tokens"
-)
-_HONOURED += " max_new_tokens stop n top_logprobs stream response_format chat_template_kwargs regex ebnf json_schema"
-_HONOURED += " modalities"
+_IGNORED = """
+    metadata user store service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention
+    reasoning reasoning_effort verbosity parallel_tool_calls prediction moderation rid separate_reasoning
+    include_reasoning
+"""
+_HONOURED = """
+    messages model tools tool_choice max_tokens max_completion_tokens max_output_tokens max_new_tokens stop n logprobs
+    top_logprobs stream stream_options response_format chat_template_kwargs regex ebnf json_schema modalities
+"""
 _MOST_CHOICES = 128
 
 
 class ChatCompletions(Protocol):
-    known = frozenset(_HONOURED.split()) | IGNORED | frozenset(IMPOSED)
+    honoured, ignored = frozenset((*_HONOURED.split(), *IMPOSED)), frozenset(_IGNORED.split())
     prefix = "chatcmpl-"
 
     def read(self, body: Mapping[str, Any]) -> Call:
-        self.refuse_unknown(body)
-        if (body.get("modalities") or ["text"]) != ["text"]:
-            raise GatewayRequestError("modalities other than text are not served", param="modalities")
         if body.get("functions") or body.get("function_call"):
             raise GatewayRequestError(
                 "functions and function_call are OpenAI's old form: send tools", param="functions"
             )
+        self.refuse_unknown(body)
+        if (body.get("modalities") or ["text"]) != ["text"]:
+            raise GatewayRequestError("modalities other than text are not served", param="modalities")
         tools = body.get("tools") or []
         if not isinstance(tools, list):
             raise GatewayRequestError("tools must be a list", param="tools")

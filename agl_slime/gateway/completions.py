@@ -10,13 +10,13 @@ from agl_slime.gateway.calls import IMPOSED, Answered, Call, Choice, number, str
 from agl_slime.gateway.chat import usage
 from agl_slime.gateway.protocol import Decode, Protocol, Stream, sse
 
-_KNOWN = "prompt model max_tokens max_completion_tokens max_new_tokens max_output_tokens stop n logprobs stream"
-_KNOWN += " stream_options user regex ebnf json_schema metadata"
+_HONOURED = "prompt model max_tokens max_completion_tokens max_new_tokens max_output_tokens stop n logprobs stream"
+_HONOURED += " stream_options regex ebnf json_schema"
 _DEFAULT_TOKENS = 16
 
 
 class Completions(Protocol):
-    known = frozenset(_KNOWN.split()) | frozenset(IMPOSED)
+    honoured, ignored = frozenset((*_HONOURED.split(), *IMPOSED)), frozenset({"metadata", "user"})
     prefix = "cmpl-"
 
     def read(self, body: Mapping[str, Any]) -> Call:

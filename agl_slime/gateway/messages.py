@@ -40,6 +40,8 @@ def _read(message: Any, where: str) -> Message:
         known = "system, developer, user, assistant or tool"
         raise GatewayRequestError(f"{where}.role must be {known}, got {said!r}", param=f"{where}.role")
     read: Message = {"role": role, "content": text_of(message.get("content"), f"{where}.content")}
+    if message.get("function_call"):
+        raise GatewayRequestError(f"{where}.function_call is OpenAI's old form: send tool_calls", param=where)
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise GatewayRequestError(f"{where}.tool_calls must be a list", param=f"{where}.tool_calls")

@@ -59,10 +59,12 @@ class Stream(ABC):
 
 
 class Protocol(ABC):
-    """One way of asking. ``known`` are the fields that are honoured or listed in the docs as ignored; ``prefix`` is
-    what ids of answers begin with."""
+    """One way of asking. ``honoured`` are the fields that are, by the run's sampling where tokens are trained;
+    ``ignored`` those that docs/any-agent.md lists as that, for the answer does not depend on them, or not here; all
+    others are refused. ``prefix`` is what ids of answers begin with."""
 
-    known: frozenset[str]
+    honoured: frozenset[str]
+    ignored: frozenset[str]
     prefix: str = ""
 
     @abstractmethod
@@ -80,7 +82,7 @@ class Protocol(ABC):
 
     def refuse_unknown(self, body: Mapping[str, Any]) -> None:
         """A field that would be dropped in silence is refused by name, unless it is empty."""
-        for name in body.keys() - self.known:
+        for name in body.keys() - self.honoured - self.ignored:
             if body[name] not in (None, False, "", [], {}):
                 raise GatewayRequestError(f"{name} is not supported here", code="unsupported_parameter", param=name)
 

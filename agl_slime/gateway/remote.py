@@ -34,6 +34,7 @@ from agl_slime.store.client import RemoteStore
 from agl_slime.store.feed import FeedPosition
 from agl_slime.store.server import TOKEN_VARIABLE as STORE_TOKEN_VARIABLE
 from agl_slime.support.agl import LLM, LightningStore, Span, SpanCoreFields, TraceStatus
+from agl_slime.support.http import json_response
 from agl_slime.support.net import require_token
 
 logger = logging.getLogger(__name__)
@@ -174,7 +175,7 @@ class StoreGateway(Gateway):
             return None
         if self._token and self._token not in self._shown(request, named):
             return None
-        return web.json_response({"endpoint": self._llm.endpoint})
+        return json_response({"endpoint": self._llm.endpoint})
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -14,16 +14,17 @@ from agl_slime.gateway.protocol import Decode, Protocol, Stream, sse
 from agl_slime.rollout.tool_parsers import ToolCall
 
 _IMPOSED = ("temperature", "top_p")
-_IGNORED = "metadata user store service_tier safety_identifier prompt_cache_key prompt_cache_options reasoning include"
+_IGNORED = "metadata user store service_tier safety_identifier prompt_cache_key prompt_cache_options reasoning"
 _IGNORED += " prompt_cache_retention parallel_tool_calls stream_options truncation max_tool_calls context_management"
 _IGNORED += " moderation client_metadata"
 _HONOURED = "input instructions model tools tool_choice max_output_tokens previous_response_id text stream top_logprobs"
+_HONOURED += " include"
 _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _JOIN = "__"  # between a namespace and the name of its tool, where the model sees one name
 
 
 class Responses(Protocol):
-    known = frozenset(_HONOURED.split()) | frozenset(_IGNORED.split()) | frozenset(_IMPOSED)
+    honoured, ignored = frozenset((*_HONOURED.split(), *_IMPOSED)), frozenset(_IGNORED.split())
     prefix = "resp_"
 
     def read(self, body: Mapping[str, Any]) -> Call:

@@ -15,7 +15,7 @@ from typing import Any
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import Call
 from agl_slime.gateway.settings import Constraints
-from agl_slime.rollout.tool_parsers import HermesParser, ToolParser
+from agl_slime.rollout.tool_parsers import ToolParser
 from agl_slime.sglang.generation import SamplingParams
 
 _FIELDS = frozenset({"temperature", "top_p", "top_k"})
@@ -70,21 +70,11 @@ def _constraint(call: Call, parser: ToolParser | None, constraints: Constraints)
     wanted = [tool["function"] for tool in call.tools if call.tool_choice in ("required", tool["function"]["name"])]
     if not wanted:
         raise GatewayRequestError(f"tool_choice {call.tool_choice!r} names none of the tools", param="tool_choice")
-    if constraints == "mask" and not isinstance(parser, HermesParser):
+    form = parser.forced(wanted) if parser is not None else None
+    if constraints == "mask" and form is None:
         raise GatewayRequestError(
             f"tool_choice cannot force calls in the format of {type(parser).__name__}; use auto, or set constraints to "
             "drop",
             param="tool_choice",
         )
-    # as Hermes' template shows calls to the model; xgrammar's structural tag, which SGLang takes as JSON text
-    tags = [
-        {
-            "type": "tag",
-            "begin": f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": ',
-            "content": {"type": "json_schema", "json_schema": function["parameters"]},
-            "end": "}\n</tool_call>",
-        }
-        for function in wanted
-    ]
-    form = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}
     return {"structural_tag": json.dumps({"type": "structural_tag", "format": form})}

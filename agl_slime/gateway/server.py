@@ -17,8 +17,8 @@ import json
 import logging
 import re
 import threading
-import time
 from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.work import Work
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess
 from agl_slime.support.agl import LLM, NamedResources, ProxyLLM
-from agl_slime.support.http import listening
+from agl_slime.support.http import json_response, listening
 from agl_slime.support.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class Gateway:
         self.settings = settings or GatewaySettings()
         self.access = access or EngineAccess()
         self.url = ""
+        self._since = datetime.now(timezone.utc)
         self._attempts: dict[tuple[str, str], Attempt] = {}
         self._by_secret: dict[str, Attempt] = {}
         self._ended: dict[str, None] = {}  # of the last attempts, by all that names them: they get 410 and not 404
@@ -237,7 +238,7 @@ class Gateway:
         if attempt is not None:
             attempt.seen[f"refused/{refusal.status}"] += 1
         headers = {"Retry-After": str(RETRY_AFTER_S)} if refusal.status in (429, 503) else {}
-        return _json(protocol.error(refusal), status=refusal.status, headers=headers)
+        return json_response(protocol.error(refusal), status=refusal.status, headers=headers)
 
     async def _unnamed(self, request: web.Request, path: str, named: dict[str, str | None]) -> web.Response | None:
         """An answer that belongs to no attempt; ``None`` when there is none at this address."""
@@ -293,7 +294,7 @@ class Gateway:
         body = parse() if len(raw) <= _PARSED_AT_ONCE else await run_in_thread(parse)
         call = protocol.read(body)
         if isinstance(protocol, CountTokens):
-            return _json({"input_tokens": await attempt.count(call)})
+            return json_response({"input_tokens": await attempt.count(call)})
         if call.model in (*attempt.settings.untrained_models, *attempt.settings.trained_models):
             role = call.model
         elif role not in attempt.roles:
@@ -306,7 +307,7 @@ class Gateway:
             if call.stream:
                 return await self._streamed(request, protocol, body, call, work, decode)
             answered = await work.result()
-            return _json(protocol.answer(body, answered, decode))
+            return json_response(protocol.answer(body, answered, decode))
 
     async def _streamed(
         self, http: web.Request, protocol: Protocol, body: Any, call: Call, work: Work, decode: Any
@@ -343,17 +344,17 @@ class Gateway:
             {
                 "id": llm.model,
                 "object": "model",
-                "created": int(time.time()),
+                "created": int(self._since.timestamp()),
                 "owned_by": "agl-slime",
                 "type": "model",
                 "display_name": llm.model,
-                "created_at": "1970-01-01T00:00:00Z",
+                "created_at": self._since.isoformat(timespec="seconds"),
             }
             for llm in {llm.model: llm for llm in attempt.roles.values()}.values()
         ]
         if name:
-            return _json({**cards[0], "id": name})
-        return _json({"object": "list", "data": cards, "has_more": False, "first_id": None, "last_id": None})
+            return json_response({**cards[0], "id": name})
+        return json_response({"object": "list", "data": cards, "has_more": False, "first_id": None, "last_id": None})
 
 
 def for_clients(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -379,7 +380,3 @@ def _parsed(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise GatewayRequestError(f"the body must be a JSON object, got {type(body).__name__}", code="invalid_json")
     return body
-
-
-def _json(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, headers=headers, content_type="application/json")

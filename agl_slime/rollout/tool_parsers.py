@@ -10,13 +10,14 @@ import contextlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from agl_slime.support.registry import Registry
 
 _THINK, _END_OF_THINKING = "<think>", "</think>"
+_MOST_MARKS = 16  # ends that are tried for one call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +47,31 @@ class ParsedAnswer:
 class ToolParser(ABC):
     """Finds the calls in an answer. Calls inside of thinking are thoughts, and not made."""
 
+    written: tuple[str, str, str] | None = None
+    """What stands before and after a call's arguments, with ``NAME`` for the function's, and xgrammar's word for how
+    those are written; ``None`` where a grammar cannot say it."""
+    between = "\n"  # two calls
+
     @abstractmethod
     def parse(self, text: str) -> ParsedAnswer: ...
+
+    def forced(self, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """The grammar of an answer that is one or several calls of ``functions`` and nothing else, as a format of
+        xgrammar's structural tags, which SGLang takes. ``None`` where there is none for this format."""
+        if self.written is None:
+            return None
+        begin, end, style = self.written
+        tags = [
+            {
+                "type": "tag",
+                "begin": begin.replace("NAME", function["name"]),
+                "content": {"type": "json_schema", "json_schema": function["parameters"]}
+                | ({} if style == "json" else {"style": style}),
+                "end": end,
+            }
+            for function in functions
+        ]
+        return {"type": "tags_with_separator", "tags": tags, "separator": self.between, "at_least_one": True}
 
     def typed(self, call: ToolCall, parameters: Mapping[str, Any] | None) -> ToolCall:
         """``call`` with arguments of the types that the JSON schema ``parameters`` names, where the format writes
@@ -56,11 +80,13 @@ class ToolParser(ABC):
 
 
 class BlockParser(ToolParser):
-    """A format whose calls stand in blocks between the marks ``begin`` and ``end``. ``<think>`` and ``</think>`` in the
-    arguments of a well-formed call are arguments."""
+    """A format whose calls stand in blocks between the marks ``begin`` and ``end``. Marks in the arguments of a
+    well-formed call are arguments; ``begin`` only where arguments are ``quoted``, for else it may be the next call's.
+    """
 
     begin: str
     end: str
+    quoted = False
 
     @abstractmethod
     def read(self, block: str) -> ToolCall:
@@ -91,10 +117,14 @@ class BlockParser(ToolParser):
         return ParsedAnswer(content + text[at:], _numbered(calls), malformed)
 
     def _block(self, text: str, start: int, at: int, *, thinking: bool) -> tuple[int, int, ToolCall | str]:
-        stop = text.find(self.end, at)
+        stop = ends = text.find(self.end, at)
+        for _ in range(_MOST_MARKS):
+            if ends < 0 or (not self.quoted and self.begin in text[at:ends]):
+                break
+            with contextlib.suppress(ValueError):
+                return start, ends + len(self.end), self.read(text[at:ends])
+            ends = text.find(self.end, ends + len(self.end))  # that one stood in an argument, perhaps
         end = stop + len(self.end) if stop >= 0 else len(text)
-        with contextlib.suppress(ValueError):
-            return start, end, self.read(text[at : text.index(self.end, at)])
         # a thought that mentions a call ends where the thinking ends, not in a call that is made after it
         closed = text.find(_END_OF_THINKING, at, end)
         if closed >= 0 and (thinking or stop < 0 or self.begin in text[closed:stop]):
@@ -150,7 +180,8 @@ def parser_for_template(chat_template: Any) -> str:
 class HermesParser(BlockParser):
     """``<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>``: Hermes, Qwen2.5, Qwen3."""
 
-    begin, end = "<tool_call>", "</tool_call>"
+    begin, end, quoted = "<tool_call>", "</tool_call>", True
+    written = '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "json"
 
     def read(self, block: str) -> ToolCall:
         return _call_of_json(block, "arguments", "parameters")
@@ -182,6 +213,7 @@ class QwenXmlParser(UntypedParser):
     strings."""
 
     begin, end = "<tool_call>", "</tool_call>"
+    written = "<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>", "qwen_xml"
     _function = re.compile(r"\s*<function=([^>\s]+)\s*>(.*)</function>\s*", re.DOTALL)
     _parameter = re.compile(r"\s*<parameter=([^>\s]+)\s*>(.*?)</parameter>\s*", re.DOTALL)
 
@@ -201,6 +233,7 @@ class GlmParser(UntypedParser):
     """``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``: GLM since 4.5. Values are strings."""
 
     begin, end = "<tool_call>", "</tool_call>"
+    written = "<tool_call>NAME", "</tool_call>", "glm_xml"
     _pair = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
 
     def read(self, block: str) -> ToolCall:
@@ -227,7 +260,9 @@ def _pairs(pair: re.Pattern[str], body: str) -> dict[str, str]:
 class KimiParser(BlockParser):
     """``<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|>``: Kimi K2."""
 
-    begin, end = "<|tool_call_begin|>", "<|tool_call_end|>"
+    begin, end, quoted = "<|tool_call_begin|>", "<|tool_call_end|>", True
+    written = "<|tool_call_begin|>functions.NAME:", "<|tool_call_end|>", "json"
+    between = ""
     _sections = re.compile(r"<\|tool_calls_section_(?:begin|end)\|>")
     _id = re.compile(r"\s*(?:functions\.)?([\w-]+)(?::\d+)?\s*")
 
@@ -238,9 +273,23 @@ class KimiParser(BlockParser):
             raise ValueError("no <|tool_call_argument_begin|> after the name")
         return ToolCall(name=name[1], arguments=read_object(body), id=head.strip())
 
+    def forced(self, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """Calls are numbered, and stand in a section."""
+        calls = super().forced(functions)
+        assert calls is not None
+        number = [{"type": "regex", "pattern": "[0-9]+"}, _const("<|tool_call_argument_begin|>")]
+        for tag in calls["tags"]:
+            tag["content"] = {"type": "sequence", "elements": [*number, tag["content"]]}
+        section = [_const(f"<|tool_calls_section_{mark}|>") for mark in ("begin", "end")]
+        return {"type": "sequence", "elements": [section[0], calls, section[1]]}
+
     def parse(self, text: str) -> ParsedAnswer:
         parsed = super().parse(text)
         return parsed if parsed.malformed else replace(parsed, content=self._sections.sub("", parsed.content))
+
+
+def _const(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
 
 
 @register_tool_parser("llama_json", "llama3")
@@ -248,6 +297,7 @@ class LlamaJsonParser(ToolParser):
     """The whole answer is ``{"name": "f", "parameters": {"x": 1}}``, several with ``;`` between them, perhaps after
     ``<|python_tag|>``: Llama 3.1 and later."""
 
+    written, between = ('{"name": "NAME", "parameters": ', "}", "json"), "; "
     _tag = "<|python_tag|>"
 
     def parse(self, text: str) -> ParsedAnswer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,6 +28,11 @@ async def listening(app: web.Application, *, host: str, port: int, backlog: int,
         yield str(URL.build(scheme="http", host=reached, port=runner.addresses[0][1]))
     finally:
         await runner.cleanup()
+
+
+def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """An answer of strict JSON."""
+    return web.Response(body=orjson.dumps(value), status=status, headers=headers, content_type="application/json")
 
 
 async def ask(session: aiohttp.ClientSession, url: str, body: bytes | None = None, **options: Any) -> Any:

@@ -48,6 +48,7 @@ WEIGHT_VERSIONS: Final = "agl_slime.weight_versions"  # JSON: [[version, start, 
 MESSAGES_KEPT: Final = "agl_slime.messages.kept"  # messages taken from the base turn
 MESSAGES_NEW: Final = "agl_slime.messages.new"  # JSON list of the messages after those
 ROLE: Final = "agl_slime.role"  # by a gateway: for which of its models the call was, by the name of the resource
+ROLES: Final = "agl_slime.roles"  # JSON list, by a gateway: all names that a call may have, where there are several
 UNTRAINED: Final = "agl_slime.turn.untrained"  # why the response is context only; absent when it is trained
 TOKEN_SOURCE: Final = "agl_slime.token_source"
 LATENCY_S: Final = "agl_slime.latency_s"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from agl_slime.errors import RewardError
 from agl_slime.trace import attributes as names
-from agl_slime.trace.span_codec import is_packed
+from agl_slime.trace.span_codec import is_packed, parse_json
 
 REWARD_PREFIX = "agentlightning.reward"
 _LINK_PREFIX = "agentlightning.link"
@@ -81,8 +81,8 @@ def read_turn_rewards(spans: Sequence[Span], *, reward_key: str | None = None) -
     """The rewards of single turns, by the number of the turn among the model calls in ``spans``: those of reward spans
     that Agent Lightning's ``make_link_attributes`` has linked to the calls, by ``gen_ai.response.id``, ``span_id`` or
     any attribute, such as ``agl_slime.role``. The last one of a turn counts; ``reward_key`` picks its dimension where
-    it has one of that name. Raises ``RewardError`` when one is no finite number or is linked to nothing; a role may
-    have made no call."""
+    it has one of that name. Raises ``RewardError`` when one is no finite number or is linked to nothing; a role that
+    the gateway knows may have made no call."""
     linked = [(span, dimensions) for span in spans if (dimensions := _dimensions(span)) and _is_linked(span)]
     if not linked:
         return {}
@@ -98,11 +98,21 @@ def read_turn_rewards(spans: Sequence[Span], *, reward_key: str | None = None) -
         of_role = [*said] == [names.ROLE]
         if not meant and not of_role:
             raise RewardError(f"a reward is linked to {said}, and no span of the rollout is that")
+        if not meant and said[names.ROLE] not in (known := _roles(spans)):
+            told = f"and this rollout has {', '.join(known) or 'none'}"
+            raise RewardError(f"a reward is linked to the role {said[names.ROLE]!r}, {told}")
         named = {name: _finite(value, name) for name, value in dimensions}
         primary = named.get(reward_key or "", named[dimensions[0][0]])
         of = f"role:{said[names.ROLE]}" if of_role else f"turn:{min(turns, default=0)}"
         found.update(dict.fromkeys(turns, TurnReward(primary, named, of)))
     return found
+
+
+def _roles(spans: Sequence[Span]) -> list[str]:
+    """The roles that calls have, and those that they might have had."""
+    listed = next((told for span in reversed(spans) if (told := span.attributes.get(names.ROLES))), "[]")
+    called = (str(role) for span in spans if (role := span.attributes.get(names.ROLE)))
+    return sorted({*parse_json(str(listed), names.ROLES), *called})
 
 
 def _is_linked(span: Span) -> bool:

@@ -45,7 +45,14 @@ class Client:
             return await answer.json() if answer.content_type == "application/json" else await answer.text()
 
     async def generate(
-        self, ids: Any, *, status: int = 200, rid: Any = None, logprob_start_len: Any = None, **sampling: Any
+        self,
+        ids: Any,
+        *,
+        status: int = 200,
+        rid: Any = None,
+        logprob_start_len: Any = None,
+        top_logprobs_num: Any = None,
+        **sampling: Any,
     ) -> Any:
         body: dict[str, Any] = {
             "input_ids": ids,
@@ -56,6 +63,8 @@ class Client:
             body["rid"] = rid
         if logprob_start_len is not None:
             body["logprob_start_len"] = logprob_start_len
+        if top_logprobs_num is not None:
+            body["top_logprobs_num"] = top_logprobs_num
         return await self.post("/generate", body, status=status)
 
     async def running(self, at_least: int, *, waiting: int = 0) -> None:
@@ -128,6 +137,22 @@ def assert_close(given: list[float], expected: list[float], tolerance: float = T
 
 
 # -- what is sampled, and its log-probs ------------------------------------------------------------------------------
+
+
+async def test_the_likeliest_tokens_are_told_with_their_log_probs(client: Client, model: Any) -> None:
+    answers = await asyncio.gather(
+        client.generate(PROMPTS[0], temperature=0.7, max_new_tokens=5, ignore_eos=True, top_logprobs_num=3),
+        client.generate(PROMPTS[0], temperature=0.7, max_new_tokens=5, ignore_eos=True),
+    )
+    ids, _ = sampled(answers[0])
+    told = answers[0]["meta_info"]["output_top_logprobs"]
+    table = log_softmax(model, [*PROMPTS[0], *ids], 0.7)
+    for place, top in enumerate(told):
+        values, likeliest = table[len(PROMPTS[0]) - 1 + place].topk(3)
+        assert [pair[1] for pair in top] == likeliest.tolist()
+        assert_close([pair[0] for pair in top], values.tolist())
+    assert len(told) == 5
+    assert not answers[1]["meta_info"].get("output_top_logprobs")
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])

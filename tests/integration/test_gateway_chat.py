@@ -211,6 +211,7 @@ def test_a_role_of_its_own_is_trained_and_answers_are_named_as_their_clients_kno
         ids.append(client_of(case).responses.create(model="m", input="And?").id)
         assert [turn.untrained for turn in case.turns] == ["", "", ""]
         assert [span.attributes[names.ROLE] for span in case.spans] == ["planner", "main_llm", "main_llm"]
+        assert json.loads(case.said[names.ROLES]) == ["main_llm", "judge", "planner"]
         assert [span.attributes[names.RESPONSE_ID] for span in case.spans] == ids
         assert [id.partition("-")[0].partition("_")[0] for id in ids] == ["chatcmpl", "chatcmpl", "resp"]
         assert {payload["sampling_params"]["temperature"] for payload in case.payloads} == {1.0}

@@ -1,159 +1,140 @@
-"""Agent Lightning's own example agents at v0.3.0, their files untouched, through runner, gateway and converter.
+"""Agent Lightning's own example agents at v0.3.0, their files untouched: collecting, through runner, gateway and
+converter, from an engine that says what a good model would; and training a tiny policy that was shown those answers.
 
     git clone --branch v0.3.0 https://github.com/microsoft/agent-lightning DIR
-    pip install "agl-slime[clients]" pandas sympy langchain-community sqlparse termcolor mcp mcp-server-calculator
-    AGL_EXAMPLES=DIR/examples pytest -m clients tests/integration/test_gateway_examples.py
+    pip install --no-deps -r tests/clients.txt
+    pip install torch pandas sympy nltk langchain-community sqlparse termcolor mcp-server-calculator
+    AGL_EXAMPLES=DIR/examples pytest -s -m "clients or sglang" tests/integration/test_gateway_examples.py
 
 What they need beside their files: ``uvx`` (here a script that starts the calculator's module), ``datasets`` and ``trl``
 importable for ``math_agent.py`` (which uses neither in its agent), a retriever at port 8099 for ``rag_agent.py``, a
 database for ``sql_agent.py``, any ``AZURE_OPENAI_API_KEY`` for ``capital_agent.py``, one rollout at a time for
-``room_selector.py``, which reads the environment only.
+``room_selector.py``, which reads the environment only, and an engine with grammars for its judge.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
+import random
+import re
 import socket
 import sqlite3
 import subprocess
 import sys
 import time
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.trace.converter import Conversion
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.span_codec import decode_turns
 from agl_slime.trace.turn import Turn
-from tests.faults.scripted_engine import ScriptedEngine, in_thread
-from tests.gateway_cases import TEMPLATE, talking, trained_once
+from tests.faults.scripted_engine import in_thread
+from tests.gateway_cases import engine_saying, trained_once
+from tests.integration.engine_servers import real_sglang
 from tests.integration.rollouts import run_rollouts
 from tests.trace_tokenizers import small_tokenizer
 
 EXAMPLES = Path(os.environ.get("AGL_EXAMPLES", "/nonexistent"))
 pytestmark = [
-    pytest.mark.clients,
     pytest.mark.skipif(not EXAMPLES.is_dir(), reason="AGL_EXAMPLES must name Agent Lightning's examples at v0.3.0"),
 ]
+NAMES = ("capital", "room", "calc", "math", "sql", "rag")
 
 
 def call(name: str, **arguments: Any) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Imports ``room/file`` of the examples as its own command line would."""
-    bin_dir = tmp_path / "bin"
-    bin_dir.mkdir()
-    uvx = bin_dir / "uvx"
-    uvx.write_text(f'#!/bin/sh\nexec {sys.executable} -m "$(echo "$1" | tr - _)"\n')
-    uvx.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{bin_dir}:{os.environ['PATH']}")
-    monkeypatch.setenv("AZURE_OPENAI_API_KEY", "any")
-    for name, members in {"datasets": ("load_dataset",), "trl": ("SFTConfig", "SFTTrainer")}.items():
-        stub = types.ModuleType(name)
-        for member in members:
-            setattr(stub, member, None)
-        monkeypatch.setitem(sys.modules, name, stub)
+@dataclass(kw_only=True)
+class Example:
+    """An agent, its ``tasks`` each with the answers that earn its reward, ``wrong`` ones, and what it needs."""
 
-    def load(room: str, module: str) -> Any:
-        monkeypatch.syspath_prepend(str(EXAMPLES / room))
-        monkeypatch.delitem(sys.modules, module, raising=False)
-        return importlib.import_module(module)
-
-    return load
+    agent: Any
+    tasks: list[tuple[dict[str, Any], tuple[str, ...]]]
+    wrong: tuple[str, ...]
+    needs: dict[str, Any] = field(default_factory=dict)
+    resources: dict[str, Any] = field(default_factory=dict)
+    forks: int = 0  # where an agent leaves out its tools, or asks anew
+    per_iteration: int = 4  # prompts
+    iterations: int = 8
+    max_new_tokens: int = 64
 
 
-@contextmanager
-def speaking(tmp_path: Path, *says: str) -> Iterator[tuple[str, str, Any]]:
-    """An engine that says these, the directory of its model, its tokenizer."""
-    tokenizer = small_tokenizer(TEMPLATE)
-    tokenizer.save_pretrained(tmp_path / "model")
-    engine = ScriptedEngine(
-        vocab_size=len(tokenizer),
-        context_length=100_000,
-        eos_id=tokenizer.eos_token_id,
-        decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
-        next_id=talking(tokenizer, says),
-    )
-    with in_thread(engine):
-        yield engine.url, str(tmp_path / "model"), tokenizer
+Load = Callable[[str, str], Any]
 
 
-async def roll(agent: Any, task: Any, tmp_path: Path, *says: str, **how: Any) -> tuple[Conversion, list[Turn]]:
-    with speaking(tmp_path, *says) as (url, model, tokenizer):
-        sampling = {"temperature": 1.0, "max_new_tokens": 512}
-        [done] = await run_rollouts(agent, [task], endpoint=url, model=model, **how, **sampling)
-    assert done.status == "succeeded", done.failure
-    conversion = done.convert(tokenizer)
-    turns = decode_turns(done.spans)
-    untrained = {n for n, turn in enumerate(turns) if turn.untrained}
-    trained_once(turns, merge_turns(turns, untrained=untrained))
-    assert all(sample.metadata["token_source"] == "engine" for sample in conversion.samples)
-    return conversion, turns
-
-
-async def test_capital_agent(example: Any, tmp_path: Path) -> None:
+def capital(load: Load, _: Path) -> Example:
     pytest.importorskip("pandas")
-    agent = example("azure", "capital_agent").capital_agent
-    task = {"input": "Capital of Japan?", "output": "Tokyo"}
-    says = (call("country_capital_lookup", country="Japan"), "Tokyo.")
-    conversion, turns = await roll(agent, task, tmp_path, *says)
-    assert conversion.trajectory.reward == 1.0
-    assert len(turns) == 2
+    capitals = {"Japan": "Tokyo", "France": "Paris", "Canada": "Ottawa", "Kenya": "Nairobi"}
+    tasks = [
+        (
+            {"input": f"{country}'s capital please", "output": city},
+            (call("country_capital_lookup", country=country), city),
+        )
+        for country, city in capitals.items()
+    ]
+    agent = load("azure", "capital_agent").capital_agent
+    return Example(agent=agent, tasks=tasks, wrong=("I do not know.", "Rome"), forks=1)
 
 
-async def test_room_selector(example: Any, tmp_path: Path) -> None:
-    module = example("apo", "room_selector")
-    slot = {"date": "2025-10-13", "time": "14:30", "duration_min": 30}
-    task = {
-        "id": "s02",
-        "task_input": {**slot, "attendees": 12, "needs": ["whiteboard"], "accessible_required": True},
-        "expected_choice": "Nova",
-    }
-    says = (
-        call("get_rooms_and_availability", **slot),
-        "final_choice: Nova",
-        '{"reason": "right", "score": 1.0}',
-    )
-    settings = {"max_concurrent": 1, "gateway": GatewaySettings(untrained_models=("gpt-4.1-mini",))}
-    how: Any = {"resources": {"main_prompt": module.prompt_template_baseline()}, "settings": settings}
-    conversion, turns = await roll(module.room_selector, task, tmp_path, *says, **how)
-    assert conversion.trajectory.reward == 1.0
-    assert [turn.untrained for turn in turns] == ["", "", "role:gpt-4.1-mini"]
+def room(load: Load, _: Path) -> Example:
+    module = load("apo", "room_selector")
+    lines = (EXAMPLES / "apo" / "room_tasks.jsonl").read_text().splitlines()
+    tasks = []
+    for task in map(json.loads, lines[1:3]):
+        slot = {name: task["task_input"][name] for name in ("date", "time", "duration_min")}
+        choice = f"final_choice: {task['expected_choice']}"
+        tasks.append((task, (call("get_rooms_and_availability", **slot), choice, '{"reason": "right", "score": 1.0}')))
+    needs = {"max_concurrent": 1, "untrained_models": ("gpt-4.1-mini",)}
+    resources = {"main_prompt": module.prompt_template_baseline()}
+    how: Any = {"needs": needs, "resources": resources, "forks": 2, "per_iteration": 2}
+    return Example(agent=module.room_selector, tasks=tasks, wrong=("final_choice: Orion", "I do not know."), **how)
 
 
-async def test_calc_agent(example: Any, tmp_path: Path) -> None:
+SUMS = {"12 * 15": 180, "2 + 3": 5}
+
+
+def calc(load: Load, _: Path) -> Example:
     for needed in ("autogen_agentchat", "sympy", "mcp_server_calculator"):
         pytest.importorskip(needed)
-    agent = example("calc_x", "calc_agent").calc_agent
-    task = {"id": "1", "question": "What is 12 times 15?", "chain": "", "result": "180", "source": "x"}
-    says = (call("calculate", expression="12 * 15"), "### ANSWER: 180 ###")
-    conversion, turns = await roll(agent, task, tmp_path, *says)
-    assert conversion.trajectory.reward == 1.0
-    assert len(turns) == 2
+    tasks = [
+        (
+            {"id": "1", "question": f"What is {written}?", "chain": "", "result": str(result), "source": "x"},
+            (call("calculate", expression=written), f"### ANSWER: {result} ###"),
+        )
+        for written, result in SUMS.items()
+    ]
+    agent = load("calc_x", "calc_agent").calc_agent
+    how: Any = {"forks": 1, "per_iteration": 2, "iterations": 5}
+    return Example(agent=agent, tasks=tasks, wrong=("### ANSWER: 7 ###", "I do not know."), **how)
 
 
-async def test_math_agent(example: Any, tmp_path: Path) -> None:
+def math(load: Load, _: Path) -> Example:
     for needed in ("agents.mcp", "mcp_server_calculator"):
         pytest.importorskip(needed)
-    agent = example("unsloth", "math_agent").math_agent
-    says = (call("calculate", expression="2 + 3"), "### 5 ###")
-    conversion, turns = await roll(agent, {"input": "2 + 3?", "target": 5.0}, tmp_path, *says)
-    assert conversion.trajectory.reward == 1.0
-    assert [turn.fork for turn in turns] == [None, None]
+    tasks = [
+        (
+            {"input": f"{written}?", "target": float(result)},
+            (call("calculate", expression=written), f"### {result} ###"),
+        )
+        for written, result in SUMS.items()
+    ]
+    agent = load("unsloth", "math_agent").math_agent
+    return Example(agent=agent, tasks=tasks, wrong=("### 7 ###", "I do not know."), per_iteration=2, iterations=5)
 
 
-async def test_sql_agent(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def sql(load: Load, tmp_path: Path) -> Example:
     for needed in ("langchain_community", "langgraph", "sqlparse", "termcolor"):
         pytest.importorskip(needed)
     folder = tmp_path / "data" / "database" / "pets"
@@ -161,31 +142,48 @@ async def test_sql_agent(example: Any, tmp_path: Path, monkeypatch: pytest.Monke
     with sqlite3.connect(folder / "pets.sqlite") as database:
         database.execute("create table pets (name text)")
         database.execute("insert into pets values ('Rex')")
-    monkeypatch.setenv("VERL_SPIDER_DATA_DIR", str(tmp_path / "data"))
-    module = example("spider", "sql_agent")
-    query = "SELECT count(*) FROM pets"
-    task = {"question": "How many pets?", "db_id": "pets", "query": query}
-    says = (f"```sqlite\n{query}\n```", "THE QUERY IS CORRECT.")
-    conversion, turns = await roll(module.LitSQLAgent(), task, tmp_path, *says)
-    assert conversion.trajectory.reward == 1.0
-    assert len(turns) == 2
+    os.environ["VERL_SPIDER_DATA_DIR"] = str(tmp_path / "data")  # as it was afterwards: see the fixture
+    queries = {"How many pets?": "SELECT count(*) FROM pets", "Which pets?": "SELECT name FROM pets"}
+    tasks = [
+        (
+            {"question": question, "db_id": "pets", "query": query},
+            (f"```sqlite\n{query}\n```", "THE QUERY IS CORRECT."),
+        )
+        for question, query in queries.items()
+    ]
+    wrong = ("```sqlite\nSELECT 1\n```", "THE QUERY IS CORRECT.")
+    how: Any = {"forks": 1, "per_iteration": 2}
+    return Example(agent=load("spider", "sql_agent").LitSQLAgent(), tasks=tasks, wrong=wrong, **how)
 
 
-_RETRIEVER = """
-import sys
+def rag(load: Load, _: Path) -> Example:
+    for needed in ("agents.extensions.models.litellm_model", "nltk", "mcp.server.fastmcp"):
+        pytest.importorskip(needed)
+    capitals = {"France": "Paris", "Japan": "Tokyo"}
+    tasks = [
+        (
+            {"question": f"What is the capital of {country}?", "answer": city},
+            (call("retrieve", query=f"capital of {country}"), f"<answer>{city}</answer>"),
+        )
+        for country, city in capitals.items()
+    ]
+    agent = load("rag", "rag_agent").RAGAgent()
+    return Example(agent=agent, tasks=tasks, wrong=("<answer>Rome</answer>", "I do not know."), per_iteration=2)
+
+
+RETRIEVER = """
 from mcp.server.fastmcp import FastMCP
 server = FastMCP("wiki", host="127.0.0.1", port=8099)
 @server.tool()
 def retrieve(query: str) -> str:
-    return "Paris is the capital of France."
+    return "Paris is the capital of France, Tokyo that of Japan."
 server.run(transport="sse")
 """
 
 
-@pytest.fixture
+@contextmanager
 def retriever() -> Iterator[None]:
-    pytest.importorskip("mcp.server.fastmcp")
-    process = subprocess.Popen([sys.executable, "-c", _RETRIEVER], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-c", RETRIEVER], stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
@@ -199,11 +197,145 @@ def retriever() -> Iterator[None]:
         process.wait(10)
 
 
-async def test_rag_agent(example: Any, tmp_path: Path, retriever: None) -> None:
-    pytest.importorskip("agents.extensions.models.litellm_model")
-    agent = example("rag", "rag_agent").RAGAgent()
-    says = (call("retrieve", query="capital of France"), "<answer>Paris</answer>")
-    task = {"question": "What is the capital of France?", "answer": "Paris"}
-    conversion, turns = await roll(agent, task, tmp_path, *says)
-    assert conversion.trajectory.reward is not None
-    assert len(turns) == 2
+@pytest.fixture
+def example(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Example]:
+    """The example of that name, its module imported as its own command line would."""
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    uvx = bin_dir / "uvx"
+    uvx.write_text(f'#!/bin/sh\nexec {sys.executable} -m "$(echo "$1" | tr - _)"\n')
+    uvx.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_dir}:{os.environ['PATH']}")
+    monkeypatch.setenv("AZURE_OPENAI_API_KEY", "any")
+    monkeypatch.setenv("VERL_SPIDER_DATA_DIR", "")
+    for name, members in {"datasets": ("load_dataset",), "trl": ("SFTConfig", "SFTTrainer")}.items():
+        stub = types.ModuleType(name)
+        for member in members:
+            setattr(stub, member, None)
+        monkeypatch.setitem(sys.modules, name, stub)
+
+    def load(directory: str, module: str) -> Any:
+        monkeypatch.syspath_prepend(str(EXAMPLES / directory))
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        return importlib.import_module(module)
+
+    with ExitStack() as stack:
+        made = globals()[request.param](load, tmp_path)
+        if request.param == "rag":
+            stack.enter_context(retriever())
+        yield made
+
+
+async def collected(example: Example, at: int, model: Path) -> list[Turn]:
+    """The turns of a rollout of the task of that number, its good answers given by the engine."""
+    task, says = example.tasks[at]
+    from agl_slime.demo.tokenizer import CHAT_TEMPLATE
+
+    tokenizer = small_tokenizer(CHAT_TEMPLATE)
+    tokenizer.save_pretrained(model)
+    engine = engine_saying(tokenizer, says, context_length=100_000)
+    needs = dict(example.needs)
+    settings = {"gateway": GatewaySettings(untrained_models=needs.pop("untrained_models", ())), **needs}
+    with in_thread(engine):
+        how: Any = {"endpoint": engine.url, "model": str(model), "resources": example.resources, "settings": settings}
+        [done] = await run_rollouts(example.agent, [task], **how, temperature=1.0, max_new_tokens=512)
+    assert done.status == "succeeded", done.failure
+    conversion = done.convert(tokenizer)
+    assert conversion.trajectory.reward == 1.0
+    assert all(sample.metadata["token_source"] == "engine" for sample in conversion.samples)
+    turns = decode_turns(done.spans)
+    trained_once(turns, merge_turns(turns, untrained={n for n, turn in enumerate(turns) if turn.untrained}))
+    return turns
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("example", NAMES, indirect=True)
+async def test_an_example_collects_what_was_sampled(example: Example, tmp_path: Path) -> None:
+    turns = await collected(example, 0, tmp_path / "model")
+    assert [turn.text for turn in turns] == list(example.tasks[0][1])
+    assert sum(turn.fork is not None for turn in turns) == example.forks
+    judged = example.needs.get("untrained_models", ())
+    assert [turn.untrained for turn in turns if turn.untrained] == [f"role:{model}" for model in judged]
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Shown:
+    """What a tiny policy learns its format from: the prompts that the agent really sends, each with its good answer
+    and those that blur it."""
+
+    prompts: list[tuple[list[dict[str, Any]], str]]
+    wrong: tuple[str, ...]
+
+    def demonstrations(self, rng: random.Random, n: int, *, quality: str) -> list[list[dict[str, Any]]]:
+        made = []
+        for _ in range(n):
+            messages, answer = rng.choice(self.prompts)
+            blurred = quality == "imperfect" and not answer.startswith("{") and rng.random() < 0.6
+            made.append([*messages, {"role": "assistant", "content": rng.choice(self.wrong) if blurred else answer}])
+        return made
+
+
+def said_in(prompt: str) -> list[dict[str, Any]]:
+    """The messages of a rendered prompt, tools and results as they stand in it."""
+    found = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>\n", prompt, re.DOTALL)
+    return [{"role": role, "content": content} for role, content in found]
+
+
+SGLANG = pytest.mark.sglang  # the judge of the room selector is held to a JSON schema, which takes grammars
+TRAINED = [pytest.param(name, marks=SGLANG if name == "room" else pytest.mark.clients) for name in NAMES]
+
+
+@pytest.mark.parametrize("example", TRAINED, indirect=True)
+async def test_an_example_trains(example: Example, tmp_path: Path, request: Any) -> None:
+    pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
+    from agl_slime.demo.policy import PolicySettings, make_policy
+    from agl_slime.report import read_metrics
+    from agl_slime.run.local import run_training
+    from agl_slime.run.parts import RunParts
+    from agl_slime.run.settings import TrainConfig
+
+    name = request.node.callspec.params["example"]
+    prompts = []
+    for at in range(len(example.tasks)):
+        tokenizer = small_tokenizer()
+        for turn in await collected(example, at, tmp_path / f"model-{at}"):
+            prompts.append((said_in(tokenizer.decode(turn.prompt_ids)), turn.text))
+    began = time.monotonic()
+    settings = PolicySettings(batch_size=8, imperfect_steps=30)
+    policy = make_policy(tmp_path / "policy", demonstrations=Shown(prompts, example.wrong), settings=settings)
+    warmed = time.monotonic() - began
+    with ExitStack() as stack:
+        url = stack.enter_context(real_sglang(policy, tmp_path / "sglang.log")).url if name == "room" else None
+        config = TrainConfig(
+            model_path=policy,
+            sglang_url=url,
+            num_iterations=example.iterations,
+            rollout_batch_size=example.per_iteration,
+            n_samples_per_prompt=8,
+            max_new_tokens=example.max_new_tokens,
+            eval_interval=0,
+            output_dir=tmp_path / "run",
+            **example.needs,
+        )
+        tasks = [task for task, _ in example.tasks]
+        parts = RunParts(tasks=tasks, agent=example.agent, resources=example.resources)
+        await run_training(config, given=parts, console=Console(file=io.StringIO()))
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    told = {
+        "reward": [round(row["rollout/reward_mean"], 2) for row in rows],
+        "tokens trained": sum(row["train/tokens_trained"] for row in rows),
+        "log-prob difference": max(row["train/logprob_diff_max"] for row in rows),
+        "failed": sum(row["rollout/failed"] for row in rows),
+        "warm-up s": round(warmed),
+        "training s": round(time.monotonic() - began - warmed),
+    }
+    print(f"\n{name}: {json.dumps(told)}")
+    assert len(rows) == example.iterations
+    assert told["tokens trained"] > 0
+    assert told["log-prob difference"] < 1e-3
+    assert told["failed"] == 0
+    assert all(row["trace/retokenized"] == 0 for row in rows)
+    assert max(told["reward"]) > told["reward"][0]

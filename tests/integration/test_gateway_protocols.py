@@ -4,6 +4,8 @@ the clients' own packages."""
 from __future__ import annotations
 
 import json
+import time
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -248,6 +250,10 @@ def test_what_cannot_be_honoured_is_refused_by_name(path: str, body: dict[str, A
 
 def test_models_are_listed_and_a_wrong_path_says_what_there_is() -> None:
     with serving("hello") as case:
-        assert [model.id for model in client_of(case).models.list()] == ["scripted"]
+        [model] = client_of(case).models.list()
+        assert model.id == "scripted"
+        assert abs(model.created - time.time()) < 60
+        card = httpx.get(f"{case.llm.endpoint}/models").json()["data"][0]
+        assert datetime.fromisoformat(card["created_at"]).timestamp() == model.created
         with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
             client_of(case).embeddings.create(model="m", input="x")

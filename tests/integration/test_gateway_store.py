@@ -21,7 +21,7 @@ from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, ProxyLLM
 from agl_slime.trace.span_codec import decode_turns
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
-from tests.gateway_cases import QUICK, TEMPLATE, talking
+from tests.gateway_cases import QUICK, TEMPLATE, engine_saying
 from tests.trace_tokenizers import small_tokenizer
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello?"}]}
@@ -30,12 +30,7 @@ BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello?"}]}
 @contextlib.contextmanager
 def beside(store: Any, *says: str, token: str | None = "secret") -> Iterator[tuple[StoreGateway, ScriptedEngine]]:
     tokenizer = small_tokenizer(TEMPLATE)
-    engine = ScriptedEngine(
-        vocab_size=len(tokenizer),
-        eos_id=tokenizer.eos_token_id,
-        decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
-        next_id=talking(tokenizer, says),
-    )
+    engine = engine_saying(tokenizer, says)
     with in_thread(engine):
         llm = LLM(endpoint=engine.url, model="scripted", sampling_parameters={"max_new_tokens": 64})
         access = EngineAccess(tokenizer=tokenizer, settings=QUICK)

@@ -20,7 +20,7 @@ def rows(*params: tuple[float, float, int]) -> RowParams:
 def test_log_probs_are_of_the_scaled_distribution_before_any_cut() -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     params = rows((0.5, 1.0, ALL_TOKENS), (1.0, 0.3, ALL_TOKENS), (2.0, 1.0, 4), (1.0, 1.0, 1))
-    ids, log_probs = sample(logits, params, torch.Generator().manual_seed(1))
+    ids, log_probs, _ = sample(logits, params, torch.Generator().manual_seed(1))
     for row, temperature in enumerate((0.5, 1.0, 2.0, 1.0)):
         expected = torch.log_softmax(logits[row] / temperature, dim=-1)[ids[row]]
         assert float(log_probs[row]) == pytest.approx(float(expected), abs=1e-6)
@@ -38,7 +38,7 @@ def test_a_row_is_sampled_as_if_it_were_alone() -> None:
         kept = probabilities * (before <= top_p) * (torch.arange(6) < top_k)
         expected = kept / kept.sum()
         params = rows(*([(temperature, top_p, top_k)] * (count // 2) + [(1.0, 0.9, 5)] * (count // 2)))
-        ids, _ = sample(logits.expand(count, -1), params, generator)
+        ids, *_ = sample(logits.expand(count, -1), params, generator)
         seen = torch.bincount(ids[: count // 2], minlength=6) / (count // 2)
         assert float((seen - expected).abs().max()) < 5 * (0.25 / (count // 2)) ** 0.5
         assert set(ids[: count // 2].tolist()) <= set(expected.nonzero().flatten().tolist())
@@ -46,7 +46,7 @@ def test_a_row_is_sampled_as_if_it_were_alone() -> None:
 
 def test_all_greedy_rows_take_the_first_choice() -> None:
     logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(3))
-    ids, _ = sample(logits, rows(*[(1.0, 1.0, 1)] * 3), torch.Generator().manual_seed(0))
+    ids, *_ = sample(logits, rows(*[(1.0, 1.0, 1)] * 3), torch.Generator().manual_seed(0))
     assert ids.tolist() == logits.argmax(-1).tolist()
 
 
@@ -54,7 +54,7 @@ def test_a_token_without_weight_is_never_drawn() -> None:
     logits = torch.full((20_000, 5), -float("inf"))
     logits[:, 1] = 0.0
     logits[:, 3] = -3.0
-    ids, log_probs = sample(logits, rows(*[(1.0, 1.0, ALL_TOKENS)] * 20_000), torch.Generator().manual_seed(4))
+    ids, log_probs, _ = sample(logits, rows(*[(1.0, 1.0, ALL_TOKENS)] * 20_000), torch.Generator().manual_seed(4))
     assert set(ids.tolist()) == {1, 3}
     assert bool(torch.isfinite(log_probs).all())
 

@@ -54,6 +54,48 @@ def test_a_call_is_read(kind: str) -> None:
     assert not parsed.malformed
 
 
+@pytest.mark.parametrize("kind", list(ONE))
+def test_the_grammar_of_a_forced_call_has_what_is_read_as_one(kind: str) -> None:
+    function = {"name": "look", "parameters": {"type": "object"}}
+    form = get_tool_parser(kind).forced([function, {**function, "name": "other"}])
+    assert form is not None
+    calls = form["elements"][1] if kind == "kimi" else form
+    assert [len(calls["tags"]), calls["at_least_one"]] == [2, True]
+    head, _, arguments = ONE[kind].partition(calls["tags"][0]["begin"])
+    assert arguments.partition(calls["tags"][0]["end"])[1]
+    assert not head or kind == "kimi"
+    text = calls["separator"].join([ONE[kind]] * 2)
+    assert [call.name for call in parse(kind, text).calls] == ["look", "look"]
+
+
+def test_a_parser_that_says_nothing_of_it_forces_no_call() -> None:
+    class Own(ToolParser):
+        def parse(self, text: str) -> ParsedAnswer:
+            return ParsedAnswer(text)
+
+    assert Own().forced([{"name": "look", "parameters": {}}]) is None
+
+
+@pytest.mark.parametrize("kind", ["hermes", "qwen_xml", "glm", "kimi"])
+def test_an_end_mark_in_an_argument_is_an_argument(kind: str) -> None:
+    parser: Any = get_tool_parser(kind)
+    marked = f"k{parser.end}z"
+    parsed = parse(kind, f"{ONE[kind].replace('kz', marked)}After.{ONE[kind]}")
+    assert [call.arguments["key"] for call in parsed.calls] == [marked, "kz"]
+    assert parsed.content == "After."
+    if parser.quoted:
+        within = ONE[kind].replace("kz", f"k{parser.begin}{parser.end}z")
+        assert [call.arguments["key"] for call in parse(kind, within).calls] == [f"k{parser.begin}{parser.end}z"]
+
+
+@pytest.mark.parametrize("kind", ["qwen_xml", "glm"])
+def test_a_call_that_is_cut_off_does_not_swallow_the_next(kind: str) -> None:
+    cut = ONE[kind].partition("kz")[0] + "kz</tool_call>\n"
+    parsed = parse(kind, cut + ONE[kind])
+    assert [call.arguments["key"] for call in parsed.calls] == ["kz"]
+    assert len(parsed.malformed) == 1
+
+
 @pytest.mark.parametrize("kind", ["hermes", "qwen_xml", "glm", "kimi"])
 def test_text_around_calls_stays(kind: str) -> None:
     parsed = parse(kind, f"First.{ONE[kind]}Then.{ONE[kind]}")

@@ -60,8 +60,14 @@ def test_a_reward_of_a_turn_goes_to_its_own_sample_and_each_token_is_trained_onc
 
 def test_a_reward_of_a_role_goes_to_its_turns_and_the_last_one_counts() -> None:
     early, late = linked(0.1, {names.ROLE: "planner"}), linked(0.2, {names.ROLE: "planner"})
-    other = linked(9.0, {names.ROLE: "nobody"})
-    assert trained(three(early, late, other)) == [(0.2, [4, 5, 9], "role:planner"), (1.0, [6, 7, 8], None)]
+    spans = three(early, late, linked(9.0, {names.ROLE: "critic"}))
+    spans[2].attributes[names.ROLES] = '["main_llm", "planner", "coder", "critic"]'  # who made no call
+    assert trained(spans) == [(0.2, [4, 5, 9], "role:planner"), (1.0, [6, 7, 8], None)]
+
+
+def test_a_role_that_nobody_has_is_an_error_and_not_passed_over() -> None:
+    with pytest.raises(RewardError, match=r"role 'planer', and this rollout has coder, planner"):
+        trained(three(linked(0.5, {names.ROLE: "planer"})))
 
 
 def test_samples_of_turns_hold_what_was_sampled_where_it_was() -> None:

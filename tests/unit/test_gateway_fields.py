@@ -1,0 +1,69 @@
+"""No field of a request is dropped in silence: each that the clients' own packages know is honoured, listed in
+docs/any-agent.md as ignored, or refused by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
+
+from agl_slime.errors import GatewayRequestError
+from agl_slime.gateway.anthropic import AnthropicMessages
+from agl_slime.gateway.chat import ChatCompletions
+from agl_slime.gateway.completions import Completions
+from agl_slime.gateway.protocol import Protocol
+from agl_slime.gateway.responses import Responses
+
+PAGE = (Path(__file__).parents[2] / "docs" / "any-agent.md").read_text()
+HELLO = [{"role": "user", "content": "x"}]
+BODIES: dict[str, tuple[Protocol, dict[str, Any]]] = {
+    "chat": (ChatCompletions(), {"messages": HELLO}),
+    "completions": (Completions(), {"prompt": "x"}),
+    "responses": (Responses(), {"input": "x"}),
+    "messages": (AnthropicMessages(), {"messages": HELLO, "max_tokens": 5}),
+}
+
+
+def fields_of(name: str) -> set[str]:
+    if name == "messages":
+        anthropic = pytest.importorskip("anthropic", reason="the client of Anthropic: pip install anthropic")
+        return {*anthropic.types.message_create_params.MessageCreateParamsBase.__annotations__, "stream"}
+    types: dict[str, Any] = {
+        "chat": chat_create_params.CompletionCreateParamsBase,
+        "completions": completion_create_params.CompletionCreateParamsBase,
+        "responses": response_create_params.ResponseCreateParamsBase,
+    }
+    return {*types[name].__annotations__, "stream"}
+
+
+@pytest.mark.parametrize("name", list(BODIES))
+def test_each_field_is_honoured_or_listed_as_ignored_or_refused_by_name(name: str) -> None:
+    protocol, body = BODIES[name]
+    listed = re.search(r"- \*\*Ignored\*\*: (.*?)\n- ", PAGE, re.DOTALL)
+    assert listed is not None
+    assert protocol.ignored <= set(re.findall(r"`(\w+)`", listed[1]))
+    assert not protocol.ignored & protocol.honoured
+    fields = fields_of(name)
+    assert len(fields) > 12
+    for field in sorted(fields - protocol.honoured - protocol.ignored):
+        with pytest.raises(GatewayRequestError, match=field):
+            protocol.read({**body, field: "x"})
+
+
+@pytest.mark.parametrize("name", list(BODIES))
+def test_a_field_that_nobody_knows_is_refused_by_name_unless_it_is_empty(name: str) -> None:
+    protocol, body = BODIES[name]
+    protocol.read({**body, "telepathy": None})
+    with pytest.raises(GatewayRequestError, match="telepathy"):
+        protocol.read({**body, "telepathy": 1})
+
+
+def test_an_answer_in_the_old_form_of_calls_is_refused_and_not_read_as_an_empty_one() -> None:
+    old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    with pytest.raises(GatewayRequestError, match=r"messages\[1\]\.function_call is OpenAI's old form"):
+        ChatCompletions().read({"messages": [*HELLO, old]})
