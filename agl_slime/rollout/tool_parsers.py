@@ -81,8 +81,8 @@ class ToolParser(ABC):
 
 class BlockParser(ToolParser):
     """A format whose calls stand in blocks between the marks ``begin`` and ``end``. Marks in the arguments of a
-    well-formed call are arguments; ``begin`` only where arguments are ``quoted``, for else it may be the next call's.
-    """
+    well-formed call are arguments; a ``begin`` after an ``end`` only where arguments are ``quoted``, for else it may be
+    the next call's."""
 
     begin: str
     end: str
@@ -119,7 +119,7 @@ class BlockParser(ToolParser):
     def _block(self, text: str, start: int, at: int, *, thinking: bool) -> tuple[int, int, ToolCall | str]:
         stop = ends = text.find(self.end, at)
         for _ in range(_MOST_MARKS):
-            if ends < 0 or (not self.quoted and self.begin in text[at:ends]):
+            if ends < 0 or (not self.quoted and self.begin in text[stop:ends]):
                 break
             with contextlib.suppress(ValueError):
                 return start, ends + len(self.end), self.read(text[at:ends])

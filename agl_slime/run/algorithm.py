@@ -25,7 +25,7 @@ from agl_slime.run.parts import RunParts
 from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.concurrent import ConcurrentRunner
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import Algorithm, LightningStore
+from agl_slime.support.agl import Algorithm, LightningStore, otlp_goes_astray
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 
 
@@ -127,8 +127,24 @@ class SlimeAlgorithm(Algorithm):
         store = _unwrapped(self.get_store())
         # runners of Agent Lightning's own know of no gateway: theirs stands beside the loop
         behind = not isinstance(getattr(self.get_trainer(), "runner", None), ConcurrentRunner)
+        self._check_trainer(behind)
         given = RunParts(store=store, tasks=tasks, val_tasks=val_tasks, resources=resources, behind_gateway=behind)
         self.result = await run_training(config, slime_flags=self.slime_flags, given=given, console=self._console)
+
+    def _check_trainer(self, behind: bool) -> None:
+        """What of Agent Lightning's own would lose rollouts, said before the first."""
+        if self.get_llm_proxy() is not None:
+            raise ConfigError(
+                "Trainer(llm_proxy=…) with SlimeAlgorithm: agents find a gateway of its own, which keeps what was "
+                "sampled; leave llm_proxy out"
+            )
+        if behind and self.get_store().capabilities.get("otlp_traces") and otlp_goes_astray():
+            raise ConfigError(
+                "Agent Lightning's runners in processes of their own send spans, emitted rewards among them, by "
+                "OpenTelemetry's OTLP exporter, which from 1.45 on does not find its store: install "
+                "opentelemetry-exporter-otlp-proto-http<1.45, or give the Trainer runner=ConcurrentRunner() or a "
+                "SharedMemoryExecutionStrategy"
+            )
 
 
 def _unwrapped(store: LightningStore) -> LightningStore:

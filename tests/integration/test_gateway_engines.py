@@ -12,15 +12,18 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from agl_slime.gateway.server import Gateway
+from agl_slime.rollout.access import EngineAccess
 from agl_slime.rollout.by_file import import_file
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.generation import SamplingParams
 from agl_slime.support.agl import LLM
+from agl_slime.tokens.tokenizer import load_tokenizer
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.span_codec import decode_turns
 from tests.gateway_cases import WEATHER, trained_once, writer
 from tests.integration.engine_servers import Server
 from tests.integration.rollouts import run_rollouts
+from tests.trace_tokenizers import PLAIN
 
 ROOT = __file__.rpartition("/tests/")[0]
 HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]
@@ -106,3 +109,35 @@ def test_constraints_are_obeyed_by_a_real_engine_and_refused_in_words_by_the_emb
             assert [call.function.name for call in called.message.tool_calls or ()] == ["weather"]
         assert (decode_turns(spans)[1].text).startswith('<tool_call>\n{"name": "weather", "arguments": ')
         assert [turn.untrained for turn in decode_turns(spans)] == ["constrained"] * 2
+
+
+def test_the_likeliest_tokens_are_told_where_they_are_asked_for(server: Server) -> None:
+    with Gateway() as gateway:
+        llm, _ = opened(server, gateway, max_new_tokens=5)
+        ask = OpenAI(base_url=llm.endpoint, api_key="any", max_retries=0).chat.completions.create
+        told = ask(model="m", messages=HELLO, logprobs=True, top_logprobs=3).choices[0].logprobs
+        for token in told.content:  # type: ignore[union-attr]
+            values = [top.logprob for top in token.top_logprobs]
+            assert len(values) == 3
+            assert values == sorted(values, reverse=True)
+            assert token.logprob <= values[0] + 1e-6
+
+
+@pytest.mark.parametrize("server", [pytest.param("sglang", marks=pytest.mark.sglang)], indirect=True)
+@pytest.mark.parametrize(
+    "mark", ["<tool_call>", "<function=", "<arg_key>", "<|tool_call_argument_begin|>", "<|python_tag|>"]
+)
+def test_calls_are_forced_in_the_format_of_the_template(server: Server, mark: str) -> None:
+    tokenizer = load_tokenizer(str(server.policy))
+    tokenizer.chat_template = f"{PLAIN}{{# {mark} #}}"  # type: ignore[attr-defined]
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+    tool: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    with Gateway(access=EngineAccess(tokenizer=tokenizer)) as gateway:
+        llm, spans = opened(server, gateway, max_new_tokens=200)
+        ask = OpenAI(base_url=llm.endpoint, api_key="any", max_retries=0).chat.completions.create
+        calls = ask(model="m", messages=HELLO, tools=[tool], tool_choice="required").choices[0].message.tool_calls
+        [turn] = decode_turns(spans)
+        assert calls, turn.text
+        assert {call.function.name for call in calls} == {"weather"}  # type: ignore[union-attr]
+        assert {json.loads(call.function.arguments)["city"] for call in calls} <= {"Rome", "Oslo"}  # type: ignore[union-attr]
+        assert turn.untrained == "constrained"

@@ -3,20 +3,25 @@ slime's place."""
 
 from __future__ import annotations
 
+import http.server
 import json
 import random
+import threading
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+from agentlightning.utils.otlp import LightningStoreOTLPExporter
+from opentelemetry.sdk.trace import TracerProvider
 
 pytest.importorskip("torch", reason='the local trainer needs torch: pip install "agl-slime[local]"')
 
+import agl_slime.run.algorithm
 from agl_slime import BridgeStore, ConcurrentRunner, SlimeAlgorithm
 from agl_slime.demo.agent import LookupAgent
 from agl_slime.errors import ConfigError
-from agl_slime.support.agl import LLM, NamedResources, Rollout
+from agl_slime.support.agl import LLM, LightningStoreServer, NamedResources, Rollout, otlp_goes_astray
 
 agl_trainer = pytest.importorskip("agentlightning.trainer")
 execution = pytest.importorskip("agentlightning.execution.shared_memory")
@@ -98,6 +103,51 @@ async def test_an_empty_data_set_is_refused(policy_dir: Path):
     algorithm.set_store(BridgeStore())
     with pytest.raises(ConfigError, match="train_dataset is empty"):
         await algorithm.run([])
+
+
+class Other:
+    """A Trainer with runners of Agent Lightning's own."""
+
+    runner = None
+
+
+async def test_what_of_agent_lightnings_own_would_lose_rollouts_is_said_before_the_first(
+    policy_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    algorithm, trainer, proxy = SlimeAlgorithm(model_path=policy_dir, trainer="local"), Other(), Other()
+    algorithm.set_trainer(trainer)  # type: ignore[arg-type]
+    algorithm.set_store(LightningStoreServer(BridgeStore(), host="127.0.0.1", port=9))
+    monkeypatch.setattr(agl_slime.run.algorithm, "otlp_goes_astray", lambda: True)
+    with pytest.raises(ConfigError, match=r"opentelemetry-exporter-otlp-proto-http<1\.45"):
+        await algorithm.run(make_tasks(1, 1))
+    algorithm.set_llm_proxy(proxy)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="leave llm_proxy out"):
+        await algorithm.run(make_tasks(1, 1))
+
+
+def test_where_spans_go_that_agent_lightning_exports(monkeypatch: pytest.MonkeyPatch):
+    """To the address that it names, or as ``otlp_goes_astray`` says."""
+    asked: list[str] = []
+
+    class Collector(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Collector) as collector:
+        url = f"http://127.0.0.1:{collector.server_port}"
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"{url}/default")
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        exporter = LightningStoreOTLPExporter()
+        exporter.enable_store_otlp(f"{url}/store", "ro", "at")
+        span = TracerProvider().get_tracer("t").start_span("s")
+        span.end()
+        exporter.export([span])  # type: ignore[list-item]
+        collector.shutdown()
+    assert asked == ["/default" if otlp_goes_astray() else "/store"]
 
 
 @pytest.mark.slow
