@@ -67,6 +67,7 @@ class Example:
     resources: dict[str, Any] = field(default_factory=dict)
     forks: int = 0  # where an agent leaves out its tools, or asks anew
     per_iteration: int = 4  # prompts
+    samples: int = 8  # rollouts per prompt
     iterations: int = 8
     max_new_tokens: int = 64
 
@@ -98,11 +99,13 @@ def room(load: Load, _: Path) -> Example:
         tasks.append((task, (call("get_rooms_and_availability", **slot), choice, '{"reason": "right", "score": 1.0}')))
     needs = {"max_concurrent": 1, "untrained_models": ("gpt-4.1-mini",)}
     resources = {"main_prompt": module.prompt_template_baseline()}
-    how: Any = {"needs": needs, "resources": resources, "forks": 2, "per_iteration": 2}
+    how: Any = {"needs": needs, "resources": resources, "forks": 2, "per_iteration": 2, "samples": 4, "iterations": 4}
     return Example(agent=module.room_selector, tasks=tasks, wrong=("final_choice: Orion", "I do not know."), **how)
 
 
 SUMS = {"12 * 15": 180, "2 + 3": 5}
+# each rollout starts a calculator, a second of CPU; AutoGen gives up on one after 5 s
+CALCULATES: dict[str, Any] = {"needs": {"max_concurrent": 4}, "per_iteration": 2, "iterations": 5}
 
 
 def calc(load: Load, _: Path) -> Example:
@@ -116,8 +119,7 @@ def calc(load: Load, _: Path) -> Example:
         for written, result in SUMS.items()
     ]
     agent = load("calc_x", "calc_agent").calc_agent
-    how: Any = {"forks": 1, "per_iteration": 2, "iterations": 5}
-    return Example(agent=agent, tasks=tasks, wrong=("### ANSWER: 7 ###", "I do not know."), **how)
+    return Example(agent=agent, tasks=tasks, wrong=("### ANSWER: 7 ###", "I do not know."), forks=1, **CALCULATES)
 
 
 def math(load: Load, _: Path) -> Example:
@@ -131,7 +133,7 @@ def math(load: Load, _: Path) -> Example:
         for written, result in SUMS.items()
     ]
     agent = load("unsloth", "math_agent").math_agent
-    return Example(agent=agent, tasks=tasks, wrong=("### 7 ###", "I do not know."), per_iteration=2, iterations=5)
+    return Example(agent=agent, tasks=tasks, wrong=("### 7 ###", "I do not know."), **CALCULATES)
 
 
 def sql(load: Load, tmp_path: Path) -> Example:
@@ -314,7 +316,7 @@ async def test_an_example_trains(example: Example, tmp_path: Path, request: Any)
             sglang_url=url,
             num_iterations=example.iterations,
             rollout_batch_size=example.per_iteration,
-            n_samples_per_prompt=8,
+            n_samples_per_prompt=example.samples,
             max_new_tokens=example.max_new_tokens,
             eval_interval=0,
             output_dir=tmp_path / "run",
