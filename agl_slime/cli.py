@@ -34,6 +34,7 @@ _PIPE_CLOSED = 141  # what a shell reports of a program that SIGPIPE has ended
 
 COMMANDS = {
     "train": "train an agent online",
+    "model": "fetch a model and print its directory",
     "plot": "draw the reward.png of a run from its metrics",
     "report": "write a run as one HTML page: trend, steps, rollouts, tokens",
     "buffer": "serve a rollout buffer",
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         home = "buffer.server" if command == "buffer" else "gateway.remote"
         return import_module(f"agl_slime.{home}").main(rest)
     if command in COMMANDS:
-        functions = {"train": _train, "plot": _plot, "report": _report, "assign-instance-id": _assign_instance_ids}
+        functions = {"train": _train, "model": _model, "plot": _plot, "report": _report}
+        functions["assign-instance-id"] = _assign_instance_ids
         return _reported(partial(functions[command], rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
@@ -102,6 +104,20 @@ def _train(arguments: list[str]) -> None:
         from agl_slime.runner.process import own_this_process
     own_this_process()
     _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
+
+
+def _model(arguments: list[str]) -> None:
+    def model(name: tyro.conf.Positional[Path]) -> None:
+        """Fetch a model and print the directory it is in, for --model-path or an SGLang server.
+
+        Args:
+            name: smollm2, a name on the Hugging Face hub, or a directory.
+        """
+        from agl_slime.run.models import find_model
+
+        print(find_model(name, partial(print, file=sys.stderr)))
+
+    tyro.cli(model, prog="agl-slime model", args=arguments)
 
 
 def _plot(arguments: list[str]) -> None:

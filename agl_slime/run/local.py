@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from agl_slime.report.files import IterationFile, RunDir
 from agl_slime.report.metrics import TOKENS_TRAINED
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.rollout.partial import PartialRollouts
-from agl_slime.run.parts import RunParts, load_parts, make_loop, model_for_agents, step
+from agl_slime.run.models import find_model
+from agl_slime.run.parts import RunParts, load_parts, make_loop, model_for_agents, say, step
 from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.client import PauseMode, SGLangClient
 from agl_slime.sglang.describe import EngineDescription
@@ -213,7 +215,7 @@ async def _model_path(
 ) -> Path:
     """The checkpoint that trainer and engine start from; a tiny policy was ``made`` before the restart."""
     if config.model_path is not None:
-        return config.model_path.resolve()
+        return await run_in_thread(find_model, config.model_path, partial(say, console))
     if described is not None:
         served = Path(described.model_path)
         if (served / "config.json").is_file():

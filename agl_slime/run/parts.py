@@ -112,5 +112,10 @@ def step(console: Console, text: str) -> Iterator[None]:
         with console.status(f"{text} ..."):
             yield
     else:
-        print(f"{text} ...", file=console.file, flush=True)
+        say(console, text)
         yield
+
+
+def say(console: Console, text: str) -> None:
+    """A line on what begins now, as it stands: the console would wrap and colour it."""
+    print(f"{text} ...", file=console.file, flush=True)

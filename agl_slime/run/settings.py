@@ -6,13 +6,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.settings import Branches, Constraints, GatewaySettings
 from agl_slime.loop.tasks import read_tasks
 from agl_slime.report.rollouts import Keep
 from agl_slime.rollout.loading import DEFAULT_AGENT, split_agent
+from agl_slime.run.models import check_model
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.support.ranges import check_ranges
 from agl_slime.trainers.local.settings import LocalTrainerSettings
@@ -27,8 +30,9 @@ class TrainConfig:
     """The agent to train, as module:Class or path/to/file.py:Class."""
     tasks: Path | None = None
     """Tasks as JSON lines, one object each. Without it the agent's own make_task(rng) is used."""
-    model_path: Path | None = None
-    """Hugging Face checkpoint to start from. Without it a tiny policy is made for the agent."""
+    model_path: Annotated[Path | None, tyro.conf.arg(aliases=["--model"])] = None
+    """Model to start from: a Hugging Face directory, smollm2 (SmolLM2-135M-Instruct, Apache-2.0, 93 MB from the package
+    registry) or a name on the Hugging Face hub. Without it a tiny policy is made for the agent."""
     sglang_url: str | None = None
     """URL of a running SGLang server or router. Without it an embedded engine is started on this machine."""
     trainer: Literal["local", "slime"] = "local"
@@ -191,9 +195,8 @@ class TrainConfig:
         for name, path in (("--tasks", self.tasks), ("--eval-tasks", self.eval_tasks)):
             if path is not None:
                 read_tasks(path, flag=name)
-        if self.model_path is not None and not (self.model_path / "config.json").is_file():
-            why = "there is no Hugging Face checkpoint (no config.json); leave the flag out to make a tiny policy"
-            raise ConfigError(f"--model-path {self.model_path}: {why}")
+        if self.model_path is not None:
+            check_model(self.model_path)
 
 
 def flag(name: str) -> str:

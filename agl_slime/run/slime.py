@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +24,8 @@ from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.report import StandardReporters, open_run_dir
 from agl_slime.report.events import BatchTrained, Observer
 from agl_slime.report.metrics import TOKENS_TRAINED
-from agl_slime.run.parts import RunParts, load_parts, make_loop, model_for_agents
+from agl_slime.run.models import find_model
+from agl_slime.run.parts import RunParts, load_parts, make_loop, model_for_agents, say
 from agl_slime.run.settings import TrainConfig, flag
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.slime.args import PluginSettings
@@ -76,7 +78,8 @@ async def run_slime_training(
     store = parts.store
     if not isinstance(store, BridgeStore):
         raise ConfigError(f"the store is a {type(store).__name__}, which cannot be served to slime: use BridgeStore()")
-    model_path = config.model_path.resolve()
+    model_path = await run_in_thread(find_model, config.model_path, partial(say, console))
+    config = replace(config, model_path=model_path)
     engines, router, agents_url = await _engines(config)
     flags = [*loop_flags(config, engines=engines, router=router), *slime_flags]
     if not normalizes_by_group():

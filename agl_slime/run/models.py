@@ -1,0 +1,54 @@
+"""Where the model of a run is: a directory, ``smollm2``, or a name on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from agl_slime.errors import ConfigError
+from agl_slime.run.smollm2 import make_smollm2, require_gguf, smollm2_directory
+
+_SMOLLM2 = "smollm2"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # who published it, and its name
+# What engine and trainer read; the same weights in other forms are left there.
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+
+def check_model(model: Path) -> None:
+    """Raise ``ConfigError`` or ``MissingDependencyError`` when ``find_model`` could not find ``model``, as far as that
+    can be told at once."""
+    if (model / "config.json").is_file():
+        return
+    if str(model) == _SMOLLM2 and not model.exists():
+        if smollm2_directory() is None:
+            require_gguf()
+    elif model.exists() or not _HUB_NAME.fullmatch(str(model)):
+        why = "there is no Hugging Face checkpoint (no config.json); leave the flag out to make a tiny policy"
+        raise ConfigError(f"--model {model}: {why}")
+
+
+def find_model(model: Path, say: Callable[[str], None]) -> Path:
+    """The directory of ``model``, with what is not on this machine fetched first; a directory of that name comes before
+    the other meanings. ``say`` is told what takes a while. Raises as ``check_model`` does, and ``ConfigError`` when
+    it cannot be fetched."""
+    check_model(model)
+    if (model / "config.json").is_file():
+        return model.resolve()
+    return make_smollm2(say) if str(model) == _SMOLLM2 else _from_hub(str(model), say)
+
+
+def _from_hub(name: str, say: Callable[[str], None]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    say(f"looking for {name} on the Hugging Face hub")
+    try:
+        found = Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except Exception as error:  # of requests, httpx or the hub's own, by its version; there is nothing else in here
+        fix = "give a directory, or smollm2, which comes from the package registry"
+        raise ConfigError(
+            f"--model {name}: the hub did not give it ({' '.join(str(error).split())[:200]}); {fix}"
+        ) from error
+    if not (found / "config.json").is_file() or not any(found.glob("*.safetensors")):
+        raise ConfigError(f"--model {name}: it has no config.json and *.safetensors to train from; give another model")
+    return found

