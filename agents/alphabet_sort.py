@@ -1,0 +1,39 @@
+"""Alphabet-sort at the size of SmolLM2-135M: three words, one turn, a handful of tokens.
+
+python train.py --model smollm2 --agent agents/alphabet_sort.py:AlphabetSort
+
+Made after the task of the same name among the public environments of prime-rl: the reward is how alike the answer and
+the sorted list are, to the power of 4, so that copying the question earns little.
+"""
+
+from __future__ import annotations
+
+import random
+from difflib import SequenceMatcher
+from typing import Any
+
+from agl_slime import SGLangLitAgent
+
+# one word for each letter, so that the first letter decides
+_WORDS = """apple bread chair dance eagle fruit grape house island juice king lemon moon night ocean paper queen river
+sugar table uncle voice water yellow"""
+WORDS = _WORDS.split()
+
+
+class AlphabetSort(SGLangLitAgent):
+    n_words = 3
+
+    def make_task(self, rng: random.Random) -> dict[str, Any]:
+        words = rng.sample(WORDS, self.n_words)
+        while words == sorted(words):  # or the question would be the answer
+            rng.shuffle(words)
+        return {"words": words, "label": " ".join(sorted(words))}
+
+    def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {"role": "system", "content": "Answer with the sorted words and nothing else."},
+            {"role": "user", "content": f"Sort these words alphabetically: {' '.join(task['words'])}"},
+        ]
+
+    def compute_reward(self, task: dict[str, Any], response: str) -> float:
+        return SequenceMatcher(None, response.split(), task["label"].split(), autojunk=False).ratio() ** 4

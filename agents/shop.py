@@ -1,0 +1,56 @@
+"""A two-turn tool task at the size of SmolLM2-135M: ask a tool for the price of an item, then say it.
+
+python train.py --model smollm2 --agent agents/shop.py:Shop
+
+The chat template of this model knows no tools, so the system message says how one is called, as small models see it
+best: by one example. A fifth of the reward is for a call with the right item, the rest for the right number.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+from agl_slime import SGLangLitAgent
+from agl_slime.trace.trajectory import Trajectory
+
+_ITEMS = "apple book chair clock cup hat knife lamp map pen ring rope shoe spoon table violin"
+ITEMS = _ITEMS.split()
+CALL = '<tool_call>{"name": "price", "arguments": {"item": "ball"}}</tool_call>'
+
+
+class Price:
+    """The price list of one task; a class, since each rollout needs its own."""
+
+    schema = {
+        "name": "price",
+        "description": "What an item costs.",
+        "parameters": {"type": "object", "properties": {"item": {"type": "string"}}, "required": ["item"]},
+    }
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        self._task = task
+
+    def __call__(self, item: str) -> str:
+        known = item.strip().lower() == self._task["item"]
+        return f"{self._task['label']} coins" if known else "There is no such item."
+
+
+class Shop(SGLangLitAgent):
+    tools = [Price]
+    tools_in_prompt = False
+    max_turns = 2
+
+    def make_task(self, rng: random.Random) -> dict[str, Any]:
+        return {"item": rng.choice(ITEMS), "label": str(rng.randrange(10, 100))}
+
+    def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {"role": "system", "content": f"First ask for the price, like this: {CALL}\nThen answer with the number."},
+            {"role": "user", "content": f"What does the {task['item']} cost?"},
+        ]
+
+    async def score(self, task: dict[str, Any], trajectory: Trajectory) -> float:
+        called = len(trajectory.turns) > 1 and f'"{task["item"]}"' in trajectory.turns[0].text
+        return 0.2 * called + 0.8 * (called and re.findall(r"\d+", trajectory.response) == [task["label"]])
