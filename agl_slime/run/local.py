@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
@@ -35,6 +36,7 @@ from agl_slime.sglang.client import PauseMode, SGLangClient
 from agl_slime.sglang.describe import EngineDescription
 from agl_slime.sglang.transport import checked_url
 from agl_slime.sglang.weights import DiskWeightSync
+from agl_slime.support.files import scratch_directory
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.tokenizer import load_tokenizer
 from agl_slime.trainers.base import TellsTokens, Trainer
@@ -44,6 +46,11 @@ logger = logging.getLogger(__name__)
 
 # Settings that a run is expected to go on with other values of.
 _MAY_CHANGE = frozenset({"num_iterations", "save_interval", "view", "sglang_url", "keep_rollouts", "keep_rollouts_mb"})
+
+
+_MEMORY = Path("/dev/shm")
+_LARGE = 64 << 20  # bytes of a checkpoint from which on a disk is slower than memory
+_ROOM = 8  # times the checkpoint, perhaps in half the precision: two versions, and one that is written; and the engine
 
 
 async def run_training(
@@ -97,9 +104,8 @@ async def run_training(
         trainer = await loading
         checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
         start = checkpoint.loop if checkpoint is not None else LoopState()
-        weights = WeightPublisher(
-            trainer=trainer, base_url=url, directory=run.path / "weights", pause=config.weight_pause
-        )
+        directory = stack.enter_context(_weights_directory(config, model_path, run.path))
+        weights = WeightPublisher(trainer=trainer, base_url=url, directory=directory, pause=config.weight_pause)
         if refused := await weights.sync.settle_pause():
             reports.handle(events.Warning(text=refused, key="weight_pause"))
         # engine and trainer start from the same weights, whatever the server had loaded
@@ -197,6 +203,22 @@ class WeightPublisher:
         for path in others[:-1]:
             await run_in_thread(shutil.rmtree, path, ignore_errors=True)
         return version
+
+
+@contextmanager
+def _weights_directory(config: TrainConfig, model_path: Path, run_dir: Path) -> Iterator[Path]:
+    """Where weights go on their way to the engine. The engine of a URL may have another /dev/shm, in a container."""
+    if config.weights_dir is not None:
+        with scratch_directory(config.weights_dir, "weights") as directory:
+            yield directory
+        return
+    size = sum(file.stat().st_size for file in model_path.glob("*.safetensors"))
+    fits = size >= _LARGE and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _ROOM * size
+    if config.sglang_url is None and fits:
+        with scratch_directory(_MEMORY, "agl-slime-weights") as directory:
+            yield directory
+    else:
+        yield run_dir / "weights"
 
 
 def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:

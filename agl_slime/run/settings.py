@@ -102,6 +102,9 @@ class TrainConfig:
 
     output_dir: Path | None = None
     """Where metrics, plot, transcripts and weights go; a new directory under runs/ by default."""
+    weights_dir: Path | None = None
+    """Where versions of the weights are on their way to the engine, which reads them there. By default the memory of
+    this machine for large models and an embedded engine, else the directory of the run."""
     overwrite: bool = False
     """Replace an earlier run with other settings in the output directory."""
     resume: bool = False
@@ -170,6 +173,7 @@ class TrainConfig:
         for name in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance", "max_staleness"):
             self._refuse(name, "both processes must agree on groups, which slime wants complete; leave it out")
         self._refuse("weight_pause", "slime updates the weights itself; leave it out")
+        self._refuse("weights_dir", "slime brings its weights to the engines itself; leave it out")
         self._refuse("save_interval", "slime keeps its own checkpoints; give -- --save DIR --save-interval N instead")
         for setting in fields(self.local):
             if (value := getattr(self.local, setting.name)) != setting.default:

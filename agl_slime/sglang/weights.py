@@ -9,6 +9,9 @@ Per worker: pause → flush → update → verify → continue. The order is wha
   0.5.15 server, and 0.5.23 answers it with 400 "Weights were updated, but the cache was not flushed". We always send
   ``flush_cache=false``: after a successful flush of a paused engine no entry of the old weights is left to be reused.
 - ``verify`` reads ``/model_info`` while the worker is still paused; what it says there counts, not the update's status.
+- From a directory also where server and trainer share a machine: /update_weights_from_tensor takes pickled handles of
+  torch's shared memory, ends a server whose client does not share memory by files, and wants two more calls around it
+  in 0.5.23. A directory in /dev/shm is shared memory as well.
 - ``continue`` is sent whatever happened before, or the worker would hold all requests for ever.
 
 Paused with ``retract`` or ``in_place``, running requests stay in the engine and one answer has tokens of two versions;

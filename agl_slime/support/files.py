@@ -45,6 +45,20 @@ def whole_file(target: str | os.PathLike[str], *, durable: bool = True) -> Itera
         yield file
 
 
+@contextmanager
+def scratch_directory(parent: Path, name: str) -> Iterator[Path]:
+    """A directory in ``parent`` for as long as the block lasts. One whose process was killed is removed by the next
+    that is made there."""
+    parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(parent)
+    path = _temporary(parent / name, "new")
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        _remove(path)
+
+
 def write_file(target: str | os.PathLike[str], content: bytes | str, *, durable: bool = True) -> None:
     """Write ``content`` (text as UTF-8) in place of ``target``, see ``whole_file``."""
     with whole_file(target, durable=durable) as file:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.support.files import remove_leftovers, whole_directory, whole_file, write_file
+from agl_slime.support.files import remove_leftovers, scratch_directory, whole_directory, whole_file, write_file
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -149,3 +149,22 @@ def test_a_target_that_a_killed_writer_moved_aside_is_put_back(tmp_path: Path, m
     remove_leftovers(tmp_path)
     assert (target / "weights").read_text() == "old"
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_scratch_directory_lasts_as_long_as_its_block_and_a_killed_ones_until_the_next(tmp_path: Path):
+    program = """
+import os, pathlib, sys
+from agl_slime.support.files import scratch_directory
+with scratch_directory(pathlib.Path(sys.argv[1]), "weights") as directory:
+    (directory / "v1").write_text("large")
+    os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "memory")], check=True)
+    (left,) = (tmp_path / "memory").iterdir()
+    with (
+        scratch_directory(tmp_path / "memory", "weights") as mine,
+        scratch_directory(tmp_path / "memory", "weights") as other,
+    ):
+        assert {mine, other} == set((tmp_path / "memory").iterdir())
+        assert left not in (mine, other)
+    assert not list((tmp_path / "memory").iterdir())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from agl_slime.errors import ConfigError, MissingDependencyError
-from agl_slime.run import smollm2
+from agl_slime.run import local, smollm2
 from agl_slime.run.models import check_model, find_model
+from agl_slime.run.settings import TrainConfig
 
 
 @pytest.fixture
@@ -88,3 +90,31 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(cache: Path) -> None:
     with pytest.raises(ConfigError, match="--model someone/something: the hub did not give it") as raised:
         find_model(Path("someone/something"), print)  # HF_HUB_OFFLINE is set for all tests
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "url", "free", "in_memory"),
+    [
+        (1000, None, 10_000, True),
+        (10, None, 10_000, False),  # a small model
+        (1000, None, 7_999, False),  # no room
+        (1000, "http://127.0.0.1:30000", 10_000, False),  # a server that may be in a container
+    ],
+)
+def test_large_weights_go_through_memory_to_an_embedded_engine(
+    size: int, url: str | None, free: int, in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, model = tmp_path / "memory", a_checkpoint(tmp_path / "model")
+    memory.mkdir()
+    (model / "model.safetensors").write_bytes(bytes(size))
+    monkeypatch.setattr(local, "_MEMORY", memory)
+    monkeypatch.setattr(local, "_LARGE", 100)
+    monkeypatch.setattr(local.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    config = TrainConfig(model_path=model, sglang_url=url)
+    with local._weights_directory(config, model, tmp_path / "run") as directory:
+        assert (directory.parent == memory) is in_memory
+        assert in_memory or directory == tmp_path / "run" / "weights"
+    assert not list(memory.iterdir())
+    named = TrainConfig(model_path=model, sglang_url=url, weights_dir=tmp_path / "shared")
+    with local._weights_directory(named, model, tmp_path / "run") as directory:
+        assert directory.parent == tmp_path / "shared"
