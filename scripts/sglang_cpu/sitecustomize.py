@@ -17,7 +17,7 @@ _GRAMMAR = "sglang.srt.constrained.xgrammar_backend"
 def _before_torchvision():
     import torch
 
-    if torch.version.cuda is None:
+    if torch.version.cuda is None and not _LIBRARIES:  # newer transformers look for it before they import it
         library = torch.library.Library("torchvision", "DEF")
         for name in ("nms", "qnms"):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -209,7 +209,8 @@ async def test_rollouts_that_the_end_of_a_run_cut_go_on_in_the_next(tmp_path: Pa
         await store.add_resources({"main_llm": llm})
         agent = Twice(tokenizer=tokenizer)
         agent.partial = partial
-        with RunnerThread(agent=agent, store=store, settings=RunnerSettings(poll_interval_s=0.01)):
+        runner = RunnerThread(agent=agent, store=store, settings=RunnerSettings(poll_interval_s=0.01)).start()
+        try:
             enqueued = await store.enqueue_many_rollouts(
                 [
                     EnqueueRolloutRequest(input=task, mode="train", metadata={"instance_id": str(n)})
@@ -225,6 +226,9 @@ async def test_rollouts_that_the_end_of_a_run_cut_go_on_in_the_next(tmp_path: Pa
                 done = await asyncio.wait_for(store.wait_for_rollout(one.rollout_id, timeout=20), 30)  # type: ignore[attr-defined]
                 samples += convert_rollout(done, await store.query_spans(one.rollout_id), tokenizer).samples
             return samples
+        finally:
+            # in a thread: the engine is on this loop, and is told what nobody waits for any more
+            await asyncio.to_thread(runner.stop)
 
     words = tokenizer.encode("hello there and say some more", add_special_tokens=False)
     speaking: dict[str, Any] = {
