@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ _POLL_OPEN_S = 5.0
 
 @dataclass(slots=True)
 class _End:
-    number: int = 0  # place in the store's feed; 0 where it has none yet, -1 before the position that was loaded
+    number: int = 0  # place in the store's feed; 0: not named yet, -1: named before the position that was loaded
     read: bool = False
     saved: bool = False  # a state was saved after it was read
     released: bool = False
@@ -57,11 +57,11 @@ class EndTable:
         """To be released in the store."""
         self._hold = hold
         self._ends: dict[str, _End] = {}  # in the order of the feed
-        self._known: set[str] = set()  # read before a restart; they come once more
+        self._known: set[str] = set()  # read before the feed named them, or before a restart; they come once more
 
-    def told(self, page: FeedPage) -> list[str]:
+    def told(self, page: FeedPage, *, missed: Sequence[str] = ()) -> list[str]:
         """Move the position to the end of ``page``; returns the rollouts to look at, each once however often the feed
-        names it."""
+        names it. ``missed`` are those that may have ended before it, unseen."""
         self.position.instance_id, self.position.after = page["instance_id"], page["last"]
         fresh = []
         for number, rollout_id in enumerate(page["rollout_ids"], page["last"] - len(page["rollout_ids"]) + 1):
@@ -72,8 +72,10 @@ class EndTable:
                 fresh += [] if known else [rollout_id]
             elif known or not self._ends[rollout_id].number:  # not released yet, or read before it was told of
                 self._ends[rollout_id] = replace(self._ends.pop(rollout_id), number=number)
+        for rollout_id in missed:
+            self._ends.setdefault(rollout_id, _End(-1, read=True))  # named before; until they are read, they wait
         self._trim()
-        return fresh
+        return [*dict.fromkeys([*fresh, *missed])]
 
     def read(self, rollout_id: str, *, ended: bool = True) -> None:
         """The rollout has been looked at. One that has not ended counts only where its end was told of: then there is
@@ -98,17 +100,11 @@ class EndTable:
     def state(self) -> dict[str, Any]:
         """``ended``: what was read after the position; ``unreleased``: what is still kept in the store."""
         after = next((end.number - 1 for end in self._ends.values() if not end.read), self.position.after)
-        # what was waited for and is read again may be trained on before the feed names it
-        followed = bool(self.position.instance_id)
-        ended = [
-            name
-            for name, end in self._ends.items()
-            if end.read and (end.number > after or (followed and not end.number))
-        ]
+        later = (name for name, end in self._ends.items() if end.read and self._comes_after(after, end))
         kept = [name for name, end in self._ends.items() if end.read and not end.released]
         return {
             "follow": {"epoch": self.position.instance_id, "after": after},
-            "ended": [*ended, *self._known],
+            "ended": [*{*later, *self._known}],
             "unreleased": [*kept, *self.due],
         }
 
@@ -116,8 +112,7 @@ class EndTable:
         if (follow := state.get("follow")) is not None:
             self.position = FeedPosition(follow["epoch"], follow["after"])
             self._known = {*(state.get("ended") or ()), *follow.get("settled", ())}  # their name before this version
-        again = {*(state.get("waiting") or ())}
-        self._ends = {name: _End(0 if name in again else -1, read=True) for name in state.get("unreleased") or ()}
+        self._ends = {name: _End(-1, read=True) for name in state.get("unreleased") or ()}
 
     def _release(self, rollout_ids: Collection[str]) -> None:
         for rollout_id in rollout_ids:
@@ -126,9 +121,15 @@ class EndTable:
                 self.due.append(rollout_id)
         self._trim()
 
+    def _comes_after(self, position: int, end: _End) -> bool:
+        """Whether the feed names it after ``position``; a store without a feed names nothing."""
+        return end.number > position or (bool(self.position.instance_id) and not end.number)
+
     def _trim(self) -> None:
         while self._ends and (end := self._ends[first := next(iter(self._ends))]).read and end.released:
             del self._ends[first]
+            if self._comes_after(self.position.after, end):
+                self._known.add(first)  # it may have been trained on, and is told of yet
 
 
 class EndFollower:
@@ -155,6 +156,7 @@ class EndFollower:
         self._poll_interval_s, self._tick_s = poll_interval_s, min(tick_s, _TICK_S)
         self._release = getattr(store, "release", None) if release else None
         self._release_batch = 1 if isinstance(store, BridgeStore) else _RELEASE_BATCH
+        self._to_read: set[str] = set()  # of a loaded state, or missed, until they are looked at
         self._away: Exception | None = None  # why the store does not answer
         self._loop: asyncio.AbstractEventLoop | None = None
         self._begun, self._stop_asked = asyncio.Event(), asyncio.Event()
@@ -254,14 +256,16 @@ class EndFollower:
         await self._begun.wait()
         position = self._ends.position
         async for page in self._store.follow_finished(position):
+            missed = []
+            if page["missed"]:
+                logger.warning("The store's feed has gone on without this data source; the whole store is looked at.")
+                missed = await self._finished_ids()
             with self._changed:
                 if position.instance_id not in ("", page["instance_id"]):
                     self._ends.reset()
                     self._store_restarted()
-                fresh = self._ends.told(page)
-            if page["missed"]:
-                logger.warning("The store's feed has gone on without this data source; the whole store is looked at.")
-                fresh = await self._finished_ids()
+                fresh = self._ends.told(page, missed=missed)
+                self._to_read.update(missed)
             for rollout_id in fresh:
                 self._spawn(self._look, rollout_id)
 

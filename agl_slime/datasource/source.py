@@ -102,7 +102,6 @@ class GroupSource(EndFollower):
         self._stopped = False
         self._announced = False
         self._reading: set[str] = set()
-        self._to_read: set[str] = set()  # of a loaded state, until they are looked at
         self._start()
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
@@ -227,7 +226,7 @@ class GroupSource(EndFollower):
             state["waiting"] = list(dict.fromkeys([*state["waiting"], *self._reading, *self._to_read]))
             # a store that tells of nothing would give again all that was dealt with
             ended = state["ended"] if self._tells or self._feeds else self.ledger.recent_ids()
-            state["ended"] = sorted({*ended} - {*state["waiting"]})
+            state["ended"] = sorted({*ended})
             if checkpoint is not None:
                 self.ledger.checkpoint(checkpoint)
             return state
@@ -252,7 +251,7 @@ class GroupSource(EndFollower):
             if rollout_id in self._reading:
                 return
             if known := self._groups.has_ended(rollout_id):
-                self._ends.read(rollout_id)
+                self._ends.read(rollout_id, ended=False)
             else:
                 self._reading.add(rollout_id)
         if not known:

@@ -45,12 +45,14 @@ class FeedPosition:
 
 
 class FinishedFeed:
-    """The ends of a store's rollouts, or those of one kind, numbered from 1 in the order in which they happened.
-    Thread-safe."""
+    """The ends of a store's rollouts, or those of one kind, numbered from 1 in the order in which they happened; one
+    that is reported again keeps its number. Thread-safe."""
 
     def __init__(self, *, window: int = _WINDOW) -> None:
         self.instance_id = uuid.uuid4().hex
-        self._ids: deque[str] = deque(maxlen=window)
+        self._ids: deque[str] = deque()
+        self._among: set[str] = set()
+        self._window = window
         self._last = 0
         self._lock = threading.Lock()
         self._waiters: set[Callable[[], None]] = set()
@@ -59,7 +61,12 @@ class FinishedFeed:
     def append(self, rollout: Rollout) -> None:
         """A rollout has ended."""
         with self._lock:
+            if rollout.rollout_id in self._among:
+                return
+            if len(self._ids) == self._window:
+                self._among.discard(self._ids.popleft())
             self._ids.append(rollout.rollout_id)
+            self._among.add(rollout.rollout_id)
             self._last += 1
         self._notify()
 

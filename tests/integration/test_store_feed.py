@@ -81,8 +81,8 @@ async def test_memory_and_cost_of_following_do_not_grow_with_the_store():
     store = BridgeStore()
     feed = FinishedFeed(window=100)
     rollout = (await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={}, mode="train")]))[0]
-    for _ in range(20_000):
-        feed.append(rollout)
+    for number in range(20_000):
+        feed.append(rollout.model_copy(update={"rollout_id": f"ro-{number}"}))
     began = time.perf_counter()
     for _ in range(1_000):
         feed.read(FeedPosition(feed.instance_id, 19_999))

@@ -1,0 +1,258 @@
+"""A data source that is killed and restarted at any moment between reads, saves and deliveries, over a store that lives
+on: no rollout is lost, none is trained twice, and none stays open. No threads, no processes: what the thread would do
+is done step by step, in any order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Coroutine, Generator
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from agl_slime.datasource.source import DataSourceSettings, GroupSource
+from agl_slime.groups.policy import CompleteGroup
+from agl_slime.groups.results import MemberResult, Outcome
+from agl_slime.store.feed import FinishedFeed
+from agl_slime.types import Sample
+
+SIZE = 2
+SETTINGS = DataSourceSettings(blocking=False, policy=CompleteGroup())
+
+
+class Pause:
+    def __await__(self) -> Generator[None, None, None]:
+        yield
+
+
+class Store:
+    """A remote store; what is released is forgotten at any time after."""
+
+    def __init__(self) -> None:
+        self.feed = FinishedFeed()
+        self.fails: dict[str, bool] = {}
+        self.released: list[str] = []
+
+    def follow_finished(self) -> None:
+        """Pages are handed over by the test."""
+
+    async def release(self, rollout_ids: list[str]) -> None:
+        self.released += rollout_ids
+
+
+class Still(GroupSource):
+    """A data source whose thread is never started."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store=store, n_samples_per_prompt=SIZE, settings=SETTINGS, hold=True)  # type: ignore[arg-type]
+        self.looks: list[Coroutine[Any, Any, None]] = []
+        self._collect = self._result
+
+    def _start(self) -> None:
+        """No thread."""
+
+    def _submit(self, work: Any, *args: Any) -> None:
+        self.looks.append(work(*args))
+
+    def page(self) -> None:
+        page = self._store.feed.read(self._ends.position)
+        for rollout_id in self._ends.told(page):
+            self._submit(self._look, rollout_id)
+
+    def step(self, index: int) -> None:
+        """Let one look at a rollout go on, up to where it waits for the store."""
+        try:
+            self.looks[index].send(None)
+        except StopIteration:
+            del self.looks[index]
+
+    def kill(self) -> None:
+        for look in self.looks:
+            look.close()
+
+    def saved(self) -> str:
+        state = self.state()
+        self._ends.saved(state["waiting"])
+        return json.dumps(state)
+
+    async def _result(self, rollout_id: str) -> MemberResult | None:
+        await Pause()
+        if (fails := self._store.fails.get(rollout_id)) is None:
+            return None
+        group = rollout_id.split(".")[0]
+        sample = Sample(tokens=[1, 2], response_length=1, metadata={"agl_rollout_id": rollout_id})
+        return MemberResult(
+            rollout_id=rollout_id,
+            group_id=group,
+            group_size=SIZE,
+            samples=() if fails else (sample,),
+            failure="broken" if fails else None,
+        )
+
+
+def complete(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("it waits")
+
+
+class Restarts(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = Store()
+        self.running: dict[str, bool] = {}
+        self.ended: dict[str, bool] = {}
+        self.groups = 0
+        self.accepted: list[str] = []
+        self.source = Still(self.store)
+        self.states = [(self.source.saved(), 0)]  # with what of ``accepted`` was taken before it
+
+    @initialize(order=st.permutations(range(3 * SIZE)), begun=st.integers(0, 3 * SIZE))
+    def many_wait(self, order: list[int], begun: int) -> None:
+        """Rollouts that ended before there was a manager, told all at once; some are being read."""
+        for _ in range(3):
+            self.enqueue([False] * SIZE)
+        names = sorted(self.running)
+        for number in order:
+            self.end(names[number])
+        self.source.page()
+        for index in range(len(names))[::-1][:begun]:
+            self.source.step(index)
+
+    @rule(fails=st.lists(st.booleans(), min_size=SIZE, max_size=SIZE))
+    def enqueue(self, fails: list[bool]) -> None:
+        self.running.update({f"g{self.groups}.{i}": fail for i, fail in enumerate(fails)})
+        self.groups += 1
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.end(data.draw(st.sampled_from(sorted(self.running))))
+
+    @precondition(lambda self: self.ended)
+    @rule(data=st.data())
+    def told_again(self, data: st.DataObject) -> None:
+        rollout_id = data.draw(st.sampled_from(sorted(self.ended)))
+        self.store.feed.append(SimpleNamespace(rollout_id=rollout_id))  # type: ignore[arg-type]
+
+    @rule()
+    def notice(self) -> None:
+        """Before the feed has told of them."""
+        for rollout_id in self.store.feed.read(self.source._ends.position)["rollout_ids"][:2]:
+            self.source.notify(rollout_id)
+
+    @rule()
+    def page(self) -> None:
+        self.source.page()
+
+    @rule()
+    def look_at_all(self) -> None:
+        while self.source.looks:
+            self.source.step(0)
+
+    @precondition(lambda self: self.source.looks)
+    @rule(data=st.data())
+    def look(self, data: st.DataObject) -> None:
+        self.source.step(data.draw(st.integers(0, len(self.source.looks) - 1)))
+
+    @rule(n=st.integers(1, 3))
+    def deliver(self, n: int) -> None:
+        for group in self.source.get_samples(n):
+            self.accepted += [sample.metadata["agl_rollout_id"] for sample in group]
+
+    @rule()
+    def save(self) -> None:
+        self.states.append((self.source.saved(), len(self.accepted)))
+
+    @rule(forget=st.booleans())
+    def two_batches(self, forget: bool) -> None:
+        for _ in range(2):
+            self.deliver(1)
+            self.save()
+        complete(self.source._release_due(at_least=1))
+        if forget:
+            for rollout_id in self.store.released:
+                self.store.fails.pop(rollout_id, None)
+            self.store.released.clear()
+
+    @rule(back=st.integers(1, 2))
+    def crash(self, back: int) -> None:
+        """Another one goes on from one of the last two states; what was delivered since is delivered again."""
+        state, taken = self.states[-back:][0]
+        self.states = [(state, taken)]
+        del self.accepted[taken:]
+        self.source.kill()
+        self.source = Still(self.store)
+        self.source.restore(json.loads(state))
+
+    @invariant()
+    def it_adds_up(self) -> None:
+        counts = self.source.ledger.counts()
+        assert counts.opened == counts.open + counts.ready + sum(counts.closed.values())
+
+    def end(self, rollout_id: str) -> None:
+        self.ended[rollout_id] = self.store.fails[rollout_id] = self.running.pop(rollout_id)
+        self.store.feed.append(SimpleNamespace(rollout_id=rollout_id))  # type: ignore[arg-type]
+
+    def teardown(self) -> None:
+        for rollout_id in [*self.running]:
+            self.end(rollout_id)
+        self.source.page()
+        self.look_at_all()
+        self.deliver(self.groups)
+        counts = self.source.ledger.counts()
+        failed = {name for name, fails in self.ended.items() if fails}
+        dropped = {name for name in self.ended if any(name.split(".")[0] == other.split(".")[0] for other in failed)}
+        assert sorted(self.accepted) == sorted({*self.ended} - dropped)
+        expected = {
+            Outcome.TRAINED: len(self.ended) - len(dropped),
+            Outcome.FILTERED: len(dropped) - len(failed),
+            Outcome.FAILED: len(failed),
+        }
+        assert (counts.open, counts.ready) == (0, 0), self.source.ledger.open_ids()
+        assert counts.closed == {outcome: n for outcome, n in expected.items() if n}
+        complete(self.source._release_due(at_least=1))
+        for _ in range(2):
+            self.source.saved()
+        state = self.source.state()
+        assert (state["ended"], state["waiting"]) == ([], []), "what was read is remembered for ever"
+        assert not self.source._ends._ends
+
+
+Restarts.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestRestarts = Restarts.TestCase
+
+
+def test_what_is_trained_before_the_feed_names_it_is_not_read_again() -> None:
+    """Two thousand rollouts that wait for a manager that is killed as soon as it starts come to this: their group is
+    whole before the first page, and released by the second save."""
+    store = Store()
+    first = Still(store)
+    first.saved()
+    for rollout_id in ("late.0", "g.0", "g.1"):
+        store.fails[rollout_id] = False
+        store.feed.append(SimpleNamespace(rollout_id=rollout_id))  # type: ignore[arg-type]
+    first.page()
+    for look in first.looks[1:]:
+        look.send(None)  # both are being read, and the one before them is not
+    second = Still(store)
+    second.restore(json.loads(first.saved()))
+    first.kill()
+    while second.looks:
+        second.step(0)
+    assert len(second.get_samples(1)) == 1
+    for _ in range(2):
+        second.saved()
+    complete(second._release_due(at_least=1))
+    third = Still(store)
+    third.restore(json.loads(second.saved()))
+    third.page()
+    while third.looks:
+        third.step(0)
+    counts = third.ledger.counts()
+    assert (counts.open, counts.ready, counts.closed) == (1, 0, {Outcome.TRAINED: SIZE})
