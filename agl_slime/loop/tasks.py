@@ -79,6 +79,7 @@ class TaskCursor:
         self._named = named
         self._finished = Counter(finished)
         self._again: deque[TaskGroup] = deque()
+        self._name = uuid.uuid4().hex  # with a task's number it makes the id of its group
         self.drawn = 0
         self.under_way: dict[str, TaskGroup] = {}
         """By group id, from ``take`` to ``done``."""
@@ -87,23 +88,38 @@ class TaskCursor:
         """The next ``n`` groups: those of ``repeat`` first."""
         groups = [self._again.popleft() for _ in range(min(n, len(self._again)))]
         while len(groups) < n:
-            for task in self._source.next_batch(n - len(groups)):
-                instance_id, self.drawn = str(self.drawn), self.drawn + 1
-                if self._finished[instance_id]:
-                    self._finished[instance_id] -= 1
-                else:
-                    groups.append(TaskGroup(uuid.uuid4().hex, task, instance_id if self._named else None))
+            groups += self._draw(n - len(groups))
         self.under_way.update((group.group_id, group) for group in groups)
+        return groups
+
+    def _draw(self, n: int) -> list[TaskGroup]:
+        groups = []
+        for task in self._source.next_batch(n):
+            number, self.drawn = str(self.drawn), self.drawn + 1
+            if self._finished[number]:
+                self._finished[number] -= 1
+            else:
+                groups.append(TaskGroup(f"{self._name}-{number}", task, number if self._named else None))
         return groups
 
     def done(self, group_id: str) -> bool:
         """This group is not under way any more; whether it was."""
         return self.under_way.pop(group_id, None) is not None
 
-    def repeat(self) -> None:
-        """What is under way will never end: ``take`` gives its tasks again, as new groups."""
-        self._again.extend(replace(group, group_id=uuid.uuid4().hex) for group in self.under_way.values())
-        self.under_way.clear()
+    def repeat(self, *, but: Collection[str] = ()) -> None:
+        """What is under way, ``but`` for these groups, will never end: ``take`` gives it again, as new groups."""
+        lost = [group for name, group in self.under_way.items() if name not in but]
+        self._again.extend(replace(group, group_id=uuid.uuid4().hex) for group in lost)
+        self.under_way = {name: group for name, group in self.under_way.items() if name in but}
+
+    def reconcile(self, there: Collection[str]) -> None:
+        """After ``restore``: ``there`` are the groups that a store has. Those that were drawn after the state was taken
+        are under way too; what is under way and not there is repeated."""
+        named = (group_id.rpartition("-") for group_id in there)
+        newest = max((int(number) for name, _, number in named if name == self._name), default=-1)
+        if newest >= self.drawn:
+            self.under_way.update((group.group_id, group) for group in self._draw(newest + 1 - self.drawn))
+        self.repeat(but=there)
 
     def skip_to(self, drawn: int) -> None:
         """Go on as if ``drawn`` tasks had been drawn; does nothing when there were more."""
@@ -111,15 +127,16 @@ class TaskCursor:
             self._source.next_batch(drawn - self.drawn)
             self.drawn = drawn
 
-    def state(self, *, unsure: Collection[str] = ()) -> dict[str, Any]:
-        """For JSON: tasks that were drawn, those under way by group, and those to be taken again, the groups ``unsure``
-        among them."""
-        again = [*self._again, *(group for name, group in self.under_way.items() if name in unsure)]
-        sure = {name: group.task for name, group in self.under_way.items() if name not in unsure}
-        return {"drawn": self.drawn, "under_way": sure, "again": [group.task for group in again]}
+    def state(self) -> dict[str, Any]:
+        """For JSON: tasks that were drawn, those under way by group, and those to be taken again."""
+        under_way = {name: group.task for name, group in self.under_way.items()}
+        again = [group.task for group in self._again]
+        return {"name": self._name, "drawn": self.drawn, "under_way": under_way, "again": again}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken; its groups are under way until ``repeat`` says that they are gone."""
+        """Go on where ``state`` was taken; its groups are under way until ``repeat`` or ``reconcile`` says that they
+        are gone."""
+        self._name = state.get("name", self._name)
         drawn, under_way, again = state["drawn"], state["under_way"].items(), state["again"]
         self.under_way.update((group_id, TaskGroup(group_id, task)) for group_id, task in under_way)
         self._again.extend(TaskGroup(uuid.uuid4().hex, task) for task in again)

@@ -18,7 +18,9 @@ from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.loop.tasks import TaskGroup
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.connection import Connection
-from agl_slime.support.agl import LightningStore
+from agl_slime.slime.hooks import eval_entry
+from agl_slime.store.bridge import FINISHED
+from agl_slime.support.agl import LightningStore, Rollout
 from agl_slime.support.files import write_file
 from agl_slime.support.threads import run_in_thread
 from agl_slime.types import DataSource, Sample
@@ -65,7 +67,7 @@ class AGLDataSource(GroupSource, DataSource):
         self._wanted = 0
         self._dropped_in_a_row = 0
         self._topping_up = asyncio.Lock()
-        self._enqueueing: list[TaskGroup] = []
+        self._reconciling = False
         self._evaluated: dict[str, GroupResult] = {}
         self._loaded = False
         self._delivery: dict[str, Any] = {}
@@ -245,8 +247,7 @@ class AGLDataSource(GroupSource, DataSource):
         with self._changed:
             state = super().state(checkpoint=checkpoint)
             if self._cursor is not None:
-                # what may not have reached the store yet is better run twice than waited for in vain
-                state["demand"] = self._cursor.state(unsure=[group.group_id for group in self._enqueueing])
+                state["demand"] = self._cursor.state()
             return state
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -254,8 +255,30 @@ class AGLDataSource(GroupSource, DataSource):
             super().restore(state)
             if self._cursor is not None and state.get("demand") is not None:
                 self._cursor.restore(state["demand"])
+                self._reconciling = self._feeds
                 if not self._feeds:
                     self._cursor.repeat()  # the store was in the process that saved
+
+    async def _follow(self) -> None:
+        await self._begun.wait()
+        if self._reconciling:
+            await self._reconcile()
+        await super()._follow()
+
+    async def _reconcile(self) -> None:
+        """Find in the store the groups that were enqueued after the loaded state was saved, and those of that state
+        that had not got there; this looks at all that the store holds, once."""
+        assert self._cursor is not None
+        found: dict[str, list[Rollout]] = {}
+        for rollout in await self._patiently(self._store.query_rollouts):
+            found.setdefault(str((rollout.metadata or {}).get("group_id")), []).append(rollout)
+        with self._changed:
+            self._cursor.reconcile(found)
+            ours = [rollout for name in self._cursor.under_way for rollout in found[name]]
+            for group_id in self._cursor.under_way:
+                self.expect(group_id, size=self.n_samples_per_prompt)
+            self._reconciling = False
+            self.opened([rollout for rollout in ours if rollout.status not in FINISHED])
 
     async def _top_up(self) -> None:
         """Enqueue what is missing."""
@@ -263,9 +286,8 @@ class AGLDataSource(GroupSource, DataSource):
             with self._changed:
                 if self._cursor is None or (missing := self._missing()) <= 0:
                     return
-                groups = self._enqueueing = self._cursor.take(missing)
+                groups = self._cursor.take(missing)
             await self._enqueue(groups, self.n_samples_per_prompt, "train")
-            self._enqueueing = []
 
     async def _enqueue(self, groups: Sequence[TaskGroup], size: int, mode: Any, sampling: Any = None) -> None:
         connection = self._connection
@@ -276,7 +298,9 @@ class AGLDataSource(GroupSource, DataSource):
         self.opened(await self._patiently(lambda: enqueue(groups, size=size, mode=mode, sampling=sampling)))
 
     def _missing(self) -> int:
-        return self._wanted - len(self._groups.ready) - len(self._cursor.under_way) if self._cursor is not None else 0
+        if self._cursor is None or self._reconciling:
+            return 0
+        return self._wanted - len(self._groups.ready) - len(self._cursor.under_way)
 
     def _deliver(self, num_samples: int) -> list[list[Sample]]:
         groups = super()._deliver(num_samples)
@@ -315,9 +339,8 @@ class AGLDataSource(GroupSource, DataSource):
 
 
 def _eval_data(members: Sequence[MemberResult]) -> dict[str, Any]:
-    samples = [member.samples[-1] for member in members]
-    truncated = [sample.status == Sample.Status.TRUNCATED for sample in samples]
-    return {"rewards": [member.reward for member in members], "truncated": truncated, "samples": samples}
+    entry = eval_entry([member.samples[-1] for member in members])
+    return {**entry, "rewards": [member.reward for member in members]}
 
 
 def _state_path(directory: str | Path, rollout_id: Any) -> Path:

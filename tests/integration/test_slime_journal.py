@@ -222,3 +222,60 @@ async def test_one_that_is_cancelled_before_the_store_has_it_is_cancelled_when_i
         assert isinstance(other, Sample)
     finally:
         stop_rollouts()
+
+
+async def in_store(store: BridgeStore) -> list[Any]:
+    return [*await store.query_rollouts()]
+
+
+async def test_tasks_that_were_drawn_after_the_last_state_are_found_in_the_store(
+    served: tuple[BridgeStore, str], tmp_path: Path
+):
+    """The manager that enqueues them is killed: the next one runs none of them again, and trains on each once."""
+    store, url = served
+    args = args_for(agl_store_url=url, agl_tasks=write_tasks(tmp_path / "t.jsonl", 20), rollout_batch_size=3)
+    source = AGLDataSource(args)
+    state = source.state_dict()
+    accepted: list[str] = []
+    for step in range(3):
+        source.demand(3)
+        enqueued = 3 * SIZE * (step + 1)
+        await soon(lambda enqueued=enqueued: store.usage().stored == enqueued)
+        queued = [rollout for rollout in await in_store(store) if rollout.status == "queuing"]
+        for rollout in queued[: SIZE + step]:
+            await finish(store, rollout.rollout_id)
+        if step < 2:
+            await soon(lambda source=source: len(source) > 0)
+        source.stop()
+        source = AGLDataSource(args)
+        source.load_state_dict(state)
+        source.demand(3)
+        await soon(lambda source=source: source.ledger.counts().open > 0)
+        for rollout in queued[SIZE + step :]:
+            await finish(store, rollout.rollout_id)
+        batch = await asyncio.to_thread(slime_hooks.generate_rollout, args, step, source)
+        accepted += names(batch.samples)  # type: ignore[union-attr]
+        assert store.usage().stored == enqueued
+        state = source.state_dict()
+    tasks = [rollout.input["prompt"] for rollout in await in_store(store)]
+    assert len(accepted) == len({*accepted}) == len(tasks) == 9 * SIZE
+    assert len({*tasks}) == 9
+    counts = source.ledger.counts()
+    assert (counts.open, counts.ready, counts.closed) == (0, 0, {Outcome.TRAINED: 9 * SIZE})
+    source.close()
+
+
+async def test_tasks_of_a_state_that_never_got_to_the_store_are_enqueued(
+    served: tuple[BridgeStore, str], tmp_path: Path
+):
+    store, url = served
+    args = args_for(agl_store_url=url, agl_tasks=write_tasks(tmp_path / "t.jsonl", 9))
+    source = AGLDataSource(args)
+    taken = source._cursor.take(2)  # and it is killed before the store has them
+    state = source.state_dict()
+    source.stop()
+    with AGLDataSource(args) as source:
+        source.load_state_dict(state)
+        source.demand(2)
+        await soon(lambda: store.usage().stored == 2 * SIZE)
+        assert {rollout.input["prompt"] for rollout in await in_store(store)} == {one.task["prompt"] for one in taken}
