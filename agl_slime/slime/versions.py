@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import uuid
 from argparse import Namespace
 from collections.abc import Callable
@@ -29,6 +30,8 @@ from agl_slime.types import HAS_SLIME, Sample, sample_from_fields
 logger = logging.getLogger(__name__)
 
 _END_S = 10.0  # longest wait for an actor to end in good order
+_NAMESPACE = "agl-slime"  # Ray's, for the actors that mark a session as one whose driver lives
+_SESSION = re.compile(r"agl-[0-9a-f]{32}")
 # By what the parameters of create_rollout_manager are called: whether GPUs are placed by the driver before it.
 _SHAPES = {("args", "pg"): True, ("args", "pg", "restore_plan"): True, ("args", "restore_plan"): False}
 
@@ -93,6 +96,7 @@ class RolloutSide:
         self.placements: dict[str, Any] = {}
         self.per_epoch: int | None = None
         self._startup: Any = None
+        self._mark: Any = None  # an actor that Ray ends with this driver, however that ends
 
     def place(self) -> None:
         """Reserve the GPUs, where that is the driver's business."""
@@ -101,7 +105,9 @@ class RolloutSide:
         elif getattr(self.args, "rollout_session_id", None) is None:
             # a session that is found again by its name is refused as soon as one setting differs, and the store's port
             # and token do in each run
-            self.args.rollout_session_id = f"agl-{uuid.uuid4().hex}"
+            self.args.rollout_session_id = session = f"agl-{uuid.uuid4().hex}"
+            self._end_abandoned()
+            self._mark = _mark(session)
 
     def start(self) -> None:
         """Start the manager, with engines where slime launches them. Raises ``UnknownVersionError`` for an answer that
@@ -144,20 +150,48 @@ class RolloutSide:
             _attempt("what slime's session left", _end, actor, in_order=True)
         for group in {placed[0] for placed in self.placements.values() if placed and placed[0] is not None}:
             _attempt("a placement group", remove_placement_group, group)
-        self.placements = {}
+        self.placements, self._mark = {}, None
 
     def _left(self) -> list[Any]:
         """The detached actors of this session that are still there: of a start that was broken off, above all."""
-        import ray
-
-        name_of, namespace = find_optional("training_session_name"), find_optional("RECOVERY_NAMESPACE")
+        name_of = find_optional("training_session_name")
         if name_of is None or getattr(self.args, "rollout_session_id", None) is None:
             return []
         name = name_of(self.args)
-        entries: Any = ray.util.list_named_actors(all_namespaces=True)
-        there = {entry["name"] for entry in entries}
-        names = [one for one in (name, f"{name}:serving") if one in there]
-        return [ray.get_actor(one, namespace=namespace) for one in names]
+        return [_actor(one) for one in _named(find_optional("RECOVERY_NAMESPACE")) if one in (name, f"{name}:serving")]
+
+    def _end_abandoned(self) -> None:
+        """End what sessions of ours left whose driver was killed (-9): Ray keeps what is detached, with its GPUs."""
+        living = {*_named(_NAMESPACE)}
+        for name in _named(find_optional("RECOVERY_NAMESPACE")):
+            if (session := _SESSION.search(name)) is not None and session[0] not in living:
+                logger.warning("%s was left by a run that was killed; it is ended.", name)
+                _attempt(name, lambda name=name: _end(_actor(name), in_order=True))
+
+
+def _named(namespace: str | None) -> list[str]:
+    """The named actors there; the manager before the engines that it uses."""
+    import ray
+
+    entries: Any = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(entry["name"] for entry in entries if entry["namespace"] == namespace)
+
+
+def _actor(name: str) -> Any:
+    """A detached actor of slime's."""
+    import ray
+
+    return ray.get_actor(name, namespace=find("RECOVERY_NAMESPACE"))
+
+
+class LivingSession:
+    """An actor that is not detached, so it is there as long as its driver is."""
+
+
+def _mark(session: str) -> Any:
+    import ray
+
+    return ray.remote(LivingSession).options(name=session, namespace=_NAMESPACE, num_cpus=0).remote()
 
 
 def _end(actor: Any, *, in_order: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -58,9 +59,6 @@ def run(trainer: SlimeTrainer) -> None:
 def test_a_crash_in_each_phase_leaves_no_actor_process_or_placement_group(
     shape: str, crash: str, ray: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    from ray._private.state import actors
-    from ray.util import placement_group_table
-
     use(shape, monkeypatch)
     args = driver.driver_args(tmp_path / "calls", crash=crash)
     trainer = SlimeTrainer(args=args)
@@ -70,17 +68,47 @@ def test_a_crash_in_each_phase_leaves_no_actor_process_or_placement_group(
         with pytest.raises((RuntimeError, ray.exceptions.RayError), match=f"crash in {crash}|died"):
             run(trainer)
     trainer.stop()
+    nothing_is_left(args)
 
-    def alive() -> list[str]:
-        return [actor["ActorClassName"] for actor in actors().values() if actor["State"] != "DEAD"]
 
-    def placed() -> list[str]:
-        return [group["state"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
-
+def nothing_is_left(args: Any) -> None:
     soon(lambda: not alive(), alive)
     soon(lambda: not placed(), placed)
     pids = [int(line) for line in Path(f"{args.calls}.pids").read_text().split()] if "manager" in calls(args) else []
     soon(lambda: not any(map(running, pids)), lambda: f"{pids} live on")
+
+
+def alive() -> list[str]:
+    from ray._private.state import actors
+
+    return [actor["ActorClassName"] for actor in actors().values() if actor["State"] != "DEAD"]
+
+
+def placed() -> list[str]:
+    from ray.util import placement_group_table
+
+    return [group["state"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
+
+
+@pytest.mark.parametrize("shape", driver.SHAPES)
+def test_a_driver_that_is_killed_leaves_nothing_or_the_next_one_ends_it(
+    shape: str, ray: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    args = driver.driver_args(tmp_path / "calls")
+    command = [sys.executable, "-m", "tests.slime.programs.killed", shape, args.calls]
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        process.kill()
+    if "attach" in ORDER[shape].split():  # detached, with the only GPU
+        soon(lambda: sorted(alive()) == ["ServedManager", "Serving"], alive)
+        use(shape, monkeypatch)
+        trainer = SlimeTrainer(args=driver.driver_args(tmp_path / "next"))
+        trainer.start()
+        soon(lambda: sorted(alive()) == ["LivingSession", "ServedManager", "Serving", "Worker"], alive)
+        trainer.stop()
+    nothing_is_left(args)
 
 
 def running(pid: int) -> bool:
