@@ -273,7 +273,9 @@ class AGLDataSource(GroupSource, DataSource):
         for rollout in await self._patiently(self._store.query_rollouts):
             found.setdefault(str((rollout.metadata or {}).get("group_id")), []).append(rollout)
         with self._changed:
-            self._cursor.reconcile(found)
+            # not those of which the store has forgotten a part, as after a state from before the last two
+            whole = {name for name, rollouts in found.items() if len(rollouts) >= self.n_samples_per_prompt}
+            self._cursor.reconcile(whole)
             ours = [rollout for name in self._cursor.under_way for rollout in found[name]]
             for group_id in self._cursor.under_way:
                 self.expect(group_id, size=self.n_samples_per_prompt)
