@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.loop.tasks import GeneratedTasks, ShuffledTasks, as_task_source, read_tasks
+from agl_slime.loop.tasks import GeneratedTasks, ShuffledTasks, TaskCursor, as_task_source, read_tasks
 
 TASKS = [{"n": number} for number in range(7)]
 
@@ -52,6 +53,24 @@ def test_a_list_an_iterator_a_function_and_a_source_are_all_taken() -> None:
     assert sorted(drawn(as_task_source(TASKS), 7)) == list(range(7))
     assert sorted(drawn(as_task_source(iter(TASKS)), 7)) == list(range(7))
     assert drawn(as_task_source(lambda rng: {"n": 9}), 2) == [9, 9]
+
+
+def test_a_cursor_that_is_restored_draws_nothing_again_that_the_store_has() -> None:
+    """Five are drawn after the state; the store has two of those, and lost one of the state's."""
+    first = TaskCursor(ShuffledTasks(tasks=TASKS))
+    lost, kept = (group.group_id for group in first.take(2))
+    state = json.loads(json.dumps(first.state()))
+    later = [group.group_id for group in first.take(5)]
+    second = TaskCursor(ShuffledTasks(tasks=TASKS))
+    second.restore(state)
+    second.reconcile([kept, later[1], later[3], "somebody-else", "x"])
+    tasks = {group_id: group.task for group_id, group in first.under_way.items()}
+    assert {name: group.task for name, group in second.under_way.items()} == {
+        name: tasks[name] for name in (kept, later[1], later[3])
+    }
+    again = second.take(4)
+    assert [group.task for group in again] == [tasks[name] for name in (lost, later[0], later[2], later[4])]
+    assert not {group.group_id for group in again[:3]} & {*tasks}  # late reports are of the old groups
 
 
 def test_no_tasks_is_said_at_once() -> None:
