@@ -175,15 +175,19 @@ class Restarts(RuleBasedStateMachine):
             self.deliver(1)
             self.save()
         complete(self.source._release_due(at_least=1))
+        self.save()
         if forget:
             for rollout_id in self.store.released:
                 self.store.fails.pop(rollout_id, None)
             self.store.released.clear()
 
-    @rule(back=st.integers(1, 2))
+    @rule(back=st.integers(0, 2))
     def crash(self, back: int) -> None:
-        """Another one goes on from one of the last two states; what was delivered since is delivered again."""
-        state, taken = self.states[-back:][0]
+        """At once after a save (0), or another one goes on from one of the last two states; what was delivered since
+        is delivered again."""
+        if back == 0:
+            self.save()
+        state, taken = self.states[-max(1, back) :][0]
         self.states = [(state, taken)]
         del self.accepted[taken:]
         self.source.kill()
@@ -224,7 +228,7 @@ class Restarts(RuleBasedStateMachine):
         assert not self.source._ends._ends
 
 
-Restarts.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+Restarts.TestCase.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)
 TestRestarts = Restarts.TestCase
 
 
