@@ -14,6 +14,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from agl_slime.errors import ConfigError
@@ -278,5 +279,8 @@ class Ledger:
         return moved
 
     def _add(self, *counts: tuple[str, str, int]) -> None:
-        query = "INSERT INTO ledger_counts VALUES (?, ?, ?) ON CONFLICT (kind, reason) DO UPDATE SET n = n + excluded.n"
-        self._database.connection.executemany(query, [count for count in counts if count[2]])
+        changed = [count for count in counts if count[2]]
+        if changed:  # one statement: each lets go of the interpreter lock
+            rows = ", ".join(["(?, ?, ?)"] * len(changed))
+            conflict = "ON CONFLICT (kind, reason) DO UPDATE SET n = n + excluded.n"
+            self._database.connection.execute(f"INSERT INTO ledger_counts VALUES {rows} {conflict}", [*chain(*changed)])
