@@ -95,8 +95,8 @@ def _train(arguments: list[str]) -> None:
     from agl_slime.run.settings import TrainConfig  # a slime that is not known is told there
 
     config, slime_flags = tyro.cli(TrainConfig, prog="train.py", args=arguments[:at]), arguments[at + 1 :]
-    if config.trainer == "local" and config.local.torch_threads is None:  # more slow small models down
-        config = replace(config, local=replace(config.local, torch_threads=1))
+    if config.trainer == "local" and config.local.torch_threads is None:  # this process is ours
+        config = replace(config, local=replace(config.local, torch_threads="auto"))
     console = Console()
     config.check_files()
     with console.status("loading ...") if console.is_terminal else nullcontext():

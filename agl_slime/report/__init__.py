@@ -10,6 +10,7 @@ from agl_slime.report.events import Reporter as Reporter
 from agl_slime.report.events import RolloutFinished as RolloutFinished
 from agl_slime.report.events import RunFinished as RunFinished
 from agl_slime.report.events import RunStarted as RunStarted
+from agl_slime.report.events import TrainingProgressed as TrainingProgressed
 from agl_slime.report.events import Warning as Warning
 from agl_slime.report.files import RunDir as RunDir
 from agl_slime.report.files import open_run_dir as open_run_dir

@@ -24,6 +24,7 @@ from agl_slime.report.events import (
     RolloutFinished,
     RunFinished,
     RunStarted,
+    TrainingProgressed,
     Warning,
 )
 
@@ -45,6 +46,8 @@ class ProgressReporter:
         self._run = RunStarted()
         self._phase: PhaseStarted | None = None
         self._done = self._tokens = 0  # of the phase
+        self._trained = 0.0  # share of the phase
+        self._seconds: deque[float] = deque(maxlen=5)  # of the last iterations
         self._rewards: deque[float] = deque(maxlen=1_000)  # of the last iterations
         self._best: float | None = None
         self._val: float | None = None
@@ -64,7 +67,10 @@ class ProgressReporter:
                 _print(f"warning: {event.text}", self._errors, style="yellow")
             return
         if isinstance(event, IterationFinished):
-            _print(iteration_line(event, self._run.num_iterations, self._reasons), self._console)
+            with self._lock:
+                self._took(event)
+            line = iteration_line(event, self._run.num_iterations, self._reasons, left_s=self._left(event.iteration))
+            _print(line, self._console)
         with self._lock:
             self._update(event)
         if isinstance(event, RunStarted):
@@ -90,7 +96,9 @@ class ProgressReporter:
         if isinstance(event, RunStarted):
             self._run = event
         elif isinstance(event, PhaseStarted):
-            self._phase, self._done, self._tokens = event, 0, 0
+            self._phase, self._done, self._tokens, self._trained = event, 0, 0, 0.0
+        elif isinstance(event, TrainingProgressed):
+            self._trained = event.share
         elif isinstance(event, RolloutFinished):
             self._done += 1
             self._tokens += event.tokens
@@ -109,6 +117,16 @@ class ProgressReporter:
             self._reward_sum, self._reward_count = 0.0, 0
             self._reasons.clear()
 
+    def _took(self, event: IterationFinished) -> None:
+        if (seconds := m.number(event.metrics, m.ITERATION_S)) is not None:
+            self._seconds.append(seconds)
+
+    def _left(self, iteration: int) -> float | None:
+        """Seconds that the iterations after ``iteration`` take, if they take as long as the last ones."""
+        if not self._run.num_iterations or not self._seconds:
+            return None
+        return (self._run.num_iterations - iteration) * sum(self._seconds) / len(self._seconds)
+
     def _head(self) -> RenderableType:
         total, phase = self._run.num_iterations, self._phase
         iteration = phase.iteration if phase else 0
@@ -117,12 +135,18 @@ class ProgressReporter:
             usual = self._run.rollouts_per_iteration if phase.phase == "collect" else None
             rollouts = usual if phase.rollouts is None else phase.rollouts
             doing.append(f" {self._done}" + (f"/{rollouts}" if rollouts else "") + " rollouts")
+        if phase and self._trained:
+            left = (time.monotonic() - phase.at) * (1 - self._trained) / self._trained
+            doing.append(f" {self._trained:.0%}, {spell_seconds(max(left, 0.0))} left")
+        spent = spell_seconds(max(time.monotonic() - self._run.at, 0.0))
+        if (run_left := self._left(iteration - 1)) is not None:
+            spent += f", about {spell_seconds(run_left)} left"
         head = Table.grid(padding=(0, 2))
         head.add_row(
             Text.assemble(("iteration ", "dim"), (f"{iteration}" + (f"/{total}" if total else ""), "bold")),
             ProgressBar(total=total, completed=max(iteration - 1, 0), width=24) if total else "",
             doing,
-            Text(spell_seconds(max(time.monotonic() - self._run.at, 0.0)), style="dim"),
+            Text(spent, style="dim"),
         )
         return head
 
@@ -160,8 +184,11 @@ def wants_live(console: Console) -> bool:
     return console.is_terminal and not plain and console.encoding.lower().startswith("utf")
 
 
-def iteration_line(event: IterationFinished, num_iterations: int | None, reasons: Mapping[str, int]) -> str:
-    """The line of one iteration; a part whose metric is absent is left out."""
+def iteration_line(
+    event: IterationFinished, num_iterations: int | None, reasons: Mapping[str, int], *, left_s: float | None = None
+) -> str:
+    """The line of one iteration; a part whose metric is absent is left out, and what is left of the run when it is
+    a minute or more."""
     keys = (m.REWARD_MEAN, m.COUNT, m.FAILED, m.LOSS, m.TOKENS_PER_S, m.ITERATION_S)
     reward, count, failed, loss, rate, seconds = (m.number(event.metrics, key) for key in keys)
     val, why = latest_validation(event.metrics), f": {spell_reasons(reasons)}" if reasons else ""
@@ -174,6 +201,7 @@ def iteration_line(event: IterationFinished, num_iterations: int | None, reasons
         "" if loss is None else f"loss {loss:{loss_format}}",
         "" if rate is None else f"{rate:.0f} tok/s",
         "" if seconds is None else spell_seconds(seconds),
+        "" if left_s is None or left_s < 60 else f"{spell_seconds(left_s)} left",
         spell_version(event.metrics.get(m.WEIGHTS_VERSION)),
     )
     return "  ".join(part for part in parts if part)

@@ -57,6 +57,14 @@ class RolloutFinished(_Timed):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainingProgressed(_Timed):
+    """So much of the iteration's training is done, ``share`` of it, from 0 to 1."""
+
+    iteration: int
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class GroupsCollected:
     """The groups of an iteration (``agl_slime.groups.results.GroupResult``) before they are trained on."""
 
@@ -105,6 +113,7 @@ Event = (
     | PhaseStarted
     | RolloutFinished
     | GroupsCollected
+    | TrainingProgressed
     | BatchTrained
     | IterationFinished
     | Warning

@@ -28,7 +28,9 @@ RETOKENIZED = "trace/retokenized"  # samples whose ids are not the engine's
 VAL_START_REWARD_MEAN = "val/start_reward_mean"  # validation before the first training step, in the first iteration
 VAL_REWARD_MEAN = "val/reward_mean"  # validation with the weights after the iteration; only in iterations that have one
 LOSS = "train/loss"
-LOGPROB_DIFF_MAX = "train/logprob_diff_max"  # max |trainer - engine| log-prob, in nats, before the batch's first step
+LOGPROB_DIFF_MAX = (
+    "train/logprob_diff_max"  # max |trainer - engine| log-prob, in nats, before the batch's first step (see train)
+)
 FIRST_RATIO_DEV_MAX = "train/first_ratio_dev_max"  # max |ratio - 1| in the first minibatch
 TOKENS_TRAINED = "train/tokens_trained"  # tokens with loss mask 1, counted by the trainer, once for all epochs
 TOKENS_PER_S = "perf/tokens_per_s"  # sampled tokens per second of collecting

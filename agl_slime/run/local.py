@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -41,6 +41,9 @@ from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.tokenizer import load_tokenizer
 from agl_slime.trainers.base import TellsTokens, Trainer
 from agl_slime.types import Sample, flat_samples
+
+if TYPE_CHECKING:
+    from agl_slime.trainers.local.trainer import LocalTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +135,9 @@ async def run_training(
 
         def train(iteration: int) -> dict[str, float]:
             groups = source.get_samples(config.rollout_batch_size)
+            trainer.on_progress = lambda share: reports.handle(
+                events.TrainingProgressed(iteration=iteration, share=share)
+            )
             metrics = trainer.train(groups, iteration=iteration)
             trained.append(iteration, [_origin(group) for group in groups])
             reports.handle(_batch_trained(iteration, groups, trainer))
@@ -291,8 +297,9 @@ def _need_torch() -> None:
         raise MissingDependencyError('--trainer local needs torch and safetensors: pip install "agl-slime[local]"')
 
 
-def _make_trainer(config: TrainConfig, model_path: Path) -> Trainer:
+def _make_trainer(config: TrainConfig, model_path: Path) -> LocalTrainer:
     from agl_slime.trainers.local.trainer import LocalTrainer
 
-    settings = replace(config.local, temperature=config.temperature, seed=config.seed)
+    seed = config.seed if config.local.seed is None else config.local.seed
+    settings = replace(config.local, temperature=config.temperature, seed=seed)
     return LocalTrainer(model_path=model_path, settings=settings)

@@ -15,8 +15,9 @@ from agl_slime.types import Sample
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScores:
-    """What a trainer made of a batch before its first step; one array per Sample, in the order of the batch, with an
-    entry per token under the loss mask."""
+    """What a trainer made of a batch, each token as it first saw it (before any step on the token itself; the local
+    trainer has taken those of earlier minibatches, but for ``old_log_probs`` of ``"recompute"``); one array per Sample,
+    in the order of the batch, with an entry per token under the loss mask."""
 
     log_probs: list[NDArray[np.float32]]
     """Natural log, at the sampling temperature: what is compared with the engine's."""

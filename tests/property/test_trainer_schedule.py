@@ -50,11 +50,14 @@ def test_microbatches_hold_every_token_under_the_mask_once(batch: TrainBatch, ma
         token for i in chosen for token in batch.tokens[i][batch.target_positions[i]].tolist()
     )
     for micro in micros:
-        assert micro.input_ids.size <= max_tokens or len(micro.input_ids) == 1
+        n_rows, width = micro.shape
+        assert n_rows * width <= max_tokens or n_rows == 1
         assert flat[micro.token_index].tolist() == micro.targets.tolist()
         # Ids count up within a sample, so the id that predicts a token is the one before it.
-        assert (micro.input_ids[micro.rows, micro.columns] == micro.targets - 1).all()
-        # Nothing is computed for nothing: every row ends at the last position that predicts a token.
-        for row in range(len(micro.input_ids)):
-            assert micro.columns[micro.rows == row].max() + 1 <= micro.input_ids.shape[1]
-        assert micro.columns.max() + 1 == micro.input_ids.shape[1]
+        assert (micro.ids[micro.sources] == micro.targets - 1).all()
+        for row in range(n_rows):
+            ids, columns = micro.ids[micro.rows == row], micro.columns[micro.rows == row]
+            assert columns.tolist() == list(range(len(ids)))
+            assert (np.diff(ids) == 1).all()  # of one sample
+            # Nothing is computed for nothing: every sequence ends at the last position that predicts a token.
+            assert ids[-1] + 1 in micro.targets

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -22,6 +23,7 @@ from agl_slime.report import (
     RolloutFinished,
     RunFinished,
     RunStarted,
+    TrainingProgressed,
     Warning,
 )
 from agl_slime.report.console import (
@@ -93,6 +95,34 @@ def test_plain_output_is_one_exact_line_per_iteration() -> None:
         "iter 4/40  reward 0.41  rollouts 64 (3 failed: timeout 2, bad_reward 1)  loss -0.012  1234 tok/s  0.31 s  v4\n"
         "iter 5/40  reward 0.41  rollouts 64 (0 failed)  loss -0.012  1234 tok/s  0.31 s  v4\n"
     )
+
+
+def test_a_long_run_says_how_much_time_is_left() -> None:
+    lines = plain(
+        STARTED, finished(3, **{"perf/iteration_s": 10}), finished(4, **{"perf/iteration_s": 20})
+    ).splitlines()
+    assert "10.0 s  6m10s left  v4" in lines[0]
+    assert "20.0 s  9m00s left  v4" in lines[1]  # of 36 iterations, 15 seconds each
+    assert "left" not in plain(STARTED, finished(36, **{"perf/iteration_s": 14}))
+
+
+def test_the_live_view_shows_how_far_training_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agl_slime.report.console.time", SimpleNamespace(monotonic=lambda: 130.0))
+    reporter = ProgressReporter(console=Console(file=io.StringIO()), view="lines")
+    view = Console(width=120, color_system=None, file=io.StringIO())
+
+    def head(*events: Event) -> str:
+        for event in events:
+            reporter.handle(event)
+        with view.capture() as captured:
+            view.print(reporter.render())
+        return captured.get().splitlines()[0]
+
+    started = PhaseStarted(iteration=3, phase="train", at=120.0)
+    assert "training 25%, 30.0 s left" in head(STARTED, started, TrainingProgressed(iteration=3, share=0.25))
+    assert "30.0 s, about 6m20s left" in head(finished(2, **{"perf/iteration_s": 10}))
+    assert "%" not in head(PhaseStarted(iteration=3, phase="sync", at=130.0))
+    reporter.close()
 
 
 def test_parts_without_a_metric_are_left_out() -> None:

@@ -34,6 +34,10 @@ from agl_slime.trainers import LocalTrainerSettings
         ("old_log_probs", "trainer"),
         ("max_tokens_per_microbatch", 0),
         ("torch_threads", 0),
+        ("max_tokens_per_logits_chunk", 0),
+        ("lora_rank", -1),
+        ("lora_alpha", 0.0),
+        ("compute_dtype", "float16"),
         ("seed", -1),
     ],
 )

@@ -1,7 +1,7 @@
 """What the local trainer makes of a batch of samples: checked, flat over the tokens under the loss mask, and divided.
 
 A *minibatch* is what one optimizer step sees: whole rollouts, evenly divided. A *microbatch* is what one forward pass
-sees: samples of similar length, padded to the longest; how they are cut changes speed and memory only.
+sees: samples of similar length; how they are cut changes speed and memory only.
 """
 
 from __future__ import annotations
@@ -130,18 +130,27 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """``B`` sequences padded on the right to ``T`` ids, and the ``N`` tokens under the loss mask in them."""
+    """``B`` sequences, ``L`` ids in all, and the ``N`` tokens under the loss mask in them."""
 
-    input_ids: NDArray[np.int64]
-    """``[B, T]``. With causal attention nothing attends to padding on the right, so no attention mask is needed."""
+    ids: NDArray[np.int64]
+    """``[L]``: the ids of all sequences, one after the other, without padding."""
     rows: NDArray[np.int64]
-    """``[N]``: the sequence of each token."""
+    """``[L]``: the sequence of each id, counted from 0."""
     columns: NDArray[np.int64]
-    """``[N]``: the position whose logits predict the token, one before the token itself."""
+    """``[L]``: the position of each id in its sequence."""
+    sources: NDArray[np.int64]
+    """``[N]``: where in ``ids`` the position is whose logits predict the token, one before the token itself."""
     targets: NDArray[np.int64]
     """``[N]``: the token ids."""
     token_index: NDArray[np.int64]
     """``[N]``: where the tokens are in the batch's ``token_...`` arrays."""
+    has_advantage: bool = True
+    """Whether any of the tokens has an advantage other than 0; without one they have no part in the gradient."""
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """``(B, T)``: sequences, and ids of the longest; what padding would make of them."""
+        return int(self.rows[-1]) + 1, int(self.columns.max()) + 1
 
 
 def split_minibatches(batch: TrainBatch, *, n_minibatches: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
@@ -160,35 +169,38 @@ def make_microbatches(
     batch: TrainBatch, samples: Sequence[int] | NDArray[np.int64], *, max_tokens: int
 ) -> Iterator[MicroBatch]:
     """Cut ``samples`` into microbatches of at most ``max_tokens`` padded ids, sorted by length; a longer sample goes
-    alone.
+    alone. Samples without an advantage (of a group with equal rewards) have microbatches of their own.
 
     Sequences end where nothing after is needed: at the last position that predicts a token under the mask. Samples
     without such a token are left out.
     """
     lengths = {int(i): int(batch.target_positions[i][-1]) for i in samples if batch.token_counts[i]}
+    advantage = {i: bool(batch.token_rewards[slice(*batch.token_offsets[i : i + 2])].any()) for i in lengths}
     bucket: list[int] = []
-    for i in sorted(lengths, key=lambda i: (lengths[i], i)):
-        if bucket and (len(bucket) + 1) * lengths[i] > max_tokens:
-            yield _pad(batch, bucket)
+    for i in sorted(lengths, key=lambda i: (advantage[i], lengths[i], i)):
+        if bucket and ((len(bucket) + 1) * lengths[i] > max_tokens or advantage[i] != advantage[bucket[0]]):
+            yield _pack(batch, bucket)
             bucket = []
         bucket.append(i)
     if bucket:
-        yield _pad(batch, bucket)
+        yield _pack(batch, bucket)
 
 
-def _pad(batch: TrainBatch, samples: list[int]) -> MicroBatch:
-    """One microbatch of ``samples``, the longest last."""
-    input_ids = np.zeros((len(samples), batch.target_positions[samples[-1]][-1]), dtype=np.int64)
-    for row, i in enumerate(samples):
-        ids = batch.tokens[i][: batch.target_positions[i][-1]]
-        input_ids[row, : len(ids)] = ids
-    positions = np.concatenate([batch.target_positions[i] for i in samples])
+def _pack(batch: TrainBatch, samples: list[int]) -> MicroBatch:
+    """One microbatch of ``samples``."""
+    lengths = np.array([batch.target_positions[i][-1] for i in samples])
+    starts = np.cumsum(lengths) - lengths
+    rows = np.repeat(np.arange(len(samples)), lengths)
     return MicroBatch(
-        input_ids=input_ids,
-        rows=np.repeat(np.arange(len(samples)), batch.token_counts[samples]),
-        columns=positions - 1,
+        ids=np.concatenate([batch.tokens[i][:length] for i, length in zip(samples, lengths, strict=True)]),
+        rows=rows,
+        columns=np.arange(len(rows)) - starts[rows],
+        sources=np.concatenate(
+            [start + batch.target_positions[i] - 1 for i, start in zip(samples, starts, strict=True)]
+        ),
         targets=np.concatenate([batch.tokens[i][batch.target_positions[i]] for i in samples]),
-        token_index=np.concatenate([np.arange(batch.token_offsets[i], batch.token_offsets[i + 1]) for i in samples]),
+        token_index=(index := np.concatenate([np.arange(*batch.token_offsets[i : i + 2]) for i in samples])),
+        has_advantage=bool(batch.token_rewards[index].any()),
     )
 
 

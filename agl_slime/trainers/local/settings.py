@@ -37,8 +37,9 @@ class LocalTrainerSettings:
     """Weight of the KL divergence to the start policy; above 0 a frozen copy of it is kept in memory."""
     aggregation: Literal["token", "sequence"] = "token"
     """Whether every token weighs the same, or every rollout (slime's default)."""
-    temperature: float = 1.0
-    """The sampling temperature of the rollouts: log-probs are those of ``softmax(logits / temperature)``."""
+    temperature: float | None = None
+    """The sampling temperature of the rollouts: log-probs are those of ``softmax(logits / temperature)``. Unset it is
+    the run's, or 1."""
     old_log_probs: Literal["engine", "recompute"] = "engine"
     """The denominator of the ratio: the engine's log-probs, or the trainer's own before the first step."""
     off_policy: Literal["none", "tis", "icepop"] = "none"
@@ -55,22 +56,40 @@ class LocalTrainerSettings:
     """Also divide by the standard deviation of the prompt group."""
     reward_key: str | None = None
     """Which reward to train on where samples carry a dict of them."""
+    lora_rank: int = 0
+    """Train low-rank adapters of this rank (LoRA, with peft) and not the weights themselves; 0 trains all weights."""
+    lora_alpha: float = 32.0
+    """What the adapters add is scaled by ``lora_alpha / lora_rank``."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of the layers that get adapters, as ``q_proj``; by default all linear layers but the output layer."""
     max_tokens_per_microbatch: int = 4096
-    """Padded tokens per forward pass; bounds memory, does not change the result."""
-    torch_threads: int | None = None
-    """torch's CPU threads, set for the whole process; unset leaves them alone. More than 1 slows small models down."""
+    """Ids per forward pass; bounds memory, does not change the result."""
+    max_tokens_per_logits_chunk: int = 512
+    """Sampled tokens whose logits, over the whole vocabulary, are in memory at once; does not change the result."""
+    gradient_checkpointing: bool = False
+    """Compute what is inside each layer again for the backward pass: less memory, a third more time, same result."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Numbers in which the model is computed; weights, log-probs and the optimizer stay float32. auto is bfloat16 on a
+    CUDA device that has it, else float32, in which the embedded engine computes."""
+    torch_threads: int | Literal["auto"] | None = None
+    """torch's CPU threads, set for the whole process; unset leaves them alone. auto, what the command line uses, is 1
+    for small models, which more slow down, and the cores of this machine for others."""
     device: str = "cpu"
-    """A torch device, such as ``cpu`` or ``cuda:0``."""
-    seed: int = 0
-    """Seed of the order in which rollouts are divided among minibatches."""
+    """A torch device, such as ``cpu`` or ``cuda:0``; ``auto`` is ``cuda`` where there is one."""
+    seed: int | None = None
+    """Seed of the order in which rollouts are divided among minibatches, and of new adapters. Unset it is the run's, or
+    0."""
 
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            ("lr temperature", lambda value: 0 < value < math.inf, "above 0"),
+            ("lr lora_alpha temperature", lambda value: 0 < value < math.inf, "above 0"),
             ("weight_decay kl_coef", lambda value: 0 <= value < math.inf, "at least 0"),
-            ("warmup_steps seed", lambda value: value >= 0, "at least 0"),
-            ("n_minibatches epochs max_tokens_per_microbatch torch_threads", lambda value: value >= 1, "at least 1"),
+            ("warmup_steps seed lora_rank", lambda value: value >= 0, "at least 0"),
+            ("n_minibatches epochs", lambda value: value >= 1, "at least 1"),
+            ("max_tokens_per_microbatch max_tokens_per_logits_chunk", lambda value: value >= 1, "at least 1"),
+            ("torch_threads", lambda value: value == "auto" or value >= 1, "at least 1, or 'auto'"),
+            ("compute_dtype", ("auto", "float32", "bfloat16").__contains__, "'auto', 'float32' or 'bfloat16'"),
             ("betas", lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)"),
             ("grad_clip", lambda value: value > 0, "above 0 (inf for no clipping)"),
             ("clip", lambda value: 0 < value <= 1, "in (0, 1]"),
@@ -87,3 +106,5 @@ class LocalTrainerSettings:
         for name, used_by in (("tis_clip", "tis"), ("icepop_range", "icepop")):
             if (value := getattr(self, name)) != getattr(type(self), name) and self.off_policy != used_by:
                 raise ConfigError(f"{name} is {value!r} and off_policy {self.off_policy!r}; only {used_by!r} uses it.")
+        if self.lora_targets and not self.lora_rank:
+            raise ConfigError(f"lora_targets is {self.lora_targets!r} without adapters; set lora_rank as well.")

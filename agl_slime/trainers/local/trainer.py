@@ -7,9 +7,10 @@ import math
 import os
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,9 +24,18 @@ except ImportError as error:
 
 from agl_slime.support.files import whole_directory
 from agl_slime.trainers.base import TokenScores
+from agl_slime.trainers.local import lora
 from agl_slime.trainers.local.batch import MicroBatch, TrainBatch, make_microbatches, split_minibatches
+from agl_slime.trainers.local.hardware import bfloat16_wanted, set_threads, torch_device
 from agl_slime.trainers.local.loss import Objective, token_entropy, token_log_probs, token_weights
-from agl_slime.trainers.local.model import load_model, logits_at, save_model
+from agl_slime.trainers.local.model import (
+    allow_packing,
+    checkpoint_layers,
+    hidden_at,
+    load_model,
+    logits_of,
+    save_model,
+)
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 from agl_slime.trainers.local.staleness import token_lags
 from agl_slime.types import Sample, flat_samples
@@ -34,34 +44,59 @@ _STATE_FILE = "trainer_state.pt"
 _STATE_FORMAT = 1
 
 
+class _Seen(NamedTuple):
+    """The tokens of a batch as the policy saw them first, ``[n_tokens]`` each; NaN where it has not yet."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
 class LocalTrainer:
     """Clipped policy-gradient steps on slime's samples. Weights, optimizer and log-probs are float32. Methods are
     synchronous and must not run at the same time as one another."""
 
     def __init__(self, *, model_path: str | os.PathLike[str], settings: LocalTrainerSettings | None = None) -> None:
         """Load the start policy from the Hugging Face checkpoint in the directory ``model_path``; raises
-        ``ConfigError`` when there is no usable one, or no such device."""
+        ``ConfigError`` when there is no usable one, or no such device, ``MissingDependencyError`` without peft for
+        LoRA."""
         self.settings = settings or LocalTrainerSettings()
-        self._set_threads()
-        self._device = _device(self.settings.device)
+        self._device = torch_device(self.settings.device)
+        bfloat16 = bfloat16_wanted(self.settings.compute_dtype, self._device)
+        self._computing = torch.autocast(self._device.type, dtype=torch.bfloat16) if bfloat16 else nullcontext()
         self._source = Path(model_path)
         self.model = load_model(self._source, device=self._device)
-        self._start_model = copy.deepcopy(self.model).requires_grad_(False) if self.settings.kl_coef > 0 else None
+        self._set_threads()
         self._vocab_size = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[arg-type, union-attr]
-        matrices = [parameter for parameter in self.model.parameters() if parameter.ndim >= 2]
-        others = [parameter for parameter in self.model.parameters() if parameter.ndim < 2]
+        allow_packing(self.model)
+        self._start_model = None  # with LoRA it is the model without its adapters
+        if self.settings.kl_coef > 0:
+            full = not self.settings.lora_rank
+            self._start_model = copy.deepcopy(self.model).requires_grad_(False) if full else self.model
+        if self.settings.lora_rank:
+            lora.add_adapters(self.model, self.settings)
+        if self.settings.gradient_checkpointing:
+            checkpoint_layers(self.model)
+        self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        matrices = [parameter for parameter in self._trained if parameter.ndim >= 2]
+        others = [parameter for parameter in self._trained if parameter.ndim < 2]
         self._optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": self.settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=self.settings.lr,
             betas=self.settings.betas,
+            fused=self._device.type in ("cpu", "cuda"),  # one pass over weights and moments
         )
-        self._seed = self.settings.seed
+        self._seed = self.settings.seed or 0
+        self._temperature = self.settings.temperature or 1.0
         self.iteration = -1
         """The iteration trained last."""
         self.steps = 0
         """Optimizer steps taken so far."""
         self.scores: TokenScores | None = None
-        """What the policy made of the tokens of the last batch, before any step on it."""
+        """What the policy made of the tokens of the last batch, each as it first saw it."""
+        self.on_progress: Callable[[float], None] | None = None
+        """Told, in the thread that trains, which share of a ``train`` is done, after each microbatch."""
+        # ids, each counted once for a forward pass and three times with a backward one
+        self._done, self._planned = 0, 1
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -72,8 +107,10 @@ class LocalTrainer:
         them alike.
 
         Returns:
-            Of the batch before any step: ``train/samples``, ``train/rollouts``, ``train/entropy`` (nats per token) and
-            ``train/logprob_diff_max`` and ``_mean`` (trainer and engine, per token; where the engine's are given). Of
+            Of the batch: ``train/samples``, ``train/rollouts``, ``train/entropy`` (nats per token, of the policy that
+            first sees the token: there is no pass over the batch before the steps but for ``old_log_probs`` of
+            ``"recompute"``). Before any step: ``train/logprob_diff_max`` and ``_mean`` (trainer and engine, per token;
+            where the engine's are given), of the first minibatch, with ``"recompute"`` of the whole batch. Of
             the steps: ``train/tokens`` (under the mask, of one epoch), ``train/loss`` and ``train/grad_norm`` (before
             clipping), means over steps; ``train/first_ratio_dev_max`` (largest ``|ratio - 1|`` of the first minibatch
             before its step); ``train/clip_fraction``, ``train/kl`` (from the old policy, k3) and with ``kl_coef``
@@ -93,8 +130,18 @@ class LocalTrainer:
         if iteration < 0:
             raise TrainerError(f"iteration is {iteration}; it must be at least 0.")
         checked = self._check(batch)
+        metrics = {"train/samples": float(checked.n_samples), "train/rollouts": float(checked.n_rollouts)}
         n_minibatches = min(self.settings.n_minibatches, checked.n_rollouts)
-        objective, metrics = self._objective(checked, n_minibatches=n_minibatches)
+        engine = None if checked.token_log_probs is None else self._tensor(checked.token_log_probs)
+        recompute = engine is None or self.settings.old_log_probs == "recompute"
+        everything = self._microbatches(checked, range(checked.n_samples))
+        passes = recompute + (self._start_model is not None)
+        work = (len(micro.ids) * (passes + self.settings.epochs * self._cost(micro)) for micro in everything)
+        self._done, self._planned = 0, sum(work)
+        unseen = torch.full((checked.n_tokens,), math.nan, device=self._device)
+        seen = self._score(self.model, everything, checked.n_tokens) if recompute else _Seen(unseen, unseen.clone())
+        old = seen.log_probs if recompute or engine is None else engine
+        objective = self._objective(checked, old, engine, everything, n_minibatches=n_minibatches)
         objective.lags = self._tensor(token_lags(list(flat_samples(batch)), checked))
         steps: list[tuple[float, float]] = []
         for epoch in range(self.settings.epochs):
@@ -104,38 +151,31 @@ class LocalTrainer:
                 if not microbatches:  # all its tokens are masked out
                     continue
                 place = f"minibatch {len(steps) + 1} of iteration {iteration}"
-                steps.append(self._step(microbatches, objective, place=place))
+                steps.append(self._step(microbatches, objective, seen if not (recompute or epoch) else None, place))
                 if len(steps) == 1:
                     metrics["train/first_ratio_dev_max"] = objective.ratio_dev_max
+                    if engine is not None:
+                        difference = (seen.log_probs - engine).abs()
+                        difference = difference[~difference.isnan()]
+                        metrics["train/logprob_diff_max"] = float(difference.max())
+                        metrics["train/logprob_diff_mean"] = float(difference.mean())
             if epoch == 0:
                 metrics["train/tokens"] = float(objective.tokens)
         self.iteration = iteration
+        ends = checked.token_offsets[1:-1]
+        self.scores = TokenScores(
+            log_probs=np.split(seen.log_probs.cpu().numpy(), ends),
+            advantages=np.split(checked.token_rewards.astype(np.float32), ends),
+        )
         loss, norm = (math.fsum(values) / len(steps) for values in zip(*steps, strict=True))
         metrics |= objective.metrics() | {"train/loss": loss, "train/grad_norm": norm, "train/steps": float(len(steps))}
-        lr = self._optimizer.param_groups[0]["lr"]
-        return metrics | {"train/lr": lr, "train/seconds": time.perf_counter() - started}
+        metrics |= {"train/entropy": float(seen.entropy.mean()), "train/lr": self._optimizer.param_groups[0]["lr"]}
+        return metrics | {"train/seconds": time.perf_counter() - started}
 
-    def _objective(self, batch: TrainBatch, *, n_minibatches: int) -> tuple[Objective, dict[str, float]]:
-        """The loss of ``batch``, and the metrics of the policy on it as it is before any step."""
-        everything = self._microbatches(batch, range(batch.n_samples))
-        log_probs, entropy = self._score(self.model, everything, batch.n_tokens)
-        metrics = {
-            "train/samples": float(batch.n_samples),
-            "train/rollouts": float(batch.n_rollouts),
-            "train/entropy": float(entropy.mean()),
-        }
-        ends = batch.token_offsets[1:-1]
-        self.scores = TokenScores(
-            log_probs=np.split(log_probs.cpu().numpy(), ends),
-            advantages=np.split(batch.token_rewards.astype(np.float32), ends),
-        )
-        old, engine = log_probs, None
-        if batch.token_log_probs is not None:
-            engine = self._tensor(batch.token_log_probs)
-            difference = (log_probs - engine).abs()
-            metrics["train/logprob_diff_max"] = float(difference.max())
-            metrics["train/logprob_diff_mean"] = float(difference.mean())
-            old = engine if self.settings.old_log_probs == "engine" else log_probs
+    def _objective(
+        self, batch: TrainBatch, old: Tensor, engine: Tensor | None, everything: list[MicroBatch], *, n_minibatches: int
+    ) -> Objective:
+        """The loss of ``batch``, whose tokens have the log-probs ``old`` in the denominator of the ratio."""
         objective = Objective(
             settings=self.settings,
             old_log_probs=old,
@@ -150,21 +190,24 @@ class LocalTrainer:
             ),
         )
         if self._start_model is not None:
-            objective.start_log_probs, _ = self._score(self._start_model, everything, batch.n_tokens)
-        return objective, metrics
+            with lora.without_adapters(self.model) if self.settings.lora_rank else nullcontext():
+                objective.start_log_probs = self._score(self._start_model, everything, batch.n_tokens).log_probs
+        return objective
 
-    def _step(self, microbatches: list[MicroBatch], objective: Objective, *, place: str) -> tuple[float, float]:
-        """One optimizer step; returns the loss and the norm of the gradient."""
+    def _step(
+        self, microbatches: list[MicroBatch], objective: Objective, seen: _Seen | None, place: str
+    ) -> tuple[float, float]:
+        """One optimizer step; returns the loss and the norm of the gradient. What it finds of the tokens goes into
+        ``seen``."""
         total = 0.0
         try:
             for micro in microbatches:
-                _, log_probs = self._log_probs(self.model, micro)
-                loss = objective.loss(self._tensor(micro.token_index), log_probs)
-                if not math.isfinite(value := loss.item()):
-                    raise TrainerError(f"the loss of {place} is {value}; no step was taken on it. Lower lr.")
-                loss.backward()
-                total += value
-            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip))
+                total += self._loss(micro, objective, seen, place)
+                self._progressed(len(micro.ids) * self._cost(micro))
+            if not any(self._cost(micro) > 1 for micro in microbatches):
+                for parameter in self._trained:  # AdamW's momentum moves on, which it does not without a gradient
+                    parameter.grad = torch.zeros_like(parameter)
+            norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self.settings.grad_clip))
             if not math.isfinite(norm):
                 raise TrainerError(f"the gradient norm of {place} is {norm}; no step was taken on it. Lower lr.")
             lr = self.settings.lr * min(1.0, (self.steps + 1) / max(1, self.settings.warmup_steps))
@@ -176,22 +219,71 @@ class LocalTrainer:
             self._optimizer.zero_grad(set_to_none=True)
         return total, norm
 
-    @torch.no_grad()
-    def _score(self, model: Any, microbatches: list[MicroBatch], n_tokens: int) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy of every token under the mask, ``[n_tokens]`` each, in the order of the batch."""
-        log_probs, entropy = (torch.empty(n_tokens, device=self._device) for _ in range(2))
-        for micro in microbatches:
-            logits, own = self._log_probs(model, micro)
-            index = self._tensor(micro.token_index)
-            log_probs[index] = own.to(log_probs.dtype)
-            entropy[index] = token_entropy(logits, temperature=self.settings.temperature).to(entropy.dtype)
-        return log_probs, entropy
+    def _loss(self, micro: MicroBatch, objective: Objective, seen: _Seen | None, place: str) -> float:
+        """The share of ``micro`` in the loss; its gradient is added to that of the weights.
 
-    def _log_probs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Of the tokens under the mask: the logits they were sampled from, ``[N, vocabulary]``, and their log-probs."""
-        rows, columns = self._tensor(micro.rows), self._tensor(micro.columns)
-        logits = logits_at(model, self._tensor(micro.input_ids), rows=rows, columns=columns)
-        return logits, token_log_probs(logits, self._tensor(micro.targets), temperature=self.settings.temperature)
+        The loss is a sum over tokens: some at a time go through output layer and loss and back at once, so that their
+        logits are computed once and forgotten, and then all together back through the layers.
+        """
+        total, trained = 0.0, self._cost(micro) > 1
+        with torch.set_grad_enabled(trained):
+            with self._computing:
+                hidden = hidden_at(self.model, micro)
+            cut = hidden.detach().requires_grad_(trained)
+            for index, log_probs, entropy in self._pieces(self.model, micro, cut):
+                loss = objective.loss(index, log_probs)
+                if not math.isfinite(value := loss.item()):
+                    raise TrainerError(f"the loss of {place} is {value}; no step was taken on it. Lower lr.")
+                total += value
+                if trained:
+                    loss.backward()
+                if seen is not None:
+                    seen.log_probs[index] = log_probs.detach().to(seen.log_probs.dtype)
+                    seen.entropy[index] = entropy.to(seen.entropy.dtype)
+            if trained:
+                hidden.backward(cut.grad)
+        return total
+
+    @torch.no_grad()
+    def _score(self, model: Any, microbatches: list[MicroBatch], n_tokens: int) -> _Seen:
+        """Log-prob and entropy of every token under the mask, in the order of the batch."""
+        seen = _Seen(*(torch.empty(n_tokens, device=self._device) for _ in range(2)))
+        for micro in microbatches:
+            with self._computing:
+                hidden = hidden_at(model, micro)
+            for index, log_probs, entropy in self._pieces(model, micro, hidden):
+                seen.log_probs[index] = log_probs.to(seen.log_probs.dtype)
+                seen.entropy[index] = entropy.to(seen.entropy.dtype)
+            self._progressed(len(micro.ids))
+        return seen
+
+    def _pieces(self, model: Any, micro: MicroBatch, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Of the tokens under the mask, some at a time: their places in the batch, log-probs, and entropies (without
+        gradient), given what the model knows before them, ``hidden`` ``[N, hidden]``."""
+        size = self.settings.max_tokens_per_logits_chunk
+        parts = (
+            hidden.split(size),
+            self._tensor(micro.targets).split(size),
+            self._tensor(micro.token_index).split(size),
+        )
+        for part, targets, index in zip(*parts, strict=True):
+            with self._computing:
+                logits = logits_of(model, part)
+            log_probs = token_log_probs(logits, targets, temperature=self._temperature)
+            with torch.no_grad():
+                entropy = token_entropy(logits, temperature=self._temperature)
+            del logits  # else they outlive their gradient until the next ones are there
+            yield index, log_probs, entropy
+
+    def _cost(self, micro: MicroBatch) -> int:
+        """In forward passes; one with a backward pass counts as three. The loss of tokens without an advantage is 0
+        whatever the weights, but for a penalty."""
+        return 3 if micro.has_advantage or self.settings.kl_coef else 1
+
+    def _progressed(self, ids: int) -> None:
+        self._done += ids
+        if self.on_progress is not None:
+            self.on_progress(min(1.0, self._done / self._planned))
 
     def _microbatches(self, batch: TrainBatch, samples: Sequence[int] | np.ndarray) -> list[MicroBatch]:
         return list(make_microbatches(batch, samples, max_tokens=self.settings.max_tokens_per_microbatch))
@@ -219,30 +311,35 @@ class LocalTrainer:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_weights(self, directory: str | os.PathLike[str]) -> None:
-        """Write the weights (float32) as a Hugging Face checkpoint, with the config and tokenizer files of
-        ``model_path``. The directory appears, or is replaced, as a whole or not at all; raises ``TrainerError`` when it
-        cannot be written."""
+        """Write the weights (float32, adapters merged into them) as a Hugging Face checkpoint, with the config and
+        tokenizer files of ``model_path``. The directory appears, or is replaced, as a whole or not at all; raises
+        ``TrainerError`` when it cannot be written."""
         self._write(directory, state=None)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write the weights as :meth:`save_weights` does, and the state of the optimizer and the counters with them,
         through to the disk."""
+        state = {"format": _STATE_FORMAT, "optimizer": self._optimizer.state_dict()["state"]}
+        if self.settings.lora_rank:
+            adapters = {name: tensor.detach() for name, tensor in lora.adapter_weights(self.model).items()}
+            state |= {"adapters": adapters, "base": lora.checksum(self.model)}
         counters = {"iteration": self.iteration, "steps": self.steps, "seed": self._seed}
-        optimizer = self._optimizer.state_dict()["state"]
-        self._write(directory, state={"format": _STATE_FORMAT, "optimizer": optimizer, **counters})
+        self._write(directory, state=state | counters)
 
     def _write(self, directory: str | os.PathLike[str], *, state: dict[str, Any] | None) -> None:
         try:
             with whole_directory(directory, durable=state is not None) as fresh:
-                save_model(self.model, fresh, source=self._source)
+                merged = lora.merged_weights(self.model) if self.settings.lora_rank else None
+                save_model(self.model, fresh, source=self._source, weights=merged)
                 if state is not None:
                     torch.save(state, fresh / _STATE_FILE)
         except OSError as error:
             raise TrainerError(f"{directory} cannot be written: {error}") from error
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Go on exactly where :meth:`save` was called: weights, optimizer, counters and seed. The settings, learning
-        rate included, stay those of this trainer, and so does the start policy of the KL term.
+        """Go on exactly where :meth:`save` was called: weights (or adapters, on the same weights), optimizer, counters
+        and seed. The settings, learning rate included, stay those of this trainer, and so does the start policy of the
+        KL term.
 
         Raises:
             TrainerError: ``directory`` does not hold what ``save`` writes, or it is of another model. Nothing has
@@ -253,12 +350,21 @@ class LocalTrainer:
             raise TrainerError(f"{path} does not exist; give a directory that LocalTrainer.save wrote.")
         try:
             state = torch.load(path, map_location=self._device, weights_only=True)
-            saved = load_model(Path(directory), device=self._device).state_dict()
+            if not (with_adapters := self.settings.lora_rank > 0):
+                saved = load_model(Path(directory), device=self._device).state_dict()
         except (ConfigError, OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
             raise TrainerError(f"the trainer state in {directory} cannot be read: {error}") from error
         if not isinstance(state, dict) or state.get("format") != _STATE_FORMAT:
             raise TrainerError(f"{path} is not a state of format {_STATE_FORMAT}; another version has written it.")
-        current = self.model.state_dict()
+        if with_adapters != ("adapters" in state):
+            how, fix = ("with", "set the same") if not with_adapters else ("without", "leave it out")
+            raise TrainerError(f"what is in {directory} was trained {how} lora_rank; {fix}.")
+        if with_adapters:
+            current, saved = lora.adapter_weights(self.model), state["adapters"]
+            if state["base"] != lora.checksum(self.model):
+                raise TrainerError(f"the adapters in {directory} belong to other weights than those in {self._source}.")
+        else:
+            current = self.model.state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in current.items()}
         if shapes != {name: tuple(tensor.shape) for name, tensor in saved.items()}:
             raise TrainerError(f"the weights in {directory} are of another model than the one in {self._source}.")
@@ -275,15 +381,4 @@ class LocalTrainer:
         return torch.from_numpy(array).to(self._device)
 
     def _set_threads(self) -> None:
-        if self.settings.torch_threads is not None:
-            torch.set_num_threads(self.settings.torch_threads)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device is {name!r}, which torch cannot use here ({reason}); 'cpu' always works.") from error
-    return device
+        set_threads(self.settings.torch_threads, self.model)

@@ -1,0 +1,52 @@
+"""What the trainer uses of this machine: device, number format, threads."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+
+from agl_slime.errors import ConfigError
+
+_SMALL_MODEL = 5_000_000  # parameters, below which more than one thread costs more than it brings
+
+
+def torch_device(name: str) -> torch.device:
+    """The device of that name, ``auto`` being CUDA where there is one. Raises ``ConfigError`` for one that torch cannot
+    use."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device is {name!r}, which torch cannot use here ({reason}); 'cpu' always works.") from error
+    return device
+
+
+def bfloat16_wanted(setting: Literal["auto", "float32", "bfloat16"], device: torch.device) -> bool:
+    """Whether to compute in bfloat16. Raises ``ConfigError`` when it is asked for and the hardware would emulate it."""
+    if device.type == "cuda":
+        has = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has = device.type == "cpu" and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if setting == "bfloat16" and not has:
+        raise ConfigError(
+            f"compute_dtype is 'bfloat16', which the {device.type} here has no instructions for; use 'auto'."
+        )
+    return has and (setting == "bfloat16" or (setting == "auto" and device.type == "cuda"))
+
+
+def set_threads(setting: int | Literal["auto"] | None, model: torch.nn.Module) -> None:
+    """Set torch's CPU threads for the whole process; ``None`` leaves them alone. ``auto`` stays within
+    ``OMP_NUM_THREADS`` where that is set."""
+    if setting is None:
+        return
+    if setting == "auto":
+        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        small = sum(parameter.numel() for parameter in model.parameters()) < _SMALL_MODEL
+        setting = 1 if small else min(allowed, int(given)) if given.isdigit() else allowed
+    torch.set_num_threads(setting)

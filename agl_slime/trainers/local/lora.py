@@ -1,0 +1,88 @@
+"""Low-rank adapters through ``peft``: the layers' own weights stay as they are, what is trained is a few per cent."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.trainers.local.settings import LocalTrainerSettings
+
+_ADAPTER = "default"
+
+
+def add_adapters(model: PreTrainedModel, settings: LocalTrainerSettings) -> None:
+    """Put LoRA adapters (arXiv:2106.09685) into ``model`` and freeze everything else. They begin as no change at all.
+
+    Raises:
+        MissingDependencyError: peft is not installed.
+        ConfigError: ``lora_targets`` names no layer of the model.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise MissingDependencyError('lora_rank needs peft: pip install "agl-slime[lora]"') from error
+    config = LoraConfig(
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,  # pyright: ignore[reportArgumentType]
+        target_modules=list(settings.lora_targets) or "all-linear",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed or 0)
+        try:
+            inject_adapter_in_model(config, model, _ADAPTER)
+        except ValueError as error:
+            raise ConfigError(f"lora_targets is {settings.lora_targets!r}: {error}") from error
+    model.eval()
+
+
+def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of the adapters by name; they are all that is trained."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights as a model without adapters has them; those of the layers are not touched."""
+    changes = {name: layer.get_delta_weight(_ADAPTER) for name, layer in _adapted(model)}
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        layer, own, part = name.partition(".base_layer.")
+        if own:
+            name = f"{layer}.{part}"
+            tensor = tensor + changes[layer] if part == "weight" else tensor
+        if ".lora_" not in name:
+            weights[name] = tensor.contiguous()
+    return weights
+
+
+@contextmanager
+def without_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """The model as it was before anything was trained."""
+    layers = [layer for _, layer in _adapted(model)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def checksum(model: PreTrainedModel) -> int:
+    """Of every weight that adapters leave alone: adapters fit the weights only that they were trained on."""
+    value = 0
+    for tensor in (parameter.detach() for parameter in model.parameters() if not parameter.requires_grad):
+        value = zlib.crc32(tensor.cpu().contiguous().numpy(), value)
+    return value
+
+
+def _adapted(model: PreTrainedModel) -> list[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]

@@ -1,0 +1,115 @@
+"""Low-rank adapters: what is trained, what the engine gets, and going on from a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("peft", reason='adapters need peft: pip install "agl-slime[lora]"')
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
+from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
+from agl_slime.types import Sample  # noqa: E402
+from tests.trainer_policy import make_model, make_samples, response_log_probs, save_policy  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return make_samples(make_model())
+
+
+def trainer(policy: Path, **settings: Any) -> LocalTrainer:
+    return LocalTrainer(
+        model_path=policy, settings=LocalTrainerSettings(**{"lora_rank": 4, "lr": 1e-2, "n_minibatches": 2, **settings})
+    )
+
+
+def adapters(ours: LocalTrainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in ours.model.parameters() if p.requires_grad])
+
+
+def test_only_adapters_are_trained_and_the_merged_weights_are_the_model_with_them(
+    policy: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    ours = trainer(policy)
+    base = {name: tensor.clone() for name, tensor in make_model().state_dict().items()}
+    for iteration in range(3):
+        found = ours.train(samples, iteration=iteration)
+    assert found["train/grad_norm"] > 0
+    ours.save_weights(tmp_path / "weights")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "weights").eval()
+    kept = {name.replace(".base_layer.", "."): tensor for name, tensor in ours.model.state_dict().items()}
+    assert all(torch.equal(kept[name], tensor) for name, tensor in base.items())
+    assert set(merged.state_dict()) == set(base)
+    for sample in samples[:4]:
+        n = sample.response_length
+        with_adapters = response_log_probs(ours.model, sample.tokens, n)
+        assert response_log_probs(merged, sample.tokens, n) == pytest.approx(with_adapters, abs=1e-5)
+        assert response_log_probs(make_model(), sample.tokens, n) != pytest.approx(with_adapters, abs=1e-2)
+
+
+def test_new_adapters_change_nothing_and_come_from_the_seed(policy: Path, samples: list[Sample]) -> None:
+    before = torch.random.get_rng_state()
+    found = trainer(policy, old_log_probs="recompute").train(samples, iteration=0)
+    assert found["train/logprob_diff_max"] < 1e-5
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(adapters(trainer(policy, seed=1)), adapters(trainer(policy, seed=1)))
+    assert not torch.equal(adapters(trainer(policy, seed=1)), adapters(trainer(policy, seed=2)))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_goes_on_exactly_where_it_was_saved(
+    policy: Path, samples: list[Sample], tmp_path: Path, checkpointing: bool
+) -> None:
+    straight = trainer(policy, gradient_checkpointing=checkpointing)
+    straight.train(samples, iteration=0)
+    straight.save(tmp_path / "state")
+    resumed = trainer(policy, gradient_checkpointing=checkpointing, seed=7)  # other adapters, until it is loaded
+    resumed.load(tmp_path / "state")
+    assert resumed.iteration == 0
+    assert straight.train(samples, iteration=1)["train/loss"] == resumed.train(samples, iteration=1)["train/loss"]
+    assert torch.equal(adapters(straight), adapters(resumed))
+
+
+def test_the_start_policy_is_the_model_without_its_adapters(policy: Path, samples: list[Sample]) -> None:
+    ours = trainer(policy, kl_coef=0.5)
+    assert ours._start_model is ours.model
+    first = ours.train(samples, iteration=0)["train/kl_start"]
+    assert ours.train(samples, iteration=1)["train/kl_start"] > first > 0
+    assert adapters(ours).numel() > 0
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(policy: Path, samples: list[Sample], tmp_path: Path) -> None:
+    ours = trainer(policy)
+    ours.train(samples, iteration=0)
+    ours.save(tmp_path / "with")
+    trainer(policy, lora_rank=0).save(tmp_path / "without")
+    before = adapters(ours)
+    with pytest.raises(TrainerError, match="trained without lora_rank"):
+        ours.load(tmp_path / "without")
+    with pytest.raises(TrainerError, match="trained with lora_rank"):
+        trainer(policy, lora_rank=0).load(tmp_path / "with")
+    with pytest.raises(TrainerError, match="another model"):
+        trainer(policy, lora_rank=2).load(tmp_path / "with")
+    with pytest.raises(TrainerError, match="belong to other weights"):
+        trainer(save_policy(tmp_path / "other", seed=1)).load(tmp_path / "with")
+    assert torch.equal(adapters(ours), before)
+    with pytest.raises(ConfigError, match=r"lora_targets .*no_such_layer"):
+        trainer(policy, lora_targets=("no_such_layer",))
+
+
+def test_adapters_only_where_they_are_asked_for(policy: Path) -> None:
+    ours = trainer(policy, lora_targets=("q_proj", "v_proj"))
+    names = [name for name, parameter in ours.model.named_parameters() if parameter.requires_grad]
+    assert names
+    assert all(".q_proj.lora_" in name or ".v_proj.lora_" in name for name in names)
