@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 CASES = {  # prompt and response lengths, from and to
+    "short": ((16, 64), (4, 64)),
     "even": ((96, 96), (64, 64)),
     "uneven": ((16, 192), (4, 192)),
     "long prompts": ((400, 400), (8, 48)),
