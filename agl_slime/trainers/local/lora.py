@@ -78,7 +78,7 @@ def checksum(model: PreTrainedModel) -> int:
     """Of every weight that adapters leave alone: adapters fit the weights only that they were trained on."""
     value = 0
     for tensor in (parameter.detach() for parameter in model.parameters() if not parameter.requires_grad):
-        value = zlib.crc32(tensor.cpu().contiguous().numpy(), value)
+        value = zlib.crc32(tensor.cpu().contiguous().numpy().data, value)
     return value
 
 

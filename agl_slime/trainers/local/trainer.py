@@ -350,6 +350,7 @@ class LocalTrainer:
             raise TrainerError(f"{path} does not exist; give a directory that LocalTrainer.save wrote.")
         try:
             state = torch.load(path, map_location=self._device, weights_only=True)
+            saved: dict[str, Tensor] = {}
             if not (with_adapters := self.settings.lora_rank > 0):
                 saved = load_model(Path(directory), device=self._device).state_dict()
         except (ConfigError, OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
