@@ -3,6 +3,7 @@
 #
 #   scripts/serve_sglang_cpu.sh MODEL_DIR PORT [more sglang flags]
 #
+# AGL_SLIME_SGLANG_THREADS is how many cores a forward pass takes, by default one, which is best for a tiny model.
 # The Python with SGLang is AGL_SLIME_SGLANG_PYTHON, or the one that scripts/sglang_cpu.sh set up in .venv-sglang.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -19,7 +20,7 @@ if [ ! -x "$python" ]; then
 fi
 # The shims are for this process only; they stand in for what SGLang's CPU path imports and a PyPI install lacks.
 export PYTHONPATH="$here/sglang_cpu"
-export SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+export SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${AGL_SLIME_SGLANG_THREADS:-1}"
 # --sleep-on-idle: else one core spins. --max-total-tokens: else the key-value cache takes gigabytes.
 exec "$python" -m sglang.launch_server --model-path "$model" --host 127.0.0.1 --port "$port" --device cpu \
   --attention-backend torch_native --sampling-backend pytorch --dtype float32 \

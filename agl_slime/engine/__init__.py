@@ -1,4 +1,4 @@
-"""The embedded engine: SGLang's HTTP protocol for a tiny model on the CPU, for the first minute and for tests.
+"""The embedded engine: SGLang's HTTP protocol for a small model on the CPU, for the first minutes and for tests.
 
 ``EmbeddedEngine`` serves a checkpoint in a process of its own. Importing this package needs neither torch nor
 transformers.

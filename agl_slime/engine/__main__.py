@@ -1,7 +1,7 @@
 """``python -m agl_slime.engine --model-path DIR``: serve a checkpoint with SGLang's protocol on the CPU.
 
-The first line on standard output is JSON, ``{"url": "http://127.0.0.1:PORT"}``, printed once requests are answered;
-everything else goes to standard error.
+The first line on standard output is JSON, ``{"url": "http://127.0.0.1:PORT", "serving": "…"}``, printed once requests
+are answered: where, and in a sentence what is served and what it takes. Everything else goes to standard error.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ def main() -> int:
     add("--token", default=token, help=f"asked of every request as a bearer token (or {TOKEN_VARIABLE})")
     add("--context-length", type=int, help="tokens of prompt and response together; by default the model's")
     add("--max-running-requests", type=int, default=128, help="requests that are decoded together; more wait")
+    add("--max-total-tokens", type=int, help="of all running requests; by default what a quarter of the memory holds")
+    add("--prefix-cache", type=int, choices=(0, 1), default=1, help="compute what prompts begin with alike only once")
+    add("--torch-threads", type=int, help="by default 1 for a tiny model, else this process's cores")
     add("--random-seed", type=int, default=0)
     add("--parent-pid", type=int, help="end when this process is no longer the parent")
     args = parser.parse_args()
@@ -49,18 +52,17 @@ def main() -> int:
 
 async def _serve(args: argparse.Namespace) -> int:
     try:
-        import torch
-
         from agl_slime.engine.server import load_server
     except ImportError as error:
         raise MissingDependencyError(
             f'the embedded engine needs torch and safetensors ({error}): pip install "agl-slime[local]"'
         ) from error
-    torch.set_num_threads(1)  # a model this small is slower on more
     # The engine's thread gives the interpreter away at every tensor operation; with the default of 5 ms it would wait
     # that long to get it back from a busy event loop.
     sys.setswitchinterval(0.0002)
     limits = {"max_running": args.max_running_requests, "context_length": args.context_length, "seed": args.random_seed}
+    limits |= {"prefix_cache": bool(args.prefix_cache)}
+    limits |= {"max_total_tokens": args.max_total_tokens, "torch_threads": args.torch_threads}
     server = load_server(args.model_path, token=args.token, **limits)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -68,7 +70,7 @@ async def _serve(args: argparse.Namespace) -> int:
     # handler_cancellation: a client that goes away ends its requests
     options = {"backlog": 4096, "handler_cancellation": True, "shutdown_timeout": 0.5}
     async with listening(server.application(), host=args.host, port=args.port, **options) as url:
-        print(json.dumps({"url": url}), flush=True)
+        print(json.dumps({"url": url, "serving": server.engine.summary}), flush=True)
         # kill -9 of the parent runs none of its clean-up: the orphan notices by its new parent
         while not stop.is_set() and args.parent_pid in (None, os.getppid()):
             with contextlib.suppress(asyncio.TimeoutError):

@@ -29,14 +29,18 @@ from agl_slime.errors import EngineError
 
 T = TypeVar("T")
 
+_ROOM_TOKENS = 256  # of what a request may still sample, so much is kept free when it is let in; more seldom come
+_UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
+
 
 class Engine:
     """Serves requests until ``close``; ``submit`` returns at once and the request's ``on_finish`` is called in the
     engine's thread.
 
     ``max_running`` rows decode together; the rest wait in order of arrival. ``context_length`` counts the tokens of
-    prompt and response together, by default the model's; ``prefill_tokens`` (padding included) are what one prefill may
-    take, so that running rows do not wait long.
+    prompt and response together, by default the model's; ``max_total_tokens`` bounds the cache of keys and values, by
+    default to a quarter of the machine's memory; ``prefill_tokens`` are what one prefill may compute, so that running
+    rows do not wait long. Rows that no longer fit wait again, the last to come first, and are prefilled anew.
     """
 
     def __init__(
@@ -46,12 +50,13 @@ class Engine:
         *,
         max_running: int = 128,
         context_length: int | None = None,
-        prefill_tokens: int = 8192,
+        max_total_tokens: int | None = None,
+        prefill_tokens: int = 4096,
+        prefix_cache: bool = True,
         seed: int = 0,
     ) -> None:
         self.max_running = max_running
         self.config: Any = model.config
-        self.context_length = int(context_length or self.config.max_position_embeddings)
         self.vocab_size = int(self.config.vocab_size)
         self.weight_version = "default"
         self.eos_ids = _eos_ids(model, tokenizer)
@@ -60,7 +65,14 @@ class Engine:
         self.tokens_sampled = 0
         self._model = model
         self._tokenizer = tokenizer
-        self._slots = SlotModel(model, slots=max_running, context=self.context_length)
+        self._slots = SlotModel(
+            model,
+            slots=max_running,
+            context=int(context_length or self.config.max_position_embeddings),
+            max_total_tokens=max_total_tokens,
+            prefix_cache=prefix_cache,
+        )
+        self.context_length, self.max_total_tokens = self._slots.context, self._slots.capacity
         self._prefill_tokens = prefill_tokens
         self._generator = torch.Generator().manual_seed(seed)
         self._wake = threading.Condition()  # its lock guards these four:
@@ -82,7 +94,7 @@ class Engine:
         """Queue requests, all or none. Raises ``BadRequest`` for a prompt or id that cannot be served, ``EngineError``
         when the engine has stopped."""
         for request in requests:
-            self._check(request)
+            request.check(context_length=self.context_length, vocab_size=self.vocab_size, eos_ids=self.eos_ids)
         with self._wake:
             if stopped := self._stopped():
                 raise stopped
@@ -110,6 +122,10 @@ class Engine:
         Fails with ``ConfigError`` and unchanged weights when they do not fit."""
         return self._call(lambda: self._update(tensors, version), self._updates)
 
+    def flush(self) -> Future[None]:
+        """Forget the prefixes of what has ended."""
+        return self._call(self._slots.flush)
+
     def load(self) -> tuple[int, int, int]:
         """Requests running and waiting, and tokens held in the slots; exact only between steps."""
         running = list(self._running)
@@ -123,6 +139,18 @@ class Engine:
         can be flushed meanwhile."""
         with self._wake:
             return not (self._running if self.paused else self._by_rid)
+
+    @property
+    def summary(self) -> str:
+        """One sentence: what is served, and what it takes."""
+        parameters, slots = self._model.num_parameters(), self._slots
+        kind = type(self._model).__name__
+        return (
+            f"{kind} of {parameters / 1e6:,.1f} M parameters ({_size(4 * parameters)}, float32) on "
+            f"{torch.get_num_threads()} torch threads; keys and values of a token take {_size(slots.bytes_per_token)}: "
+            f"at most {self.max_running} requests at once, {self.context_length:,} tokens each, "
+            f"{slots.capacity:,} together ({_size(slots.capacity * slots.bytes_per_token)})"
+        )
 
     @property
     def alive(self) -> bool:
@@ -148,30 +176,6 @@ class Engine:
                 (self._commands if queue is None else queue).append(partial(_resolve, future, function))
                 self._wake.notify()
         return future
-
-    def _check(self, request: Request) -> None:
-        length = len(request.input_ids)
-        if length == 0:
-            raise BadRequest("input_ids cannot be empty.")
-        if length >= self.context_length:
-            raise BadRequest(
-                f"The input ({length} tokens) is longer than the model's context length ({self.context_length} tokens)."
-            )
-        if max(request.input_ids) >= self.vocab_size or min(request.input_ids) < 0:
-            ids = f"{request.input_ids!s:.100}"
-            raise BadRequest(f"The input_ids {ids} contains values greater than the vocab size ({self.vocab_size}).")
-        wanted = request.sampling.max_new_tokens
-        room = self.context_length - length
-        if wanted is not None and wanted > room:
-            raise BadRequest(
-                f"Requested token count exceeds the model's maximum context length of {self.context_length} tokens. "
-                f"You requested a total of {length + wanted} tokens: {length} tokens from the input messages and "
-                f"{wanted} tokens for the completion. Please reduce one of them."
-            )
-        request.limit = room if wanted is None else wanted
-        # every token of a byte-level vocabulary holds at least one byte, so a stop string ends within this many of the
-        # last tokens; 3 more complete a character that was cut
-        request.stop_tail = max((len(text.encode()) + 3 for text in request.sampling.stop), default=0)
 
     # -- the engine's thread ------------------------------------------------------------------------------------------
 
@@ -224,32 +228,49 @@ class Engine:
     def _admit(self) -> None:
         """One prefill of waiting requests per step: running rows go on between two of them."""
         batch: list[Request] = []
-        longest = 0
-        while self._waiting and len(self._running) + len(batch) < self.max_running:
+        budget, longest = self._prefill_tokens, self._slots.longest
+        while self._waiting:
             request = self._waiting[0]
-            longest = max(longest, len(request.input_ids) + len(request.output_ids))
-            if batch and longest * (len(batch) + 1) > self._prefill_tokens:
+            length = len(request.input_ids) + len(request.output_ids)
+            longest = max(longest, length + min(request.limit - len(request.output_ids), _ROOM_TOKENS))
+            rows = len(self._running) + len(batch) + 1
+            equal = bool(batch) and request.input_ids == batch[-1].input_ids  # is computed once
+            budget -= 0 if equal else length
+            if (batch and budget < 0) or not (rows <= 1 or self._slots.fits(rows, longest)):
                 break
             batch.append(self._waiting.popleft())
         if batch:
             self._prefill(batch)
 
     def _prefill(self, batch: list[Request]) -> None:
-        scored = any(request.logprob_start_len >= 0 and not request.started for request in batch)
-        logits, every = self._slots.prefill(
-            [request.input_ids + request.output_ids for request in batch], every_position=scored
-        )
+        prompts = [request.input_ids + request.output_ids for request in batch]
+        scored = [request.logprob_start_len >= 0 and not request.started for request in batch]
+        starts = [min(request.logprob_start_len, len(request.input_ids) - 1) for request in batch]
+        # what is to be scored is computed, and not copied from another row
+        reuse = [start if score else len(prompt) for start, score, prompt in zip(starts, scored, prompts, strict=True)]
+        filled = self._slots.prefill(prompts, reuse=reuse)
         for row, request in enumerate(batch):
-            if every is not None and request.logprob_start_len >= 0 and not request.started:
-                request.input_log_probs = _input_log_probs(every[row], request)
+            if scored[row]:
+                request.input_log_probs = self._input_log_probs(filled.hidden[row], request.input_ids, starts[row])
+            if not request.started:
+                request.cached_tokens = filled.cached[row]
             request.started = True
-        sampled = sample(logits, RowParams.of(batch), self._generator)
+        sampled = sample(filled.logits, RowParams.of(batch), self._generator)
         self._running.extend(batch)
         self._last_ids = torch.cat([self._last_ids, sampled[0]])
         self._params = None
         self._take(len(self._running) - len(batch), *sampled)
 
+    def _input_log_probs(self, hidden: torch.Tensor, ids: list[int], start: int) -> list[tuple[float | None, int]]:
+        """Log-probs at temperature 1 of the prompt's tokens from ``start`` on; the first reported place has none, as in
+        SGLang. ``hidden`` are the states of the prompt's last tokens."""
+        followed = hidden[len(hidden) - len(ids) + start : -1]
+        values = self._slots.log_probs(followed, ids[start + 1 :])
+        return [(None, ids[start]), *zip(values, ids[start + 1 :], strict=True)]
+
     def _step(self) -> None:
+        while not self._slots.fits(len(self._running), self._slots.longest + 1):  # the last to come waits again
+            self._waiting.appendleft(self._remove(len(self._running) - 1))
         if self._params is None:
             self._params = RowParams.of(self._running)
         logits = self._slots.decode(self._last_ids)
@@ -269,7 +290,8 @@ class Engine:
             if request.top_logprobs:
                 request.tops.append(tops[row - first][: request.top_logprobs])
             request.log_probs.append(log_prob)
-            request.finish = self._finish_reason(request, token)
+            if len(request.output_ids) >= request.limit or request.stop_tail or token in request.ends:
+                request.finish = self._finish_reason(request, token)
             if request.finish is not None:
                 done.append(row)
             elif request.on_token is not None:
@@ -279,7 +301,7 @@ class Engine:
             self._end(self._remove(row))
 
     def _finish_reason(self, request: Request, token: int) -> dict[str, Any] | None:
-        # SGLang's order: length, stop strings, stop tokens. ignore_eos switches stop_token_ids off as well.
+        # SGLang's order: length, stop strings, stop tokens
         sampling = request.sampling
         if len(request.output_ids) >= request.limit:
             if request.limit == 0:  # SGLang samples one token all the same and reports none
@@ -292,7 +314,7 @@ class Engine:
             tail = str(self._tokenizer.decode(request.output_ids[-request.stop_tail :], skip_special_tokens=False))
             if matched := next((text for text in sampling.stop if text in tail), None):
                 return {"type": "stop", "matched": matched}
-        if not sampling.ignore_eos and (token in self.eos_ids or token in sampling.stop_token_ids):
+        if token in request.ends:
             return {"type": "stop", "matched": token}
         return None
 
@@ -336,18 +358,14 @@ class Engine:
 
     def _update(self, tensors: dict[str, torch.Tensor], version: str | None) -> None:
         load_weights(self._model, tensors)
+        self._slots.stale()
         if version is not None:
             self.weight_version = version
 
 
-def _input_log_probs(logits: torch.Tensor, request: Request) -> list[tuple[float | None, int]]:
-    """Log-probs at temperature 1 of the prompt's tokens from ``logprob_start_len`` on; the first reported place has
-    none, as in SGLang."""
-    ids = request.input_ids
-    start = min(request.logprob_start_len, len(ids) - 1)
-    followed = torch.log_softmax(logits[start : len(ids) - 1].float(), dim=-1)
-    values = followed.gather(1, torch.tensor(ids[start + 1 :], dtype=torch.long).unsqueeze(1)).squeeze(1).tolist()
-    return [(None, ids[start]), *zip(values, ids[start + 1 :], strict=True)]
+def _size(count: float) -> str:
+    unit = next((unit for unit in ("GB", "MB") if count >= _UNITS[unit]), "kB")
+    return f"{count / _UNITS[unit]:.2f} {unit}"
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -43,6 +43,8 @@ class EmbeddedEngine:
         self._process: subprocess.Popen[str] | None = None
         self._stderr: IO[bytes] | None = None
         self._url: str | None = None
+        self.summary = ""
+        """In a sentence what is served and what it takes: model, threads, memory of keys and values. Once started."""
         self._lock = threading.Lock()
         self._stopped = False
 
@@ -85,7 +87,7 @@ class EmbeddedEngine:
         flags = {"model_path": self.model_path, "port": 0, "parent_pid": os.getpid(), **self._options}
         command = [sys.executable, "-m", "agl_slime.engine"]
         command += [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-        # one BLAS/OpenMP thread: more are slower for a model this small, and they would fight the trainer for the cores
+        # the engine sets its threads by itself, by the model's size; a library that counts cores shall not add others
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         return subprocess.Popen(
             command,
@@ -152,6 +154,8 @@ class EmbeddedEngine:
             said = self.stderr_tail() or "it said nothing"
             raise EngineError(f"{name} ended with exit code {process.wait()}: {said}")
         try:
-            return str(json.loads(line)["url"])
+            ready = json.loads(line)
+            self.summary = str(ready["serving"])
+            return str(ready["url"])
         except (ValueError, KeyError, TypeError):
             raise EngineError(f"{name} printed {line.strip()!r} where its address was expected") from None

@@ -4,7 +4,7 @@ and error texts."""
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -113,10 +113,41 @@ class Request:
     """(weight version, index of the first output token that it sampled), in order."""
     finish: dict[str, Any] | None = None
     started: bool = False
+    cached_tokens: int = 0
+    """Tokens of the prompt whose keys and values were there already."""
     limit: int = 0
     """Output tokens at which it ends, the context length considered; set on submission."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end it; set on submission."""
     stop_tail: int = 0
     """Number of last tokens that can hold a stop string's end; set on submission."""
+
+    def check(self, *, context_length: int, vocab_size: int, eos_ids: Set[int]) -> None:
+        """Raises ``BadRequest`` unless an engine of this context and vocabulary can serve it; sets what ends it."""
+        length = len(self.input_ids)
+        if length == 0:
+            raise BadRequest("input_ids cannot be empty.")
+        if length >= context_length:
+            raise BadRequest(
+                f"The input ({length} tokens) is longer than the model's context length ({context_length} tokens)."
+            )
+        if max(self.input_ids) >= vocab_size or min(self.input_ids) < 0:
+            ids = f"{self.input_ids!s:.100}"
+            raise BadRequest(f"The input_ids {ids} contains values greater than the vocab size ({vocab_size}).")
+        wanted = self.sampling.max_new_tokens
+        room = context_length - length
+        if wanted is not None and wanted > room:
+            raise BadRequest(
+                f"Requested token count exceeds the model's maximum context length of {context_length} tokens. "
+                f"You requested a total of {length + wanted} tokens: {length} tokens from the input messages and "
+                f"{wanted} tokens for the completion. Please reduce one of them."
+            )
+        self.limit = room if wanted is None else wanted
+        # as in SGLang, ignore_eos switches stop_token_ids off as well
+        self.ends = frozenset() if self.sampling.ignore_eos else frozenset((*eos_ids, *self.sampling.stop_token_ids))
+        # every token of a byte-level vocabulary holds at least one byte, so a stop string ends within this many of the
+        # last tokens; 3 more complete a character that was cut
+        self.stop_tail = max((len(text.encode()) + 3 for text in self.sampling.stop), default=0)
 
 
 class GenerateBody(BaseModel):

@@ -25,6 +25,8 @@ from agl_slime.engine.requests import Request
 
 ALL_TOKENS = 1 << 30
 """The top_k that cuts nothing; SGLang's -1."""
+_FLAT = 4096  # vocabularies up to this size are drawn from in one step
+_FEW = 1024  # the most likely tokens, which hold all that top_k and top_p leave, nearly always
 
 
 @dataclass
@@ -72,25 +74,56 @@ def sample(logits: torch.Tensor, params: RowParams, generator: torch.Generator) 
     """Sampled token ids (int64 [rows]) and their log-probs (float32 [rows]) from ``logits`` [rows, vocabulary], and of
     each row the ``params.top`` likeliest tokens, empty for none."""
     scaled = logits if params.unit else logits / params.temperature.unsqueeze(1)
-    log_probs = torch.log_softmax(scaled, dim=-1)
+    # one copy of the logits' size serves the log-probs' denominator and the draw
+    peak = scaled.amax(-1, keepdim=True)
+    weights = (scaled - peak).exp_()
+    normalizer = peak.squeeze(1) + weights.sum(-1).log_()
     if params.greedy:
-        ids = log_probs.argmax(-1)
-    elif params.plain:
-        ids = _draw(log_probs.exp(), generator)
+        ids = logits.argmax(-1)  # of the logits themselves: rounding could make two log-probs equal
     else:
-        ordered, order = log_probs.exp().sort(dim=-1, descending=True, stable=True)
-        before = ordered.cumsum(-1) - ordered
-        ranks = torch.arange(ordered.shape[1]).unsqueeze(0)
-        kept = (before <= params.top_p.unsqueeze(1)) & (ranks < params.top_k.unsqueeze(1))
-        ids = order.gather(1, _draw(ordered * kept, generator).unsqueeze(1)).squeeze(1)
+        ids = _draw(weights, generator)
+        if not params.plain:
+            ids = torch.where(params.top_k == 1, logits.argmax(-1), ids)
+            cut = ((params.top_k != 1) & ((params.top_k < ALL_TOKENS) | (params.top_p < 1.0))).nonzero().squeeze(1)
+            if len(cut):
+                ids[cut] = _draw_cut(weights[cut], params.top_p[cut], params.top_k[cut], generator)
     tops: list[list[tuple[float, int]]] = []
     if params.top:
-        values, likeliest = log_probs.topk(min(params.top, log_probs.shape[1]), dim=-1)
+        values, likeliest = scaled.topk(min(params.top, scaled.shape[1]), dim=-1)
+        values -= normalizer.unsqueeze(1)
         tops = [list(zip(*row, strict=True)) for row in zip(values.tolist(), likeliest.tolist(), strict=True)]
-    return ids, log_probs.gather(1, ids.unsqueeze(1)).squeeze(1), tops
+    return ids, scaled.gather(1, ids.unsqueeze(1)).squeeze(1) - normalizer, tops
+
+
+def _draw_cut(
+    weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    probabilities = weights / weights.sum(-1, keepdim=True)
+    width = weights.shape[1]
+    few = min(width, _FEW)
+    ordered, order = probabilities.topk(few) if few < width else probabilities.sort(descending=True, stable=True)
+    # a sort of everything costs ten times as much, and is needed where the few do not hold all that stays
+    if few < width and not bool(((top_k <= few) | (ordered.sum(-1) > top_p)).all()):
+        ordered, order = probabilities.sort(descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    ranks = torch.arange(ordered.shape[1]).unsqueeze(0)
+    kept = (before <= top_p.unsqueeze(1)) & (ranks < top_k.unsqueeze(1))
+    return order.gather(1, _pick(ordered * kept, generator).unsqueeze(1)).squeeze(1)
 
 
 def _draw(weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """One place per row, each as likely as its share of the row's weights. A large vocabulary is drawn from in two
+    steps, a block of tokens and a token of that block: one pass over the weights instead of several."""
+    rows, width = weights.shape
+    block = next((size for size in (256, 128, 64) if width > _FLAT and width % size == 0), None)
+    if block is None:
+        return _pick(weights, generator)
+    blocks = weights.view(rows, -1, block)
+    chosen = _pick(blocks.sum(-1), generator)
+    return chosen * block + _pick(blocks[torch.arange(rows), chosen], generator)
+
+
+def _pick(weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     # Inverse of the cumulative distribution in float64: one uniform number per row, several times cheaper than
     # torch.multinomial here. A token of weight 0 is never drawn: the first place where the cumulative weight exceeds
     # the point always has a weight of its own, and the point stays below the total.

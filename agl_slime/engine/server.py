@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -32,6 +33,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _MAX_BODY_BYTES = 256 * 1024**2
 _INFO_PATHS = ("/model_info", "/get_model_info", "/server_info", "/get_server_info")
+_SMALL_PARAMETERS = 10_000_000
 # Bound on a weight update or another control call; a generation takes as long as its tokens do.
 _CONTROL_TIMEOUT_S = 120.0
 # SGLang's own bound on a health check that generates.
@@ -166,7 +168,7 @@ class EmbeddedServer:
         if request.started:
             ends = [start for _, start in request.versions[1:]] + [len(request.output_ids)]
             meta["prompt_tokens"] = len(request.input_ids)
-            meta["cached_tokens"] = 0  # for contexts this short a prefix cache would cost more than it saves
+            meta["cached_tokens"] = request.cached_tokens
             meta["weight_versions"] = [
                 {"version": version, "start": start, "end": end}
                 for (version, start), end in zip(request.versions, ends, strict=True)
@@ -195,8 +197,6 @@ class EmbeddedServer:
     # -- control ------------------------------------------------------------------------------------------------------
 
     async def _flush_cache(self, http: web.Request) -> web.Response:
-        # there is no prefix cache to flush; the answer tells, as SGLang's does, whether anything still runs on the old
-        # state
         try:
             deadline = time.monotonic() + float(http.query.get("timeout", "0"))
         except ValueError as error:
@@ -204,6 +204,7 @@ class EmbeddedServer:
         while not self.engine.idle and time.monotonic() < deadline:  # noqa: ASYNC110 - a rare call, bounded by its timeout
             await asyncio.sleep(0.01)
         if self.engine.idle:
+            await _control(self.engine.flush())
             return web.Response(text="Cache flushed.\n")
         return web.Response(status=400, text="Cache not flushed because there are pending requests.\n")
 
@@ -264,7 +265,7 @@ class EmbeddedServer:
                 "context_length": self.engine.context_length,
                 "vocab_size": self.engine.vocab_size,  # not SGLang's
                 "max_running_requests": self.engine.max_running,
-                "max_total_num_tokens": self.engine.max_running * self.engine.context_length,
+                "max_total_num_tokens": self.engine.max_total_tokens,
                 "dp_size": 1,
                 "tp_size": 1,
                 "enable_memory_saver": False,  # slime asks for it before it uses an engine that runs already
@@ -286,7 +287,7 @@ class EmbeddedServer:
 
     async def _loads(self, http: web.Request) -> web.Response:
         (running, waiting, tokens), rows = self.engine.load(), self.engine.max_running
-        capacity = rows * self.engine.context_length
+        capacity = self.engine.max_total_tokens
         core = {
             "num_running_reqs": running,
             "num_waiting_reqs": waiting,
@@ -344,8 +345,16 @@ def _answer(body: Any, *, status: int = 200) -> web.Response:
     return web.json_response(body, status=status, dumps=partial(json.dumps, ensure_ascii=False, allow_nan=False))
 
 
-def load_server(model_path: str, *, token: str | None, **limits: Any) -> EmbeddedServer:
-    """The server for a checkpoint directory, ``limits`` being the engine's. Raises ``ConfigError``."""
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def load_server(
+    model_path: str, *, token: str | None, torch_threads: int | None = None, **limits: Any
+) -> EmbeddedServer:
+    """The server for a checkpoint directory, ``limits`` being the engine's. ``torch_threads`` is by default 1 for
+    a model so small that more are slower, else the cores of this process. Raises ``ConfigError``."""
+    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
@@ -355,4 +364,9 @@ def load_server(model_path: str, *, token: str | None, **limits: Any) -> Embedde
         model = AutoModelForCausalLM.from_pretrained(model_path, local_files_only=True, attn_implementation="sdpa")
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the checkpoint in {model_path!r} cannot be loaded: {error}") from error
+    if torch_threads is None:
+        torch_threads = 1 if model.num_parameters() < _SMALL_PARAMETERS else _cores()
+    if torch_threads < 1:
+        raise ConfigError(f"torch_threads must be at least 1, got {torch_threads}")
+    torch.set_num_threads(torch_threads)
     return EmbeddedServer(Engine(model.float(), tokenizer, **limits), tokenizer, model_path=model_path, token=token)

@@ -276,6 +276,7 @@ async def _engine(
     try:
         with step(console, "starting the embedded engine"):
             await run_in_thread(engine.start)
+        console.print(engine.summary, highlight=False, soft_wrap=True)
 
         def check() -> None:
             if not engine.alive:

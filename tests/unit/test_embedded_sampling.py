@@ -63,3 +63,38 @@ def test_temperature_zero_becomes_greedy_at_temperature_one() -> None:
     params = rows((0.0, 1.0, 40), (0.5, 1.0, -1), (2.0, 1.0, 5))
     assert params.temperature.tolist() == [1.0, 0.5, 2.0]
     assert params.top_k.tolist() == [1, ALL_TOKENS, 5]
+
+
+def test_a_large_vocabulary_is_drawn_from_as_a_small_one_is() -> None:
+    """By blocks of tokens; few tokens hold nearly all of the weight, in blocks far apart and at their ends."""
+    likely = {0: 2.0, 255: 1.0, 256: 0.5, 5000: 0.0, 8191: 1.5}
+    logits = torch.full((8192,), -30.0)
+    for token, logit in likely.items():
+        logits[token] = logit
+    count = 20_000
+    ids, log_probs, _ = sample(
+        logits.expand(count, -1), rows(*[(1.0, 1.0, ALL_TOKENS)] * count), torch.Generator().manual_seed(5)
+    )
+    expected = torch.softmax(logits, dim=-1)
+    for token in likely:
+        assert abs(float((ids == token).float().mean()) - float(expected[token])) < 5 * (0.25 / count) ** 0.5
+    assert set(ids.tolist()) == set(likely)
+    assert float((log_probs - expected.log()[ids]).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("spread", [8.0, 0.01])
+def test_cuts_of_a_large_vocabulary_are_those_of_a_full_sort(spread: float) -> None:
+    """Also where the likely ones do not hold what top_p leaves, and beside rows that cut nothing or take the first."""
+    logits = torch.randn(6000, generator=torch.Generator().manual_seed(6)) * spread
+    settings = [(1.0, 0.7, ALL_TOKENS), (1.0, 1.0, 5), (0.8, 0.4, 3000), (1.0, 1.0, ALL_TOKENS), (1.0, 1.0, 1)]
+    generator, seen = torch.Generator().manual_seed(7), [set() for _ in settings]
+    for _ in range(200):
+        ids, *_ = sample(logits.expand(len(settings), -1), rows(*settings), generator)
+        for row, token in enumerate(ids.tolist()):
+            seen[row].add(token)
+    for (temperature, top_p, top_k), tokens in zip(settings, seen, strict=True):
+        ordered, order = torch.softmax(logits / temperature, dim=-1).sort(descending=True)
+        kept = (ordered.cumsum(-1) - ordered <= top_p + 1e-6) & (torch.arange(6000) < top_k)
+        assert tokens <= set(order[kept].tolist())
+    assert seen[4] == {int(logits.argmax())}
+    assert len(seen[0]) > 1 or spread > 1

@@ -1,0 +1,112 @@
+"""Attention of a flat list of tokens over rows of keys and values, as transformers' models call it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from transformers import AttentionInterface
+
+ATTENTION = "agl_slime_slots"
+_BLOCK = 8
+
+
+class Step:
+    """One forward pass: which slots its tokens belong to, and what each of them attends to. ``keys`` and ``values`` are
+    those of every layer, [slots, heads, width, head dim]."""
+
+    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        self._keys, self._values = keys, values
+        self._segments: list[tuple[int, torch.Tensor, int, int, torch.Tensor | None]] = []
+        self._blocks: list[tuple[slice, int, torch.Tensor]] | None = None
+        self._positions = torch.zeros(0, dtype=torch.long)
+
+    def prefill(self, start: int, rows: torch.Tensor, held: int, length: int) -> None:
+        """The tokens from ``start`` on are those of ``rows``, one after the other: places ``held`` to ``length``."""
+        mask = None
+        if held:
+            mask = torch.arange(length) <= torch.arange(held, length).unsqueeze(1)
+        self._segments.append((start, rows, held, length, mask))
+
+    def decode(self, positions: torch.Tensor, lengths: np.ndarray[Any, Any], step: int) -> None:
+        """One token for each of the slots 0 … n-1, at ``positions``."""
+        n, self._positions = len(lengths), positions
+        longest = int(lengths.max()) + 1
+        # rows of very different lengths are attended in blocks, each as wide as its own longest
+        size = _BLOCK if n > _BLOCK and n * longest > 2 * int(lengths.sum()) else n
+        self._blocks = []
+        for start in range(0, n, size):
+            rows = slice(start, min(start + size, n))
+            width = min(self._keys[0].shape[2], -(-(int(lengths[rows].max()) + 1) // step) * step)
+            mask = torch.zeros(rows.stop - start, 1, 1, width)
+            mask.masked_fill_(torch.arange(width) > positions[rows].view(-1, 1, 1, 1), -torch.inf)
+            self._blocks.append((rows, width, mask))
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Store ``key`` and ``value`` [heads, tokens, head dim] and attend with ``query``: [tokens, query heads, head
+        dim]."""
+        if self._blocks is not None:
+            return self._attend_decode(self._keys[layer], self._values[layer], query, key, value, scale)
+        heads, tokens, dim = query.shape
+        groups = heads // key.shape[0]
+        out = query.new_empty(tokens, heads, dim)
+        for start, rows, held, length, mask in self._segments:
+            count, new = len(rows), length - held
+            part = slice(start, start + count * new)
+            q, k, v = (x[:, part].unflatten(1, (count, new)).transpose(0, 1) for x in (query, key, value))
+            self._keys[layer][rows, :, held:length] = k
+            self._values[layer][rows, :, held:length] = v
+            if held:
+                k, v = self._keys[layer][rows, :, :length], self._values[layer][rows, :, :length]
+            if groups > 1:
+                k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+            got = sdpa(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+            out[part] = got.transpose(1, 2).reshape(count * new, heads, dim)
+        return out
+
+    def _attend_decode(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+    ) -> torch.Tensor:
+        n = query.shape[1]
+        rows = torch.arange(n)
+        keys[rows, :, self._positions] = key.transpose(0, 1)
+        values[rows, :, self._positions] = value.transpose(0, 1)
+        # the query heads that share a key head stand where several queries would: nothing is repeated. Two products of
+        # matrices are a quarter faster here than scaled_dot_product_attention is.
+        heads = key.shape[0]
+        q = (query * (query.shape[2] ** -0.5 if scale is None else scale)).transpose(0, 1).unflatten(1, (heads, -1))
+        got = []
+        for part, width, mask in self._blocks or ():
+            k, v = (held[part, :, :width].flatten(0, 1) for held in (keys, values))
+            scores = torch.bmm(q[part].flatten(0, 1), k.transpose(1, 2))
+            weights = (scores.unflatten(0, (-1, heads)) + mask).softmax(-1).flatten(0, 1)
+            got.append(torch.bmm(weights, v).unflatten(0, (-1, heads)))
+        return (got[0] if len(got) == 1 else torch.cat(got)).flatten(1, 2)
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    slot_step: Step,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function; batch and result are of one flat row."""
+    return slot_step.attend(module.layer_idx, query[0], key[0], value[0], scaling).unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
