@@ -2,8 +2,9 @@
 
     python -m benchmarks.engines --model DIR [--sglang-python PYTHON] [--cases embedded bare …]
 
-The prompts are 60 tokens long and shared by groups of 8; every answer has 64 tokens, sampled at temperature 1 with its
-log-probs. Each case is a process of its own with all cores:
+The prompts are 60 tokens long and shared by groups of 8; every answer has 64 tokens (``--new-tokens``), sampled at
+temperature 1 with its log-probs. Each case is a process of its own with all cores; on a machine that is busy with other
+things, ``--threads 1 --cpu-time`` counts CPU time instead.
 
 - ``embedded``: the embedded engine, over HTTP, and ``embedded-one``: the same without shared prefixes.
 - ``bare``: a loop over transformers' forward with its dynamic cache and sampling, all rows at once: what plain torch
@@ -32,9 +33,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import REPO, print_table
+from benchmarks.common import REPO, cpu_seconds, print_table
 
-PROMPT_TOKENS, NEW_TOKENS, GROUP = 60, 64, 8
+PROMPT_TOKENS, GROUP = 60, 8
 QUESTIONS = [
     "What is the capital of France?",
     "Name three colours.",
@@ -56,6 +57,8 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[case for case in CASES if case != "bare-static"])
     parser.add_argument("--in-flight", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--cpu-time", action="store_true", help="tokens per second of CPU time: for a busy machine")
     parser.add_argument("--repeats", type=int, default=2, help="the best of these counts")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -87,7 +90,8 @@ def show(results: dict[str, Result], options: argparse.Namespace) -> None:
         difference = f"{result['difference']:.1e}" if "difference" in result else "–"
         rows.append([case, *cells, f"{result['peak'] / 2**30:.2f}", f"{result['start_s']:.1f}", exact, difference])
     print_table(
-        f"{Path(options.model).name}, {options.threads} torch threads: tokens/s (and as a share of the bare loop's)",
+        f"{Path(options.model).name}, {options.threads} torch threads, {options.new_tokens} new tokens: "
+        f"tokens per second{' of CPU time' * options.cpu_time} (and as a share of the bare loop's)",
         [
             "engine",
             *(f"{n} in flight" for n in options.in_flight),
@@ -105,7 +109,7 @@ def run_case(case: str, options: argparse.Namespace) -> Result:
     if case in ("embedded", "embedded-one", "sglang"):
         with serving(case, options) as (url, pid):
             start_s = time.monotonic() - began
-            result = asyncio.run(over_http(url, options))
+            result = asyncio.run(over_http(url, family(pid), options))
             result |= {"start_s": start_s, "peak": sum(map(peak_bytes, family(pid)))}
         return result | compared(result.pop("greedy"), options)
     import torch
@@ -120,8 +124,8 @@ def run_case(case: str, options: argparse.Namespace) -> Result:
         loop(model, torch.tensor(prompts(1)), 4, static=case == "bare-static")
         for n in options.in_flight:
             ids = torch.tensor(prompts(n))
-            run = partial(loop, model, ids, NEW_TOKENS, static=case == "bare-static")
-            rates[n] = best(run, n, options.repeats)
+            run = partial(loop, model, ids, options.new_tokens, static=case == "bare-static")
+            rates[n] = best(run, n, options)
     return {"rates": rates, "start_s": start_s, "peak": peak_bytes(os.getpid())}
 
 
@@ -132,13 +136,17 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     return [groups[number // GROUP] for number in range(count)]
 
 
-def best(run: Callable[[], object], n: int, repeats: int) -> float:
+def best(run: Callable[[], object], n: int, options: argparse.Namespace) -> float:
     rates = []
-    for _ in range(repeats):
-        began = time.monotonic()
+    for _ in range(options.repeats):
+        began = clock([os.getpid()], options)
         run()
-        rates.append(n * NEW_TOKENS / (time.monotonic() - began))
+        rates.append(n * options.new_tokens / (clock([os.getpid()], options) - began))
     return max(rates)
+
+
+def clock(pids: list[int], options: argparse.Namespace) -> float:
+    return sum(map(cpu_seconds, pids)) if options.cpu_time else time.monotonic()
 
 
 # -- in this process -------------------------------------------------------------------------------------------------
@@ -150,7 +158,7 @@ def bare(model: Any, ids: Any, count: int, *, static: bool) -> None:
 
     cache: Any = DynamicCache(config=model.config)
     if static:
-        cache = StaticCache(config=model.config, max_cache_len=PROMPT_TOKENS + NEW_TOKENS)
+        cache = StaticCache(config=model.config, max_cache_len=PROMPT_TOKENS + count)
     taken = []
     for _ in range(count):
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
@@ -169,7 +177,7 @@ def generate(model: Any, ids: Any, count: int, *, static: bool) -> None:
 # -- over HTTP -------------------------------------------------------------------------------------------------------
 
 
-async def over_http(url: str, options: argparse.Namespace) -> Result:
+async def over_http(url: str, pids: list[int], options: argparse.Namespace) -> Result:
     import aiohttp
 
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=300)
@@ -189,9 +197,9 @@ async def over_http(url: str, options: argparse.Namespace) -> Result:
             for repeat in range(options.repeats):
                 async with session.post("/flush_cache"):
                     pass
-                began = time.monotonic()
-                answers = await asyncio.gather(*(ask(ids, NEW_TOKENS) for ids in prompts(n, repeat)))
-                seen.append(sum(len(answer["output_ids"]) for answer in answers) / (time.monotonic() - began))
+                began = clock(pids, options)
+                answers = await asyncio.gather(*(ask(ids, options.new_tokens) for ids in prompts(n, repeat)))
+                seen.append(sum(len(answer["output_ids"]) for answer in answers) / (clock(pids, options) - began))
             rates[n] = max(seen)
         asked = await asyncio.gather(*(ask(ids, 16, 0.0) for ids in questions(options.model)))
     greedy = [[pair[:2] for pair in answer["meta_info"]["output_token_logprobs"]] for answer in asked]
