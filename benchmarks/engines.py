@@ -63,6 +63,7 @@ def main() -> int:
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the engine that it started ends with it
         print(json.dumps(run_case(options.case, options)))
         return 0
     results: dict[str, Result] = {}
@@ -116,7 +117,7 @@ def run_case(case: str, options: argparse.Namespace) -> Result:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(options.threads)
-    model = AutoModelForCausalLM.from_pretrained(options.model).eval().float()
+    model: Any = AutoModelForCausalLM.from_pretrained(options.model).eval().float()
     start_s = time.monotonic() - began
     loop: Callable[..., Any] = generate if case == "generate" else bare
     rates = {}
@@ -227,10 +228,10 @@ def compared(greedy: list[list[tuple[float, int]]], options: argparse.Namespace)
     with torch.inference_mode():
         for prompt, answer in zip(questions(options.model), greedy, strict=True):
             ids = [int(token) for _, token in answer]
-            length = {"min_new_tokens": len(ids), "max_new_tokens": len(ids)}
-            model.generation_config.eos_token_id = None
-            alone = model.generate(torch.tensor([prompt]), do_sample=False, **length)[0, len(prompt) :].tolist()
-            equal += alone == ids
+            given = torch.tensor([prompt])  # an answer of generate's ends at the model's end token, the engine's go on
+            mask = torch.ones_like(given)
+            alone = model.generate(given, attention_mask=mask, do_sample=False, max_new_tokens=len(ids))[0].tolist()
+            equal += alone[len(prompt) :] == ids[: len(alone) - len(prompt)]
             logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float()
             expected = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1)
             difference = max(difference, float((expected - torch.tensor([p for p, _ in answer])).abs().max()))
