@@ -36,6 +36,7 @@ COMMANDS = {
     "train": "train an agent online",
     "model": "fetch a model and print its directory",
     "plot": "draw the reward.png of a run from its metrics",
+    "view": "show a run in the browser, live while it goes on",
     "report": "write a run as one HTML page: trend, steps, rollouts, tokens",
     "buffer": "serve a rollout buffer",
     "gateway": "serve the model to agents that other runners execute",
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         home = "buffer.server" if command == "buffer" else "gateway.remote"
         return import_module(f"agl_slime.{home}").main(rest)
     if command in COMMANDS:
-        functions = {"train": _train, "model": _model, "plot": _plot, "report": _report}
+        functions = {"train": _train, "model": _model, "plot": _plot, "report": _report, "view": _view}
         functions["assign-instance-id"] = _assign_instance_ids
         return _reported(partial(functions[command], rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
@@ -149,6 +150,32 @@ def _report(arguments: list[str]) -> None:
         print(write_report(run_dirs, output))
 
     tyro.cli(report, prog="agl-slime report", args=arguments)
+
+
+def _view(arguments: list[str]) -> None:
+    def show(
+        run_dirs: tyro.conf.Positional[tuple[Path, ...]],
+        follow: bool = False,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        browser: bool = True,
+    ) -> None:
+        """Show runs in the browser, one or several side by side.
+
+        Args:
+            run_dirs: Directories of runs, or one that has runs in it.
+            follow: Show what is new while a run goes on.
+            host: Address to listen on; one that other machines reach needs AGL_SLIME_VIEW_TOKEN.
+            port: Port to listen on; 0 takes a free one.
+            browser: Open the page.
+        """
+        from agl_slime.report.view import view
+
+        if not run_dirs:
+            raise ConfigError("name the directory of a run: agl-slime view RUN_DIR")
+        asyncio.run(view(run_dirs, host=host, port=port, follow=follow, browser=browser))
+
+    tyro.cli(show, prog="agl-slime view", args=arguments)
 
 
 def _assign_instance_ids(arguments: list[str]) -> None:

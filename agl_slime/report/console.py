@@ -28,7 +28,7 @@ from agl_slime.report.events import (
     Warning,
 )
 
-View = Literal["auto", "live", "lines"]
+View = Literal["auto", "live", "lines", "web"]
 BARS = "▁▂▃▄▅▆▇█"
 MOST_REASONS = 50
 OTHER = "other reasons"
@@ -36,8 +36,8 @@ _PHASE_WORDS = {"collect": "collecting", "train": "training", "sync": "syncing w
 
 
 class ProgressReporter:
-    """Shows the run on ``console``: ``view="auto"`` is the live view where the terminal can show it, else plain lines,
-    with warnings on stderr."""
+    """Shows the run on ``console``: ``view="auto"`` (and ``web``, whose page is beside it) is the live view where the
+    terminal can show it, else plain lines, with warnings on stderr."""
 
     def __init__(self, *, console: Console | None = None, view: View = "auto") -> None:
         self._console = self._errors = console or Console()
@@ -55,7 +55,7 @@ class ProgressReporter:
         self._reward_sum, self._reward_count = 0.0, 0  # of the training rollouts of the iteration at hand
         self._reasons: Counter[str] = Counter()  # of the same
         self._live: Live | None = None
-        if view == "live" or (view == "auto" and wants_live(self._console)):
+        if view == "live" or (view in ("auto", "web") and wants_live(self._console)):
             self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=4, transient=True)
         else:
             self._errors = Console(stderr=True)

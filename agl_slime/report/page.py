@@ -52,12 +52,13 @@ def embedded(value: Any) -> str:
     return text.decode("utf-8", "replace").translate(_NOT_IN_HTML)
 
 
-def page(blocks: Iterable[tuple[str, str]] = (), *, title: str, live: bool) -> str:
-    """The page with blocks of data, each an id and JSON that ``embedded`` made."""
+def page(blocks: Iterable[tuple[str, str]] = (), *, title: str, live: bool, follow: bool = False) -> str:
+    """The page with blocks of data, each an id and JSON that ``embedded`` made; a ``live`` one asks its server for
+    them, and one that is to ``follow`` is told what is new."""
     html, styles, code = assets()
     data = "\n".join(f'<script type="application/json" id="{name}">{text}</script>' for name, text in blocks)
     parts = {"policy": policy(live=live), "title": embedded(title.encode()), "styles": styles, "data": data}
-    parts["code"] = code
+    parts |= {"code": code, "follow": '<meta name="follow">' if follow else ""}
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], html)
 
 

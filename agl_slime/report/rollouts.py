@@ -8,7 +8,8 @@ without a further library. docs/report.md has the fields in a table.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -179,6 +180,7 @@ def source_of(member: Any) -> str | None:
 def describe_group(result: Any, collected: int, trained: set[str], kept: Iterable[str]) -> dict[str, Any]:
     """A group as a line of ``groups.jsonl``: what is of its members are lists of one length."""
     members = result.members
+    answers = [tuple(map(_sampled, member.samples)) for member in members if member.samples]
     versions = dict.fromkeys(version for member in members for s in member.samples for version in s.weight_versions)
     return {
         "collected": collected,
@@ -196,8 +198,28 @@ def describe_group(result: Any, collected: int, trained: set[str], kept: Iterabl
         "tokens": [member.sampled_tokens for member in members],
         "turns": [member.turns for member in members],
         "samples": [len(member.samples) for member in members],
+        "truncated": sum(any(s.status.value == "truncated" for s in member.samples) for member in members),
+        "alike": len(answers) > 1 and len(set(answers)) == 1,
+        "tools": _tools_of(members),
         "kept": [member.rollout_id for member in members if member.rollout_id in kept],
     }
+
+
+def _sampled(sample: Sample) -> bytes:
+    """What was sampled of it, to compare."""
+    response = np.asarray(sample.tokens[len(sample.tokens) - sample.response_length :], dtype=np.int64)
+    return (response if sample.loss_mask is None else response[np.asarray(sample.loss_mask, dtype=bool)]).tobytes()
+
+
+def _tools_of(members: Iterable[Any]) -> dict[str, Any] | None:
+    """Of a group: in how many rollouts each tool was on offer, the calls of each, and calls that could not be parsed;
+    ``None`` where there were no tools."""
+    told = [member.samples[0].metadata.get("tools") for member in members if member.samples]
+    told = [tools for tools in told if isinstance(tools, Mapping)]
+    offered = Counter(name for tools in told for name in tools.get("offered", ()))
+    calls = sum((Counter(tools.get("calls", {})) for tools in told), Counter())
+    malformed = sum(int(tools.get("malformed", 0)) for tools in told)
+    return {"offered": dict(offered), "calls": dict(calls), "malformed": malformed} if told else None
 
 
 def describe_turn(turn: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from agl_slime.report.metrics import TOKENS_TRAINED
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.rollout.partial import PartialRollouts
 from agl_slime.run.models import find_model
-from agl_slime.run.parts import RunParts, load_parts, make_loop, model_for_agents, say, step
+from agl_slime.run.parts import RunParts, load_parts, make_loop, model_for_agents, page_of, say, step
 from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.client import PauseMode, SGLangClient
 from agl_slime.sglang.describe import EngineDescription
@@ -96,6 +96,7 @@ async def run_training(
             keep_mb=config.keep_rollouts_mb,
         )
         stack.callback(reports.close)
+        await stack.enter_async_context(page_of(run, config.view, console))
         model_path = await _model_path(config, parts.agent, described, run.path, console, bool(checkpoints))
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         reports.use_tokenizer(tokenizer)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+import webbrowser
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from agl_slime.errors import ConfigError
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.loop.tasks import Tasks, read_tasks
+from agl_slime.report.console import View
+from agl_slime.report.files import RunDir
 from agl_slime.rollout.loading import configure_agent, load_agent
 from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.base import RunnerPlan
@@ -103,6 +106,21 @@ def make_loop(
         runners=replace(plan, settings=runner_settings, store_host=config.store_host),
         **functions,
     )
+
+
+@asynccontextmanager
+async def page_of(run: RunDir, view: View, console: Console) -> AsyncIterator[None]:
+    """With ``--view web`` the run's page is served, and opened where there is a terminal."""
+    if view != "web":
+        yield
+        return
+    from agl_slime.report.view import serving
+
+    async with serving([run.path], follow=True) as url:
+        console.print(f"the run is at {url}", highlight=False, soft_wrap=True)
+        if console.is_terminal:
+            await run_in_thread(webbrowser.open, url)
+        yield
 
 
 @contextmanager

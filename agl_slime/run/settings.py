@@ -13,6 +13,7 @@ import tyro
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.settings import Branches, Constraints, GatewaySettings
 from agl_slime.loop.tasks import read_tasks
+from agl_slime.report.console import View
 from agl_slime.report.rollouts import Keep
 from agl_slime.rollout.loading import DEFAULT_AGENT, split_agent
 from agl_slime.run.models import check_model
@@ -118,8 +119,8 @@ class TrainConfig:
     failed one of an iteration), or none."""
     keep_rollouts_mb: int = 256
     """Most MB of sampled rollouts; as they are used up, ever fewer iterations are kept."""
-    view: Literal["auto", "live", "lines"] = "auto"
-    """Live progress or one line per iteration; auto is live on a terminal."""
+    view: View = "auto"
+    """Live progress or one line per iteration; auto is live on a terminal, web opens the run's page beside it."""
 
     actor_num_nodes: int = 1
     """slime: nodes for the actor."""

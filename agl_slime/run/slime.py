@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from agl_slime.report import StandardReporters, open_run_dir
 from agl_slime.report.events import BatchTrained, Observer
 from agl_slime.report.metrics import TOKENS_TRAINED
 from agl_slime.run.models import find_model
-from agl_slime.run.parts import RunParts, load_parts, make_loop, model_for_agents, say
+from agl_slime.run.parts import RunParts, load_parts, make_loop, model_for_agents, page_of, say
 from agl_slime.run.settings import TrainConfig, flag
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.slime.args import PluginSettings
@@ -100,8 +100,9 @@ async def run_slime_training(
     if host == TrainConfig.store_host:
         host = os.environ.get("AGL_SLIME_STORE_HOST", host)
     token = os.environ.get("AGL_SLIME_STORE_TOKEN") or (None if is_loopback(host) else secrets.token_hex(16))
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         stack.callback(reports.close)
+        await stack.enter_async_context(page_of(run, config.view, console))
         service = StoreService(store=store, host=host, token=token)
         await run_in_thread(service.start)
         stack.callback(service.stop)

@@ -76,17 +76,22 @@ function grow(parts) {
   const kind = (location.hash.slice(1) || "trend").split("/")[0];
   const run = App.runs[0];
   document.getElementById("live").textContent = `Live: iteration ${run.iterations[run.iterations.length - 1] ?? 0}, ${num(run.members.length)} rollouts. ${run.state.text}`;
-  if (["trend", "step", "alarms"].includes(kind) && !document.activeElement?.matches("select, input")) show({ keep: true });
-  else header(kind, run.number);
+  const busy = document.activeElement?.matches("main select, main input");
+  if (!App.started || (["trend", "step", "alarms"].includes(kind) && !busy)) return show({ keep: App.started });
+  header(kind, run.number);
 }
 
 async function start() {
   const given = document.getElementById("runs-data");
   App.live = !given;
+  addEventListener("hashchange", () => App.runs.length && show());
+  if (App.live && document.querySelector("meta[name=follow]")) return follow();
   take(given ? JSON.parse(given.textContent) : await (await fetch("data")).json());
-  addEventListener("hashchange", () => show());
   await show();
-  if (!App.live || !document.querySelector("meta[name=follow]")) return;
+}
+
+// The first message has everything, and so has the first one after a broken connection.
+function follow() {
   const source = new EventSource("events");
   source.onmessage = (event) => grow(JSON.parse(event.data));
   source.onerror = () => (document.getElementById("live").textContent = "The server does not answer; what is shown is what was told before.");

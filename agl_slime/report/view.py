@@ -1,0 +1,163 @@
+"""The page served, and told what is new while a run goes on.
+
+Closed by default: it listens on loopback and answers only requests that name this machine, so that no other site's page
+reaches it through a browser; any other address needs a token, which the first request brings as ``?token=`` and a
+cookie keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import webbrowser
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import web
+from yarl import URL
+
+from agl_slime.errors import ConfigError
+from agl_slime.report.page import page, policy, run_data
+from agl_slime.report.read import RunReader, find_runs, is_run
+from agl_slime.support.http import listening
+from agl_slime.support.net import has_token, is_loopback, require_token
+from agl_slime.support.threads import run_in_thread
+
+TOKEN_VARIABLE = "AGL_SLIME_VIEW_TOKEN"
+_COOKIE = "agl_slime_view"
+_LOOK_INTERVAL_S = 1.0  # between looks at the files of a run that is followed
+_ENDS_S = 2.0  # a browser's open connection does not hold the end up for longer
+
+
+class _Runs:
+    """The runs at the given paths, those that appear later at the end; one reader per run and follower."""
+
+    def __init__(self, given: Sequence[Path]) -> None:
+        self._given = list(given)
+        self.paths = [path for each in given for path in find_runs(each)]
+
+    def look(self) -> list[Path]:
+        for each in self._given:
+            found = () if is_run(each) else find_runs(each)
+            self.paths += [path for path in found if path not in self.paths]
+        return self.paths
+
+
+class _Follower:
+    """What one page has been told."""
+
+    def __init__(self, runs: _Runs) -> None:
+        self._runs = runs
+        self._readers: list[RunReader] = []
+
+    def news(self) -> bytes | None:
+        """What is new, run by run; ``None`` when nothing is."""
+        paths = self._runs.look()
+        self._readers += [RunReader(path) for path in paths[len(self._readers) :]]
+        told = [run_data(reader) for reader in self._readers]
+        return orjson.dumps(told) if any(told) else None
+
+    def rollout(self, run: int, rollout_id: str) -> bytes | None:
+        self.news()
+        return self._readers[run].rollout(rollout_id) if 0 <= run < len(self._readers) else None
+
+
+class _Viewer:
+    def __init__(self, paths: Sequence[Path], *, token: str | None, follow: bool) -> None:
+        self._runs, self._token, self._follow = _Runs(paths), token, follow
+        self._latest, self._asked = _Follower(self._runs), asyncio.Lock()
+        self.ending = asyncio.Event()
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._admit])
+        app.router.add_get("/", self._page)
+        app.router.add_get("/data", self._data)
+        app.router.add_get("/events", self._events)
+        app.router.add_get("/rollout", self._rollout)
+        return app
+
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if self._token is None:
+            if not is_loopback(URL(f"http://{request.host}").host or ""):
+                raise web.HTTPForbidden(text="This page is for this machine: ask for it at 127.0.0.1 or localhost.")
+        elif given := request.query.get("token"):
+            if not has_token(f"Bearer {given}", self._token):
+                raise web.HTTPForbidden(text="This is not the token.")
+            answer = web.HTTPFound("./")
+            answer.set_cookie(_COOKIE, given, httponly=True, samesite="Strict")
+            raise answer
+        elif not has_token(f"Bearer {request.cookies.get(_COOKIE, '')}", self._token):
+            raise web.HTTPForbidden(text=f"A token is needed: add ?token=…, the value of {TOKEN_VARIABLE}.")
+        return await handler(request)
+
+    async def _page(self, _: web.Request) -> web.Response:
+        title = ", ".join(path.resolve().name for path in self._runs.paths[:3])
+        text = await run_in_thread(page, title=title, live=True, follow=self._follow)
+        rules = policy(live=True) + "; frame-ancestors 'none'"
+        headers = {"Content-Security-Policy": rules, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+        return web.Response(text=text, content_type="text/html", headers=headers)
+
+    async def _data(self, _: web.Request) -> web.Response:
+        return _json(await run_in_thread(_Follower(self._runs).news) or b"[]")
+
+    async def _rollout(self, request: web.Request) -> web.Response:
+        number, rollout_id = request.query.get("run", ""), request.query.get("id", "")
+        async with self._asked:  # one reader for all pages: not in two threads at once
+            run = int(number) if number.isdecimal() else -1
+            line = await run_in_thread(self._latest.rollout, run, rollout_id)
+        if line is None:
+            raise web.HTTPNotFound(text=f"rollout {rollout_id!r} is not kept in run {number!r}")
+        return _json(line)
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+        await response.prepare(request)
+        follower = _Follower(self._runs)
+        with suppress(ConnectionError):  # the browser has gone
+            while not self.ending.is_set():
+                news = await run_in_thread(follower.news)
+                # a comment where there is no news, so that one that has gone is noticed
+                await response.write(b": nothing new\n\n" if news is None else b"data: %s\n\n" % news)
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self.ending.wait(), _LOOK_INTERVAL_S)
+        return response
+
+
+def _json(content: bytes) -> web.Response:
+    return web.Response(body=content, content_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+@asynccontextmanager
+async def serving(
+    paths: Sequence[Path], *, host: str = "127.0.0.1", port: int = 0, token: str | None = None, follow: bool = False
+) -> AsyncIterator[str]:
+    """Serve the page of the runs at or below ``paths`` within the block, which gets its URL, token included.
+    ``follow``: pages are told what is new. Raises ``ConfigError`` for a ``host`` that other machines reach without a
+    ``token``, or where there is no run."""
+    require_token(host, token, setting=TOKEN_VARIABLE)
+    viewer = _Viewer(paths, token=token, follow=follow)
+    try:
+        async with listening(viewer.app(), host=host, port=port, backlog=64, shutdown_timeout=_ENDS_S) as url:
+            try:
+                yield str(URL(url).with_query(token=token)) if token else url
+            finally:
+                viewer.ending.set()
+    except OSError as error:
+        raise ConfigError(f"{host} port {port} cannot be listened on: {error.strerror}; give another --port") from error
+
+
+async def view(paths: Sequence[Path], *, host: str, port: int, follow: bool, browser: bool) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    async with serving(paths, host=host, port=port, token=os.environ.get(TOKEN_VARIABLE) or None, follow=follow) as url:
+        print(f"the run is at {url} (Ctrl-C ends this)", flush=True)
+        if browser:
+            await run_in_thread(webbrowser.open, url)
+        await ended.wait()

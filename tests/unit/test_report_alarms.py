@@ -1,0 +1,155 @@
+"""A run with one fault raises the alarm of that fault and no other; a run that learns raises none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agl_slime.report.alarms import find_alarms
+
+ITERATIONS, GROUPS, SIZE = 12, 6, 4
+Run = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+
+
+def healthy() -> Run:
+    """The records of a run that learns."""
+    metrics = [
+        {
+            "iteration": n,
+            "rollout/response_tokens_mean": 40.0,
+            "rollout/response_tokens_mean_trained": 41.0,
+            "train/kl": 0.002,
+            "train/logprob_diff_max": 2e-6,
+            "perf/collect_s": 2.0,
+            "perf/train_s": 1.0,
+            "perf/sync_s": 0.1,
+        }
+        for n in range(1, ITERATIONS + 1)
+    ]
+    groups = [
+        {
+            "iteration": n,
+            "group_id": f"{n}-{g}",
+            "ready": True,
+            "rollouts": [f"{n}-{g}-{i}" for i in range(SIZE)],
+            "rewards": [0.0, 0.0, 1.0, 1.0] if g else [1.0] * SIZE,
+            "outcomes": ["trained"] * SIZE,
+            "reasons": [""] * SIZE,
+            "truncated": 0,
+            "alike": False,
+            "tools": {"offered": {"lookup": SIZE}, "calls": {"lookup": 3}, "malformed": 1},
+        }
+        for n in range(1, ITERATIONS + 1)
+        for g in range(GROUPS)
+    ]
+    return metrics, groups
+
+
+def no_spread(run: Run) -> None:
+    for group in run[1][3 * GROUPS :]:
+        group["rewards"] = [1.0] * SIZE
+
+
+def hang(run: Run) -> None:
+    run[0][8]["perf/collect_s"] = 90.0
+
+
+def slow_sync(run: Run) -> None:
+    run[0][8]["perf/sync_s"] = 60.0
+
+
+def aborts(run: Run) -> None:
+    for group in run[1][4 * GROUPS : 5 * GROUPS]:
+        group["outcomes"][2:] = ["cancelled", "failed"]
+        group["reasons"][2:] = ["group_timeout", "aborted"]
+
+
+def cut_off(run: Run) -> None:
+    for group in run[1][2 * GROUPS :]:
+        group["truncated"] = 2
+
+
+def silence(run: Run) -> None:
+    for group in run[1]:
+        group["tools"]["calls"] = {}
+
+
+def collapse(run: Run) -> None:
+    for group in run[1][5 * GROUPS :]:
+        group.update(alike=True, rewards=[0.5] * SIZE)
+
+
+def far(run: Run) -> None:
+    run[0][9]["train/kl"] = 0.7
+
+
+def disagree(run: Run) -> None:
+    run[0][7]["train/logprob_diff_max"] = 0.3
+
+
+def short_ones(run: Run) -> None:
+    for row in run[0][6:]:
+        row["rollout/response_tokens_mean_trained"] = 25.0
+
+
+def broken_judge(run: Run) -> None:
+    for group in run[1][3 * GROUPS :]:
+        group["outcomes"][0], group["reasons"][0], group["rewards"][0] = "failed", "no_reward", None
+        group["outcomes"][1], group["reasons"][1], group["rewards"][1] = "failed", "timeout", None
+        group["rewards"][2:] = [0.0, 1.0]
+
+
+FAULTS: list[tuple[Callable[[Run], None], str, int, str]] = [
+    (no_spread, "zero variance", 4, "for 9 iterations"),
+    (hang, "stall", 9, "collect took 90 s where 2.0 s was usual"),
+    (slow_sync, "stall", 9, "sync took 60 s"),
+    (aborts, "storm of aborts", 5, "50% of the rollouts were cancelled or aborted (group_timeout 6, aborted 6)"),
+    (cut_off, "truncation", 3, "50% of the rollouts were cut off"),
+    (silence, "silent tool", 2, "'lookup' was never called in 48 rollouts; 12 calls could not be parsed"),
+    (collapse, "answers alike", 6, "6 of 6 groups"),
+    (far, "KL jump", 10, "0.7 where 0.002"),
+    (disagree, "log-prob jump", 8, "0.3 nats"),
+    (short_ones, "length bias", 7, "38% shorter"),
+    (broken_judge, "failures", 4, "(no_reward 6, timeout 6)"),
+]
+
+
+def test_a_run_that_learns_raises_no_alarm() -> None:
+    assert find_alarms(*healthy()) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "iteration", "text"), FAULTS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_each_fault_raises_its_alarm_and_no_other(
+    fault: Callable[[Run], None], kind: str, iteration: int, text: str
+) -> None:
+    run = copy.deepcopy(healthy())
+    fault(run)
+    (alarm,) = find_alarms(*run)
+    assert (alarm.kind, alarm.iteration) == (kind, iteration)
+    assert text in alarm.text
+    assert alarm.advice
+    assert not alarm.rollout or alarm.rollout.startswith(f"{iteration}-")
+    assert not alarm.metric or alarm.metric in run[0][0] or alarm.metric.startswith("rollout/")
+
+
+def test_every_alarm_has_its_fault() -> None:
+    from agl_slime.report import alarms
+
+    raised = set()
+    for fault, *_ in FAULTS:
+        run = copy.deepcopy(healthy())
+        fault(run)
+        raised |= {look.__name__ for look in alarms._LOOKS if list(look(alarms._steps(*run)))}
+    assert raised == {look.__name__ for look in alarms._LOOKS}
+
+
+def test_records_that_lack_fields_raise_nothing() -> None:
+    metrics = [{"iteration": n} for n in range(1, 20)]
+    groups: list[dict[str, Any]] = [{"iteration": n, "rewards": None, "rollouts": "?"} for n in range(1, 20)]
+    assert find_alarms(metrics, groups) == []
+    assert find_alarms([], []) == []
