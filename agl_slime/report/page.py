@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import re
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -55,11 +56,11 @@ def embedded(value: Any) -> str:
 def page(blocks: Iterable[tuple[str, str]] = (), *, title: str, live: bool, follow: bool = False) -> str:
     """The page with blocks of data, each an id and JSON that ``embedded`` made; a ``live`` one asks its server for
     them, and one that is to ``follow`` is told what is new."""
-    html, styles, code = assets()
+    template, styles, code = assets()
     data = "\n".join(f'<script type="application/json" id="{name}">{text}</script>' for name, text in blocks)
-    parts = {"policy": policy(live=live), "title": embedded(title.encode()), "styles": styles, "data": data}
+    parts = {"policy": policy(live=live), "title": html.escape(title), "styles": styles, "data": data}
     parts |= {"code": code, "follow": '<meta name="follow">' if follow else ""}
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], html)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
 def run_data(reader: RunReader) -> dict[str, Any] | None:

@@ -1,0 +1,219 @@
+"""The page: what is read of a run's directory, whole or damaged, and that what a model wrote stays data."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agl_slime.errors import ConfigError
+from agl_slime.report import page as page_module
+from agl_slime.report.files import RunDir
+from agl_slime.report.page import assets, embedded, write_report
+from agl_slime.report.read import RunReader, Tail, columns, find_runs
+from agl_slime.report.state import state_of
+from tests.report_runs import EMOJI, HOSTILE, AWriter, write_run
+
+WEB = Path(page_module.__file__).parent / "web"
+
+
+def blocks(path: Path) -> dict[str, Any]:
+    """The blocks of data as a browser sees them: HTML ends a script element at the first ``</script``."""
+    html = path.read_text(encoding="utf-8")
+    found = re.findall(r'<script type="application/json" id="([^"]+)">(.*?)</script', html, re.DOTALL)
+    return {name: json.loads(text) for name, text in found}
+
+
+def test_the_page_has_the_run_and_its_kept_rollouts(tmp_path: Path) -> None:
+    report = write_report([write_run(tmp_path)])
+    data = blocks(report)
+    (run,) = data["runs-data"]
+    assert run["state"]["word"] == "finished"
+    assert run["damage"] == []
+    assert run["metrics"]["columns"]["rollout/reward_mean"] == [0.1, 0.2, 0.3]
+    assert sum(run["groups"]["size"]) == len(run["members"]["id"]) == 36
+    outcomes = [run["words"][number] for number in run["members"]["outcome"]]
+    assert {word: outcomes.count(word) for word in outcomes} == {"trained": 21, "failed": 6, "filtered": 9}
+    rollout = data[run["blocks"]["ro-1-2"]]
+    assert [turn["fork"] for turn in rollout["turns"]] == [None, None, "edited_history"]
+    assert "".join(rollout["samples"][0]["pieces"]) == "askcalltooldone"
+
+
+def test_nothing_that_a_model_wrote_leaves_its_block(tmp_path: Path) -> None:
+    report = write_report([write_run(tmp_path, says=HOSTILE)])
+    html = report.read_text(encoding="utf-8")
+    assert "onerror=" not in html.replace("source.onerror", "")
+    assert "\u2028" not in html.partition("<script>")[0]
+    assert any(HOSTILE in message["content"] for message in blocks(report)["r0-0"]["messages"])
+
+
+@given(st.text() | st.sampled_from(["</script>", "<!--<script>", "]]>", "\u2028\u2029", "{{code}}", "\\"]))
+def test_embedded_json_is_the_same_value_and_no_html(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate is in no file that was read as UTF-8
+        return
+    made = embedded({"text": text})
+    assert json.loads(made) == {"text": text}
+    assert not set("<>&\u2028\u2029") & set(made)
+
+
+def test_a_title_is_text(tmp_path: Path) -> None:
+    html = write_report([write_run(tmp_path / "<b>x")]).read_text(encoding="utf-8")
+    assert "<title>agl-slime: &lt;b&gt;x</title>" in html
+
+
+def test_the_policy_lets_the_own_code_run_and_nothing_else() -> None:
+    rules = page_module.policy(live=False)
+    assert "default-src 'none'" in rules
+    assert "unsafe" not in rules
+    assert "connect-src" not in rules
+    assert "innerHTML" not in "".join(path.read_text() for path in WEB.glob("*.js") if path.name != "uplot.js")
+
+
+def test_the_charts_keep_their_licence() -> None:
+    assert "Leon Sorokin" in assets()[2]
+
+
+def test_files_of_the_page_are_short() -> None:
+    own = [path for path in WEB.iterdir() if not path.name.startswith("uplot")]
+    assert len(own) > 8
+    assert not [path.name for path in own if len(path.read_text().splitlines()) > 400]
+
+
+def test_a_large_run_is_cut_to_size_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_module, "MOST_BYTES", 230_000)
+    report = write_report([write_run(tmp_path, iterations=8, says="x" * 500)])
+    assert report.stat().st_size <= 240_000
+    (run,) = blocks(report)["runs-data"]
+    assert 0 < len(run["blocks"]) < 96
+    assert f"{96 - len(run['blocks'])} of 96 kept rollouts are left out" in run["left_out"]
+    assert {name.split("-")[1] for name in run["blocks"]} > {"1", "5"}  # from all over the run
+
+
+def test_a_megabyte_of_emoji_is_cut_in_the_file_and_whole_in_the_record(tmp_path: Path) -> None:
+    write_run(tmp_path, iterations=1, says=EMOJI)
+    data = blocks(write_report([tmp_path]))
+    told = data[data["runs-data"][0]["blocks"]["ro-1-0"]]["messages"][-2]["content"]
+    assert len(told) < 51_000
+    assert "characters left out" in told
+    reader = RunReader(tmp_path)
+    reader.update()
+    line = reader.rollout("ro-1-0")
+    assert line is not None
+    assert EMOJI in json.loads(line)["messages"][-2]["content"]
+
+
+# -- directories that are not whole ----------------------------------------------------------------------------------
+
+
+def test_a_damaged_directory_opens_and_says_what_is_damaged(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    run = RunDir(tmp_path)
+    run.config.write_text("{")
+    lines = run.metrics.read_bytes().splitlines(keepends=True)
+    run.metrics.write_bytes(lines[0] + b'\x00{"iteration": \xff}\n' + lines[2] + b'{"iteration": 4, "tor')
+    (tmp_path / "groups.jsonl").write_text('{"iteration": 1}\n[]\n{"iteration": 1, "rollouts": [1]}\n')
+    run.summary.write_text("half")
+    reader = RunReader(tmp_path)
+    told = reader.update()
+    assert told is not None
+    assert told["metrics"]["iteration"] == [1, 3]
+    assert told["damage"] == [
+        "config.json is not a JSON object: the settings of this run are not known.",
+        "metrics.jsonl: 1 lines are left out, for they are damaged (2).",
+        "groups.jsonl: 1 lines are left out, for they are damaged (2).",
+    ]
+    assert told["state"]["word"] == "unknown"
+    assert "summary.json" in told["state"]["text"]
+    assert write_report([tmp_path]).stat().st_size > 50_000
+
+
+def test_a_run_that_goes_on_says_so_and_one_that_was_stopped_says_why(tmp_path: Path) -> None:
+    writer = AWriter(tmp_path)
+    writer.iteration(1)
+    assert state_of(RunDir(tmp_path)).word == "running"
+    writer.finish("interrupted")
+    assert state_of(RunDir(tmp_path)).word == "stopped"
+    assert "interrupted" in state_of(RunDir(tmp_path)).text
+
+
+def test_a_killed_run_says_so(tmp_path: Path) -> None:
+    program = "import sys, time; from pathlib import Path; from tests.report_runs import AWriter\n"
+    program += "AWriter(Path(sys.argv[1])).iteration(1); print('ready', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert state_of(RunDir(tmp_path)).word == "running"
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    state = state_of(RunDir(tmp_path))
+    assert state.word == "killed"
+    assert f"process {process.pid}" in state.text
+    told = RunReader(tmp_path).update()
+    assert told is not None
+    assert len(told["members"]["id"]) == 12
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        write_report([tmp_path])
+
+
+def test_runs_below_a_directory_are_found(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        write_run(tmp_path / name, iterations=1)
+    (tmp_path / "other").mkdir()
+    assert [path.name for path in find_runs(tmp_path)] == ["a", "b"]
+    assert [run["name"] for run in blocks(write_report([tmp_path]))["runs-data"]] == ["a", "b"]
+
+
+# -- following --------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_tells_what_is_new_and_a_resumed_run_begins_anew(tmp_path: Path) -> None:
+    writer = AWriter(tmp_path)
+    writer.iteration(1)
+    reader = RunReader(tmp_path)
+    first = reader.update()
+    assert first is not None
+    assert first["reset"]
+    assert reader.update() is None
+    writer.iteration(2)
+    second = reader.update()
+    assert second is not None
+    assert not second["reset"]
+    assert second["metrics"]["iteration"] == [2]
+    assert {name.split("-")[1] for name in second["kept"]} == {"2"}
+    resumed = AWriter(tmp_path)
+    resumed.iteration(2)
+    third = reader.update()
+    assert third is not None
+    assert third["reset"]
+
+
+@given(cuts=st.lists(st.integers(0, 300), max_size=6))
+def test_a_tail_reads_each_record_once_however_the_file_grows(tmp_path_factory: Any, cuts: list[int]) -> None:
+    path = tmp_path_factory.mktemp("tail") / "x.jsonl"
+    content = b"".join(json.dumps({"iteration": n, "text": "é\n" * n}).encode() + b"\n" for n in range(8))
+    tail, seen = Tail(path), []
+    for end in [*sorted(min(cut, len(content)) for cut in cuts), len(content)]:
+        with path.open("ab") as file:
+            file.write(content[file.tell() : end])
+        seen += [record["iteration"] for _, _, record in tail.read()]
+    assert seen == list(range(8))
+    assert tail.bad == []
+
+
+def test_columns_keep_places_where_a_metric_is_missing() -> None:
+    rows = [{"iteration": 1, "a": 0.123456789}, {"iteration": 2, "b": 1}]
+    assert columns(rows) == {"iteration": [1, 2], "columns": {"a": [0.1234568, None], "b": [None, 1]}}
