@@ -17,6 +17,8 @@ from agl_slime.support.threads import run_in_thread
 from agl_slime.trace.attributes import LATENCY_S, USAGE_OUTPUT_TOKENS
 from agl_slime.trace.converter import convert_rollout
 from agl_slime.trace.reward import read_reward
+from agl_slime.trace.spans import read_turns, spans_of_attempt
+from agl_slime.trace.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +58,17 @@ async def collect(
         spans = [*await store.query_spans(rollout_id, attempt_id)]
     except RuntimeError as error:  # of Agent Lightning's in-memory store, for spans that it dropped to save memory
         return _failed(rollout, "spans_evicted", str(error))
-    failed = partial(_failed, timeline=timeline_of(rollout, attempt, spans))
+    timeline = timeline_of(rollout, attempt, spans)
+    texts = (value for span in spans for value in span.attributes.values() if isinstance(value, str))
+    heavy = sum(map(len, texts)) > _HEAVY_TRACE_CHARS
+
+    async def failed(reason: str, message: str) -> MemberResult:
+        so_far = partial(_so_far, rollout, spans, attempt_id, tokenizer)
+        trajectory = await run_in_thread(so_far) if heavy else so_far()
+        return _failed(rollout, reason, message, timeline=timeline, trajectory=trajectory)
+
     if rollout.status == "failed":
-        return failed(rollout, *failure_of(spans, attempt_status=attempt.status if attempt is not None else "failed"))
+        return await failed(*failure_of(spans, attempt_status=attempt.status if attempt is not None else "failed"))
     try:
         reward = read_reward(spans, reward_key=reward_key)
         conversion = None
@@ -66,14 +76,13 @@ async def collect(
             convert = partial(
                 convert_rollout, rollout, spans, tokenizer, reward=reward, reward_key=reward_key, attempt_id=attempt_id
             )
-            texts = (value for span in spans for value in span.attributes.values() if isinstance(value, str))
-            conversion = await run_in_thread(convert) if sum(map(len, texts)) > _HEAVY_TRACE_CHARS else convert()
+            conversion = await run_in_thread(convert) if heavy else convert()
     except RolloutError as error:
-        return failed(rollout, error.reason, str(error))
+        return await failed(error.reason, str(error))
     except Exception as error:
         # One rollout that breaks the conversion must not end the run; it is counted, and says where it broke.
         logger.debug("Rollout %s could not be converted.", rollout_id, exc_info=error)
-        return failed(rollout, "conversion_error", spell_exception(error))
+        return await failed("conversion_error", spell_exception(error))
     # the engine's own count, not the length of our ids: the two are compared in every report
     sampled = [span.attributes[USAGE_OUTPUT_TOKENS] for span in spans if USAGE_OUTPUT_TOKENS in span.attributes]
     return _result(
@@ -84,7 +93,21 @@ async def collect(
         rewards=dict(reward.named),
         sampled_tokens=sum(int(count) for count in sampled if isinstance(count, (int, float))),
         turns=len(sampled),
-        timeline=timeline_of(rollout, attempt, spans),
+        timeline=timeline,
+    )
+
+
+def _so_far(rollout: Rollout, spans: Sequence[Span], attempt_id: str, tokenizer: Any) -> Trajectory | None:
+    """The turns that a failed rollout had, for those who look at it; ``None`` where its spans tell none."""
+    try:
+        turns = read_turns(spans_of_attempt(spans, attempt_id), tokenizer)
+    except (RolloutError, ValueError, TypeError, KeyError) as error:
+        logger.debug("The turns of failed rollout %s cannot be read.", rollout.rollout_id, exc_info=error)
+        return None
+    if not turns:
+        return None
+    return Trajectory(
+        rollout_id=rollout.rollout_id, attempt_id=attempt_id, task=rollout.input, mode=rollout.mode, turns=turns
     )
 
 
@@ -133,7 +156,7 @@ def _result(rollout: Rollout, **fields: Any) -> MemberResult:
     )
 
 
-def _failed(rollout: Rollout, reason: str, message: str, timeline: Any = None) -> MemberResult:
+def _failed(rollout: Rollout, reason: str, message: str, **seen: Any) -> MemberResult:
     """A failure with what runs it again; what was stopped on purpose is not."""
     outcome = Outcome.CANCELLED if rollout.status == "failed" and reason == "cancelled" else Outcome.FAILED
     again = EnqueueRolloutRequest(
@@ -148,6 +171,6 @@ def _failed(rollout: Rollout, reason: str, message: str, timeline: Any = None) -
         failure=reason,
         failure_message=message,
         outcome_if_failed=outcome,
-        timeline=timeline,
         request=None if outcome is Outcome.CANCELLED else again,
+        **seen,
     )

@@ -33,12 +33,10 @@ _WAIT = 16  # iterations after which a group that was ready and that nobody told
 
 @dataclass
 class _Group:
-    """A finalized group until its fate is known; ``labels`` says which of its rollouts are kept, and why."""
+    """A finalized group until its fate is known: its line, and its rollouts that are kept whole with the reason."""
 
-    collected: int
-    result: Any
-    labels: dict[str, str]
-    waits: bool
+    line: dict[str, Any]
+    members: dict[str, tuple[Any, str]]
     trained: set[str] = field(default_factory=set)
     scores: dict[tuple[str, int], tuple[Any, Any]] = field(default_factory=dict)
 
@@ -94,8 +92,10 @@ class RolloutWriter:
             labels = choose_rollouts(rewards, iteration=event.iteration, seed=self._seed)
         for result in event.groups:
             ids = [member.rollout_id for member in result.members]
-            own = {rollout_id: labels[rollout_id] for rollout_id in ids if rollout_id in labels}
-            group = _Group(collected=event.iteration, result=result, labels=own, waits=result.ready)
+            whole = {
+                rollout_id: (members[rollout_id], labels[rollout_id]) for rollout_id in ids if rollout_id in labels
+            }
+            group = _Group(describe_group(result, collected=event.iteration), whole)
             self._open[result.group_id] = group
             self._of_rollout.update(dict.fromkeys(ids, group))
 
@@ -104,49 +104,52 @@ class RolloutWriter:
             rollout_id = str(sample.metadata.get("agl_rollout_id"))
             if (group := self._of_rollout.get(rollout_id)) is not None:
                 group.trained.add(rollout_id)
-                if rollout_id in group.labels and event.log_probs:
+                if rollout_id in group.members and event.log_probs:
                     scores = event.log_probs[number], event.advantages[number]
                     group.scores[rollout_id, int(sample.metadata.get("segment", 0))] = scores
 
     def _settled(self, group: _Group) -> bool:
-        return not group.waits or bool(group.trained) or self._last - group.collected >= _WAIT
+        return not group.line["ready"] or bool(group.trained) or self._last - group.line["collected"] >= _WAIT
 
     def _write(self, iteration: int, groups: Sequence[_Group]) -> None:
         kept: dict[str, dict[str, Any]] = {}
         for group in groups:
-            for member in group.result.members:
-                self._of_rollout.pop(member.rollout_id, None)
-                if label := group.labels.get(member.rollout_id):
-                    kept[member.rollout_id] = jsonable(self._describe(member, group, label))
-            del self._open[group.result.group_id]
+            line = group.line
+            del self._open[line["group_id"]]
+            known = zip(line["rollouts"], line["outcomes"], strict=True)
+            line["outcomes"] = ["trained" if one in group.trained else outcome for one, outcome in known]
+            outcomes = dict(zip(line["rollouts"], line["outcomes"], strict=True))
+            for rollout_id in outcomes:
+                self._of_rollout.pop(rollout_id, None)
+            for rollout_id, (member, label) in group.members.items():
+                outcome = {"label": label, "outcome": outcomes[rollout_id]}
+                kept[rollout_id] = jsonable({**outcome, **self._describe(member, group)})
         if kept and self._keep == "sampled":
             size = sum(len(dump({"iteration": iteration, **record})) for record in kept.values())
             if not self._room.take(size):
                 kept = {}
-        lines = [describe_group(group.result, group.collected, group.trained, kept) for group in groups]
-        if lines:
+        if groups:
+            lines = [{**group.line, "kept": [one for one in group.members if one in kept]} for group in groups]
             self._groups_file.append(iteration, lines)
         if kept:
             self._file.append(iteration, list(kept.values()))
 
-    def _describe(self, member: Any, group: _Group, label: str) -> dict[str, Any]:
+    def _describe(self, member: Any, group: _Group) -> dict[str, Any]:
         if self._pieces is None:
             self._pieces = Pieces(self.tokenizer)
-        result, talk = group.result, member.trajectory
+        line, talk = group.line, member.trajectory
         samples = []
         for number, sample in enumerate(member.samples[:MOST_SAMPLES]):
             key = member.rollout_id, int(sample.metadata.get("segment", number))
             samples.append(describe_tokens(sample, self._pieces, scores=group.scores.get(key)))
         return {
-            "collected": group.collected,
+            "collected": line["collected"],
             "rollout_id": member.rollout_id,
-            "group_id": result.group_id,
+            "group_id": line["group_id"],
             "instance_id": member.instance_id,
             "source": source_of(member),
-            "label": label,
-            "outcome": outcome_of(member, group.trained, ready=result.ready),
-            "reason": member.failure or ("" if result.ready else result.code),
-            "message": member.failure_message or ("" if result.ready else result.reason),
+            "reason": member.failure or ("" if line["ready"] else line["code"]),
+            "message": member.failure_message or ("" if line["ready"] else line["reason"]),
             "reward": member.reward,
             "rewards": dict(member.rewards),
             "stop_reason": getattr(talk, "stop_reason", ""),
@@ -161,26 +164,18 @@ class RolloutWriter:
         }
 
 
-def outcome_of(member: Any, trained: Iterable[str], *, ready: bool) -> str:
-    """The ledger's word for what became of a member; ``ready`` when its group was fit to train on and nobody has told
-    of it."""
-    if not member.ok:
-        return member.outcome_if_failed.value
-    if member.rollout_id in trained:
-        return "trained"
-    return "ready" if ready else "filtered"
-
-
 def source_of(member: Any) -> str | None:
     """The task source (``source_name``) that a rollout came from, where it is named."""
     metadata = member.samples[0].metadata if member.samples else getattr(member.request, "metadata", None) or {}
     return metadata.get("source_name")
 
 
-def describe_group(result: Any, collected: int, trained: set[str], kept: Iterable[str]) -> dict[str, Any]:
-    """A group as a line of ``groups.jsonl``: what is of its members are lists of one length."""
+def describe_group(result: Any, *, collected: int) -> dict[str, Any]:
+    """A group as a line of ``groups.jsonl`` before anything of it is trained: what is of its members are lists of one
+    length. ``outcomes`` are the ledger's words; ``ready`` where a member is fit to train on."""
     members = result.members
     answers = [tuple(map(_sampled, member.samples)) for member in members if member.samples]
+    fit = "ready" if result.ready else "filtered"
     versions = dict.fromkeys(version for member in members for s in member.samples for version in s.weight_versions)
     return {
         "collected": collected,
@@ -193,7 +188,7 @@ def describe_group(result: Any, collected: int, trained: set[str], kept: Iterabl
         "weight_versions": [str(version) for version in versions],
         "rollouts": [member.rollout_id for member in members],
         "rewards": [member.reward for member in members],
-        "outcomes": [outcome_of(member, trained, ready=result.ready) for member in members],
+        "outcomes": [fit if member.ok else member.outcome_if_failed.value for member in members],
         "reasons": [member.failure or "" for member in members],
         "tokens": [member.sampled_tokens for member in members],
         "turns": [member.turns for member in members],
@@ -201,7 +196,6 @@ def describe_group(result: Any, collected: int, trained: set[str], kept: Iterabl
         "truncated": sum(any(s.status.value == "truncated" for s in member.samples) for member in members),
         "alike": len(answers) > 1 and len(set(answers)) == 1,
         "tools": _tools_of(members),
-        "kept": [member.rollout_id for member in members if member.rollout_id in kept],
     }
 
 

@@ -28,6 +28,13 @@ function said(series, [steps, ...lines]) {
   }).join("; ");
 }
 
+// The range of an axis; one value stands in the middle.
+function around(_, low, high) {
+  if (low === null) return [0, 1];
+  if (low === high) return [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
+  return uPlot.rangeNum(low, high, 0.1, true);
+}
+
 function chart(title, series, height = 180) {
   const several = new Set(series.map(({ run }) => run)).size > 1;
   const names = [...new Set(series.map(({ name }) => name))];
@@ -53,7 +60,7 @@ function chart(title, series, height = 180) {
     });
     const width = Math.max(box.clientWidth, 240);
     figure.plot = new uPlot({
-      width, height, legend: { show: false }, series: [{}, ...lines], scales: { x: { time: false } },
+      width, height, legend: { show: false }, series: [{}, ...lines], scales: { x: { time: false }, y: { range: around } },
       axes: [{ ...axis, size: 26, values: (_, ticks) => ticks.map((v) => (Number.isInteger(v) ? v : "")) }, { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => num(v, 3)) }],
       cursor: { drag: { x: true, y: false }, sync: { key: "iterations", setSeries: false }, points: { size: 6 } },
       hooks: { setCursor: [(plot) => show(plot.cursor.idx ?? null)] },

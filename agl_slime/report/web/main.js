@@ -81,6 +81,11 @@ function grow(parts) {
   header(kind, run.number);
 }
 
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the address names what is shown
+  document.querySelector("h1")?.focus();
+});
+
 async function start() {
   const given = document.getElementById("runs-data");
   App.live = !given;
