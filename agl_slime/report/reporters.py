@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,8 @@ from agl_slime.report.files import RunDir
 from agl_slime.report.metrics import MetricsWriter, TensorBoardWriter
 from agl_slime.report.plot import RewardPlot
 from agl_slime.report.rollouts import Keep, RolloutWriter
-from agl_slime.report.summary import SummaryReporter
+from agl_slime.report.summary import Output, SummaryReporter
+from agl_slime.report.trackers import Tracker, make_trackers
 from agl_slime.report.transcripts import TranscriptWriter
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,8 @@ class Reporters:
 
 class StandardReporters(Reporters):
     """Everything a run directory gets; transcripts and kept rollouts begin with ``use_tokenizer``. ``began`` is when
-    the run was started (``time.monotonic()``), by default now; ``keep`` and ``keep_mb`` are for ``RolloutWriter``."""
+    the run was started (``time.monotonic()``), by default now; ``keep`` and ``keep_mb`` are for ``RolloutWriter``, and
+    ``track`` names trackers."""
 
     def __init__(
         self,
@@ -118,6 +120,7 @@ class StandardReporters(Reporters):
         began: float | None = None,
         keep: Keep = "sampled",
         keep_mb: int = 256,
+        track: Sequence[Tracker] = (),
     ) -> None:
         self._path = run.path
         self._began = time.monotonic() if began is None else began
@@ -128,11 +131,18 @@ class StandardReporters(Reporters):
         self.transcripts = transcripts = TranscriptWriter(run.transcripts, seed=seed)
         self.rollouts = rollouts = RolloutWriter(run, keep=keep, most_bytes=keep_mb * 2**20, seed=seed)
         progress = ProgressReporter(console=console, view=view)
-        outputs = {"metrics": metrics, "reward plot": plot, "transcripts": transcripts, "tensorboard": tensorboard}
+        outputs: dict[str, Output] = {
+            "metrics": metrics,
+            "reward plot": plot,
+            "transcripts": transcripts,
+            "tensorboard": tensorboard,
+        }
         outputs["rollouts"] = rollouts
+        trackers = make_trackers(track, run)
+        outputs |= trackers
         summary = SummaryReporter(run, outputs=outputs, console=console)
         # the metrics first: nothing of an iteration is lost while others work; the summary last: every file is there
-        super().__init__((metrics, tensorboard, transcripts, rollouts, plot, progress, summary))
+        super().__init__((metrics, tensorboard, transcripts, rollouts, *trackers.values(), plot, progress, summary))
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """What transcripts and kept rollouts are decoded with."""

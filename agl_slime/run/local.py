@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Settings that a run is expected to go on with other values of.
-_MAY_CHANGE = frozenset({"num_iterations", "save_interval", "view", "sglang_url", "keep_rollouts", "keep_rollouts_mb"})
+_MAY_CHANGE = frozenset(
+    {"num_iterations", "save_interval", "view", "sglang_url", "keep_rollouts", "keep_rollouts_mb", "track"}
+)
 
 
 _MEMORY = Path("/dev/shm")
@@ -94,6 +96,7 @@ async def run_training(
             began=began,
             keep=config.keep_rollouts,
             keep_mb=config.keep_rollouts_mb,
+            track=config.track,
         )
         stack.callback(reports.close)
         await stack.enter_async_context(page_of(run, config.view, console))

@@ -15,6 +15,7 @@ from agl_slime.gateway.settings import Branches, Constraints, GatewaySettings
 from agl_slime.loop.tasks import read_tasks
 from agl_slime.report.console import View
 from agl_slime.report.rollouts import Keep
+from agl_slime.report.trackers import Tracker, need_trackers
 from agl_slime.rollout.loading import DEFAULT_AGENT, split_agent
 from agl_slime.run.models import check_model
 from agl_slime.runner.base import RunnerPlan
@@ -119,6 +120,8 @@ class TrainConfig:
     failed one of an iteration), or none."""
     keep_rollouts_mb: int = 256
     """Most MB of sampled rollouts; as they are used up, ever fewer iterations are kept."""
+    track: tuple[Tracker, ...] = ()
+    """Where metrics go as well: wandb, mlflow; their own environment variables say which server, or none."""
     view: View = "auto"
     """Live progress or one line per iteration; auto is live on a terminal, web opens the run's page beside it."""
 
@@ -200,6 +203,7 @@ class TrainConfig:
 
     def check_files(self) -> None:
         """Raise ``ConfigError`` when a file that the settings name cannot be used, before anything is loaded."""
+        need_trackers(self.track)
         for name, path in (("--tasks", self.tasks), ("--eval-tasks", self.eval_tasks)):
             if path is not None:
                 read_tasks(path, flag=name)

@@ -95,6 +95,7 @@ async def run_slime_training(
         seed=config.seed,
         keep=config.keep_rollouts,
         keep_mb=config.keep_rollouts_mb,
+        track=config.track,
     )
     host = config.store_host
     if host == TrainConfig.store_host:

@@ -17,6 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 AT_THE_ROOT = {"__init__.py", "types.py", "errors.py", "cli.py", "slime_hooks.py"}
 LONGEST_FILE = 400
 HEAVY = ("slime", "ray", "torch", "transformers", "sglang", "megatron", "safetensors", "matplotlib", "tensorboard")
+HEAVY += ("wandb", "mlflow")
 # Rooms that run a model themselves, each loaded only when it is asked for.
 RUN_A_MODEL = ("engine/", "demo/", "trainers/local/")
 OF_A_MODEL = {"torch", "transformers", "safetensors"}

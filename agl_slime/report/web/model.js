@@ -67,7 +67,7 @@ class Run {
   }
 
   isKept(id) {
-    return this.kept.has(id) && (App.live || id in this.blocks);
+    return this.kept.has(id) && (App.live || Object.hasOwn(this.blocks, id));
   }
 
   async rollout(id) {
@@ -79,7 +79,7 @@ class Run {
   }
 
   async load(id) {
-    if (id in this.blocks) return JSON.parse(document.getElementById(this.blocks[id]).textContent);
+    if (Object.hasOwn(this.blocks, id)) return JSON.parse(document.getElementById(this.blocks[id]).textContent);
     if (!App.live || !this.kept.has(id)) return null;
     const answer = await fetch(`rollout?run=${this.number}&id=${encodeURIComponent(id)}`);
     return answer.ok ? answer.json() : null;

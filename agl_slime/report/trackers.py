@@ -1,0 +1,162 @@
+"""Weights & Biases and MLflow, each through its own library: where a run goes is what their environment variables say
+(``WANDB_MODE``, ``WANDB_PROJECT``, ``MLFLOW_TRACKING_URI`` …). A run that is resumed goes on in the run that it had
+there: ``trackers.json`` in the run's directory names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from agl_slime.errors import MissingDependencyError
+from agl_slime.report.events import Event, IterationFinished, RunFinished, RunStarted
+from agl_slime.report.files import RunDir, dump
+from agl_slime.report.metrics import number
+from agl_slime.support.files import write_file
+
+Tracker = Literal["wandb", "mlflow"]
+_PROJECT = "agl-slime"
+_LONGEST_PARAM = 500  # characters that every MLflow server takes
+
+
+def need_trackers(names: Sequence[str]) -> None:
+    """Raises ``MissingDependencyError`` for a tracker whose library is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise MissingDependencyError(f'--track {name} needs its library: pip install "agl-slime[{name}]"')
+
+
+class _Ids:
+    """Under which id a tracker knows the run."""
+
+    def __init__(self, run: RunDir, tracker: str) -> None:
+        self._path, self._tracker = run.trackers, tracker
+
+    def _read(self) -> dict[str, str]:
+        try:
+            ids = json.loads(self._path.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return ids if isinstance(ids, dict) else {}
+
+    def get(self) -> str | None:
+        return self._read().get(self._tracker)
+
+    def set(self, run_id: str) -> None:
+        write_file(self._path, dump({**self._read(), self._tracker: run_id}), durable=False)
+
+
+def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are numbers."""
+    return {key: value for key in metrics if key != "iteration" and (value := number(metrics, key)) is not None}
+
+
+class WandbWriter:
+    """One run of Weights & Biases; metrics are drawn over ``iteration``, so that iterations may be told again."""
+
+    note = "no iteration was finished"
+
+    def __init__(self, run: RunDir) -> None:
+        self.path = run.path / "wandb"
+        self._dir, self._ids = run, _Ids(run, "wandb")
+        self._run: Any = None
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            import wandb
+
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", _PROJECT),
+                name=self._dir.path.resolve().name,
+                dir=str(self._dir.path),
+                config=self._dir.settings() or {},
+                id=self._ids.get(),
+                resume="allow",
+            )
+            self._ids.set(self._run.id)
+            self._run.define_metric("iteration")
+            self._run.define_metric("*", step_metric="iteration")
+        elif isinstance(event, IterationFinished) and self._run is not None:
+            self._run.log({"iteration": event.iteration, **_scalars(event.metrics)})
+        elif isinstance(event, RunFinished):
+            self._end(0 if event.reason == "finished" else 1)
+
+    def close(self) -> None:
+        self._end(1)
+
+    def _end(self, code: int) -> None:
+        if self._run is not None:
+            run, self._run = self._run, None
+            run.finish(exit_code=code)
+
+
+class MlflowWriter:
+    """One run of MLflow in the experiment ``agl-slime``, or the one that ``MLFLOW_EXPERIMENT_NAME`` names."""
+
+    note = "no iteration was finished"
+
+    def __init__(self, run: RunDir) -> None:
+        self.path = run.trackers
+        self._dir, self._ids = run, _Ids(run, "mlflow")
+        self._client: Any = None
+        self._run_id = ""
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, RunStarted):
+            self._start()
+        elif isinstance(event, IterationFinished) and self._client is not None:
+            self._log(event)
+        elif isinstance(event, RunFinished):
+            self._end("FINISHED" if event.reason == "finished" else "FAILED")
+
+    def close(self) -> None:
+        self._end("KILLED")
+
+    def _start(self) -> None:
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient()
+        known = self._ids.get()
+        if known is None:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+            experiment = client.get_experiment_by_name(name)
+            experiment_id = client.create_experiment(name) if experiment is None else experiment.experiment_id
+            known = client.create_run(experiment_id, run_name=self._dir.path.resolve().name).info.run_id
+            self._ids.set(known)
+            params = [Param(name, str(value)[:_LONGEST_PARAM]) for name, value in _flat(self._dir.settings() or {})]
+            for start in range(0, len(params), 100):  # what one request may have
+                client.log_batch(known, params=params[start : start + 100])
+        else:
+            client.update_run(known, status="RUNNING")
+        self._client, self._run_id = client, known
+
+    def _log(self, event: IterationFinished) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        values = [Metric(key, value, now, event.iteration) for key, value in _scalars(event.metrics).items()]
+        for start in range(0, len(values), 1000):
+            self._client.log_batch(self._run_id, metrics=values[start : start + 1000])
+
+    def _end(self, status: str) -> None:
+        if self._client is not None:
+            client, self._client = self._client, None
+            client.set_terminated(self._run_id, status=status)
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def make_trackers(names: Sequence[str], run: RunDir) -> dict[str, WandbWriter | MlflowWriter]:
+    """The writers by name."""
+    made: dict[str, type[WandbWriter] | type[MlflowWriter]] = {"wandb": WandbWriter, "mlflow": MlflowWriter}
+    return {name: made[name](run) for name in names}
