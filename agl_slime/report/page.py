@@ -16,10 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from agl_slime.report.alarms import find_alarms
-from agl_slime.report.read import RunReader, find_runs
+from agl_slime.report.read import RunReader, find_runs, parsed, unparsed
 from agl_slime.support.files import write_file
 
 SCRIPTS = ("base", "model", "charts", "trend", "step", "rollouts", "rollout", "tokens", "alarms", "main")
@@ -49,8 +47,7 @@ def policy(*, live: bool) -> str:
 
 def embedded(value: Any) -> str:
     """JSON that can stand in a script element."""
-    text = value if isinstance(value, bytes) else orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
-    return text.decode("utf-8", "replace").translate(_NOT_IN_HTML)
+    return unparsed(value).decode("utf-8").translate(_NOT_IN_HTML)
 
 
 def page(blocks: Iterable[tuple[str, str]] = (), *, title: str, live: bool, follow: bool = False) -> str:
@@ -103,7 +100,7 @@ def _choose(reader: RunReader, room: int) -> tuple[dict[str, str], str]:
         for iteration in order[first::stride]:
             for rollout_id in by_iteration[iteration]:
                 line = reader.rollout(rollout_id)
-                text = embedded(_shortened(orjson.loads(line))) if line is not None else ""
+                text = embedded(_shortened(parsed(line))) if line is not None else ""
                 if line is None or (size := len(text.encode()) + 100) > room:
                     continue
                 room -= size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,23 @@ from agl_slime.report.state import state_of
 _OF_GROUP = ("iteration", "collected", "group_id", "instance_id", "source", "ready", "code", "reason")
 _OF_MEMBER = {"rollouts": "id", "rewards": "reward", "outcomes": "outcome", "reasons": "why", "tokens": "tokens"}
 _OF_MEMBER |= {"turns": "turns", "samples": "samples"}
+
+
+def parsed(line: bytes) -> Any:
+    """The JSON value of a line; ``ValueError`` when it is none. orjson refuses lone surrogates, which Python's text may
+    have."""
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return json.loads(line)
+
+
+def unparsed(value: Any) -> bytes:
+    """``value`` as JSON, lone surrogates as their escapes."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return json.dumps(value, allow_nan=False).encode()
 
 
 class Tail:
@@ -57,8 +75,8 @@ class Tail:
             if not line.strip():
                 continue
             try:
-                record = orjson.loads(line)
-            except orjson.JSONDecodeError:
+                record = parsed(line)
+            except ValueError:
                 record = None
             if isinstance(record, dict) and isinstance(record.get("iteration"), int):
                 yield start, len(line), record

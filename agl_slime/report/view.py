@@ -16,13 +16,12 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import orjson
 from aiohttp import web
 from yarl import URL
 
 from agl_slime.errors import ConfigError
 from agl_slime.report.page import page, policy, run_data
-from agl_slime.report.read import RunReader, find_runs, is_run
+from agl_slime.report.read import RunReader, find_runs, is_run, unparsed
 from agl_slime.support.http import listening
 from agl_slime.support.net import has_token, is_loopback, require_token
 from agl_slime.support.threads import run_in_thread
@@ -59,7 +58,7 @@ class _Follower:
         paths = self._runs.look()
         self._readers += [RunReader(path) for path in paths[len(self._readers) :]]
         told = [run_data(reader) for reader in self._readers]
-        return orjson.dumps(told) if any(told) else None
+        return unparsed(told) if any(told) else None
 
     def rollout(self, run: int, rollout_id: str) -> bytes | None:
         self.news()

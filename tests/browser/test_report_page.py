@@ -91,7 +91,7 @@ def test_the_four_levels_by_clicks(page: Any, tmp_path: Path) -> None:
     assert facts(page)["mask"] == "prompt: context"
     page.hover("#k14")
     assert facts(page)["weight version"] == "2"
-    for name in ("difference", "engine", "trainer", "advantage", "version"):
+    for name in ("difference", "engine", "advantage", "version"):
         before = page.locator("#k3").get_attribute("class")
         page.check(f"#tint-{name}")
         assert page.locator("#k3").get_attribute("class") != before
@@ -149,7 +149,7 @@ def test_what_a_model_wrote_is_text(page: Any, tmp_path: Path, live: bool) -> No
     if live:
         assert "Show more" in text
         page.click(".message.tool pre button")
-        assert len(page.inner_text(".message.tool pre")) > 200_000
+        assert len(page.inner_text(".message.tool pre")) > 100_000  # of two UTF-16 units each
     assert all(each.startswith(("file:", "http://127.0.0.1:")) for each in asked)
 
 
