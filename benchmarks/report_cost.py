@@ -1,6 +1,6 @@
 """What keeping rollouts costs a run: the time that the reporters' thread works for it, against the run's.
 
-    python benchmarks/report_cost.py [--iterations 40]
+    python -m benchmarks.report_cost [--iterations 40]
 
 Trains the agent of the first command with each --keep-rollouts, and measures the processor time of the calls of
 RolloutWriter (its thread's own clock), the run's seconds of iterations, and the size of what was written.

@@ -44,7 +44,8 @@ function select(run) {
 }
 
 function virtualTable(run) {
-  const body = h("div", { class: "rows", role: "rowgroup" });
+  const sight = h("div", { class: "sight", role: "rowgroup" });  // one layer that moves, and not one per row
+  const body = h("div", { class: "rows", role: "presentation" }, sight);
   const heads = FIELDS.map(([name], i) => h("span", { role: "columnheader" }, h("button", { type: "button", onclick: () => sort(i) }, name)));
   const head = h("div", { class: "row head", role: "row" }, heads);
   const box = h("div", { class: "virtual", role: "table", tabindex: 0, "aria-label": "Rollouts; arrow keys move, Enter opens" }, h("div", { role: "rowgroup", class: "top" }, head), body);
@@ -73,13 +74,13 @@ function virtualTable(run) {
       const cells = FIELDS.map((_, i) => h("span", { role: "cell" }, i === 2 ? open : null));
       const row = h("div", { class: "row", role: "row" }, cells);
       pool.push({ row, cells, open });
-      body.append(row);
+      sight.append(row);
     }
+    sight.style.transform = `translateY(${first * ROW}px)`;
     pool.forEach(({ row, cells, open }, i) => {
       row.hidden = i >= n;
       if (i >= n) return;
       const member = rows[first + i];
-      row.style.transform = `translateY(${(first + i) * ROW}px)`;
       row.setAttribute("aria-rowindex", first + i + 2);
       row.className = `row ${member.outcome}${first + i === chosen ? " chosen" : ""}${run.isKept(member.id) ? " kept" : ""}`;
       open.setAttribute("href", `#rollout/${run.number}/${encodeURIComponent(member.id)}`);
