@@ -1,0 +1,49 @@
+"""What is read of a rollout for those who look at the run: its turns, also where it failed, and when what happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agl_slime.datasource.read import collect
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.trace import attributes as names
+from agl_slime.trace.span_codec import TurnEncoder
+from tests.store_cases import a_turn, enqueue, finish
+
+
+async def read(**end: Any) -> Any:
+    store = BridgeStore()
+    (rollout_id,) = await enqueue(store)
+    await finish(store, rollout_id, **end)
+    return await collect(store, rollout_id)
+
+
+async def test_a_failed_rollout_tells_the_turns_that_it_had() -> None:
+    for end, reason in (({"status": "failed"}, "failed"), ({"reward": None}, "no_reward")):
+        member = await read(**end)
+        assert (member.ok, member.failure) == (False, reason)
+        assert member.samples == ()
+        assert [message["content"] for message in member.trajectory.messages] == ["hi", "hello"]
+
+
+async def test_a_failed_rollout_without_turns_or_with_damaged_ones_fails_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert (await read(status="failed", turns=[])).trajectory is None
+    encode = TurnEncoder.encode
+    monkeypatch.setattr(TurnEncoder, "encode", lambda *given: {**encode(*given), names.RESPONSE_IDS: "!"})
+    member = await read(status="failed")
+    assert member.failure == "failed"
+    assert member.trajectory is None
+
+
+async def test_the_timeline_begins_with_the_enqueueing() -> None:
+    member = await read()
+    assert member.ok
+    told = member.timeline
+    assert 0 <= told["started"] <= told["ended"] < 60
+    (call,) = told["calls"]
+    assert call[1] - call[0] == a_turn().latency_s
+    assert call[0] + told["enqueued"] == pytest.approx(0, abs=1e-3)  # the span of the case began at Unix time 0
