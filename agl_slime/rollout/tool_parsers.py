@@ -277,7 +277,7 @@ class KimiParser(BlockParser):
         """Calls are numbered, and stand in a section."""
         calls = super().forced(functions)
         assert calls is not None
-        number = [{"type": "regex", "pattern": "[0-9]+"}, _const("<|tool_call_argument_begin|>")]
+        number = [{"type": "regex", "pattern": "[0-9]{1,3}"}, _const("<|tool_call_argument_begin|>")]
         for tag in calls["tags"]:
             tag["content"] = {"type": "sequence", "elements": [*number, tag["content"]]}
         section = [_const(f"<|tool_calls_section_{mark}|>") for mark in ("begin", "end")]

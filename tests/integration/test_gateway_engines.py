@@ -14,6 +14,7 @@ from openai import AsyncOpenAI, OpenAI
 from agl_slime.gateway.server import Gateway
 from agl_slime.rollout.access import EngineAccess
 from agl_slime.rollout.by_file import import_file
+from agl_slime.rollout.tool_parsers import get_tool_parser, parser_for_template
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.generation import SamplingParams
 from agl_slime.support.agl import LLM
@@ -135,9 +136,14 @@ def test_calls_are_forced_in_the_format_of_the_template(server: Server, mark: st
     with Gateway(access=EngineAccess(tokenizer=tokenizer)) as gateway:
         llm, spans = opened(server, gateway, max_new_tokens=200)
         ask = OpenAI(base_url=llm.endpoint, api_key="any", max_retries=0).chat.completions.create
-        calls = ask(model="m", messages=HELLO, tools=[tool], tool_choice="required").choices[0].message.tool_calls
+        said = ask(model="m", messages=HELLO, tools=[tool], tool_choice="required").choices[0]
+        calls = said.message.tool_calls or []
         [turn] = decode_turns(spans)
-        assert calls, turn.text
-        assert {call.function.name for call in calls} == {"weather"}  # type: ignore[union-attr]
+        written = get_tool_parser(parser_for_template(tokenizer.chat_template)).written  # type: ignore[attr-defined]
+        assert written is not None
+        assert written[0].replace("NAME", "weather") in turn.text
+        # a tiny policy may fill up the blanks that formats in XML allow
+        assert calls or said.finish_reason == "length", turn.text
+        assert {call.function.name for call in calls} <= {"weather"}  # type: ignore[union-attr]
         assert {json.loads(call.function.arguments)["city"] for call in calls} <= {"Rome", "Oslo"}  # type: ignore[union-attr]
         assert turn.untrained == "constrained"

@@ -154,7 +154,7 @@ def sql(load: Load, tmp_path: Path) -> Example:
         for question, query in queries.items()
     ]
     wrong = ("```sqlite\nSELECT 1\n```", "THE QUERY IS CORRECT.")
-    how: Any = {"forks": 1, "per_iteration": 2}
+    how: Any = {"forks": 1, "per_iteration": 2, "iterations": 5}
     return Example(agent=load("spider", "sql_agent").LitSQLAgent(), tasks=tasks, wrong=wrong, **how)
 
 
@@ -170,9 +170,10 @@ def rag(load: Load, _: Path) -> Example:
         for country, city in capitals.items()
     ]
     agent = load("rag", "rag_agent").RAGAgent()
-    return Example(agent=agent, tasks=tasks, wrong=("<answer>Rome</answer>", "I do not know."), per_iteration=2)
+    return Example(agent=agent, tasks=tasks, wrong=("<answer>Rome</answer>", "I do not know."), **FEW)
 
 
+FEW: dict[str, Any] = {"per_iteration": 2, "iterations": 5}
 RETRIEVER = """
 from mcp.server.fastmcp import FastMCP
 server = FastMCP("wiki", host="127.0.0.1", port=8099)
@@ -306,7 +307,7 @@ async def test_an_example_trains(example: Example, tmp_path: Path, request: Any)
         for turn in await collected(example, at, tmp_path / f"model-{at}"):
             prompts.append((said_in(tokenizer.decode(turn.prompt_ids)), turn.text))
     began = time.monotonic()
-    settings = PolicySettings(batch_size=8, imperfect_steps=30)
+    settings = PolicySettings(batch_size=8, decay_steps=15, imperfect_steps=30)
     policy = make_policy(tmp_path / "policy", demonstrations=Shown(prompts, example.wrong), settings=settings)
     warmed = time.monotonic() - began
     with ExitStack() as stack:
