@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from typing_extensions import Self
@@ -21,7 +22,7 @@ from agl_slime.errors import DataSourceError
 from agl_slime.groups.assembler import GroupAssembler
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.policy import GroupFilter, GroupPolicy, MinimumViableGroup
-from agl_slime.groups.results import GroupResult, MemberResult, Outcome
+from agl_slime.groups.results import GroupResult, MemberResult, Outcome, group_of, rollout_of
 from agl_slime.store.bridge import FINISHED
 from agl_slime.support.agl import EnqueueRolloutRequest, LightningStore, Rollout
 from agl_slime.support.ranges import check_ranges
@@ -101,6 +102,7 @@ class GroupSource(EndFollower):
         self.ledger = self._groups.ledger
         self._stopped = False
         self._announced = False
+        self._reserved: int | None = None  # of the ready groups, the first so many may be delivered
         self._reading: set[str] = set()
         self._start()
 
@@ -116,14 +118,13 @@ class GroupSource(EndFollower):
         timeout_s, blocking = self.settings.get_timeout_s, self.settings.blocking
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            ready = self._groups.ready
-            while blocking and len(ready) < num_samples and (not ready or self._more_to_come()):
+            while blocking and (ready := self._deliverable()) < num_samples and (not ready or self._more_to_come()):
                 self.raise_if_dead()
                 if (remaining := deadline - time.monotonic()) <= 0:
                     break
                 self._changed.wait(min(remaining, 1.0))
             self.raise_if_dead()
-            if blocking and num_samples > 0 and not ready:
+            if blocking and num_samples > 0 and not self._deliverable():
                 counts = self.ledger.counts()
                 raise DataSourceError(
                     f"no group of samples became ready within {timeout_s:g} s "
@@ -135,7 +136,29 @@ class GroupSource(EndFollower):
         """Give groups back; they are delivered again before newer ones."""
         with self._changed:
             self._groups.ready.extendleft(reversed(samples))
+            if self._reserved is not None:
+                self._reserved += len(samples)
             self._changed.notify_all()
+
+    def reserve(self, rollout_ids: Sequence[str] | None) -> int:
+        """``get_samples`` delivers the ready groups that these rollouts belong to, in this order, and no others, and
+        does not wait for more; ``None``: any, oldest first. Returns how many of those that were reserved before have
+        not been delivered."""
+        with self._changed:
+            left, ready = self._reserved or 0, self._groups.ready
+            order = {name: place for place, name in enumerate(rollout_ids or ())}
+            places = [min(order.get(rollout_of(sample) or "", len(order)) for sample in group) for group in ready]
+            arranged = sorted(zip(places, ready, strict=True), key=itemgetter(0))
+            ready.clear()
+            ready.extend(group for _, group in arranged)
+            self._reserved = None if rollout_ids is None else sum(place < len(order) for place in places)
+            self._changed.notify_all()
+        return left
+
+    def ready_groups(self) -> list[GroupResult]:
+        """The groups that are ready, as far as their samples tell of them."""
+        with self._changed:
+            return [group_of(samples) for samples in self._groups.ready]
 
     def reject(self, samples: Sequence[Sequence[Sample]], reason: str) -> None:
         """These groups were delivered and are not trained on (a dynamic sampling filter): counted as filtered for
@@ -311,7 +334,14 @@ class GroupSource(EndFollower):
         return ids if ids or self._announced else None
 
     def _deliver(self, num_samples: int) -> list[list[Sample]]:
-        return self._groups.deliver(num_samples)
+        groups = self._groups.deliver(min(num_samples, self._deliverable()))
+        if self._reserved is not None:
+            self._reserved -= len(groups)
+        return groups
+
+    def _deliverable(self) -> int:
+        ready = len(self._groups.ready)
+        return ready if self._reserved is None else min(ready, self._reserved)
 
     def _finalized(self, group: GroupResult) -> None:
         """A group was finalized."""
@@ -329,6 +359,8 @@ class GroupSource(EndFollower):
 
     def _more_to_come(self) -> bool:
         # without announcements nobody knows what is still to come: wait for the deadline
+        if self._reserved is not None:
+            return False
         return not self._announced or len(self._groups) > 0 or self.ledger.counts().open > 0
 
 

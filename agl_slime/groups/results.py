@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -99,3 +99,38 @@ class GroupResult:
     def rewards(self) -> list[float]:
         """The primary rewards of the members that have one."""
         return [member.reward for member in self.members if member.reward is not None]
+
+
+def rollout_of(sample: Sample) -> str | None:
+    """The rollout that a sample comes from; one that did not come from a store names none."""
+    return sample.metadata.get("agl_rollout_id")
+
+
+def reward_of(sample: Sample) -> Any:
+    """The reward of the sample's rollout; the sample's own may be that of its turns."""
+    return sample.metadata["reward"] if "reward_of" in sample.metadata else sample.reward
+
+
+def group_of(samples: Sequence[Sample]) -> GroupResult:
+    """The group of ready samples that a restart has left, as far as they tell of it: without the members that failed,
+    and without trajectories."""
+    parts: dict[str, list[Sample]] = {}
+    for sample in samples:
+        parts.setdefault(rollout_of(sample) or "", []).append(sample)
+    instance_id = instance_of(samples[0].metadata)
+    group_id = next(iter(parts))
+    members = tuple(
+        MemberResult(
+            rollout_id=name,
+            group_id=group_id,
+            group_size=len(parts),
+            samples=tuple(own),
+            reward=reward_of(own[0]),
+            rewards={"primary": reward_of(own[0])},
+            sampled_tokens=sum(sum(sample.loss_mask or ()) for sample in own),
+            turns=sum(sample.metadata.get("turns", 1) for sample in own),
+            instance_id=instance_id,
+        )
+        for name, own in parts.items()
+    )
+    return GroupResult(group_id=group_id, mode="train", size=len(parts), members=members, ready=True)

@@ -77,6 +77,25 @@ def _mean_length(members: Sequence[MemberResult]) -> float | None:
     return fmean(lengths) if lengths else None
 
 
+def staleness_metrics(groups: Sequence[GroupResult], version: str) -> dict[str, Any]:
+    """``rollout/staleness_…``: how many versions the sampled tokens of groups to train on are behind ``version``, the
+    one that trains on them; nothing where versions are no whole numbers."""
+    spans = [
+        (str(name), end - start)
+        for group in groups
+        if group.ready
+        for member in group.succeeded
+        for sample in member.samples
+        for name, start, end in sample.metadata.get("weight_spans") or ()
+    ]
+    if not spans or not version.isdecimal() or not all(name.isdecimal() for name, _ in spans):
+        return {}
+    behind = [(int(version) - int(name), tokens) for name, tokens in spans]
+    tokens = sum(n for _, n in behind)
+    mean = sum(lag * n for lag, n in behind) / tokens if tokens else 0.0
+    return {names.STALENESS_MEAN: mean, names.STALENESS_MAX: max(lag for lag, _ in behind)}
+
+
 def eval_metrics(groups: Sequence[GroupResult]) -> dict[str, Any]:
     """``val/…`` of a validation's rollouts."""
     members = [member for group in groups for member in group.members]

@@ -12,7 +12,6 @@ on the caller's, where nothing blocks.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -23,13 +22,29 @@ from typing import Any
 from agl_slime.datasource.source import GroupSource
 from agl_slime.errors import AglSlimeError, ConfigError, LoopError, spell_exception
 from agl_slime.groups.results import GroupResult, MemberResult
-from agl_slime.loop.metrics import collect_metrics, eval_metrics, spell_failures
+from agl_slime.loop.functions import StepFn, call_function, taking_iteration
+from agl_slime.loop.metrics import collect_metrics, eval_metrics, spell_failures, staleness_metrics
 from agl_slime.loop.old_names import observer_and_runners
+from agl_slime.loop.overlapped import OverlappedSchedule
 from agl_slime.loop.schedule import SerialSchedule
 from agl_slime.loop.settings import LoopSettings, LoopState, RunResult
 from agl_slime.loop.tasks import TaskCursor, Tasks, as_task_source
+from agl_slime.loop.validation import SideValidations
 from agl_slime.report import events
-from agl_slime.report.metrics import ITERATION_S, REWARD_MEAN, VAL_REWARD_MEAN, VAL_START_REWARD_MEAN, WEIGHTS_VERSION
+from agl_slime.report.metrics import (
+    ENGINE_WAITED,
+    ITERATION_S,
+    REWARD_MEAN,
+    ROLL_S,
+    SYNC_S,
+    TOKENS_PER_S,
+    TRAIN_S,
+    TRAINER_WAITED,
+    VAL_LAG,
+    VAL_REWARD_MEAN,
+    VAL_START_REWARD_MEAN,
+    WEIGHTS_VERSION,
+)
 from agl_slime.rollout.access import LLM_RESOURCE
 from agl_slime.rollout.alarms import alike_answers, fork_examples, tool_never_fired
 from agl_slime.runner.base import RunnerPlan, RunnerPool, make_runners
@@ -38,8 +53,6 @@ from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources
 from agl_slime.support.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
-
-StepFn = Callable[..., Any]
 
 
 class OnlineRLLoop:
@@ -68,6 +81,9 @@ class OnlineRLLoop:
             ``process:N`` or ``ray:N``.
         observer: Takes the run's events (``agl_slime.report.events``), on the thread of the loop: it must not block.
         check_alive: Called about once a second; raises when something that the run needs, such as the engine, has died.
+        val_engine: An engine of its own for validations beside training (``max_staleness``): what agents find there as
+            ``main_llm``, and ``(version) -> None``, sync or async, which brings it the weights of that version, those
+            of the last sync. Without it validations are answered beside the queue.
         old_names: The arguments that ``runners`` and ``observer`` replace; each warns.
     """
 
@@ -89,6 +105,7 @@ class OnlineRLLoop:
         runners: RunnerPlan | str = "inproc",
         observer: events.Observer | None = None,
         check_alive: Callable[[], None] | None = None,
+        val_engine: tuple[LLM, Callable[[str], Any]] | None = None,
         **old_names: Any,
     ) -> None:
         self.settings = settings or LoopSettings()
@@ -101,7 +118,10 @@ class OnlineRLLoop:
         self._state = start or LoopState()
         self._reward_means = list(self._state.reward_means)
         source = as_task_source(tasks, seed=self.settings.seed)
-        self.tasks = TaskCursor(source, finished=data_source.ledger.finished_instances())
+        # those that are ready are dealt with, too: their groups have ended
+        ready = [group.instance_id for group in data_source.ready_groups()]
+        dealt_with = [*data_source.ledger.finished_instances(), *(name for name in ready if name is not None)]
+        self.tasks = TaskCursor(source, finished=dealt_with)
         if val_tasks is None and callable(tasks) and not hasattr(tasks, "next_batch"):
             val_tasks = tasks
         if val_tasks is None and self.settings.eval_interval:
@@ -115,7 +135,19 @@ class OnlineRLLoop:
         self._resources: NamedResources = {**(resources or {}), LLM_RESOURCE: llm}
         self._observer, self._runners = observer_and_runners(observer, runners, old_names)
         self._check_alive = check_alive
-        self._schedule = SerialSchedule(store, data_source, self.settings, self._raise_if_dead, self._wake)
+        parts = store, data_source, self.settings, self._raise_if_dead, self._wake
+        self._overlapped = OverlappedSchedule(*parts, start=self._state) if self.settings.max_staleness else None
+        if self._overlapped is None and self._state.admitted:
+            why = f"the checkpoint holds {len(self._state.admitted)} groups that were admitted ahead"
+            raise ConfigError(f"max_staleness 0: {why}; go on with the one that it was saved under")
+        self._schedule = self._overlapped or SerialSchedule(*parts)
+        self._val_engine = val_engine
+        beside = self._overlapped is not None and self.settings.eval_interval
+        self._validations = SideValidations(self._evaluate_beside) if beside else None
+        if val_engine is not None and not beside:
+            raise ConfigError(
+                "val_engine is of use beside training only: set max_staleness and eval_interval, or leave it"
+            )
         self._runner: RunnerPool | None = None
         self._empty_in_a_row = 0
         self._last_metrics: dict[str, Any] = {}
@@ -143,7 +175,10 @@ class OnlineRLLoop:
                 told = None if isinstance(self.store, BridgeStore) else self.data_source.notify
                 self._runner = make_runners(self._runners, agent=self._agent, store=self.store, on_finished=told)
                 await run_in_thread(self._runner.start)
-            if self._state.iteration == 0:
+            done, interval = self._state.iteration, settings.eval_interval
+            if self._validations is not None and self._state.validations < 1 + done // interval:
+                self._validations.begin(done)  # the first one, or one that a restart has cut off
+            if done == 0:
                 await self._save()
             for iteration in range(self._state.iteration + 1, settings.num_iterations + 1):
                 self._state = replace(self._state, iteration=iteration)
@@ -161,6 +196,8 @@ class OnlineRLLoop:
         finally:
             if self._runner is not None:
                 await asyncio.shield(run_in_thread(self._runner.stop, timeout_s=3.0))
+            if self._validations is not None:
+                self._validations.cancel()
             await self._schedule.cancel_outstanding()
             self._emit(events.RunFinished(reason=reason, summary={"ledger": _ledger_counts(self.data_source)}))
         return RunResult(
@@ -171,7 +208,8 @@ class OnlineRLLoop:
         settings = self.settings
         metrics: dict[str, Any] = {}
         began = time.monotonic()
-        if iteration == 1 and settings.eval_interval:
+        idle_s = self._schedule.idle_s
+        if iteration == 1 and settings.eval_interval and self._validations is None:
             metrics[VAL_START_REWARD_MEAN] = (await self._evaluate(iteration))[VAL_REWARD_MEAN]
         self._emit(events.PhaseStarted(iteration=iteration, phase="collect"))
         collecting = time.monotonic()
@@ -182,25 +220,51 @@ class OnlineRLLoop:
         self._sound_alarms(groups)
         self._emit(events.GroupsCollected(iteration=iteration, groups=groups))
         self._stop_if_hopeless(iteration, groups)
+        metrics.update(staleness_metrics(groups, self._state.version))
         training = time.monotonic()
+        synced_s = idle_in_sync_s = 0.0
         if any(group.ready for group in groups):
             self._emit(events.PhaseStarted(iteration=iteration, phase="train"))
             metrics.update(await self._step("training", self._train_fn(iteration), iteration) or {})
             train_s = time.monotonic() - training
             self._emit(events.PhaseStarted(iteration=iteration, phase="sync"))
-            syncing = time.monotonic()
+            syncing, idle_before_s = time.monotonic(), self._schedule.idle_s
             version = None
             if self._sync_fn is not None:
                 version = await self._step("weight sync", self._sync_fn(iteration), iteration)
             await self._publish_weights(str(iteration if version is None else version))
-            metrics.update({"perf/train_s": train_s, "perf/sync_s": time.monotonic() - syncing})
-        if settings.eval_interval and (iteration % settings.eval_interval == 0 or iteration == settings.num_iterations):
-            metrics.update(await self._evaluate(iteration))
-        metrics |= {"perf/collect_s": collect_s, "iteration": iteration, ITERATION_S: time.monotonic() - began}
+            synced_s, idle_in_sync_s = time.monotonic() - syncing, self._schedule.idle_s - idle_before_s
+            metrics.update({TRAIN_S: train_s, SYNC_S: synced_s})
+        self._schedule.metadata = {"iteration": iteration + 1, "weight_version": self._state.version}
+        self._schedule.advance()
+        iteration_s = time.monotonic() - began
+        if self._overlapped is not None:
+            waited_s = self._schedule.idle_s - idle_s - idle_in_sync_s
+            metrics |= {TRAINER_WAITED: collect_s / iteration_s, ENGINE_WAITED: waited_s / iteration_s}
+            metrics[ROLL_S] = max(0.0, iteration_s - waited_s - synced_s)
+            if (rate := metrics[TOKENS_PER_S]) is not None:  # sampled during the whole iteration, not while it waited
+                metrics[TOKENS_PER_S] = rate * collect_s / iteration_s
+        metrics.update(await self._validation_due(iteration))
+        if self._overlapped is None:
+            iteration_s = time.monotonic() - began
+        metrics |= {"perf/collect_s": collect_s, "iteration": iteration, ITERATION_S: iteration_s}
         metrics[WEIGHTS_VERSION] = self._state.version
         self._reward_means.append(metrics[REWARD_MEAN])
         self._last_metrics = metrics
         self._emit(events.IterationFinished(iteration=iteration, metrics=metrics))
+
+    async def _validation_due(self, iteration: int) -> dict[str, Any]:
+        """The metrics of a validation that belong to this iteration, if there are any."""
+        interval, last = self.settings.eval_interval, iteration == self.settings.num_iterations
+        due = interval > 0 and (iteration % interval == 0 or last)
+        if self._validations is None:
+            return await self._evaluate(iteration) if due else {}
+        if due and last:
+            return await self._validations.last(iteration)
+        metrics = self._validations.ended()
+        if due:
+            self._validations.begin(iteration)
+        return metrics
 
     async def _evaluate(self, iteration: int) -> dict[str, Any]:
         n = self.settings.eval_tasks
@@ -208,6 +272,23 @@ class OnlineRLLoop:
         self._state = replace(self._state, validations=self._state.validations + 1)
         self._schedule.metadata = {"iteration": iteration, "weight_version": self._state.version}
         return eval_metrics(await self._schedule.validate(self._val_tasks, n))
+
+    async def _evaluate_beside(self, iteration: int) -> dict[str, Any]:
+        """A validation with the weights of now, on an engine of its own if there is one, else beside the queue."""
+        version, resources_id = self._state.version, None
+        if self._val_engine is not None:
+            llm, push = self._val_engine
+            await self._step("weight sync of the validation engine", call_function(partial(push, version)), iteration)
+            resources_id = (await self.store.add_resources({**self._resources, LLM_RESOURCE: llm})).resources_id
+        groups = await self._schedule.validate(self._val_tasks, self.settings.eval_tasks, resources_id=resources_id)
+        self._state = replace(self._state, validations=self._state.validations + 1)
+        metrics = eval_metrics(groups)
+        if iteration == 0:
+            metrics = {VAL_START_REWARD_MEAN: metrics[VAL_REWARD_MEAN]}
+        now = self._state.version if self._val_engine is None else version
+        if version.isdecimal() and now.isdecimal():
+            metrics[VAL_LAG] = int(now) - int(version)
+        return metrics
 
     def _sound_alarms(self, groups: Sequence[GroupResult]) -> None:
         """Warn of a tool that never fires, and of answers that are all alike and earn less than the best so far."""
@@ -240,8 +321,8 @@ class OnlineRLLoop:
 
     async def _save(self) -> None:
         if self._save_fn is not None:
-            state = replace(self._state, reward_means=tuple(self._reward_means))
-            await self._step("writing the checkpoint", _call(partial(self._save_fn, state)), state.iteration)
+            state = replace(self._state, reward_means=tuple(self._reward_means), admitted=self._schedule.admitted())
+            await self._step("writing the checkpoint", call_function(partial(self._save_fn, state)), state.iteration)
 
     async def _step(self, name: str, work: Awaitable[Any], iteration: int) -> Any:
         """Wait for a function of the program's; an error says where it comes from."""
@@ -286,43 +367,6 @@ class OnlineRLLoop:
     def _emit(self, event: events.Event) -> None:
         if self._observer is not None:
             self._observer.handle(event)
-
-
-def taking_iteration(function: StepFn, name: str) -> Callable[[int], Awaitable[Any]]:
-    """``function`` as one that takes the iteration, which is passed on only where it asks for it (see
-    ``OnlineRLLoop``). Raises ``ConfigError`` when it cannot be called so."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # something built in, which does not say what it takes
-        signature = inspect.Signature()
-    parameters = list(signature.parameters.values())
-    named = [p.name for p in parameters if p.name in ("iteration", "rollout_id") and p.kind != p.POSITIONAL_ONLY]
-    positional = any(
-        p.kind == p.VAR_POSITIONAL
-        or (p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is inspect.Parameter.empty)
-        for p in parameters[:1]
-    )
-
-    def bind(iteration: int) -> Callable[[], Any]:
-        if named:
-            return partial(function, **{named[0]: iteration})
-        return partial(function, iteration) if positional else function
-
-    try:
-        inspect.signature(bind(0)).bind()
-    except TypeError as error:
-        raise ConfigError(f"{name} cannot be called with the iteration alone: {error}") from error
-    except ValueError:
-        pass
-    return lambda iteration: _call(bind(iteration))
-
-
-async def _call(function: Callable[[], Any]) -> Any:
-    """Call a function of the program's, a sync one in a thread."""
-    if inspect.iscoroutinefunction(function):
-        return await function()
-    result = await run_in_thread(function)
-    return await result if inspect.isawaitable(result) else result
 
 
 def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *args: Any) -> None:

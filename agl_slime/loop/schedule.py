@@ -6,14 +6,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from agl_slime.datasource.source import GroupSource
 from agl_slime.groups.results import GroupResult
 from agl_slime.loop.settings import LoopSettings
-from agl_slime.loop.tasks import TaskCursor, enqueue_requests
+from agl_slime.loop.tasks import TaskCursor, TaskGroup, enqueue_requests
 from agl_slime.support.agl import LightningStore
 
 logger = logging.getLogger(__name__)
@@ -70,9 +70,22 @@ class SerialSchedule:
                 replaced += missing
         return groups
 
-    async def validate(self, tasks: TaskCursor, n: int) -> list[GroupResult]:
-        """One rollout for each of ``n`` validation tasks, scored and never trained on."""
-        waiting = await self._enqueue(tasks, n, size=1, mode="val")
+    @property
+    def idle_s(self) -> float:
+        """Seconds in which no training rollout was in flight for want of a place, so far."""
+        return 0.0
+
+    def advance(self) -> None:
+        """The weights of the batch that ``collect`` gave are in use, or it had nothing to train on."""
+
+    def admitted(self) -> dict[str, int]:
+        """``LoopState.admitted`` as it is now."""
+        return {}
+
+    async def validate(self, tasks: TaskCursor, n: int, *, resources_id: str | None = None) -> list[GroupResult]:
+        """One rollout for each of ``n`` validation tasks, scored and never trained on; with other resources than those
+        of training, where given."""
+        waiting = await self._enqueue(tasks, n, size=1, mode="val", resources_id=resources_id)
         return [await self._next() for _ in range(waiting)]
 
     async def while_alive(self, work: asyncio.Future[Any]) -> Any:
@@ -104,21 +117,29 @@ class SerialSchedule:
             logger.warning("The store did not cancel %d rollouts within %g s.", len(outstanding), _CANCEL_TIMEOUT_S)
         self._data_source.abandon(outstanding, group_ids=self._waiting, reason="run_ended")
 
-    async def _enqueue(self, tasks: TaskCursor, n: int, *, size: int, mode: Literal["train", "val"]) -> int:
+    async def _enqueue(
+        self, tasks: TaskCursor, n: int, *, size: int, mode: Literal["train", "val"], resources_id: str | None = None
+    ) -> int:
         """Enqueue the next ``n`` groups; returns how many."""
         groups = tasks.take(n)
+        if mode == "train":
+            self._admitted(groups)
         for group in groups:  # before they are enqueued: a rollout may end before the call below returns
             self._waiting[group.group_id] = tasks
             self._data_source.expect(group.group_id, size=size, mode=mode)
         limits = {"timeout_s": self._settings.rollout_timeout_s, "max_attempts": self._settings.max_attempts}
         about: dict[str, Any] = {**limits, **self.metadata}
-        requests = enqueue_requests(groups, size=size, mode=mode, resources_id=self.resources_id, **about)
+        resources_id = resources_id or self.resources_id
+        requests = enqueue_requests(groups, size=size, mode=mode, resources_id=resources_id, **about)
         rollouts = await self._store.enqueue_many_rollouts(requests)
         # at once and not in a thread, although a ledger on disk writes (0.04 ms per rollout): what a cancellation finds
         # enqueued, the ledger knows
         self._data_source.opened(rollouts)
         self._wake()
         return len(groups)
+
+    def _admitted(self, groups: Sequence[TaskGroup]) -> None:
+        """These training groups are about to be enqueued."""
 
     async def _next(self) -> GroupResult:
         """The next group of this phase that is finalized."""

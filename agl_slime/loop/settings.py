@@ -18,7 +18,9 @@ class LoopSettings:
     the end; 0 is never. ``max_empty_iterations``: iterations in a row that give nothing to train on before the run
     stops. ``max_replaced_groups``: dropped groups that are replaced in an iteration; by default ``rollout_batch_size``,
     and 0 replaces none. While every rollout fails, nothing is replaced. ``save_interval``: ``save_fn`` is called after
-    every so many iterations and at the end.
+    every so many iterations and at the end. ``max_staleness``: most weight versions that tokens may be behind those
+    that train on them; above 0 rollouts and training run side by side, and ``slime_train_fn`` has to take each batch
+    whole.
     """
 
     num_iterations: int = 40
@@ -31,6 +33,7 @@ class LoopSettings:
     max_empty_iterations: int = 3
     max_replaced_groups: int | None = None
     save_interval: int = 10
+    max_staleness: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -40,6 +43,7 @@ class LoopSettings:
             ("max_attempts eval_tasks max_empty_iterations save_interval", lambda value: value >= 1, "at least 1"),
             ("max_replaced_groups", lambda value: value >= 0, "0 (none) or more"),
             ("eval_interval", lambda value: value >= 0, "0 (never) or more"),
+            ("max_staleness", lambda value: value >= 0, "0 (serial) or more"),
             ("rollout_timeout_s", lambda value: value > 0, "above 0 seconds"),
         )
 
@@ -48,13 +52,15 @@ class LoopSettings:
 class LoopState:
     """Where a loop stands after ``iteration``: what a run needs to go on, beside the states of its trainer and its data
     source. ``version`` is that of the weights, ``validations`` how often was validated; ``best_reward`` and
-    ``reward_means`` are what the reports go on from."""
+    ``reward_means`` are what the reports go on from. ``admitted``: the instances that were admitted ahead and are not
+    trained on, each with the iterations that had been finished then."""
 
     iteration: int = 0
     version: str = "0"
     validations: int = 0
     best_reward: float | None = None
     reward_means: tuple[float, ...] = ()
+    admitted: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,13 @@ FIRST_RATIO_DEV_MAX = "train/first_ratio_dev_max"  # max |ratio - 1| in the firs
 TOKENS_TRAINED = "train/tokens_trained"  # tokens with loss mask 1, counted by the trainer, once for all epochs
 TOKENS_PER_S = "perf/tokens_per_s"  # sampled tokens per second of collecting
 ITERATION_S = "perf/iteration_s"
+STALENESS_MEAN = "rollout/staleness_mean"  # versions that sampled tokens are behind the weights that train on them
+STALENESS_MAX = "rollout/staleness_max"
+TRAIN_S, SYNC_S = "perf/train_s", "perf/sync_s"
+ROLL_S = "perf/roll_s"  # overlapped: seconds of the iteration in which training rollouts were in flight, syncs left out
+TRAINER_WAITED = "perf/trainer_waited"  # overlapped: share of the iteration in which training waited for rollouts
+ENGINE_WAITED = "perf/engine_waited"  # overlapped: share of it in which no rollout was in flight, for want of a place
+VAL_LAG = "val/lag"  # overlapped: versions that came while the validation ran; 0 on an engine of its own
 WEIGHTS_VERSION = "weights/version"
 
 REQUIRED_KEYS = (REWARD_MEAN, COUNT, FAILED, LOSS, LOGPROB_DIFF_MAX, FIRST_RATIO_DEV_MAX, TOKENS_PER_S, ITERATION_S)

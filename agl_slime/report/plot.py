@@ -27,6 +27,8 @@ EVERY, INTERRUPTED_TIMEOUT_S = 10, 2.0  # iterations; what an interrupted run wa
 INK, MUTED, GRID = "#1f2933", "#52606d", "#e4e7eb"
 REWARD_COLOR, VAL_COLOR, HEALTH_COLOR = "#2166ac", "#d6604d", "#7b6ca8"
 
+_SIDES = ((m.TRAINER_WAITED, HEALTH_COLOR, "training"), (m.ENGINE_WAITED, VAL_COLOR, "engine"))
+
 Points = Sequence[tuple[float, float]]
 
 
@@ -46,19 +48,28 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
 
     diffs = [point for point in _points(rows, m.LOGPROB_DIFF_MAX) if point[1] > 0]
     health = diffs or _points(rows, m.RESPONSE_TOKENS)
-    figure = Figure(figsize=(8, 5.2 if health else 3.9), dpi=150, layout="constrained", facecolor="white")
+    waited = [(_points(rows, key), *style) for key, *style in _SIDES]
+    sides = [points for points, *_ in waited if points]
+    panels = 1 + bool(health) + bool(sides)
+    figure = Figure(figsize=(8, 2.6 + 1.3 * panels), dpi=150, layout="constrained", facecolor="white")
+    top, *below = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=[3, *[1] * (panels - 1)])[:, 0]
+    bottom = below[-1] if below else top
     if health:
-        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-        _style(bottom, "max log-prob diff\ntrainer vs engine" if diffs else "tokens per rollout")
-        bottom.plot(
+        _style(below[0], "max log-prob diff\ntrainer vs engine" if diffs else "tokens per rollout")
+        below[0].plot(
             *zip(*health, strict=True), color=HEALTH_COLOR, linewidth=1.3, marker="o" if len(health) == 1 else None
         )
         if diffs:
-            bottom.set_yscale("log")
-            bottom.set_ylim(min(y for _, y in diffs) / 3, max(y for _, y in diffs) * 3)  # noise looks like noise
-            bottom.minorticks_off()
-    else:
-        top = bottom = figure.subplots()
+            below[0].set_yscale("log")
+            below[0].set_ylim(min(y for _, y in diffs) / 3, max(y for _, y in diffs) * 3)  # noise looks like noise
+            below[0].minorticks_off()
+    if sides:
+        _style(bottom, "share of time\nthat each waited")
+        for points, colour, label in waited:
+            marker = "o" if len(points) == 1 else None
+            bottom.plot(*zip(*points, strict=True), color=colour, linewidth=1.3, marker=marker, label=label)
+        bottom.set_ylim(0, 1)
+        bottom.legend(frameon=False, fontsize=8, labelcolor=INK, loc="upper right")
     _style(top, "reward")
     if band := _band(rows):
         xs, lows, highs = zip(*band, strict=True)

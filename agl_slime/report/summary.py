@@ -53,7 +53,30 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "logprob_diff_first": next(iter(values(m.LOGPROB_DIFF_MAX)), None),
         "first_ratio_dev_max": max(values(m.FIRST_RATIO_DEV_MAX), default=None),
         "weights_version": versions[-1] if versions else None,
+        **_overlap(rows),
         **{name: int(sum(counts)) if (counts := values(key)) else None for name, key in _SUMS.items()},
+    }
+
+
+def _overlap(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of a run whose rollouts and training ran side by side: its speed-up over doing the same in turn, and the most
+    that there was to gain, (roll + train + sync) / (max(roll, train) + sync), both from its own times."""
+    rows = [row for row in rows if m.number(row, m.ROLL_S) is not None]
+    roll, train, sync, wall, trainer, engine = (
+        sum(m.number(row, key) or 0.0 for row in rows)
+        for key in (m.ROLL_S, m.TRAIN_S, m.SYNC_S, m.ITERATION_S, m.TRAINER_WAITED, m.ENGINE_WAITED)
+    )
+    if not wall or not max(roll, train) + sync:
+        return {}
+    behind = [value for row in rows if (value := m.number(row, m.STALENESS_MEAN)) is not None]
+    most = [value for row in rows if (value := m.number(row, m.STALENESS_MAX)) is not None]
+    return {
+        "speed_up": (roll + train + sync) / wall,
+        "speed_up_ceiling": (roll + train + sync) / (max(roll, train) + sync),
+        "trainer_waited": trainer / len(rows),
+        "engine_waited": engine / len(rows),
+        "staleness_mean": sum(behind) / len(behind) if behind else None,
+        "staleness_max": max(most, default=None),
     }
 
 
@@ -83,6 +106,12 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if (deviation := get("first_ratio_dev_max")) is not None:
         hollow = "; hollow for retokenized samples: the trainer computed both sides" if get("retokenized") else ""
         rows.append(("first ratio", f"within {deviation:.1e} of 1{hollow}"))
+    if get("speed_up") is not None:
+        waited = f"training waited {get('trainer_waited'):.0%}, the engine {get('engine_waited'):.0%}"
+        rows.append(("overlap", f"{get('speed_up'):.2f}x, at most {get('speed_up_ceiling'):.2f}x;  {waited}"))
+    if get("staleness_max") is not None:
+        behind = f"{get('staleness_mean'):.2f} versions at mean, {get('staleness_max'):.0f} at most"
+        rows.append(("staleness", behind))
     if get("forks") is not None or get("retokenized") is not None:
         rows.append(("samples", f"{_count(get('forks'))} forks, {_count(get('retokenized'))} retokenized"))
     if get("wall_s") is not None:

@@ -45,7 +45,7 @@ class AlgorithmSettings(TypedDict, total=False):
     group_timeout: float | None
     drop_zero_variance: bool
     max_replaced_groups: int | None
-    max_staleness: int | None
+    max_staleness: int
     branches: Branches
     constraints: Constraints
     untrained_models: tuple[str, ...]

@@ -21,6 +21,7 @@ from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.policy import MinimumViableGroup, zero_variance
+from agl_slime.groups.results import reward_of, rollout_of
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.report import StandardReporters, events, open_run_dir
@@ -124,7 +125,7 @@ async def run_training(
             min_ratio=config.group_min_ratio, max_retries=config.group_max_retries, timeout_s=config.group_timeout
         )
         group_filter = zero_variance if config.drop_zero_variance else None
-        settings = DataSourceSettings(policy=policy, group_filter=group_filter, max_staleness=config.max_staleness)
+        settings = DataSourceSettings(policy=policy, group_filter=group_filter)
         groups = GroupSource(store=parts.store, tokenizer=tokenizer, settings=settings, ledger=ledger)
         source = stack.enter_context(groups)
         if checkpoint is not None:
@@ -178,8 +179,7 @@ def _batch_trained(iteration: int, groups: Sequence[Sequence[Sample]], trainer: 
 
 def _origin(group: Sequence[Sample]) -> dict[str, Any]:
     """Where a group comes from: the number of its task in the run, and its rollouts with their rewards."""
-    told = [(sample.metadata, sample.reward) for sample in group]
-    rewards = {str(m.get("agl_rollout_id")): m["reward"] if "reward_of" in m else reward for m, reward in told}
+    rewards = {str(rollout_of(sample)): reward_of(sample) for sample in group}
     return {"instance_id": group[0].metadata.get("instance_id"), "rollouts": rewards}
 
 

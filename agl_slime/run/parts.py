@@ -101,6 +101,7 @@ def make_loop(
             eval_tasks=config.eval_rollouts,
             max_replaced_groups=config.max_replaced_groups,
             save_interval=save_interval or config.save_interval,
+            max_staleness=config.max_staleness,
             seed=config.seed,
         ),
         runners=replace(plan, settings=runner_settings, store_host=config.store_host),

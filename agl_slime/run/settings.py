@@ -64,8 +64,9 @@ class TrainConfig:
     """Replace groups whose rewards are all the same: they have no advantages."""
     max_replaced_groups: int | None = None
     """Most groups of an iteration that are replaced when they are dropped; by default as many as rollout_batch_size."""
-    max_staleness: int | None = None
-    """Most weight versions that tokens may be behind the policy; by default any number."""
+    max_staleness: int = 0
+    """Most weight versions that tokens may be behind the policy that trains on them. 0 collects, trains and syncs in
+    turn; above 0 rollouts and training run side by side, so far ahead and no further."""
     weight_pause: Literal["abort", "retract", "in_place"] = "abort"
     """What becomes of requests that run when new weights come: abort (they answer with what they have and are asked
     for again), retract (they stay in the engine, which computes their keys and values anew) or in_place (they stay and

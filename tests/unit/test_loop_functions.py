@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import ConfigError
+from agl_slime.loop.functions import taking_iteration
 from agl_slime.loop.old_names import observer_and_runners
-from agl_slime.loop.online import taking_iteration
 from agl_slime.report.events import GroupsCollected, RunStarted
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings

@@ -1,0 +1,50 @@
+"""The functions that a program gives to the loop: what they are called with, and where they run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from agl_slime.errors import ConfigError
+from agl_slime.support.threads import run_in_thread
+
+StepFn = Callable[..., Any]
+
+
+def taking_iteration(function: StepFn, name: str) -> Callable[[int], Awaitable[Any]]:
+    """``function`` as one that takes the iteration, which is passed on only where it asks for it (see
+    ``OnlineRLLoop``). Raises ``ConfigError`` when it cannot be called so."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # something built in, which does not say what it takes
+        signature = inspect.Signature()
+    parameters = list(signature.parameters.values())
+    named = [p.name for p in parameters if p.name in ("iteration", "rollout_id") and p.kind != p.POSITIONAL_ONLY]
+    positional = any(
+        p.kind == p.VAR_POSITIONAL
+        or (p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is inspect.Parameter.empty)
+        for p in parameters[:1]
+    )
+
+    def bind(iteration: int) -> Callable[[], Any]:
+        if named:
+            return partial(function, **{named[0]: iteration})
+        return partial(function, iteration) if positional else function
+
+    try:
+        inspect.signature(bind(0)).bind()
+    except TypeError as error:
+        raise ConfigError(f"{name} cannot be called with the iteration alone: {error}") from error
+    except ValueError:
+        pass
+    return lambda iteration: call_function(bind(iteration))
+
+
+async def call_function(function: Callable[[], Any]) -> Any:
+    """Call a function of the program's, a sync one in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function()
+    result = await run_in_thread(function)
+    return await result if inspect.isawaitable(result) else result

@@ -1,0 +1,225 @@
+"""Generation and training side by side: a real store, runner, data source and HTTP; the model and the trainer are
+played."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from agl_slime.datasource.source import DataSourceSettings
+from agl_slime.errors import ConfigError, LoopError
+from agl_slime.groups.results import Outcome
+from agl_slime.report.events import IterationFinished
+from agl_slime.types import Sample
+from tests.loop_cases import HelloAgent, LoopCase, hello_engine
+
+TASKS = [{"prompt": f"say hello to {n}", "n": n} for n in range(200)]
+
+
+class Versioned:
+    """A trainer and a weight sync whose versions the engine reports; keeps how far each sampled token was behind."""
+
+    def __init__(self, engine: Any) -> None:
+        self.case: LoopCase | None = None
+        self.engine = engine
+        self.version = 0
+        self.behind: list[int] = []
+        self.batches: list[list[list[Sample]]] = []
+        engine.weight_version = "0"
+
+    def train(self, iteration: int) -> dict[str, float]:
+        assert self.case is not None
+        batch = self.case.source.get_samples(self.case.settings.rollout_batch_size)
+        self.batches.append(batch)
+        spans = [span for group in batch for sample in group for span in sample.metadata["weight_spans"]]
+        self.behind += [self.version - int(version) for version, _, _ in spans]
+        return {"train/loss": 0.5}
+
+    def sync(self, iteration: int) -> str:
+        self.version = iteration
+        self.engine.weight_version = str(iteration)
+        return str(iteration)
+
+    @property
+    def trained(self) -> Counter[str]:
+        return Counter(group[0].metadata["instance_id"] for batch in self.batches for group in batch)
+
+
+def overlapped(
+    engine: Any, *, agent: Any = None, max_staleness: int = 1, **settings: Any
+) -> tuple[LoopCase, Versioned]:
+    played = Versioned(engine)
+    case = LoopCase(
+        agent=agent or HelloAgent(),
+        url=engine.url,
+        train=played.train,
+        sync=played.sync,
+        **{"tasks": TASKS, "max_staleness": max_staleness, "num_iterations": 6, **settings},
+    )
+    played.case = case
+    return case, played
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3])
+async def test_every_group_is_trained_on_once_and_none_is_too_old(max_staleness: int) -> None:
+    async def judge(task: dict[str, Any], response: str) -> float:
+        await asyncio.sleep(0.2 if task["n"] % 5 == 0 else 0.001)  # stragglers
+        return 1.0
+
+    with hello_engine() as engine:
+        case, played = overlapped(
+            engine, agent=HelloAgent(judge=judge), max_staleness=max_staleness, num_iterations=12, rollout_batch_size=3
+        )
+        with case:
+            await case.loop.run_async()
+            case.check_ledger()
+            assert case.source.ledger.counts().closed == {Outcome.TRAINED: 12 * 3 * 2}
+            assert played.trained == {str(n): 1 for n in range(36)}
+            assert 0 < max(played.behind) <= max_staleness
+            row = case.recorder.metrics[-1]
+            assert row["rollout/staleness_max"] <= max_staleness
+            assert max(row["rollout/staleness_max"] for row in case.recorder.metrics) == max(played.behind)
+
+
+async def test_rollouts_go_on_while_a_batch_is_trained_on() -> None:
+    """Training waits for a rollout that was enqueued after the batch: without an overlap this would never end."""
+    began = threading.Event()
+
+    async def judge(task: dict[str, Any], response: str) -> float:
+        if case.source.ledger.counts().opened > 4:
+            began.set()
+        return 1.0
+
+    with hello_engine() as engine:
+        case, played = overlapped(engine, agent=HelloAgent(judge=judge), num_iterations=2)
+        inner = played.train
+
+        def train(iteration: int) -> dict[str, float]:
+            assert began.wait(10)
+            return inner(iteration)
+
+        case.loop._train_fn = lambda iteration: asyncio.to_thread(train, iteration)
+        with case:
+            await case.loop.run_async()
+            case.check_ledger()
+
+
+async def test_no_more_than_the_bound_is_ever_admitted() -> None:
+    with hello_engine() as engine:
+        case, played = overlapped(engine, num_iterations=5, max_staleness=2, rollout_batch_size=2)
+        most: list[tuple[int, int]] = []
+        inner = played.train
+
+        def train(iteration: int) -> dict[str, float]:
+            most.append((iteration, case.source.ledger.counts().opened // 2))
+            return inner(iteration)
+
+        case.loop._train_fn = lambda iteration: asyncio.to_thread(train, iteration)
+        with case:
+            await case.loop.run_async()
+        assert all(admitted <= (iteration - 1 + 2 + 1) * 2 for iteration, admitted in most)
+        assert most[-1][1] == 10  # nothing is enqueued that nobody would train on
+
+
+async def test_a_dropped_group_is_replaced_and_one_that_may_not_be_takes_up_its_place() -> None:
+    def judge(task: dict[str, Any], response: str) -> float:
+        if task["prompt"].endswith("3"):
+            raise ValueError("no reward")
+        return 1.0
+
+    with hello_engine() as engine:
+        for most, expected in ((None, 12), (0, None)):
+            case, played = overlapped(engine, agent=HelloAgent(judge=judge), max_replaced_groups=most)
+            with case:
+                await case.loop.run_async()
+                case.check_ledger()
+                trained = case.source.ledger.counts().closed[Outcome.TRAINED] // 2
+                dropped = sum(row["rollout/groups_dropped"] for row in case.recorder.metrics)
+                assert trained == (expected or 12 - dropped)
+                assert dropped > 0
+                assert set(played.trained.values()) == {1}
+
+
+async def test_an_agent_that_always_fails_ends_the_run_at_once() -> None:
+    def judge(task: dict[str, Any], response: str) -> float:
+        raise ValueError("never")
+
+    with hello_engine() as engine:
+        case, _ = overlapped(engine, agent=HelloAgent(judge=judge), num_iterations=50)
+        with case, pytest.raises(LoopError, match="iteration 1: all 4 rollouts failed"):
+            await case.loop.run_async()
+        assert case.source.ledger.counts().opened <= 12
+
+
+async def test_a_training_function_has_to_take_its_batch() -> None:
+    with hello_engine() as engine:
+        case, played = overlapped(engine)
+        played.train = lambda iteration: {}  # type: ignore[method-assign]
+        case.loop._train_fn = lambda iteration: asyncio.to_thread(dict)
+        with case, pytest.raises(LoopError, match="left 2 groups of its batch"):
+            await case.loop.run_async()
+
+
+async def test_a_task_source_that_fails_ahead_of_training_is_told_of() -> None:
+    drawn = 0
+
+    def make_task(rng: Any) -> dict[str, Any]:
+        nonlocal drawn
+        drawn += 1
+        if drawn > 6:
+            raise RuntimeError("no more tasks")
+        return {"prompt": "say hello"}
+
+    with hello_engine() as engine:
+        case, _ = overlapped(engine, tasks=make_task)
+        with case, pytest.raises(LoopError, match="no more tasks"):
+            await asyncio.wait_for(case.loop.run_async(), 20)
+        counts = case.source.ledger.counts()
+        assert counts.open == 0
+
+
+async def test_validations_run_beside_training_and_say_how_far_it_went_meanwhile() -> None:
+    released = asyncio.Event()
+
+    async def judge(task: dict[str, Any], response: str) -> float:
+        if task.get("val"):
+            await asyncio.wait_for(released.wait(), 10)
+        return 1.0
+
+    def on_event(event: Any) -> None:
+        if isinstance(event, IterationFinished) and event.iteration == 3:
+            loop.call_soon_threadsafe(released.set)
+
+    loop = asyncio.get_running_loop()
+    with hello_engine() as engine:
+        case, _ = overlapped(
+            engine,
+            agent=HelloAgent(judge=judge),
+            tasks=lambda rng: {"prompt": "say hello"},
+            eval_interval=100,
+            eval_tasks=2,
+            on_event=on_event,
+        )
+        case.loop._val_tasks._source = type(
+            "Val", (), {"next_batch": lambda self, n: [{"prompt": "v", "val": True}] * n}
+        )()
+        with case:
+            await case.loop.run_async()
+            case.check_ledger()
+        [first] = [row for row in case.recorder.metrics if "val/start_reward_mean" in row]
+        assert first["iteration"] > 3  # it began before the first iteration, which did not wait for it
+        assert first["val/lag"] >= 3
+        assert case.recorder.metrics[-1]["val/reward_mean"] == 1.0
+        assert case.recorder.metrics[-1]["val/lag"] == 0
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    with hello_engine() as engine:
+        with pytest.raises(ConfigError, match="max_staleness of the data source is 2"):
+            overlapped(engine, source_settings=DataSourceSettings(max_staleness=2))
+        with pytest.raises(ConfigError, match="max_staleness must be 0"):
+            overlapped(engine, max_staleness=-1)
