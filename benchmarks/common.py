@@ -34,11 +34,14 @@ console = Console(width=150 if not sys.stdout.isatty() else None)
 
 
 @contextmanager
-def scripted_engine(*, latency_s: float, spread_s: float = 0.0, tokens: int = 32) -> Iterator[str]:
+def scripted_engine(
+    *, latency_s: float, spread_s: float = 0.0, tokens: int = 32, slots: int | None = None, update_s: float = 0.0
+) -> Iterator[str]:
     """The URL of a server that answers every ``/generate`` with ``tokens`` ids and log-probs after ``latency_s``, give
-    or take half of ``spread_s``."""
+    or take half of ``spread_s``; ``slots`` requests at a time. New weights take it ``update_s``."""
     command = [sys.executable, str(REPO / "benchmarks" / "scripted_engine.py")]
     command += ["--latency", str(latency_s), "--spread", str(spread_s), "--tokens", str(tokens)]
+    command += ["--update", str(update_s), *(("--slots", str(slots)) if slots is not None else ())]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

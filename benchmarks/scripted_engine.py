@@ -2,7 +2,9 @@
 Python server can. Chat completions are answered in OpenAI's form, whatever their address begins with.
 
 Prints its URL and serves until it is terminated. Connections are kept alive; a client sends its next request on one
-when it has the answer.
+when it has the answer. With ``--slots`` it answers so many requests at a time and the others wait their turn, as an
+engine does that is full. A pause stops the clock of all requests, an update takes ``--update`` seconds and is what
+later answers give as their weight version.
 """
 
 from __future__ import annotations
@@ -13,9 +15,14 @@ import gc
 import json
 import random
 import resource
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import cache, partial
 
 
-def answer(tokens: int) -> bytes:
+@cache
+def answer(tokens: int, version: str) -> bytes:
     rng = random.Random(0)
     pairs = [[-rng.random(), rng.randrange(10, 250), None] for _ in range(tokens)]
     body = {
@@ -27,13 +34,14 @@ def answer(tokens: int) -> bytes:
             "prompt_tokens": 32,
             "completion_tokens": tokens,
             "cached_tokens": 0,
-            "weight_version": "0",
+            "weight_version": version,
             "output_token_logprobs": pairs,
         },
     }
     return _response(json.dumps(body).encode())
 
 
+@cache
 def completion(tokens: int) -> bytes:
     message = {"role": "assistant", "content": "x" * tokens}
     body = {
@@ -51,22 +59,69 @@ def _response(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
-_INFO = _response(
-    json.dumps(
-        {"model_path": "scripted", "weight_version": "0", "is_generation": True, "urls": [], "workers": []}
-    ).encode()
-)
+class Desk:
+    """The requests of all connections: those that are worked on, and those that wait for a slot."""
+
+    def __init__(self, *, latency_s: float, spread_s: float, tokens: int, slots: int | None, update_s: float) -> None:
+        self._latency_s, self._spread_s, self._tokens = latency_s, spread_s, tokens
+        self._free, self._update_s = slots, update_s
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._running: dict[Callable[[], None], tuple[asyncio.TimerHandle, float]] = {}
+        self._held: list[tuple[Callable[[], None], float]] | None = None
+        self._version = "0"
+        self._loop = asyncio.get_running_loop()
+
+    def ask(self, path: bytes, body: bytes, send: Callable[[bytes], None]) -> None:
+        if (chat := path.endswith(b"/chat/completions")) or path == b"/generate":
+            self._waiting.append(partial(self._answer, send, chat))
+            self._start()
+        elif path == b"/update_weights_from_disk":
+            self._version = str(json.loads(body)["weight_version"])
+            self._loop.call_later(self._update_s, send, self._info())
+        elif path == b"/workers":  # it is no router
+            send(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        else:
+            if path == b"/pause_generation" and self._held is None:
+                for timer, _ in self._running.values():
+                    timer.cancel()
+                self._held = [(one, due - time.monotonic()) for one, (_, due) in self._running.items()]
+                self._running.clear()
+            elif path == b"/continue_generation" and self._held is not None:
+                held, self._held = self._held, None
+                for one, left_s in held:
+                    self._run(one, left_s)
+                self._start()
+            send(self._info())
+
+    def _start(self) -> None:
+        while self._held is None and self._waiting and (self._free is None or self._free > 0):
+            if self._free is not None:
+                self._free -= 1
+            self._run(self._waiting.popleft(), self._latency_s + self._spread_s * (random.random() - 0.5))
+
+    def _run(self, one: Callable[[], None], seconds: float) -> None:
+        self._running[one] = self._loop.call_later(seconds, self._done, one), time.monotonic() + seconds
+
+    def _done(self, one: Callable[[], None]) -> None:
+        del self._running[one]
+        if self._free is not None:
+            self._free += 1
+        one()
+        self._start()
+
+    def _answer(self, send: Callable[[bytes], None], chat: bool) -> None:
+        send(completion(self._tokens) if chat else answer(self._tokens, self._version))
+
+    def _info(self) -> bytes:
+        info = {"model_path": "scripted", "weight_version": self._version, "is_generation": True}
+        return _response(json.dumps({**info, "success": True}).encode())
 
 
 class Engine(asyncio.Protocol):
-    def __init__(self, *, latency_s: float, spread_s: float, reply: bytes, chat: bytes) -> None:
-        self._latency_s = latency_s
-        self._spread_s = spread_s
-        self._reply = reply
-        self._chat = chat
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
         self._buffer = b""
         self._transport: asyncio.Transport | None = None
-        self._loop = asyncio.get_running_loop()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -80,14 +135,9 @@ class Engine(asyncio.Protocol):
             length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
             if len(self._buffer) < end + 4 + length:
                 return
-            path = head.split(b" ", 2)[1]
+            path, body = head.split(b" ", 2)[1], self._buffer[end + 4 : end + 4 + length]
             self._buffer = self._buffer[end + 4 + length :]
-            chat = path.endswith(b"/chat/completions")
-            if chat or path == b"/generate":
-                after = self._latency_s + self._spread_s * (random.random() - 0.5)
-                self._loop.call_later(after, self._send, self._chat if chat else self._reply)
-            else:
-                self._send(_INFO)
+            self._desk.ask(path, body, self._send)
 
     def _send(self, reply: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -104,15 +154,21 @@ async def main() -> None:
         help="seconds between the quickest and the slowest answer; the mean is --latency",
     )
     parser.add_argument("--tokens", type=int, default=32, help="per answer")
+    parser.add_argument("--slots", type=int, help="requests at a time; any number by default")
+    parser.add_argument("--update", type=float, default=0.0, help="seconds that new weights take")
     options = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     gc.freeze()
-    replies = {"reply": answer(options.tokens), "chat": completion(options.tokens)}
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(
-        lambda: Engine(latency_s=options.latency, spread_s=options.spread, **replies), "127.0.0.1", 0, backlog=8192
+    desk = Desk(
+        latency_s=options.latency,
+        spread_s=options.spread,
+        tokens=options.tokens,
+        slots=options.slots,
+        update_s=options.update,
     )
+    server = await loop.create_server(lambda: Engine(desk), "127.0.0.1", 0, backlog=8192)
     print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()
 

@@ -1,7 +1,7 @@
 """kill -9 of a real ``train.py`` at random moments, going on with --resume each time; then: was each task trained on or
 dropped exactly once?
 
-python -m tests.faults.kill_train --kills 50
+python -m tests.faults.kill_train --kills 50 [--max-staleness 2]
 
 What was trained is judged by the last checkpoint's own optimizer steps and by the run's ``trained.jsonl``, and compared
 with the ledger.
@@ -62,8 +62,9 @@ class Result:
 class Run:
     """One run directory and the process that works on it."""
 
-    def __init__(self, directory: Path, *, limit_s: float) -> None:
+    def __init__(self, directory: Path, *, limit_s: float, max_staleness: int) -> None:
         self.directory = directory
+        self._max_staleness = max_staleness
         self.output = directory / "run"
         self._deadline = time.monotonic() + limit_s
         self._log = (directory / "log").open("ab")
@@ -75,6 +76,8 @@ class Run:
             str(_SAVE_INTERVAL),
             "--num-iterations",
             str(iterations),
+            "--max-staleness",
+            str(self._max_staleness),
             "--view",
             "lines",
         ]
@@ -127,9 +130,9 @@ class Run:
         self._log.close()
 
 
-def run(directory: Path, *, kills: int, seed: int, limit_s: float) -> Result:
+def run(directory: Path, *, kills: int, seed: int, limit_s: float, max_staleness: int = 0) -> Result:
     rng = random.Random(seed)
-    scene = Run(directory, limit_s=limit_s)
+    scene = Run(directory, limit_s=limit_s, max_staleness=max_staleness)
     began = time.monotonic()
     leftovers: list[str] = []
     training = 0
@@ -224,9 +227,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-staleness", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        result = run(Path(directory), kills=options.kills, seed=options.seed, limit_s=120 + 60 * options.kills)
+        limits = {"limit_s": 120 + 60 * options.kills, "max_staleness": options.max_staleness}
+        result = run(Path(directory), kills=options.kills, seed=options.seed, **limits)
     print(
         f"{result.kills} kills of train.py ({result.kills_while_training} while it trained) "
         f"in {result.seconds:.0f} s, {result.iterations} iterations"

@@ -30,7 +30,7 @@ async def test_every_instance_is_trained_on_once_when_an_overlapped_life_is_cut_
             assert second.checkpoint is not None
             saved = (cut_at - 1) // save_interval * save_interval
             assert second.checkpoint.loop.iteration == saved
-            held = {name for name in second.checkpoint.data_source["instances"]}
+            held = set(second.checkpoint.data_source["instances"])
             await second.loop.run_async()
             assert sorted(map(int, second.trainer.learned)) == [*range(12)]
             assert sorted(map(int, second.ledger.finished_instances())) == [*range(12)]
