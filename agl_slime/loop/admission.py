@@ -2,101 +2,98 @@
 staleness, without threads, stores or clocks.
 
 Groups are named by whole numbers in the order in which their tasks were drawn. Training consumes ``batch_size`` of them
-per step. A group that was admitted after ``s`` steps may be trained on up to step ``s + 1 + max_staleness``: its tokens
-are then sampled by weights at most ``max_staleness`` versions behind those that train on it.
+per step, so the ``k``-th group that is taken (from 0) is trained on by weights of ``k // batch_size`` steps. One that
+was admitted when the weights in use were those of ``s`` steps may be trained on by weights of ``s + max_staleness``
+steps at the latest: its tokens are then at most ``max_staleness`` versions behind.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from agl_slime.errors import ConfigError
 
 
-@dataclass(slots=True)
-class _Place:
-    admitted: int  # steps that had been made then
-    ended: bool = False
-
-
 class Admission:
-    """Admits groups and makes batches of them so that none is ever too old, and none is thrown away.
+    """Admits groups, and says which may be trained on, so that none is ever too old and none is thrown away.
 
-    In all, ``(steps + max_staleness + 1) * batch_size`` groups may have been admitted, and never more than
-    ``last_step`` steps use up. Of those that have ended the oldest go first. A batch is held back while one that has
-    not ended has to be in it, or could not be trained on in time any more after it; by the rule of admission that
-    passes as soon as those have ended.
+    In all, ``(step + max_staleness + 1) * batch_size`` groups may have been admitted, and never more than ``last_step``
+    steps use up. Of those that have ended the oldest go first. They are held back while one that has not ended would be
+    trained on too late after them; by the rule of admission that passes as soon as it has ended.
     """
 
     def __init__(self, *, batch_size: int, max_staleness: int, step: int = 0, last_step: int | None = None) -> None:
         self.step = step
-        """Steps that training has made."""
+        """Steps whose weights are in use; goes up only."""
+        self.taken = step * batch_size
+        """Groups that were taken to be trained on."""
         self._batch_size, self._max_staleness, self._last_step = batch_size, max_staleness, last_step
-        self._places: dict[int, _Place] = {}
-        self._ended = 0
-        self._training = 0
+        self._in_flight: dict[int, int] = {}  # with the step at which each was admitted
+        self._ended: dict[int, int] = {}
 
     @property
     def free(self) -> int:
         """Groups that may be admitted now."""
-        steps = self._max_staleness + 1
+        steps = self.step + self._max_staleness + 1
         if self._last_step is not None:
-            steps = min(steps, self._last_step - self.step)
-        return steps * self._batch_size - len(self._places) - self._training
+            steps = min(steps, self._last_step)
+        return steps * self._batch_size - self.taken - len(self._in_flight) - len(self._ended)
 
     @property
     def in_flight(self) -> int:
         """Groups that have not ended."""
-        return len(self._places) - self._ended
+        return len(self._in_flight)
+
+    @property
+    def available(self) -> int:
+        """Groups that have ended and may be trained on now."""
+        room = len(self._ended)
+        for place, number in enumerate(sorted(self._in_flight)):
+            # it comes behind all that is taken before it ends, and behind the older ones in flight
+            last = (self._in_flight[number] + self._max_staleness + 1) * self._batch_size - 1
+            room = min(room, last - self.taken - place)
+        return max(0, room)
 
     def admit(self, number: int, *, at: int | None = None) -> None:
-        """This group is in flight; it was admitted after ``at`` steps where a restart lies between."""
-        self._places[number] = _Place(self.step if at is None else at)
+        """This group is in flight; it was admitted at step ``at`` where a restart lies between."""
+        self._in_flight[number] = self.step if at is None else at
 
     def end(self, number: int) -> None:
         """This group can be trained on, or takes up its place in a batch without having come to anything."""
-        place = self._places[number]
-        self._ended += not place.ended
-        place.ended = True
+        self._ended[number] = self._in_flight.pop(number)
 
     def replace(self, number: int) -> None:
         """This group came to nothing: another may be admitted in its place."""
-        self._ended -= self._places.pop(number).ended
+        if self._in_flight.pop(number, None) is None:
+            del self._ended[number]
 
-    def take(self) -> list[int] | None:
-        """The groups of the next step, oldest first, if it can be made now. ``advance`` has to follow."""
-        if self._ended < self._batch_size:
+    def take(self, n: int | None = None) -> list[int] | None:
+        """The oldest ``n`` groups (a batch by default) that have ended, to be trained on; ``None`` while so many are
+        not available."""
+        n = self._batch_size if n is None else n
+        if self.available < n:
             return None
-        order = sorted(self._places)
-        batch = [number for number in order if self._places[number].ended][: self._batch_size]
-        taken = {*batch}
-        if self._late([number for number in order if number not in taken], self.step + 1):
-            return None
+        batch = sorted(self._ended)[:n]
         for number in batch:
-            del self._places[number]
-        self._ended -= self._batch_size
-        self._training = self._batch_size
+            del self._ended[number]
+        self.taken += n
         return batch
 
-    def advance(self) -> None:
-        """The step of the batch that was taken has been made, and its weights are in use."""
-        self.step += 1
-        self._training = 0
+    def reject(self, n: int) -> None:
+        """So many that were taken are not trained on: others may be in their places."""
+        self.taken -= n
+
+    def advance(self, step: int | None = None) -> None:
+        """The weights of ``step`` steps, by default of one more, are in use."""
+        self.step = max(self.step, self.step + 1 if step is None else step)
 
     def state(self) -> dict[str, int]:
-        """For each group that is not trained on, by its number as text, the steps after which it was admitted."""
-        return {str(number): place.admitted for number, place in sorted(self._places.items())}
+        """For each group that was not taken, by its number as text, the step at which it was admitted."""
+        return {str(number): at for number, at in sorted({**self._in_flight, **self._ended}.items())}
 
     def check(self) -> None:
         """Raise ``ConfigError`` when groups that were admitted before a restart cannot all be trained on in time, or
         are more than may be admitted: the limit was a higher one then."""
-        if self.free < 0 or self._late(sorted(self._places), self.step):
-            why = f"the checkpoint holds {len(self._places)} groups that were admitted under a higher limit"
+        order = sorted({**self._in_flight, **self._ended}.items())
+        turns = ((at, (self.taken + place) // self._batch_size) for place, (_, at) in enumerate(order))
+        if self.free < 0 or any(turn - at > self._max_staleness for at, turn in turns):
+            why = f"the checkpoint holds {len(order)} groups that were admitted under a higher limit"
             raise ConfigError(f"max_staleness {self._max_staleness}: {why}; go on with the one that it was saved under")
-
-    def _late(self, order: list[int], step: int) -> int:
-        """How many groups are too old when ``order`` is trained on after ``step`` steps."""
-        turns = (
-            (self._places[number].admitted, step + place // self._batch_size) for place, number in enumerate(order)
-        )
-        return sum(turn - admitted > self._max_staleness for admitted, turn in turns)

@@ -4,24 +4,30 @@ where it has them."""
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from agl_slime.datasource.source import DataSourceSettings
-from agl_slime.errors import ConfigError, DataSourceError
+from agl_slime.errors import ConfigError, DataSourceError, EngineError
 from agl_slime.groups.policy import CompleteGroup, RetryGroup, zero_variance
 from agl_slime.loop.tasks import TaskCursor, TaskGroup, as_task_source, enqueue_requests, read_tasks
 from agl_slime.rollout.loading import load_agent
 from agl_slime.runner.thread import RunnerThread
+from agl_slime.sglang.client import ClientSettings, SGLangClient
 from agl_slime.slime.args import PluginSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
 from agl_slime.support.agl import LLM, Rollout
 from agl_slime.tokens.tokenizer import load_tokenizer
 
+logger = logging.getLogger(__name__)
+
 LLM_RESOURCE = "main_llm"
+# An engine that does not say its weight version within this is asked again with the next rollout.
+_QUICK = ClientSettings(control_timeout_s=5.0, max_attempts=1)
 # Resources snapshots that are used again; a store keeps some more.
 _MOST_SNAPSHOTS = 256
 
@@ -90,7 +96,8 @@ class Connection:
             blocking=settings.blocking,
             policy=RetryGroup(max_retries=retries, timeout_s=timeout_s) if retries else complete,
             group_filter=zero_variance if settings.drop_zero_variance else None,
-            max_staleness=settings.max_staleness,
+            # where tasks are enqueued here, it is kept by how many are: see Pacing
+            max_staleness=settings.max_staleness if self.tasks is None else None,
         )
 
     def tokenizer(self) -> Any:
@@ -145,6 +152,17 @@ class Connection:
             llm = LLM(endpoint=url, model=model, sampling_parameters=sampling)
             self._resources[key] = (await self.store.add_resources({LLM_RESOURCE: llm})).resources_id
         return self._resources[key]
+
+    async def weight_version(self) -> str | None:
+        """The weight version of the engine that agents talk to; ``None`` where it does not say."""
+        try:
+            async with SGLangClient(base_url=self.settings.llm_url or "", settings=_QUICK) as client:
+                urls = await client.workers()
+            async with SGLangClient(base_url=urls[0], settings=_QUICK) as worker:
+                return await worker.weight_version()
+        except (EngineError, ConfigError) as error:
+            logger.debug("The engine's weight version is not known: %s", error)
+            return None
 
     def raise_if_dead(self) -> None:
         """Raise ``DataSourceError`` when the runner of this process has ended."""

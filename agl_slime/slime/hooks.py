@@ -48,6 +48,7 @@ def generate_rollout(
     started = time.monotonic()
     if (again := getattr(data_source, "delivered", lambda _: None)(rollout_id)) is not None:
         return RolloutFnTrainOutput(samples=again)
+    getattr(data_source, "pace", lambda _: None)(rollout_id)
     kept, everything, dropped = _collect_groups(args, rollout_id, data_source)
     kept.sort(key=lambda group: _first(group).group_index or 0)
     if (path := getattr(args, "rollout_sample_filter_path", None)) is not None:

@@ -19,10 +19,11 @@ from agl_slime.loop.tasks import TaskGroup
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.connection import Connection
 from agl_slime.slime.hooks import eval_entry
+from agl_slime.slime.pacing import Pacing
 from agl_slime.store.bridge import FINISHED
 from agl_slime.support.agl import LightningStore, Rollout
 from agl_slime.support.files import write_file
-from agl_slime.support.threads import run_in_thread
+from agl_slime.support.threads import run_blocking, run_in_thread
 from agl_slime.types import DataSource, Sample
 
 logger = logging.getLogger(__name__)
@@ -35,9 +36,10 @@ class AGLDataSource(GroupSource, DataSource):
     """Groups of Samples from Agent Lightning rollouts, for slime's RolloutManager or any trainer.
 
     slime builds it as ``AGLDataSource(args)``: it connects to what ``agl_slime.slime.args`` describes, and where that
-    gives it tasks, enqueues as many groups as are asked for and no more, since enqueueing ahead would only make samples
-    older. A group that is dropped is replaced. A program builds it as ``AGLDataSource(store=…, tokenizer=…, args=…,
-    n_samples_per_prompt=…)`` and enqueues rollouts itself. ``stop`` ends its thread.
+    gives it tasks, enqueues as many groups as are asked for, and with ``agl_max_staleness`` so far ahead of training as
+    that allows: more would only make samples older. A group that is dropped is replaced. A program builds it as
+    ``AGLDataSource(store=…, tokenizer=…, args=…, n_samples_per_prompt=…)`` and enqueues rollouts itself. ``stop`` ends
+    its thread.
     """
 
     def __init__(
@@ -63,6 +65,9 @@ class AGLDataSource(GroupSource, DataSource):
             store, tokenizer = connection.store, tokenizer or connection.tokenizer()
             settings = settings or connection.data_source_settings()
         self._cursor = connection.tasks if connection is not None else None
+        limit = plugin.max_staleness if plugin is not None and self._cursor is not None else None
+        batch_size = getattr(args, "rollout_batch_size", None)
+        self._pacing = Pacing(batch_size=batch_size, max_staleness=limit) if limit is not None else None
         self._evals = connection.evals if connection is not None else []
         self._wanted = 0
         self._dropped_in_a_row = 0
@@ -88,6 +93,13 @@ class AGLDataSource(GroupSource, DataSource):
             connection.start()
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        if self._pacing is not None and not self._pacing.on:
+            if self.settings.blocking:
+                what = "is of agl_slime.slime_hooks.generate_rollout: for others nothing is enqueued ahead"
+                logger.warning("agl_max_staleness %s", what)
+                self._pacing = None
+            else:
+                self.pace(getattr(self._args, "start_rollout_id", None) or 0)
         batch = None if self.settings.blocking else getattr(self._args, "rollout_batch_size", None)
         self.demand(batch or num_samples)
         return super().get_samples(num_samples)
@@ -125,6 +137,36 @@ class AGLDataSource(GroupSource, DataSource):
         with self._changed:
             self._wanted = max(self._wanted, groups)
             self._follow_up()
+
+    def pace(self, rollout_id: int) -> None:
+        """slime asks for the groups of this rollout; with ``agl_max_staleness`` that is what training is paced by."""
+        if self._pacing is not None:
+            with self._changed:
+                self._pacing.asked(rollout_id)
+            if self.settings.blocking:
+                run_blocking(self._ask_version(rollout_id))  # now: the weights change when slime goes on
+            else:
+                self._submit(self._ask_version, None)
+
+    async def _ask_version(self, rollout_id: int | None) -> None:
+        assert self._connection is not None
+        version = await self._connection.weight_version()
+        with self._changed:
+            if self._pacing is not None:
+                self._pacing.weights(version, rollout_id=rollout_id)
+            self._follow_up()
+
+    def _time_passed(self) -> None:
+        super()._time_passed()
+        if self._pacing is not None and self._pacing.on and not self.settings.blocking:
+            self._submit(self._ask_version, None)
+
+    def reject(self, samples: Sequence[Sequence[Sample]], reason: str) -> None:
+        super().reject(samples, reason)
+        if self._pacing is not None:
+            with self._changed:
+                self._pacing.rejected(len(samples))
+                self._follow_up()
 
     def evaluate(self, rollout_id: int) -> dict[str, dict[str, Any]]:
         """Run validation rollouts and wait for them: slime's evaluation data, an entry per rollout that succeeded in
@@ -248,6 +290,8 @@ class AGLDataSource(GroupSource, DataSource):
             state = super().state(checkpoint=checkpoint)
             if self._cursor is not None:
                 state["demand"] = self._cursor.state()
+            if self._pacing is not None:
+                state["pacing"] = self._pacing.state()
             return state
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -258,6 +302,9 @@ class AGLDataSource(GroupSource, DataSource):
                 self._reconciling = self._feeds
                 if not self._feeds:
                     self._cursor.repeat()  # the store was in the process that saved
+            if self._pacing is not None and self._cursor is not None:
+                under_way = self._cursor.under_way if self._feeds else ()
+                self._pacing.restore(state.get("pacing") or (), ready=self._groups.ready, under_way=under_way)
 
     async def _follow(self) -> None:
         await self._begun.wait()
@@ -276,6 +323,8 @@ class AGLDataSource(GroupSource, DataSource):
             # not those of which the store has forgotten a part, as after a state from before the last two
             whole = {name for name, rollouts in found.items() if len(rollouts) >= self.n_samples_per_prompt}
             self._cursor.reconcile(whole)
+            if self._pacing is not None:
+                self._pacing.reconciled(self._cursor.under_way)
             ours = [rollout for name in self._cursor.under_way for rollout in found[name]]
             for group_id in self._cursor.under_way:
                 self.expect(group_id, size=self.n_samples_per_prompt)
@@ -289,6 +338,8 @@ class AGLDataSource(GroupSource, DataSource):
                 if self._cursor is None or (missing := self._missing()) <= 0:
                     return
                 groups = self._cursor.take(missing)
+                if self._pacing is not None:
+                    self._pacing.admitted(group.group_id for group in groups)
             await self._enqueue(groups, self.n_samples_per_prompt, "train")
 
     async def _enqueue(self, groups: Sequence[TaskGroup], size: int, mode: Any, sampling: Any = None) -> None:
@@ -302,9 +353,18 @@ class AGLDataSource(GroupSource, DataSource):
     def _missing(self) -> int:
         if self._cursor is None or self._reconciling:
             return 0
+        if self._pacing is not None and self._pacing.on:
+            return self._pacing.free
         return self._wanted - len(self._groups.ready) - len(self._cursor.under_way)
 
+    def _deliverable(self) -> int:
+        if self._pacing is not None and self._pacing.on:
+            return self._pacing.deliverable(self._groups.ready)
+        return super()._deliverable()
+
     def _deliver(self, num_samples: int) -> list[list[Sample]]:
+        if self._pacing is not None and self._pacing.on:
+            num_samples = self._pacing.take(self._groups.ready, num_samples)
         groups = super()._deliver(num_samples)
         self._wanted = max(0, self._wanted - len(groups))
         return groups
@@ -314,6 +374,8 @@ class AGLDataSource(GroupSource, DataSource):
             self._evaluated[group.group_id] = group
         if self._cursor is None or not self._cursor.done(group.group_id):
             return
+        if self._pacing is not None:
+            self._pacing.finalized(group)
         self._dropped_in_a_row = 0 if group.ready else self._dropped_in_a_row + 1
         if self._dropped_in_a_row >= _HOPELESS * max(1, self._wanted):
             failures = {f"{member.failure}: {member.failure_message}" for member in group.members if not member.ok}
@@ -334,6 +396,8 @@ class AGLDataSource(GroupSource, DataSource):
             self._submit(self._enqueue, list(one.cursor.under_way.values()), 1, "val", one.sampling)
         if self._cursor is not None:
             self._cursor.repeat()
+        if self._pacing is not None:
+            self._pacing.lost()
         self._follow_up()
 
     def _more_to_come(self) -> bool:
