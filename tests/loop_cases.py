@@ -112,6 +112,7 @@ class LoopCase:
         max_new_tokens: int = 8,
         max_concurrent: int = 64,
         on_event: Callable[[Event], None] | None = None,
+        val_engine: Any = None,
         **settings: Any,
     ) -> None:
         self.store = store if store is not None else BridgeStore()
@@ -137,6 +138,7 @@ class LoopCase:
                     settings=RunnerSettings(max_concurrent=max_concurrent, poll_interval_s=0.01, heartbeat_interval_s=0)
                 ),
                 observer=self.recorder,
+                val_engine=val_engine,
             )
         except Exception:
             self.source.stop()

@@ -52,6 +52,7 @@ class AlgorithmSettings(TypedDict, total=False):
     trained_models: tuple[str, ...]
     eval_interval: int
     eval_rollouts: int
+    eval_sglang_url: str | None
     output_dir: Path | None
     overwrite: bool
     resume: bool

@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 _MAY_CHANGE = frozenset(
     {"num_iterations", "save_interval", "view", "sglang_url", "keep_rollouts", "keep_rollouts_mb", "track"}
 )
+_MAY_CHANGE |= {"eval_sglang_url"}
 
 
 _MEMORY = Path("/dev/shm")
@@ -83,6 +84,9 @@ async def run_training(
     if config.sglang_url is not None:
         async with SGLangClient(base_url=config.sglang_url) as client:
             described = await client.probe()
+    if config.eval_sglang_url is not None:
+        async with SGLangClient(base_url=config.eval_sglang_url) as client:
+            await client.probe()
     run = open_run_dir(
         config.output_dir, agent=config.agent, settings=asdict(config), resume=config.resume, overwrite=config.overwrite
     )
@@ -149,6 +153,16 @@ async def run_training(
             metrics[TOKENS_TRAINED] = metrics.pop("train/tokens")
             return metrics
 
+        val_engine = None
+        if config.eval_sglang_url is not None:
+            beside = checked_url(config.eval_sglang_url)
+            val_llm = stack.enter_context(model_for_agents(config, parts, url=beside, model_path=model_path))
+
+            async def push_beside(version: str) -> None:
+                await weights.push_again(version, base_url=beside)
+
+            val_engine = val_llm, push_beside
+
         loop = make_loop(
             config,
             parts,
@@ -165,6 +179,7 @@ async def run_training(
             start=start,
             observer=_Observers(reports, partial),
             check_alive=check_engine,
+            val_engine=val_engine,
         )
         return await loop.run_async()
 
@@ -201,18 +216,32 @@ class WeightPublisher:
         self._trainer = trainer
         self.sync = DiskWeightSync(base_url=base_url, pause=pause)
         self._directory = directory.resolve()  # the engine has a working directory of its own
+        self._in_use: Path | None = None
 
     async def push(self, iteration: int) -> str:
         """Bring the weights to the engine under the iteration's number; returns that version."""
         version = str(iteration)
-        target = self._directory / f"v{iteration:06d}"
+        target = self._directory / _name(version)
         await run_in_thread(self._trainer.save_weights, target)
         await self.sync.push(str(target), version)
         # also those of before a restart
         others = sorted(path for path in self._directory.glob("v*") if path.is_dir() and path != target)
         for path in others[:-1]:
-            await run_in_thread(shutil.rmtree, path, ignore_errors=True)
+            if path != self._in_use:
+                await run_in_thread(shutil.rmtree, path, ignore_errors=True)
         return version
+
+    async def push_again(self, version: str, *, base_url: str) -> None:
+        """Bring the weights of ``version``, which are kept until then, to another engine, too."""
+        self._in_use = self._directory / _name(version)
+        try:
+            await DiskWeightSync(base_url=base_url).push(str(self._in_use), version)
+        finally:
+            self._in_use = None
+
+
+def _name(version: str) -> str:
+    return f"v{int(version):06d}"
 
 
 @contextmanager

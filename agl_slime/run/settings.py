@@ -102,6 +102,9 @@ class TrainConfig:
     """Rollouts of a validation."""
     eval_tasks: Path | None = None
     """Tasks of validations as JSON lines. Without it the agent's own make_task(rng) is used with another seed."""
+    eval_sglang_url: str | None = None
+    """URL of a second SGLang server, where validations run beside training with the weights they began with; with
+    --max-staleness. Without it they share the engine with training."""
 
     output_dir: Path | None = None
     """Where metrics, plot, transcripts and weights go; a new directory under runs/ by default."""
@@ -166,6 +169,9 @@ class TrainConfig:
             self._check_local()
 
     def _check_local(self) -> None:
+        if self.eval_sglang_url is not None and not (self.max_staleness and self.eval_interval):
+            fix = "give --max-staleness 1 or more and an --eval-interval, or leave it out"
+            raise ConfigError(f"--eval-sglang-url {self.eval_sglang_url}: validations run beside training only; {fix}")
         for name in ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus"):
             self._refuse(name, "only slime uses it; add --trainer slime, or leave it out")
         if self.local.temperature not in (None, self.temperature):
@@ -177,8 +183,11 @@ class TrainConfig:
 
     def _check_slime(self) -> None:
         """What slime does in its own way."""
+        self._refuse("eval_sglang_url", "validations are the loop's, in turn with training; leave it out")
         self._refuse("resume", "slime keeps its own checkpoints; give -- --load DIR --save DIR instead")
-        for name in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance", "max_staleness"):
+        fix = "slime has an asynchronous loop of its own, where agl_max_staleness bounds it: see docs/slime.md"
+        self._refuse("max_staleness", f"the loop trains in turn with slime; {fix}")
+        for name in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance"):
             self._refuse(name, "both processes must agree on groups, which slime wants complete; leave it out")
         self._refuse("weight_pause", "slime updates the weights itself; leave it out")
         self._refuse("weights_dir", "slime brings its weights to the engines itself; leave it out")

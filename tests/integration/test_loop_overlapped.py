@@ -14,6 +14,7 @@ from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.groups.results import Outcome
 from agl_slime.report.events import IterationFinished
+from agl_slime.support.agl import LLM
 from agl_slime.types import Sample
 from tests.loop_cases import HelloAgent, LoopCase, hello_engine
 
@@ -217,9 +218,33 @@ async def test_validations_run_beside_training_and_say_how_far_it_went_meanwhile
         assert case.recorder.metrics[-1]["val/lag"] == 0
 
 
+async def test_validations_on_an_engine_of_their_own_have_the_weights_they_began_with() -> None:
+    pushed: list[str] = []
+    with hello_engine() as engine, hello_engine() as second:
+        llm = LLM(endpoint=second.url, model="scripted", sampling_parameters={"max_new_tokens": 8})
+        case, _ = overlapped(
+            engine,
+            tasks=lambda rng: {"prompt": "say hello"},
+            eval_interval=2,
+            eval_tasks=3,
+            val_engine=(llm, pushed.append),
+        )
+        with case:
+            await case.loop.run_async()
+            case.check_ledger()
+        counts = case.source.ledger.counts().closed
+        assert second.calls["/generate"] == counts[Outcome.VALIDATED] == 3 * len(pushed)
+        assert engine.calls["/generate"] == counts[Outcome.TRAINED]
+        assert pushed[0] == "0"
+        assert pushed[-1] == "6"
+        assert {row["val/lag"] for row in case.recorder.metrics if "val/lag" in row} == {0}
+
+
 def test_what_cannot_be_kept_is_refused() -> None:
     with hello_engine() as engine:
         with pytest.raises(ConfigError, match="max_staleness of the data source is 2"):
             overlapped(engine, source_settings=DataSourceSettings(max_staleness=2))
         with pytest.raises(ConfigError, match="max_staleness must be 0"):
             overlapped(engine, max_staleness=-1)
+        with pytest.raises(ConfigError, match="val_engine is of use beside training only"):
+            overlapped(engine, val_engine=(LLM(endpoint=engine.url, model="scripted"), print))

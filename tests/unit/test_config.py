@@ -32,6 +32,8 @@ from agl_slime.run.settings import TrainConfig
         ({"rollout_num_gpus": 2}, "^--rollout-num-gpus with --trainer local"),  # fault 6
         ({"max_staleness": 2, "trainer": "slime"}, "^--max-staleness with --trainer slime"),
         ({"weight_pause": "in_place", "trainer": "slime"}, "^--weight-pause with --trainer slime"),
+        ({"eval_sglang_url": "http://x:1"}, "^--eval-sglang-url http://x:1: validations run beside training only"),
+        ({"eval_sglang_url": "http://x:1", "trainer": "slime"}, "^--eval-sglang-url with --trainer slime"),
         ({"drop_zero_variance": True, "trainer": "slime"}, "^--drop-zero-variance with --trainer slime"),
     ],
 )
