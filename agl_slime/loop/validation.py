@@ -19,6 +19,8 @@ class SideValidations:
     def begin(self, iteration: int) -> None:
         if self._running is None:
             self._running = asyncio.ensure_future(self._validate(iteration))
+            # when the run ends with another error, nobody asks
+            self._running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         else:
             self._due = iteration
 
@@ -33,14 +35,16 @@ class SideValidations:
         return metrics
 
     async def last(self, iteration: int) -> dict[str, Any]:
-        """The metrics of one that begins now, when no other is under way any more."""
+        """The metrics of one that begins now, when no other is under way any more, and what that had of its own (the
+        start validation)."""
         self._due = None
+        before = await self._end()
+        self.begin(iteration)
+        return {**before, **await self._end()}
+
+    async def _end(self) -> dict[str, Any]:
         if self._running is not None:
             await asyncio.wait({self._running})
-            self.ended()
-        self.begin(iteration)
-        assert self._running is not None
-        await asyncio.wait({self._running})
         return self.ended()
 
     def cancel(self) -> None:
