@@ -1,0 +1,53 @@
+"""Rollouts and training side by side, as a person sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agl_slime.report import plot_metrics
+from agl_slime.report.console import iteration_line
+from agl_slime.report.events import IterationFinished
+from agl_slime.report.summary import sum_up, summary_rows
+from tests.unit.report_cases import METRICS, row, write_rows
+
+SIDES = {
+    "perf/roll_s": 0.9,
+    "perf/train_s": 0.6,
+    "perf/sync_s": 0.1,
+    "perf/iteration_s": 1.0,
+    "perf/trainer_waited": 0.3,
+    "perf/engine_waited": 0.05,
+    "rollout/staleness_mean": 0.5,
+    "rollout/staleness_max": 2,
+}
+
+
+def test_the_line_of_an_iteration_says_how_long_each_side_waited() -> None:
+    line = iteration_line(IterationFinished(iteration=3, metrics={**METRICS, **SIDES}), 10, {})
+    assert "1.00 s  waited: training 30%, engine 5%" in line
+    assert "waited" not in iteration_line(IterationFinished(iteration=3, metrics=METRICS), 10, {})
+
+
+def test_the_summary_has_speed_up_ceiling_and_staleness() -> None:
+    summary = sum_up([{"iteration": n, **row(n, **SIDES)} for n in range(1, 4)])
+    assert summary["speed_up"] == pytest.approx(1.6)
+    assert summary["speed_up_ceiling"] == pytest.approx(1.6 / 1.0)
+    rows = dict(summary_rows({"reason": "finished", **summary}))
+    assert rows["overlap"] == "1.60x, at most 1.60x;  training waited 30%, the engine 5%"
+    assert rows["staleness"] == "0.50 versions at mean, 2 at most"
+    in_turn = sum_up([{"iteration": 1, **row(1)}])
+    assert "speed_up" not in in_turn
+    assert "overlap" not in dict(summary_rows({"reason": "finished", **in_turn}))
+
+
+def test_both_sides_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pillow = pytest.importorskip("PIL.Image")
+    write_rows(tmp_path / "metrics.jsonl", 12, SIDES)
+    assert plot_metrics(tmp_path / "metrics.jsonl", tmp_path / "reward.png")
+    with pillow.open(tmp_path / "reward.png") as picture:
+        assert picture.size == (1200, 975)
+        found = {colour: count for count, colour in picture.convert("RGB").getcolors(maxcolors=1 << 16)}
+    assert found[(0xD6, 0x60, 0x4D)] > 300  # the engine's line; there is no validation
