@@ -80,8 +80,11 @@ class OverlappedSchedule(SerialSchedule):
     async def collect(self, tasks: TaskCursor) -> list[GroupResult]:
         """The next batch, as soon as it can be made, and the groups that were dropped and replaced since the last one.
         What is ready of it is what the data source delivers next."""
-        self._tasks = tasks
+        began, self._tasks = self._tasks is not None, tasks
         self._fill()
+        if not began and self._filling is not None:
+            # what a restart has cut off is older than what is ready, and has its place before it
+            await self.while_alive(self._filling)
         while (batch := self._admission.take()) is None:
             if self._filling is not None and self._filling.done():
                 self._filling.result()  # raises what the store or the tasks have raised
