@@ -194,11 +194,14 @@ class OnlineRLLoop:
             reason = f"{where}failed with {spell_exception(error)}"
             raise LoopError(reason) from error
         finally:
-            if self._runner is not None:
-                await asyncio.shield(run_in_thread(self._runner.stop, timeout_s=3.0))
             if self._validations is not None:
                 self._validations.cancel()
-            await self._schedule.cancel_outstanding()
+            try:
+                # before the runner stops: what that leaves unfinished is no failure of its task
+                await self._schedule.cancel_outstanding()
+            finally:
+                if self._runner is not None:
+                    await asyncio.shield(run_in_thread(self._runner.stop, timeout_s=3.0))
             self._emit(events.RunFinished(reason=reason, summary={"ledger": _ledger_counts(self.data_source)}))
         return RunResult(
             iterations=settings.num_iterations, reward_means=tuple(self._reward_means), metrics=self._last_metrics

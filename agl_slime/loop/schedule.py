@@ -104,10 +104,12 @@ class SerialSchedule:
             work.cancel()
 
     async def cancel_outstanding(self) -> None:
-        """What has not ended when the run does is taken from the store's queue, and counted as cancelled."""
+        """What has not ended when the run does is counted as cancelled, and taken from the store's queue. Its groups
+        are given up first: one that is told of its members' cancellation would count its task as dealt with."""
         outstanding = self._data_source.ledger.open_ids()
         if not outstanding:
             return
+        self._data_source.abandon(outstanding, group_ids=self._waiting, reason="run_ended")
         cancelling = asyncio.gather(
             *(self._store.update_rollout(name, status="cancelled") for name in outstanding), return_exceptions=True
         )
@@ -115,7 +117,6 @@ class SerialSchedule:
         if not done:
             cancelling.cancel()
             logger.warning("The store did not cancel %d rollouts within %g s.", len(outstanding), _CANCEL_TIMEOUT_S)
-        self._data_source.abandon(outstanding, group_ids=self._waiting, reason="run_ended")
 
     async def _enqueue(
         self, tasks: TaskCursor, n: int, *, size: int, mode: Literal["train", "val"], resources_id: str | None = None

