@@ -126,6 +126,27 @@ async def test_no_more_than_the_bound_is_ever_admitted() -> None:
         assert most[-1][1] == 10  # nothing is enqueued that nobody would train on
 
 
+async def test_in_turn_nothing_is_enqueued_while_a_batch_is_trained_on() -> None:
+    with hello_engine() as engine:
+        case, played = overlapped(engine, max_staleness=0)
+        seen: list[tuple[int, int]] = []
+        inner = played.train
+
+        def train(iteration: int) -> dict[str, float]:
+            counts = case.source.ledger.counts()
+            seen.append((counts.opened, counts.open))
+            return inner(iteration)
+
+        case.loop._train_fn = lambda iteration: asyncio.to_thread(train, iteration)
+        with case:
+            await case.loop.run_async()
+        assert seen == [(4 * iteration, 0) for iteration in range(1, 7)]
+        assert set(played.behind) == {0}
+        batches = [sorted(int(group[0].metadata["instance_id"]) for group in batch) for batch in played.batches]
+        assert batches == [[2 * n, 2 * n + 1] for n in range(6)]
+        assert not any("perf/roll_s" in row or "waited" in str(row.keys()) for row in case.recorder.metrics)
+
+
 async def test_a_dropped_group_is_replaced_and_one_that_may_not_be_takes_up_its_place() -> None:
     def judge(task: dict[str, Any], response: str) -> float:
         if task["prompt"].endswith("3"):
