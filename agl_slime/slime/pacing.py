@@ -7,15 +7,20 @@ start.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
+from typing import Any
 
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.groups.results import GroupResult, rollout_of
 from agl_slime.loop.admission import Admission
+from agl_slime.slime.args import PluginSettings
 from agl_slime.types import Sample
+
+logger = logging.getLogger(__name__)
 
 _NOW = sys.maxsize
 
@@ -24,9 +29,15 @@ class Pacing:
     """Which groups a data source admits and delivers. It begins with the first rollout that is asked for; until then
     it is not ``on`` and paces nothing. Not thread-safe."""
 
-    def __init__(self, *, batch_size: int | None, max_staleness: int) -> None:
-        if batch_size is None:
-            raise ConfigError(f"agl_max_staleness {max_staleness} needs slime's --rollout-batch-size, which is not set")
+    @classmethod
+    def of(cls, settings: PluginSettings, args: Any) -> Pacing | None:
+        """What ``settings`` ask for, if they do; raises ``ConfigError`` where slime's ``args`` know no batch size."""
+        limit, batch_size = settings.max_staleness, getattr(args, "rollout_batch_size", None)
+        if limit is not None and batch_size is None:
+            raise ConfigError(f"agl_max_staleness {limit} needs slime's --rollout-batch-size, which is not set")
+        return None if limit is None else cls(batch_size=batch_size, max_staleness=limit)
+
+    def __init__(self, *, batch_size: int, max_staleness: int) -> None:
         self._batch_size, self._max_staleness = batch_size, max_staleness
         self._admission = Admission(batch_size=batch_size, max_staleness=max_staleness)
         self._start: int | None = None  # the engine's version, less the steps that it stands for
@@ -35,6 +46,11 @@ class Pacing:
         self._ready: dict[str, int] = {}  # the same by the first rollout of each
         self._before: list[tuple[str, int, bool]] = []  # of a loaded state: name, step, whether it is ready
         self.on = False
+
+    def of_another_function(self) -> None:
+        """A rollout function that does not say which rollout it is at is not paced."""
+        what = "is of agl_slime.slime_hooks.generate_rollout; for others nothing is enqueued ahead"
+        logger.warning("agl_max_staleness %d %s", self._max_staleness, what)
 
     def asked(self, rollout_id: int) -> None:
         """slime asks for this rollout: the groups of those before it are taken."""

@@ -14,12 +14,12 @@ from typing import Any
 from agl_slime.datasource.source import DataSourceSettings, GroupSource, spell_ends
 from agl_slime.errors import ConfigError, DataSourceError, spell_exception
 from agl_slime.groups.ledger import Ledger
-from agl_slime.groups.results import GroupResult, MemberResult
+from agl_slime.groups.results import GroupResult
 from agl_slime.loop.tasks import TaskGroup
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.connection import Connection
-from agl_slime.slime.hooks import eval_entry
 from agl_slime.slime.pacing import Pacing
+from agl_slime.slime.states import as_json, eval_data, state_path
 from agl_slime.store.bridge import FINISHED
 from agl_slime.support.agl import LightningStore, Rollout
 from agl_slime.support.files import write_file
@@ -65,9 +65,7 @@ class AGLDataSource(GroupSource, DataSource):
             store, tokenizer = connection.store, tokenizer or connection.tokenizer()
             settings = settings or connection.data_source_settings()
         self._cursor = connection.tasks if connection is not None else None
-        limit = plugin.max_staleness if plugin is not None and self._cursor is not None else None
-        batch_size = getattr(args, "rollout_batch_size", None)
-        self._pacing = Pacing(batch_size=batch_size, max_staleness=limit) if limit is not None else None
+        self._pacing = Pacing.of(plugin, args) if plugin is not None and self._cursor is not None else None
         self._evals = connection.evals if connection is not None else []
         self._wanted = 0
         self._dropped_in_a_row = 0
@@ -94,12 +92,10 @@ class AGLDataSource(GroupSource, DataSource):
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         if self._pacing is not None and not self._pacing.on:
-            if self.settings.blocking:
-                what = "is of agl_slime.slime_hooks.generate_rollout: for others nothing is enqueued ahead"
-                logger.warning("agl_max_staleness %s", what)
-                self._pacing = None
-            else:
+            if not self.settings.blocking:
                 self.pace(getattr(self._args, "start_rollout_id", None) or 0)
+            else:
+                self._pacing = self._pacing.of_another_function()
         batch = None if self.settings.blocking else getattr(self._args, "rollout_batch_size", None)
         self.demand(batch or num_samples)
         return super().get_samples(num_samples)
@@ -199,12 +195,12 @@ class AGLDataSource(GroupSource, DataSource):
         if not any(members.values()):
             ends = spell_ends(self.ledger.counts().reasons)
             raise DataSourceError(f"all {len(wanted)} rollouts of evaluation {rollout_id} failed: {ends}")
-        return {name: _eval_data(ended) for name, ended in members.items() if ended}  # slime divides by their number
+        return {name: eval_data(ended) for name, ended in members.items() if ended}  # slime divides by their number
 
     def save(self, rollout_id: Any) -> None:
         """Write the state beside the checkpoint (``args.save``), under the id of the step."""
         if (directory := getattr(self._args, "save", None)) is not None:
-            self._write(_state_path(directory, rollout_id), self.state())
+            self._write(state_path(directory, rollout_id), self.state())
 
     def load(self, rollout_id: Any = None) -> None:
         """Read what ``save`` wrote for that step (``args.load``); nothing where there is none, as on a fresh start."""
@@ -212,7 +208,7 @@ class AGLDataSource(GroupSource, DataSource):
         if self._delivery_path is not None:
             self._delivery_path.unlink(missing_ok=True)
         directory = getattr(self._args, "load", None)
-        if directory is not None and (path := _state_path(directory, rollout_id)).exists():
+        if directory is not None and (path := state_path(directory, rollout_id)).exists():
             self._read(path)
 
     def state_dict(self) -> dict[str, Any]:
@@ -245,7 +241,7 @@ class AGLDataSource(GroupSource, DataSource):
         if self._delivery_path is None:
             return groups
         delivery = {"rollout_id": rollout_id, "groups": [[sample.to_dict() for sample in group] for group in groups]}
-        self._delivery = json.loads(_as_json(delivery))
+        self._delivery = json.loads(as_json(delivery))
         self._write(self._delivery_path, {**self.state(), "delivery": self._delivery})
         return self._batch()
 
@@ -257,7 +253,7 @@ class AGLDataSource(GroupSource, DataSource):
         return [[Sample.from_dict(sample) for sample in group] for group in self._delivery["groups"]]
 
     def _write(self, path: Path, state: dict[str, Any]) -> None:
-        write_file(path, _as_json(state))
+        write_file(path, as_json(state))
         with self._changed:
             self._ends.saved(state["waiting"])
 
@@ -402,20 +398,3 @@ class AGLDataSource(GroupSource, DataSource):
 
     def _more_to_come(self) -> bool:
         return self._connection is not None or super()._more_to_come()
-
-
-def _eval_data(members: Sequence[MemberResult]) -> dict[str, Any]:
-    entry = eval_entry([member.samples[-1] for member in members])
-    return {**entry, "rewards": [member.reward for member in members]}
-
-
-def _state_path(directory: str | Path, rollout_id: Any) -> Path:
-    """slime keeps a data source's state under ``rollout/`` of the checkpoint directory."""
-    return Path(directory) / "rollout" / f"agl_datasource_{rollout_id}.json"
-
-
-def _as_json(state: dict[str, Any]) -> str:
-    try:
-        return json.dumps(state, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise DataSourceError(f"a sample's metadata is not JSON ({error}); keep plain values in it") from error

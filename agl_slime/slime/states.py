@@ -1,0 +1,30 @@
+"""What a data source hands to slime beside groups: its saved state, and the data of an evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agl_slime.errors import DataSourceError
+from agl_slime.groups.results import MemberResult
+from agl_slime.slime.hooks import eval_entry
+
+
+def state_path(directory: str | Path, rollout_id: Any) -> Path:
+    """slime keeps a data source's state under ``rollout/`` of the checkpoint directory."""
+    return Path(directory) / "rollout" / f"agl_datasource_{rollout_id}.json"
+
+
+def as_json(state: dict[str, Any]) -> str:
+    try:
+        return json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DataSourceError(f"a sample's metadata is not JSON ({error}); keep plain values in it") from error
+
+
+def eval_data(members: Sequence[MemberResult]) -> dict[str, Any]:
+    """slime's evaluation data of rollouts that succeeded, an entry for each."""
+    entry = eval_entry([member.samples[-1] for member in members])
+    return {**entry, "rewards": [member.reward for member in members]}
