@@ -253,7 +253,7 @@ def _weights_directory(config: TrainConfig, model_path: Path, run_dir: Path) -> 
         return
     size = sum(file.stat().st_size for file in model_path.glob("*.safetensors"))
     fits = size >= _LARGE and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _ROOM * size
-    if config.sglang_url is None and fits:
+    if config.sglang_url is None and config.eval_sglang_url is None and fits:
         with scratch_directory(_MEMORY, "agl-slime-weights") as directory:
             yield directory
     else:
