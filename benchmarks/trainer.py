@@ -133,7 +133,7 @@ def main() -> int:
     parser.add_argument("--microbatch", type=int, default=4096)
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=1, help="measured, after one that is not")
+    parser.add_argument("--rounds", type=int, default=1, help="measured, after one that is not; 0 takes that one")
     parser.add_argument("--variant", action="append", default=[], help="flags of a further row, as --checkpointing")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
@@ -161,7 +161,8 @@ def main() -> int:
             for name, process in running.items():
                 process.stdin.write("\n")
                 done = json.loads(process.stdout.readline())
-                print(f"  round {number}, {name}: {done['wall']:.2f} s, {done['cpu']:.2f} s of CPU", flush=True)
+                took = f"{done['wall']:.2f} s, {done['cpu']:.2f} s of CPU, peak {done['peak']:.0f} MB"
+                print(f"  round {number}, {name}: {took}", flush=True)
                 found[name].append(done)
     finally:
         for process in running.values():
@@ -169,7 +170,7 @@ def main() -> int:
     work, clock = about["bare"], "wall" if options.device.startswith("cuda") else "cpu"
     where = f"{options.threads} threads, {options.device}, load {os.getloadavg()[0]:.1f}"
     print(f"{options.case}: {work['ids']} ids, {work['trained']} trained; {where}; seconds of {clock}")
-    seconds = {name: median(run[clock] for run in runs[1:]) for name, runs in found.items()}
+    seconds = {name: median(run[clock] for run in runs[1:] or runs) for name, runs in found.items()}
     for name, runs in found.items():
         speed = f"{work['ids'] / seconds[name]:8.0f} tokens/s {seconds['bare'] / seconds[name]:5.0%} of the bare loop"
         memory = f"peak {runs[-1]['peak']:6.0f} MB, {about[name]['loaded']:.0f} loaded"
