@@ -25,7 +25,7 @@ def check_model(model: Path) -> None:
             require_gguf()
     elif model.exists() or not _HUB_NAME.fullmatch(str(model)):
         why = "there is no Hugging Face checkpoint (no config.json); leave the flag out to make a tiny policy"
-        raise ConfigError(f"--model {model}: {why}")
+        raise ConfigError(f"--model-path {model}: {why}")
 
 
 def find_model(model: Path, say: Callable[[str], None]) -> Path:
