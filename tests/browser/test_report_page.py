@@ -161,19 +161,19 @@ def test_a_run_that_is_followed_grows(page: Any, tmp_path: Path) -> None:
         heading(page, "Trend")
         assert "running" in page.inner_text("#runs")
         writer.iteration(2)
-        page.wait_for_function("document.querySelector('#live').textContent.includes('iteration 2, 24 rollouts')")
+        page.wait_for_function("() => document.querySelector('#live').textContent.includes('iteration 2, 24 rollouts')")
         page.evaluate("location.hash = '#rollout/0/ro-2-1'")
         heading(page, "Rollout ro-2-1")
         assert page.locator(".message").count() > 0
         page.evaluate("location.hash = '#trend'")
         heading(page, "Trend")
         writer.finish()
-        page.wait_for_function("document.querySelector('#runs').textContent.includes('finished')")
+        page.wait_for_function("() => document.querySelector('#runs').textContent.includes('finished')")
         write_run(tmp_path / "two", iterations=1)
         page.wait_for_selector("label:has-text('two')")
         assert "one: reward_mean" in page.inner_text("figure >> nth=0")
         page.uncheck("#run0")
-        page.wait_for_function("!document.querySelector('figure').textContent.includes('one')")
+        page.wait_for_function("() => !document.querySelector('figure').textContent.includes('one')")
 
 
 def test_who_has_no_token_sees_nothing(page: Any, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ async function show({ keep = false } = {}) {
   const turn = ++showing;
   const [kind, number, ...rest] = (location.hash.slice(1) || "trend").split("/");
   const run = App.runs[Number(number) || 0];
-  const view = h("div", { class: `view ${kind}` });
+  const view = h("div", { class: `view of-${kind}` });
   const old = forgetLater();
   const id = decodeURIComponent(rest[0] || "");
   if (kind === "step") step(view, run, Number(rest[0]));

@@ -24,7 +24,8 @@ function stepFigures(run, iteration, groups) {
 
 // Rewards of members, a column per group; a group without spread is a filled square, one that was dropped hollow.
 function scatter(run, groups) {
-  const width = Math.max(320, groups.length * 18 + 60), height = 190, left = 46, bottom = 24;
+  const each = Math.min(56, Math.max(18, (innerWidth - 120) / groups.length));
+  const width = Math.max(320, groups.length * each + 60), height = 190, left = 46, bottom = 24;
   const rewards = groups.flatMap((group) => spread(group).rewards);
   const low = Math.min(0, ...rewards), high = Math.max(1e-9, ...rewards);
   const y = (value) => 10 + (1 - (value - low) / (high - low || 1)) * (height - bottom - 20);
