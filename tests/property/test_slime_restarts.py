@@ -194,6 +194,15 @@ class Restarts(RuleBasedStateMachine):
         self.source = Still(self.store)
         self.source.restore(json.loads(state))
 
+    @rule(paged=st.booleans())
+    def short_life(self, paged: bool) -> None:
+        """One that is killed as soon as it starts: two batches, perhaps before the feed has told it of anything."""
+        self.crash(0)
+        if paged:
+            self.page()
+        self.look_at_all()
+        self.two_batches(False)
+
     @invariant()
     def it_adds_up(self) -> None:
         counts = self.source.ledger.counts()
@@ -228,7 +237,7 @@ class Restarts(RuleBasedStateMachine):
         assert not self.source._ends._ends
 
 
-Restarts.TestCase.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)
+Restarts.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
 TestRestarts = Restarts.TestCase
 
 
