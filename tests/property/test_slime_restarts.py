@@ -112,16 +112,16 @@ class Restarts(RuleBasedStateMachine):
         self.source = Still(self.store)
         self.states = [(self.source.saved(), 0)]  # with what of ``accepted`` was taken before it
 
-    @initialize(order=st.permutations(range(3 * SIZE)), begun=st.integers(0, 3 * SIZE))
+    @initialize(order=st.permutations(range(3)), begun=st.sampled_from([2, 4, 3, 0]))
     def many_wait(self, order: list[int], begun: int) -> None:
-        """Rollouts that ended before there was a manager, told all at once; some are being read."""
+        """Rollouts that ended before there was a manager, told all at once; the last of them are being read."""
         for _ in range(3):
             self.enqueue([False] * SIZE)
-        names = sorted(self.running)
         for number in order:
-            self.end(names[number])
+            for member in range(SIZE):
+                self.end(f"g{number}.{member}")
         self.source.page()
-        for index in range(len(names))[::-1][:begun]:
+        for index in range(3 * SIZE)[::-1][:begun]:
             self.source.step(index)
 
     @rule(fails=st.lists(st.booleans(), min_size=SIZE, max_size=SIZE))
