@@ -12,10 +12,12 @@ tokens by it. Rewards are means of the last 10 iterations: the mean of the seeds
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import tempfile
 import time
 from collections import deque
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -85,7 +87,9 @@ def sample_batch(model: Any, *, version: int, groups: int, per_group: int, drawn
     ]
 
 
-def run(policy: Path, variant: str, seed: int, options: argparse.Namespace) -> tuple[list[float], dict[str, float]]:
+def run(
+    policy: Path, variant: str, staleness: int, seed: int, options: argparse.Namespace
+) -> tuple[list[float], dict[str, float]]:
     """The mean reward of each batch when it was sampled, and the means of the metrics."""
     settings = LocalTrainerSettings(lr=options.lr, torch_threads=1, seed=seed, **VARIANTS[variant])
     trainer, drawn = LocalTrainer(model_path=policy, settings=settings), torch.Generator().manual_seed(seed)
@@ -97,7 +101,7 @@ def run(policy: Path, variant: str, seed: int, options: argparse.Namespace) -> t
         )
         rewards.append(fmean(float(sample.reward) for sample in batch))
         waiting.append(batch)
-        if len(waiting) > options.staleness:
+        if len(waiting) > staleness:
             batch = waiting.popleft()
             for sample in batch:
                 sample.metadata["policy_version"] = version
@@ -114,6 +118,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--per-group", type=int, default=8)
     parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="seeds that run at the same time")
     options = parser.parse_args()
     load = f"load average {os.getloadavg()[0]:.1f} at the start, {os.cpu_count()} cores"
     table = Table(title=f"staleness {options.staleness}, lr {options.lr:g}, {options.seeds} seeds, {load}")
@@ -122,21 +127,38 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         policies = [make_policy(Path(directory) / str(seed), seed) for seed in range(options.seeds)]
-        for staleness, variant in ((0, "engine"), *((options.staleness, name) for name in VARIANTS)):
-            given = argparse.Namespace(**{**vars(options), "staleness": staleness})
-            found = [run(policy, variant, seed, given) for seed, policy in enumerate(policies)]
-            ends = [fmean(rewards[-10:]) for rewards, _ in found]
-            means = {name: fmean(metrics[name] for _, metrics in found) for name in found[0][1]}
-            table.add_row(
-                f"{variant}, staleness {staleness}",
-                f"{fmean(ends):.3f}",
-                f"{min(ends):.3f}",
-                f"{max(ends):.3f}",
-                f"{fmean(fmean(rewards) for rewards, _ in found):.3f}",
-                *(f"{value:.3f}" for value in means.values()),
-            )
+        spawned = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(max_workers=options.processes, mp_context=spawned) as pool:
+            rows = [
+                (
+                    variant,
+                    staleness,
+                    [
+                        pool.submit(run, policy, variant, staleness, seed, options)
+                        for seed, policy in enumerate(policies)
+                    ],
+                )
+                for staleness, variant in ((0, "engine"), *((options.staleness, name) for name in VARIANTS))
+            ]
+            for variant, staleness, seeds in rows:
+                tell(table, f"{variant}, staleness {staleness}", [future.result() for future in seeds])
     console.print(table)
     console.print(f"{time.monotonic() - began:.0f} s")
+
+
+def tell(table: Table, name: str, found: list[tuple[list[float], dict[str, float]]]) -> None:
+    """A row of the table, and a line at once."""
+    ends = [fmean(rewards[-10:]) for rewards, _ in found]
+    console.print(f"{name}:", *(f"{end:.3f}" for end in ends), highlight=False)
+    means = {metric: fmean(metrics[metric] for _, metrics in found) for metric in found[0][1]}
+    table.add_row(
+        name,
+        f"{fmean(ends):.3f}",
+        f"{min(ends):.3f}",
+        f"{max(ends):.3f}",
+        f"{fmean(fmean(rewards) for rewards, _ in found):.3f}",
+        *(f"{value:.3f}" for value in means.values()),
+    )
 
 
 if __name__ == "__main__":
