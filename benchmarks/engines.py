@@ -181,6 +181,9 @@ def generate(model: Any, ids: Any, count: int, *, static: bool) -> None:
 async def over_http(url: str, pids: list[int], options: argparse.Namespace) -> Result:
     import aiohttp
 
+    chats = questions(
+        options.model
+    )  # before a connection is open: loading blocks this loop, and servers close idle ones
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
 
@@ -202,7 +205,7 @@ async def over_http(url: str, pids: list[int], options: argparse.Namespace) -> R
                 answers = await asyncio.gather(*(ask(ids, options.new_tokens) for ids in prompts(n, repeat)))
                 seen.append(sum(len(answer["output_ids"]) for answer in answers) / (clock(pids, options) - began))
             rates[n] = max(seen)
-        asked = await asyncio.gather(*(ask(ids, 16, 0.0) for ids in questions(options.model)))
+        asked = await asyncio.gather(*(ask(ids, 16, 0.0) for ids in chats))
     greedy = [[pair[:2] for pair in answer["meta_info"]["output_token_logprobs"]] for answer in asked]
     return {"rates": rates, "greedy": greedy}
 
