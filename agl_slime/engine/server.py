@@ -166,7 +166,8 @@ class EmbeddedServer:
             "completion_tokens": len(request.output_ids),
         }
         if request.started:
-            ends = [start for _, start in request.versions[1:]] + [len(request.output_ids)]
+            # none of no tokens, which is what max_new_tokens = 0 gives
+            ends = [*(start for _, start in request.versions[1:]), len(request.output_ids)][: len(request.versions)]
             meta["prompt_tokens"] = len(request.input_ids)
             meta["cached_tokens"] = request.cached_tokens
             meta["weight_versions"] = [

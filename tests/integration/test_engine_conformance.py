@@ -226,8 +226,8 @@ async def test_requests_do_not_influence_each_other(client: Client, model: Any) 
 async def test_input_log_probs_are_at_temperature_one_from_the_start_asked_for(client: Client, model: Any) -> None:
     prompt = PROMPTS[2]
     table = log_softmax(model, prompt)
-    for start in (0, 7):
-        answer = await client.generate(prompt, temperature=0.5, max_new_tokens=1, logprob_start_len=start)
+    for start, new in ((0, 1), (7, 1), (7, 0)):
+        answer = await client.generate(prompt, temperature=0.5, max_new_tokens=new, logprob_start_len=start)
         given = answer["meta_info"]["input_token_logprobs"]
         assert [entry[1] for entry in given] == prompt[start:]
         assert given[0][0] is None
