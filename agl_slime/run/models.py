@@ -12,7 +12,7 @@ from agl_slime.run.smollm2 import make_smollm2, require_gguf, smollm2_directory
 _SMOLLM2 = "smollm2"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # who published it, and its name
 # What engine and trainer read; the same weights in other forms are left there.
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 def check_model(model: Path) -> None:
