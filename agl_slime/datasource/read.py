@@ -101,7 +101,7 @@ def _so_far(rollout: Rollout, spans: Sequence[Span], attempt_id: str, tokenizer:
     """The turns that a failed rollout had, for those who look at it; ``None`` where its spans tell none."""
     try:
         turns = read_turns(spans_of_attempt(spans, attempt_id), tokenizer)
-    except (RolloutError, ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # what has failed may fail here too, a tokenizer say; only a record goes without
         logger.debug("The turns of failed rollout %s cannot be read.", rollout.rollout_id, exc_info=error)
         return None
     if not turns:

@@ -103,6 +103,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def config_for(engine: str, directory: Path, n: int, tasks: list[dict[str, Any]], **settings: Any) -> TrainConfig:
     file = directory / "tasks.jsonl"
     file.write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    (directory / "config.json").write_text("{}")  # a checkpoint, as far as it is looked at before slime loads it
     return TrainConfig(
         agent=f"{HERE}:NumbersAgent",
         trainer="slime",
