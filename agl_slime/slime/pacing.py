@@ -33,9 +33,11 @@ class Pacing:
     def of(cls, settings: PluginSettings, args: Any) -> Pacing | None:
         """What ``settings`` ask for, if they do; raises ``ConfigError`` where slime's ``args`` know no batch size."""
         limit, batch_size = settings.max_staleness, getattr(args, "rollout_batch_size", None)
-        if limit is not None and batch_size is None:
+        if limit is None:
+            return None
+        if batch_size is None:
             raise ConfigError(f"agl_max_staleness {limit} needs slime's --rollout-batch-size, which is not set")
-        return None if limit is None else cls(batch_size=batch_size, max_staleness=limit)
+        return cls(batch_size=batch_size, max_staleness=limit)
 
     def __init__(self, *, batch_size: int, max_staleness: int) -> None:
         self._batch_size, self._max_staleness = batch_size, max_staleness
