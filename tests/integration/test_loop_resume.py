@@ -79,22 +79,26 @@ class Life:
         self.n_trained: int | None = None
         self.after_training: Callable[[int], None] = lambda iteration: None
         assert self.source._store is not None
-        self.loop = OnlineRLLoop(
-            store=self.source._store,
-            agent=HelloAgent(judge=judge),
-            tasks=TASKS,
-            val_tasks=TASKS,
-            llm=LLM(endpoint=url, model="scripted", sampling_parameters={"max_new_tokens": 8}),
-            data_source=self.source,
-            slime_train_fn=self._train,
-            save_fn=self.writer.save,
-            start=self.checkpoint.loop if self.checkpoint is not None else None,
-            settings=LoopSettings(
-                **{"rollout_batch_size": n_groups, "n_samples_per_prompt": 2, "rollout_timeout_s": 20.0, **settings}
-            ),
-            runners=RunnerPlan(settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0)),
-            observer=self.recorder,
-        )
+        try:
+            self.loop = OnlineRLLoop(
+                store=self.source._store,
+                agent=HelloAgent(judge=judge),
+                tasks=TASKS,
+                val_tasks=TASKS,
+                llm=LLM(endpoint=url, model="scripted", sampling_parameters={"max_new_tokens": 8}),
+                data_source=self.source,
+                slime_train_fn=self._train,
+                save_fn=self.writer.save,
+                start=self.checkpoint.loop if self.checkpoint is not None else None,
+                settings=LoopSettings(
+                    **{"rollout_batch_size": n_groups, "n_samples_per_prompt": 2, "rollout_timeout_s": 20.0, **settings}
+                ),
+                runners=RunnerPlan(settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0)),
+                observer=self.recorder,
+            )
+        except BaseException:
+            self.end()
+            raise
 
     def _train(self, iteration: int) -> dict[str, float]:
         n_groups = self.n_trained or self.loop.settings.rollout_batch_size
