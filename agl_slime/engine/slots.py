@@ -290,7 +290,8 @@ class SlotModel:
     def _copy(self, source: int, rows: list[int], length: int) -> None:
         """The first ``length`` tokens' keys and values of a row into others."""
         for held in (*self._keys, *self._values):
-            held[rows, :, :length] = held[source, :, :length]
+            # a copy of its own: where rows are full, torch does not write what it reads in the same call
+            held[rows, :, :length] = held[source, :, :length].clone()
 
     def _move(self, source: int, row: int) -> None:
         length = int(self.lengths[source])

@@ -94,7 +94,8 @@ class OverlappedSchedule(SerialSchedule):
         self._lost = [number for number in self._lost if number in self._ended]
         self._data_source.reserve([group.succeeded[0].rollout_id for group in groups if group.ready])
         groups += self._dropped
-        self._dropped, self._something_works = [], False
+        self._dropped = []
+        self._something_works = any(group.succeeded for group in self._ended.values())
         return groups
 
     def advance(self) -> None:

@@ -65,6 +65,13 @@ def test_the_members_of_a_group_share_one_prefill(ask: Ask, engine: Engine, monk
     assert len({tuple(request.output_ids) for request in group}) == 1
 
 
+def test_a_group_s_prompt_may_fill_its_rows(policy_dir: Path) -> None:
+    slots = SlotModel(policy(policy_dir), slots=4, context=len(PROMPT))
+    filled = slots.prefill([PROMPT] * 3)
+    assert torch.equal(filled.logits[0], filled.logits[1])
+    assert torch.equal(filled.logits[0], filled.logits[2])
+
+
 def test_a_conversation_goes_on_from_what_its_last_turn_left(ask: Ask) -> None:
     first = ask(PROMPT)[0]
     told = PROMPT + first.output_ids
