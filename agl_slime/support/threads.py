@@ -31,6 +31,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 30.0  # a thread without work ends after this long
+_SLOW_S = 1.0  # a call that was cut off sooner, by Ctrl-C say, is no sign of one that hangs
 
 
 class _Job(Future[Any]):
@@ -50,8 +51,8 @@ class ThreadPool:
 
     Args:
         max_abandoned: makes this a pool for users' code. With so many abandoned threads further calls are refused with
-            a ``RolloutError`` (reason ``threads_hung``) until one returns; the first one is warned about. What would
-            end more than its own rollout (``SystemExit``, ``KeyboardInterrupt``, ``StopIteration``) becomes a
+            a ``RolloutError`` (reason ``threads_hung``) until one returns; the first slow one is warned about. What
+            would end more than its own rollout (``SystemExit``, ``KeyboardInterrupt``, ``StopIteration``) becomes a
             ``RolloutError`` whose reason is the name of its class.
     """
 
@@ -112,12 +113,14 @@ class ThreadPool:
             self._outstanding -= 1
             self._threads -= 1
             self._start_thread_if_needed()
-            warned, self._warned = self._warned, True
-        if not warned and self._max_abandoned is not None:
+            ran_s = time.monotonic() - job.started
+            warn = not self._warned and ran_s >= _SLOW_S
+            self._warned = self._warned or warn
+        if warn and self._max_abandoned is not None:
             logger.warning(
                 "%s has not returned after %.1f s when its rollout ended: its thread is abandoned (up to %d may be).",
                 job.name,
-                time.monotonic() - job.started,
+                ran_s,
                 self._max_abandoned,
             )
 
