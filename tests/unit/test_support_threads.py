@@ -60,11 +60,14 @@ async def test_hung_rewards_do_not_stop_the_control_plane(gate):
     await asyncio.gather(*rewards)
 
 
-async def test_abandoned_threads_are_replaced_counted_and_warned_about_once(gate, caplog):
+async def test_abandoned_threads_are_replaced_counted_and_warned_about_once(gate, caplog, monkeypatch):
     pool = ThreadPool(name="test-abandoned", max_running=2, max_abandoned=100)
     before = abandoned_threads()
     with caplog.at_level(logging.WARNING, logger=threads.__name__):
-        for _ in range(5):
+        await abandon(await hang(pool.run, gate))
+        assert caplog.records == []  # it has run for milliseconds
+        monkeypatch.setattr(threads, "_SLOW_S", 0.0)
+        for _ in range(4):
             await abandon(await hang(pool.run, gate))
     assert pool.abandoned == abandoned_threads() - before == 5
     assert collect_metrics([], collect_s=1.0)["rollout/abandoned_threads"] == abandoned_threads()
