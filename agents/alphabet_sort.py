@@ -32,6 +32,9 @@ class AlphabetSort(SGLangLitAgent):
     def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]]:
         return [
             {"role": "system", "content": "Answer with the sorted words and nothing else."},
+            # without an example a model of this size talks about the task: 48 answers had a mean reward of 0.007
+            {"role": "user", "content": "Sort these words alphabetically: lemon apple house"},
+            {"role": "assistant", "content": "apple house lemon"},
             {"role": "user", "content": f"Sort these words alphabetically: {' '.join(task['words'])}"},
         ]
 
