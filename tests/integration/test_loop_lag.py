@@ -119,8 +119,15 @@ async def test_a_slow_judge_holds_up_nobody(engine: ScriptedEngine) -> None:
 async def test_tokenizing_long_prompts_holds_up_nobody(engine: ScriptedEngine) -> None:
     tokenizer = SlowTokenizer()
     tasks = [{"prompt": LONG_PROMPT, "name": "long"}, {"prompt": "short", "name": "short"}]
-    with LoopCase(agent=HelloAgent(tokenizer=tokenizer), url=engine.url, tasks=tasks, num_iterations=2) as case:
-        found = await lateness_of_all(case)
+    measured = threading.Event()
+
+    def sync(iteration: int) -> None:
+        if iteration > 1:
+            measured.wait(10)  # its prompts are known, so it would be over before the measurement is
+
+    agent = HelloAgent(tokenizer=tokenizer)
+    with LoopCase(agent=agent, url=engine.url, tasks=tasks, sync=sync, num_iterations=2) as case:
+        found = await lateness_of_all(case, measured)
         case.check_ledger()
     assert tokenizer.slept >= 2
     check(found)
