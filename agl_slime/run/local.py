@@ -24,14 +24,14 @@ from agl_slime.groups.policy import MinimumViableGroup, zero_variance
 from agl_slime.groups.results import reward_of, rollout_of
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.settings import LoopState, RunResult
-from agl_slime.report import StandardReporters, events, open_run_dir
+from agl_slime.report import events, open_run_dir
 from agl_slime.report.events import BatchTrained
 from agl_slime.report.files import IterationFile, RunDir
 from agl_slime.report.metrics import TOKENS_TRAINED
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.rollout.partial import PartialRollouts
 from agl_slime.run.models import find_model
-from agl_slime.run.parts import RunParts, load_parts, make_loop, model_for_agents, page_of, say, step
+from agl_slime.run.parts import RunParts, load_parts, make_loop, make_reports, model_for_agents, page_of, say, step
 from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.client import PauseMode, SGLangClient
 from agl_slime.sglang.describe import EngineDescription
@@ -92,17 +92,7 @@ async def run_training(
     )
     checkpoints = _checkpoints(config, run) if config.resume else []
     async with AsyncExitStack() as stack:
-        reports = StandardReporters(
-            run,
-            console=console,
-            view=config.view,
-            title=config.agent,
-            seed=config.seed,
-            began=began,
-            keep=config.keep_rollouts,
-            keep_mb=config.keep_rollouts_mb,
-            track=config.track,
-        )
+        reports = make_reports(config, run, console, began=began)
         stack.callback(reports.close)
         await stack.enter_async_context(page_of(run, config.view, console))
         model_path = await _model_path(config, parts.agent, described, run.path, console, bool(checkpoints))

@@ -16,6 +16,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.loop.tasks import Tasks, read_tasks
+from agl_slime.report import StandardReporters
 from agl_slime.report.console import View
 from agl_slime.report.files import RunDir
 from agl_slime.rollout.loading import configure_agent, load_agent
@@ -122,6 +123,21 @@ async def page_of(run: RunDir, view: View, console: Console) -> AsyncIterator[No
         if console.is_terminal:
             await run_in_thread(webbrowser.open, url)
         yield
+
+
+def make_reports(config: TrainConfig, run: RunDir, console: Console, **more: Any) -> StandardReporters:
+    """What a person is shown of ``run``, and what is kept of it; ``more`` are further arguments."""
+    return StandardReporters(
+        run,
+        console=console,
+        view=config.view,
+        title=config.agent,
+        seed=config.seed,
+        keep=config.keep_rollouts,
+        keep_mb=config.keep_rollouts_mb,
+        track=config.track,
+        **more,
+    )
 
 
 @contextmanager

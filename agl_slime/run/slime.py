@@ -21,11 +21,11 @@ from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.errors import ConfigError
 from agl_slime.groups.policy import CompleteGroup
 from agl_slime.loop.settings import LoopState, RunResult
-from agl_slime.report import StandardReporters, open_run_dir
+from agl_slime.report import open_run_dir
 from agl_slime.report.events import BatchTrained, Observer
 from agl_slime.report.metrics import TOKENS_TRAINED
 from agl_slime.run.models import find_model
-from agl_slime.run.parts import RunParts, load_parts, make_loop, model_for_agents, page_of, say
+from agl_slime.run.parts import RunParts, load_parts, make_loop, make_reports, model_for_agents, page_of, say
 from agl_slime.run.settings import TrainConfig, flag
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.slime.args import PluginSettings
@@ -87,16 +87,7 @@ async def run_slime_training(
     args = await run_in_thread(parse_slime_args, flags)
     check_slime_args(args, config)
     run = open_run_dir(config.output_dir, agent=config.agent, settings=asdict(config), overwrite=config.overwrite)
-    reports = StandardReporters(
-        run,
-        console=console,
-        view=config.view,
-        title=config.agent,
-        seed=config.seed,
-        keep=config.keep_rollouts,
-        keep_mb=config.keep_rollouts_mb,
-        track=config.track,
-    )
+    reports = make_reports(config, run, console)
     host = config.store_host
     if host == TrainConfig.store_host:
         host = os.environ.get("AGL_SLIME_STORE_HOST", host)
