@@ -9,7 +9,7 @@ drops fields which the installed slime does not have, so the rest of the package
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -153,3 +153,19 @@ def flat_samples(samples: Iterable[Any]) -> Iterator[Sample]:
 def get_rollout_id(sample: Sample) -> int | None:
     """The id that the samples of one rollout share; ``None`` when unset."""
     return getattr(sample, SIBLING_ID_FIELD)
+
+
+def staleness_of(samples: Iterable[Any], policy_of: Callable[[Any], int | None]) -> tuple[float, int] | None:
+    """How many weight versions the sampled tokens are behind the policy that ``policy_of`` names for their sample: mean
+    over tokens, and most. ``None`` where no token's versions are whole numbers."""
+    behind = [
+        (max(0, policy - int(version)), end - start)
+        for sample in samples
+        if (policy := policy_of(sample)) is not None
+        for version, start, end in (sample.metadata or {}).get("weight_spans") or ()
+        if str(version).isdecimal() and end > start
+    ]
+    if not behind:
+        return None
+    mean = sum(lag * tokens for lag, tokens in behind) / sum(tokens for _, tokens in behind)
+    return mean, max(lag for lag, _ in behind)

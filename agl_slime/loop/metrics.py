@@ -12,7 +12,7 @@ from agl_slime.groups.policy import all_equal
 from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.report import metrics as names
 from agl_slime.support.threads import abandoned_threads
-from agl_slime.types import Sample
+from agl_slime.types import Sample, staleness_of
 
 # Of an exception's message in the sentence that says why a run stopped; a judge may put a whole page into one.
 _LONGEST_MESSAGE = 300
@@ -80,20 +80,10 @@ def _mean_length(members: Sequence[MemberResult]) -> float | None:
 def staleness_metrics(groups: Sequence[GroupResult], version: str) -> dict[str, Any]:
     """``rollout/staleness_…``: how many versions the sampled tokens of groups to train on are behind ``version``, the
     one that trains on them; nothing where versions are no whole numbers."""
-    spans = [
-        (str(name), end - start)
-        for group in groups
-        if group.ready
-        for member in group.succeeded
-        for sample in member.samples
-        for name, start, end in sample.metadata.get("weight_spans") or ()
-    ]
-    if not spans or not version.isdecimal() or not all(name.isdecimal() for name, _ in spans):
-        return {}
-    behind = [(int(version) - int(name), tokens) for name, tokens in spans]
-    tokens = sum(n for _, n in behind)
-    mean = sum(lag * n for lag, n in behind) / tokens if tokens else 0.0
-    return {names.STALENESS_MEAN: mean, names.STALENESS_MAX: max(lag for lag, _ in behind)}
+    trained = [sample for group in groups if group.ready for member in group.succeeded for sample in member.samples]
+    policy = int(version) if version.isdecimal() else None
+    found = staleness_of(trained, lambda _: policy)
+    return {} if found is None else {names.STALENESS_MEAN: found[0], names.STALENESS_MAX: found[1]}
 
 
 def eval_metrics(groups: Sequence[GroupResult]) -> dict[str, Any]:

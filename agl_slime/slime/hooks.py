@@ -15,7 +15,14 @@ from agl_slime.errors import DataSourceError
 from agl_slime.groups import normalize
 from agl_slime.groups.policy import all_equal
 from agl_slime.slime.versions import filter_output
-from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, flat_samples, get_rollout_id
+from agl_slime.types import (
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    Sample,
+    flat_samples,
+    get_rollout_id,
+    staleness_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -261,18 +268,8 @@ def trace_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     # a rollout is named by the store's id; a sample that names none stands for itself
     rollouts = {entry.get("agl_rollout_id", position) for position, entry in enumerate(metadata)}
     versions = {version for sample in samples for version in getattr(sample, "weight_versions", None) or ()}
-    behind = [
-        (max(0, entry["policy_version"] - int(version)), end - start)
-        for entry in metadata
-        if entry.get("policy_version") is not None
-        for version, start, end in entry.get("weight_spans") or ()
-        if str(version).isdecimal()
-    ]
-    sampled = sum(tokens for _, tokens in behind)
-    staleness: dict[str, float] = {}
-    if sampled:
-        staleness["agl/staleness_mean"] = sum(lag * tokens for lag, tokens in behind) / sampled
-        staleness["agl/staleness_max"] = max(lag for lag, _ in behind)
+    behind = staleness_of(samples, lambda sample: (sample.metadata or {}).get("policy_version"))
+    staleness = {} if behind is None else {"agl/staleness_mean": behind[0], "agl/staleness_max": behind[1]}
     return staleness | {
         "agl/rollouts": len(rollouts),
         "agl/samples_per_rollout": len(samples) / len(rollouts),
