@@ -17,6 +17,7 @@ other than 1 is context.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,15 +29,15 @@ Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 
 
-class MaskGenerator:
+class MaskGenerator(ABC):
     """A loss mask generator; a subclass implements ``get_loss_mask``."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer: Any = tokenizer  # a fast one of transformers, with a chat template
 
+    @abstractmethod
     def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
         """Token ids of the conversation and, for each, 1 where the model said it and is to be trained on it, else 0."""
-        raise NotImplementedError(f"{type(self).__name__} must implement get_loss_mask(messages, tools)")
 
     def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
         """Of each mask, how many tokens there are from the first trained one on; 0 when none is trained."""
@@ -202,9 +203,9 @@ class _Pieces(MaskGenerator):
             loss_mask += [0] * context + [1] * (len(ids) - context)
         return token_ids, loss_mask
 
+    @abstractmethod
     def _pieces(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[str, Message]]:
         """Each text, and a message that is in it."""
-        raise NotImplementedError
 
 
 class QwenMask(_Pieces):
