@@ -1,6 +1,6 @@
 """Profile: where the CPU time of a rollout goes, by part and by function.
 
-    python -m benchmarks.profile [--quick]
+    python -m benchmarks.cpu_profile [--quick]
 
 A whole bridge in one process (store, runner, agent, HTTP to a scripted engine, conversion, ``get_samples`` in groups of
 8 with one prompt), with the interpreter's profiler on. The profiler makes small functions look dearer than they are;
