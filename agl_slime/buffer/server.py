@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -22,7 +21,7 @@ from agl_slime.buffer.models import ReadRequest, check, openapi_description, par
 from agl_slime.buffer.service import RolloutBuffer
 from agl_slime.buffer.settings import BufferSettings
 from agl_slime.errors import AglSlimeError, BufferRequestError, ConfigError
-from agl_slime.support.http import listening
+from agl_slime.support.http import listening, stop_signal
 from agl_slime.support.net import has_token
 from agl_slime.support.threads import run_in_thread, run_user_code
 
@@ -200,10 +199,7 @@ def main(arguments: Sequence[str]) -> int:
 
 async def _serve(settings: BufferSettings) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
+    ended = stop_signal()
     async with BufferServer(settings=settings) as server:
         kept = f"kept in {settings.run_dir}" if settings.run_dir is not None else "in memory only; --run-dir keeps it"
         print(f"rollout buffer at {server.url} (items {kept})", flush=True)

@@ -11,12 +11,11 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
-from agl_slime.support.http import listening
+from agl_slime.support.http import listening, stop_signal
 from agl_slime.support.net import require_token
 
 _PARENT_POLL_S = 0.25
@@ -64,9 +63,7 @@ async def _serve(args: argparse.Namespace) -> int:
     limits |= {"prefix_cache": bool(args.prefix_cache)}
     limits |= {"max_total_tokens": args.max_total_tokens, "torch_threads": args.torch_threads}
     server = load_server(args.model_path, token=args.token, **limits)
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = stop_signal()
     # handler_cancellation: a client that goes away ends its requests
     options = {"backlog": 4096, "handler_cancellation": True, "shutdown_timeout": 0.5}
     async with listening(server.application(), host=args.host, port=args.port, **options) as url:

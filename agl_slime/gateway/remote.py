@@ -10,11 +10,9 @@ attempt_id)`` Agent Lightning's decorators call by themselves.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +32,7 @@ from agl_slime.store.client import RemoteStore
 from agl_slime.store.feed import FeedPosition
 from agl_slime.store.server import TOKEN_VARIABLE as STORE_TOKEN_VARIABLE
 from agl_slime.support.agl import LLM, LightningStore, Span, SpanCoreFields, TraceStatus
-from agl_slime.support.http import json_response
+from agl_slime.support.http import json_response, stop_signal
 from agl_slime.support.net import require_token
 
 logger = logging.getLogger(__name__)
@@ -210,14 +208,11 @@ async def _serve(command: GatewayCommand) -> None:
     gateway = StoreGateway(
         store=store, llm=llm, token=command.token or os.environ.get(TOKEN_VARIABLE), settings=command.gateway
     )
-    ended = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    ended = stop_signal()
     with gateway:
         print(f"gateway at {gateway.url}/v1", flush=True)
         await ended.wait()
-    with contextlib.suppress(Exception):  # its connections belong to the gateway's loop, which has ended
-        await store.close()
+    await store.close()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import webbrowser
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -22,7 +21,7 @@ from yarl import URL
 from agl_slime.errors import ConfigError
 from agl_slime.report.page import page, policy, run_data
 from agl_slime.report.read import RunReader, find_runs, is_run, unparsed
-from agl_slime.support.http import listening
+from agl_slime.support.http import listening, stop_signal
 from agl_slime.support.net import has_token, is_loopback, require_token
 from agl_slime.support.threads import run_in_thread
 
@@ -152,9 +151,7 @@ async def serving(
 
 async def view(paths: Sequence[Path], *, host: str, port: int, follow: bool, browser: bool) -> None:
     """Serve until SIGINT or SIGTERM."""
-    ended = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    ended = stop_signal()
     async with serving(paths, host=host, port=port, token=os.environ.get(TOKEN_VARIABLE) or None, follow=follow) as url:
         print(f"the run is at {url} (Ctrl-C ends this)", flush=True)
         if browser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -28,6 +29,14 @@ async def listening(app: web.Application, *, host: str, port: int, backlog: int,
         yield str(URL.build(scheme="http", host=reached, port=runner.addresses[0][1]))
     finally:
         await runner.cleanup()
+
+
+def stop_signal() -> asyncio.Event:
+    """Set when the process gets SIGINT or SIGTERM, instead of what these do otherwise. On the main thread's loop."""
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -85,6 +89,38 @@ async def test_an_agent_that_knows_tokens_is_told_where_the_engine_is() -> None:
             await access.engine(ProxyLLM(endpoint=engine.url, model="m"))
         async with httpx.AsyncClient() as http:
             assert (await http.get(f"{gateway.url}/engine")).status_code != 200
+
+
+async def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    tokenizer = small_tokenizer(TEMPLATE)
+    tokenizer.save_pretrained(tmp_path)
+    store = BridgeStore()
+    engine = engine_saying(tokenizer, ["one"])
+    with StoreService(store=store) as service, in_thread(engine):
+        rollout_id, attempt_id = await begun(store)
+        flags = ["--store-url", service.url, "--sglang-url", engine.url, "--model-path", str(tmp_path)]
+        run = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "agl_slime.cli", "gateway", *flags],
+            env={**os.environ, "AGL_SLIME_GATEWAY_TOKEN": "secret"},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            assert run.stdout is not None
+            said = (await asyncio.wait_for(run.stdout.readline(), 60)).decode()
+            assert said.startswith("gateway at http://127.0.0.1:"), said
+            base = said.removeprefix("gateway at ").strip().removesuffix("/v1")
+            url = f"{base}/k/secret/rollout/{rollout_id}/attempt/{attempt_id}/v1"
+            async with httpx.AsyncClient(timeout=30) as http:
+                answer = await http.post(f"{url}/chat/completions", json=BODY)
+            assert answer.status_code == 200, answer.text
+            run.send_signal(signal.SIGINT)
+            rest, errors = await asyncio.wait_for(run.communicate(), 20)
+        finally:
+            if run.returncode is None:
+                run.kill()
+        assert (run.returncode, rest, errors) == (0, b"", b"")
+        assert len(decode_turns(await store.query_spans(rollout_id, attempt_id))) == 1
 
 
 def test_it_is_closed_by_default(capsys: pytest.CaptureFixture[str]) -> None:
