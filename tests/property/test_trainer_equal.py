@@ -36,11 +36,14 @@ def batches(draw: st.DrawFn) -> list[Sample]:
             mask = [bit for bit, length in segments for _ in range(length)]
             if not samples:
                 mask.append(1)
+            # it may begin as an answer before it does, or be the same
+            before = draw(st.sampled_from(samples)).tokens[len(prompt) :] if samples else []
+            kept = before[: draw(st.integers(0, len(mask)))]
             samples.append(
                 sample_from_fields(
                     group_index=group,
                     rollout_id=len(samples),
-                    tokens=prompt + [draw(token) for _ in mask],
+                    tokens=prompt + kept + [draw(token) for _ in mask[len(kept) :]],
                     response_length=len(mask),
                     loss_mask=mask,
                     rollout_log_probs=[draw(log_prob) for _ in mask],

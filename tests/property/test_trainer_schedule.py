@@ -4,26 +4,25 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.trainers.local.batch import TrainBatch, make_microbatches, split_minibatches
+from agl_slime.trainers.local.batch import MicroBatch, TrainBatch, make_microbatches, split_minibatches
 from agl_slime.types import sample_from_fields
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> TrainBatch:
-    """Samples of random lengths and masks; every token id is different, so that each can be found again."""
-    samples, next_id = [], 0
+    """Samples of random lengths and masks, many of which begin alike."""
+    samples = []
     for _ in range(draw(st.integers(1, 12))):
         mask = draw(st.lists(st.integers(0, 1), max_size=8))
         length = draw(st.integers(1, 6)) + len(mask)
         sample = sample_from_fields(
-            tokens=list(range(next_id, next_id + length)),
+            tokens=draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)),
             response_length=len(mask),
             loss_mask=mask,
             reward=0.0,
             rollout_id=draw(st.integers(0, 5)),
         )
         samples.append(sample)
-        next_id += length
     return TrainBatch.from_samples(samples, rewards_normalization=False)
 
 
@@ -40,24 +39,47 @@ def test_minibatches_hold_every_sample_once_and_whole_rollouts(batch: TrainBatch
     assert [part.tolist() for part in parts] == [part.tolist() for part in again]
 
 
-@given(batch=batches(), max_tokens=st.integers(1, 60), data=st.data())
-def test_microbatches_hold_every_token_under_the_mask_once(batch: TrainBatch, max_tokens: int, data: st.DataObject):
+@given(batch=batches(), max_tokens=st.integers(1, 60), sharing=st.booleans(), data=st.data())
+def test_microbatches_hold_every_token_under_the_mask_once(
+    batch: TrainBatch, max_tokens: int, sharing: bool, data: st.DataObject
+):
     chosen = data.draw(st.sets(st.integers(0, batch.n_samples - 1)))
-    micros = list(make_microbatches(batch, sorted(chosen), max_tokens=max_tokens))
+    micros = list(make_microbatches(batch, sorted(chosen), max_tokens=max_tokens, sharing=sharing))
     flat = np.concatenate([batch.tokens[i][batch.target_positions[i]] for i in range(batch.n_samples)])
-    targets = [token for micro in micros for token in micro.targets.tolist()]
-    assert sorted(targets) == sorted(
-        token for i in chosen for token in batch.tokens[i][batch.target_positions[i]].tolist()
-    )
+    index = [place for micro in micros for place in micro.token_index.tolist()]
+    assert sorted(index) == [place for i in sorted(chosen) for place in range(*batch.token_offsets[i : i + 2])]
+    wanted = [batch.tokens[i][: positions[-1]] for i in chosen if len(positions := batch.target_positions[i])]
+    rows = [row for micro in micros for row in sequences_of(micro)]
+    # nothing is computed for nothing: every sequence ends at the last position that predicts a token
+    assert sorted(row.tolist() for row in rows) == sorted(ids.tolist() for ids in wanted)
+    sample_of = np.repeat(np.arange(batch.n_samples), batch.token_counts)
     for micro in micros:
-        n_rows, width = micro.shape
-        assert n_rows * width <= max_tokens or n_rows == 1
+        assert (len(micro.ids) if sharing else micro.cells.size) <= max_tokens or len(micro.cells) == 1
+        assert micro.cells.size <= 4 * max_tokens or len(micro.cells) == 1
         assert flat[micro.token_index].tolist() == micro.targets.tolist()
-        # Ids count up within a sample, so the id that predicts a token is the one before it.
-        assert (micro.ids[micro.sources] == micro.targets - 1).all()
-        for row in range(n_rows):
-            ids, columns = micro.ids[micro.rows == row], micro.columns[micro.rows == row]
-            assert columns.tolist() == list(range(len(ids)))
-            assert (np.diff(ids) == 1).all()  # of one sample
-            # Nothing is computed for nothing: every sequence ends at the last position that predicts a token.
-            assert ids[-1] + 1 in micro.targets
+        assert (micro.cells.flatten()[micro.homes] == np.arange(len(micro.ids))).all()
+        for source, place in zip(micro.sources, micro.token_index, strict=True):
+            i, of_sample = sample_of[place], place - batch.token_offsets[sample_of[place]]
+            position = batch.target_positions[i][of_sample] - 1
+            row, column = divmod(micro.homes[source], micro.cells.shape[1])
+            assert column == micro.positions[source] == position
+            before = micro.ids[micro.cells[row, : column + 1]]  # what attention sees
+            assert before.tolist() == batch.tokens[i][: position + 1].tolist()
+
+
+def sequences_of(micro: MicroBatch) -> list[np.ndarray]:
+    """Each row of ``cells`` as far as it is one sequence: the next place has the next position."""
+    ends = []
+    for row in micro.cells:
+        steps = np.flatnonzero(micro.positions[row] != np.arange(len(row)))
+        ends.append(int(steps[0]) if len(steps) else len(row))
+    return [micro.ids[row[:end]] for row, end in zip(micro.cells, ends, strict=True)]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=12))
+def test_what_sequences_in_order_begin_with_alike_is_there_once(sequences: list[list[int]]):
+    ordered = [np.array(ids) for ids in sorted(sequences)]
+    n_ids = sum(map(len, ordered))
+    micro = MicroBatch.of(ordered, sources=np.arange(n_ids), targets=np.zeros(n_ids), token_index=np.arange(n_ids))
+    prefixes = {tuple(ids[: end + 1]) for ids in sequences for end in range(len(ids))}
+    assert len(micro.ids) == len(prefixes)

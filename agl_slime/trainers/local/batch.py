@@ -130,14 +130,17 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """``B`` sequences, ``L`` ids in all, and the ``N`` tokens under the loss mask in them."""
+    """``B`` sequences of at most ``T`` ids, and the ``N`` tokens under the loss mask in them. What sequences have in
+    common from their first id on, as the prompt of a group, is there once: ``L`` ids in all."""
 
     ids: NDArray[np.int64]
-    """``[L]``: the ids of all sequences, one after the other, without padding."""
-    rows: NDArray[np.int64]
-    """``[L]``: the sequence of each id, counted from 0."""
-    columns: NDArray[np.int64]
-    """``[L]``: the position of each id in its sequence."""
+    """``[L]``, without padding."""
+    positions: NDArray[np.int64]
+    """``[L]``: where each id is in its sequences, counted from 0."""
+    cells: NDArray[np.int64]
+    """``[B, T]``: which of ``ids`` each sequence has there; behind its end it is any."""
+    homes: NDArray[np.int64]
+    """``[L]``: one of the places in ``cells``, flattened, that have this id."""
     sources: NDArray[np.int64]
     """``[N]``: where in ``ids`` the position is whose logits predict the token, one before the token itself."""
     targets: NDArray[np.int64]
@@ -147,10 +150,34 @@ class MicroBatch:
     has_advantage: bool = True
     """Whether any of the tokens has an advantage other than 0; without one they have no part in the gradient."""
 
-    @cached_property
-    def shape(self) -> tuple[int, int]:
-        """``(B, T)``: sequences, and ids of the longest; what padding would make of them."""
-        return int(self.rows[-1]) + 1, int(self.columns.max()) + 1
+    @classmethod
+    def of(cls, sequences: Sequence[NDArray[np.int64]], **fields: Any) -> MicroBatch:
+        """``sequences`` laid out; each shares with the one before it what they have in common, so their order counts.
+        ``fields`` are the other fields; ``sources`` are then counted in ``sequences`` laid end to end."""
+        lengths = np.array([len(ids) for ids in sequences])
+        cells = np.zeros((len(sequences), int(lengths.max())), dtype=np.int64)
+        width, n_ids, rows, homes = cells.shape[1], 0, [], []
+        for row, ids in enumerate(sequences):
+            known = in_common(sequences[row - 1], ids) if row else 0
+            new = len(ids) - known
+            cells[row, :known] = cells[row - 1, :known]
+            cells[row, known : len(ids)] = np.arange(n_ids, n_ids + new)
+            homes.append(row * width + np.arange(known, len(ids)))
+            rows.append(ids[known:])
+            n_ids += new
+        homes = np.concatenate(homes)
+        end_to_end = np.concatenate([cells[row, :length] for row, length in enumerate(lengths)])
+        sources = end_to_end[fields.pop("sources")]
+        return cls(
+            ids=np.concatenate(rows), positions=homes % width, cells=cells, homes=homes, sources=sources, **fields
+        )
+
+
+def in_common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+    """How many ids both begin with."""
+    shorter = min(len(one), len(other))
+    different = np.flatnonzero(one[:shorter] != other[:shorter])
+    return int(different[0]) if len(different) else shorter
 
 
 def split_minibatches(batch: TrainBatch, *, n_minibatches: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
@@ -166,35 +193,50 @@ def split_minibatches(batch: TrainBatch, *, n_minibatches: int, rng: np.random.G
 
 
 def make_microbatches(
-    batch: TrainBatch, samples: Sequence[int] | NDArray[np.int64], *, max_tokens: int
+    batch: TrainBatch, samples: Sequence[int] | NDArray[np.int64], *, max_tokens: int, sharing: bool
 ) -> Iterator[MicroBatch]:
-    """Cut ``samples`` into microbatches of at most ``max_tokens`` padded ids, sorted by length; a longer sample goes
-    alone. Samples without an advantage (of a group with equal rewards) have microbatches of their own.
+    """Cut ``samples`` into microbatches of at most ``max_tokens`` ids; a longer sample goes alone. Samples without an
+    advantage (of a group with equal rewards) have microbatches of their own.
+
+    With ``sharing`` those that begin alike are together, and what they share counts once; laid in rows with padding,
+    as the attention wants them, they are at most four times as many. Without, they are sorted by length, and padding
+    counts.
 
     Sequences end where nothing after is needed: at the last position that predicts a token under the mask. Samples
     without such a token are left out.
     """
-    lengths = {int(i): int(batch.target_positions[i][-1]) for i in samples if batch.token_counts[i]}
-    advantage = {i: bool(batch.token_rewards[slice(*batch.token_offsets[i : i + 2])].any()) for i in lengths}
+    sequences = {int(i): batch.tokens[i][: batch.target_positions[i][-1]] for i in samples if batch.token_counts[i]}
+    advantage = {i: bool(batch.token_rewards[slice(*batch.token_offsets[i : i + 2])].any()) for i in sequences}
+
+    def place(i: int) -> tuple[Any, ...]:
+        # big-endian bytes are in the order of the ids
+        like = sequences[i].astype(">i8").tobytes() if sharing else len(sequences[i])
+        return advantage[i], like, i
+
     bucket: list[int] = []
-    for i in sorted(lengths, key=lambda i: (advantage[i], lengths[i], i)):
-        if bucket and ((len(bucket) + 1) * lengths[i] > max_tokens or advantage[i] != advantage[bucket[0]]):
-            yield _pack(batch, bucket)
-            bucket = []
+    n_ids = width = 0
+    for i in sorted(sequences, key=place):
+        length = new = len(sequences[i])
+        if bucket:
+            new -= in_common(sequences[bucket[-1]], sequences[i])
+            cells = (len(bucket) + 1) * max(width, length)
+            full = n_ids + new > max_tokens or cells > 4 * max_tokens if sharing else cells > max_tokens
+            if full or advantage[i] != advantage[bucket[0]]:
+                yield _pack(batch, bucket, sequences)
+                bucket, n_ids, width, new = [], 0, 0, length
+        n_ids += new
+        width = max(width, length)
         bucket.append(i)
     if bucket:
-        yield _pack(batch, bucket)
+        yield _pack(batch, bucket, sequences)
 
 
-def _pack(batch: TrainBatch, samples: list[int]) -> MicroBatch:
+def _pack(batch: TrainBatch, samples: list[int], sequences: dict[int, NDArray[np.int64]]) -> MicroBatch:
     """One microbatch of ``samples``."""
-    lengths = np.array([batch.target_positions[i][-1] for i in samples])
+    lengths = np.array([len(sequences[i]) for i in samples])
     starts = np.cumsum(lengths) - lengths
-    rows = np.repeat(np.arange(len(samples)), lengths)
-    return MicroBatch(
-        ids=np.concatenate([batch.tokens[i][:length] for i, length in zip(samples, lengths, strict=True)]),
-        rows=rows,
-        columns=np.arange(len(rows)) - starts[rows],
+    return MicroBatch.of(
+        [sequences[i] for i in samples],
         sources=np.concatenate(
             [start + batch.target_positions[i] - 1 for i, start in zip(samples, starts, strict=True)]
         ),

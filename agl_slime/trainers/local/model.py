@@ -55,21 +55,20 @@ def hidden_at(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
     """What the model knows at the ``N`` positions that predict a token under the loss mask, right before its output
     layer: ``[N, hidden]``.
 
-    The sequences go through as one packed row where the model allows it (:func:`allow_packing`) and padding would cost
-    more than a tenth; else in rows padded on the right, to which nothing attends with causal attention.
+    The sequences go through as one packed row where the model allows it (:func:`packs`) and padding, or what they
+    have in common, would cost more than a tenth; else in rows padded on the right, to which nothing attends with causal
+    attention.
     """
-    device = model.device
-    (rows, width), ids = micro.shape, torch.from_numpy(micro.ids).to(device)
-    cells = torch.from_numpy(micro.rows * width + micro.columns).to(device)
-    sources = torch.from_numpy(micro.sources).to(device)
+    ids, positions, cells, homes, sources = (
+        torch.from_numpy(array).to(model.device)
+        for array in (micro.ids, micro.positions, micro.cells, micro.homes, micro.sources)
+    )
     body: Any = model.base_model
-    if len(ids) < _WORTH_PACKING * rows * width and model.config._attn_implementation == _PACKED:
-        positions = torch.from_numpy(micro.columns).to(device).unsqueeze(0)
-        packed = _Packed(cells, rows, width)
-        output = body(input_ids=ids.unsqueeze(0), position_ids=positions, use_cache=False, packed=packed)
+    if len(ids) < _WORTH_PACKING * cells.numel() and packs(model):
+        packed = _Packed(cells, homes)
+        output = body(input_ids=ids[None], position_ids=positions[None], use_cache=False, packed=packed)
         return output.last_hidden_state[0, sources]
-    padded = ids.new_zeros(rows * width).index_copy(0, cells, ids).view(rows, width)
-    return body(input_ids=padded, use_cache=False).last_hidden_state.flatten(0, 1)[cells[sources]]
+    return body(input_ids=ids[cells], use_cache=False).last_hidden_state.flatten(0, 1)[homes[sources]]
 
 
 def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -85,16 +84,21 @@ def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 class _Packed(NamedTuple):
-    """How the ids of a packed row lie in padded ``rows``, each ``width`` wide: that at ``i`` in cell ``cells[i]``."""
+    """How the ids of a packed row lie in rows, one for each sequence; as in :class:`MicroBatch`."""
 
     cells: Tensor
-    rows: int
-    width: int
+    homes: Tensor
+
+
+def packs(model: PreTrainedModel) -> bool:
+    """Whether :func:`allow_packing` found that several sequences may go through ``model`` as one row."""
+    return model.config._attn_implementation == _PACKED
 
 
 def allow_packing(model: PreTrainedModel) -> None:
-    """Let several sequences go through the model as one row without padding, each with positions of its own. They are
-    apart only in the attention itself, a small share of the work, where they are laid in rows.
+    """Let several sequences go through the model as one row without padding, in which what they have in common from
+    their first id on is there once. They are apart only in the attention itself, a small share of the work, where they
+    are laid in rows.
 
     Found out by trying, on a few random ids: a model whose attention is not transformers' (or does not see every
     token before) gives other results that way, and is left as it is.
@@ -105,9 +109,8 @@ def allow_packing(model: PreTrainedModel) -> None:
         return
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
     ids = np.random.default_rng(0).integers(0, int(vocabulary), 12)  # type: ignore[arg-type]
-    lengths = np.array([2, 3, 7])
-    rows, columns = np.repeat(np.arange(3), lengths), np.concatenate([np.arange(length) for length in lengths])
-    probe = MicroBatch(ids=ids, rows=rows, columns=columns, sources=np.arange(12), targets=ids, token_index=ids)
+    sequences = [ids[:2], ids[:7], np.concatenate([ids[:3], ids[7:]])]
+    probe = MicroBatch.of(sequences, sources=np.arange(17), targets=ids, token_index=ids)
     ALL_ATTENTION_FUNCTIONS.register(_PACKED, _packed_attention)
     with torch.no_grad():
         padded = hidden_at(model, probe)
@@ -135,12 +138,10 @@ def _packed_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     def laid_out(packed_row: Tensor) -> Tensor:
-        per_id = packed_row.squeeze(0).transpose(0, 1)
-        laid = per_id.new_zeros(packed.rows * packed.width, *per_id.shape[1:]).index_copy(0, packed.cells, per_id)
-        return laid.view(packed.rows, packed.width, *per_id.shape[1:]).transpose(1, 2)
+        return packed_row.squeeze(0).transpose(0, 1)[packed.cells].transpose(1, 2)
 
     attended, _ = sdpa_attention_forward(module, laid_out(query), laid_out(key), laid_out(value), None, **kwargs)
-    return attended.flatten(0, 1)[packed.cells].unsqueeze(0), None
+    return attended.flatten(0, 1)[packed.homes].unsqueeze(0), None
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:

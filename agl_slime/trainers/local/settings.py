@@ -63,7 +63,7 @@ class LocalTrainerSettings:
     lora_targets: tuple[str, ...] = ()
     """Names of the layers that get adapters, as ``q_proj``; by default all linear layers but the output layer."""
     max_tokens_per_microbatch: int = 4096
-    """Ids per forward pass; bounds memory, does not change the result."""
+    """Ids per forward pass, a prompt in common counted once; bounds memory, does not change the result."""
     max_tokens_per_logits_chunk: int = 512
     """Sampled tokens whose logits, over the whole vocabulary, are in memory at once; does not change the result."""
     gradient_checkpointing: bool = False

@@ -34,6 +34,7 @@ from agl_slime.trainers.local.model import (
     hidden_at,
     load_model,
     logits_of,
+    packs,
     save_model,
 )
 from agl_slime.trainers.local.settings import LocalTrainerSettings
@@ -286,7 +287,8 @@ class LocalTrainer:
             self.on_progress(min(1.0, self._done / self._planned))
 
     def _microbatches(self, batch: TrainBatch, samples: Sequence[int] | np.ndarray) -> list[MicroBatch]:
-        return list(make_microbatches(batch, samples, max_tokens=self.settings.max_tokens_per_microbatch))
+        size = self.settings.max_tokens_per_microbatch
+        return list(make_microbatches(batch, samples, max_tokens=size, sharing=packs(self.model)))
 
     def _check(self, batch: Sequence[Sample] | Sequence[Sequence[Sample]]) -> TrainBatch:
         checked = TrainBatch.from_samples(
