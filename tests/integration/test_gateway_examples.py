@@ -1,10 +1,11 @@
-"""Agent Lightning's own example agents at v0.3.0, their files untouched: collecting, through runner, gateway and
+r"""Agent Lightning's own example agents at v0.3.0, their files untouched: collecting, through runner, gateway and
 converter, from an engine that says what a good model would; and training a tiny policy that was shown those answers.
 
     git clone --branch v0.3.0 https://github.com/microsoft/agent-lightning DIR
     pip install --no-deps -r tests/clients.txt
     pip install torch pandas sympy nltk langchain-community sqlparse termcolor mcp-server-calculator
-    AGL_EXAMPLES=DIR/examples pytest -s -m "clients or sglang" tests/integration/test_gateway_examples.py
+    AGL_EXAMPLES=DIR/examples AGL_SLIME_SGLANG_PYTHON=VENV/bin/python \
+        pytest -s -m "clients or sglang" tests/integration/test_gateway_examples.py
 
 What they need beside their files: ``uvx`` (here a script that starts the calculator's module), ``datasets`` and ``trl``
 importable for ``math_agent.py`` (which uses neither in its agent), a retriever at port 8099 for ``rag_agent.py``, a
@@ -65,12 +66,16 @@ class Example:
     wrong: tuple[str, ...]
     needs: dict[str, Any] = field(default_factory=dict)
     resources: dict[str, Any] = field(default_factory=dict)
+    judged: list[tuple[dict[str, Any], tuple[str, ...]]] = field(default_factory=list)
+    """Rollouts whose judge gives 0: what the model says in them is shown to it as far as it judges."""
+    reward: float = 1.0  # of those of ``tasks``
     forks: int = 0  # where an agent leaves out its tools, or asks anew
     per_iteration: int = 4  # prompts
     samples: int = 8  # rollouts per prompt
     iterations: int = 8
     rises: bool = True  # the reward, within so few
     max_new_tokens: int = 64
+    warmup: dict[str, Any] = field(default_factory=dict)  # PolicySettings
 
 
 Load = Callable[[str, str], Any]
@@ -93,14 +98,19 @@ def capital(load: Load, _: Path) -> Example:
 def room(load: Load, _: Path) -> Example:
     module = load("apo", "room_selector")
     lines = (EXAMPLES / "apo" / "room_tasks.jsonl").read_text().splitlines()
-    tasks = []
+    tasks, judged = [], []
     for task in map(json.loads, lines[1:3]):
         slot = {name: task["task_input"][name] for name in ("date", "time", "duration_min")}
-        choice = f"final_choice: {task['expected_choice']}"
-        tasks.append((task, (call("get_rooms_and_availability", **slot), choice, '{"reason": "right", "score": 1.0}')))
+        look, right = call("get_rooms_and_availability", **slot), f"final_choice: {task['expected_choice']}"
+        tasks.append((task, (look, right, '{"reason": "right", "score": 0.9}')))
+        answers = {"final_choice: Nova", "final_choice: No Room", "final_choice: Orion", "I do not know.", look, ""}
+        for wrong in sorted(answers - {right}):
+            judged.append((task, (look, wrong, '{"reason": "wrong", "score": 0.0}')))
     needs = {"max_concurrent": 1, "untrained_models": ("gpt-4.1-mini",)}
     resources = {"main_prompt": module.prompt_template_baseline()}
-    how: Any = {"needs": needs, "resources": resources, "forks": 2, "per_iteration": 2, "samples": 4, "iterations": 4}
+    how: Any = {"needs": needs, "resources": resources, "judged": judged, "forks": 2, "per_iteration": 2}
+    # its schema lets the score grow beyond 1 in digits: one that begins with 0 cannot
+    how |= {"max_new_tokens": 128, "warmup": {"target": 0.97, "decay_steps": 60}, "reward": 0.9}
     return Example(agent=module.room_selector, tasks=tasks, wrong=("final_choice: Orion", "I do not know."), **how)
 
 
@@ -230,9 +240,10 @@ def example(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
         yield made
 
 
-async def collected(example: Example, at: int, model: Path) -> list[Turn]:
-    """The turns of a rollout of the task of that number, its good answers given by the engine."""
-    task, says = example.tasks[at]
+async def collected(
+    example: Example, task: dict[str, Any], says: tuple[str, ...], model: Path, *, reward: float
+) -> list[Turn]:
+    """The turns of a rollout of a task in which the engine says ``says``."""
     from agl_slime.demo.tokenizer import CHAT_TEMPLATE
 
     tokenizer = small_tokenizer(CHAT_TEMPLATE)
@@ -245,7 +256,7 @@ async def collected(example: Example, at: int, model: Path) -> list[Turn]:
         [done] = await run_rollouts(example.agent, [task], **how, temperature=1.0, max_new_tokens=512)
     assert done.status == "succeeded", done.failure
     conversion = done.convert(tokenizer)
-    assert conversion.trajectory.reward == 1.0
+    assert conversion.trajectory.reward == reward
     assert all(sample.metadata["token_source"] == "engine" for sample in conversion.samples)
     turns = decode_turns(done.spans)
     trained_once(turns, merge_turns(turns, untrained={n for n, turn in enumerate(turns) if turn.untrained}))
@@ -255,8 +266,9 @@ async def collected(example: Example, at: int, model: Path) -> list[Turn]:
 @pytest.mark.clients
 @pytest.mark.parametrize("example", NAMES, indirect=True)
 async def test_an_example_collects_what_was_sampled(example: Example, tmp_path: Path) -> None:
-    turns = await collected(example, 0, tmp_path / "model")
-    assert [turn.text for turn in turns] == list(example.tasks[0][1])
+    task, says = example.tasks[0]
+    turns = await collected(example, task, says, tmp_path / "model", reward=example.reward)
+    assert [turn.text for turn in turns] == list(says)
     assert sum(turn.fork is not None for turn in turns) == example.forks
     judged = example.needs.get("untrained_models", ())
     assert [turn.untrained for turn in turns if turn.untrained] == [f"role:{model}" for model in judged]
@@ -268,16 +280,18 @@ async def test_an_example_collects_what_was_sampled(example: Example, tmp_path: 
 @dataclass
 class Shown:
     """What a tiny policy learns its format from: the prompts that the agent really sends, each with its good answer
-    and those that blur it."""
+    and those that blur it; and what it says as a judge, which stays clean."""
 
-    prompts: list[tuple[list[dict[str, Any]], str]]
-    wrong: tuple[str, ...]
+    prompts: list[tuple[list[dict[str, Any]], str]] = field(default_factory=list)
+    wrong: tuple[str, ...] = ()
+    judged: list[tuple[list[dict[str, Any]], str]] = field(default_factory=list)
 
     def demonstrations(self, rng: random.Random, n: int, *, quality: str) -> list[list[dict[str, Any]]]:
         made = []
         for _ in range(n):
-            messages, answer = rng.choice(self.prompts)
-            blurred = quality == "imperfect" and not answer.startswith("{") and rng.random() < 0.6
+            judges = bool(self.judged) and rng.random() < 0.4
+            messages, answer = rng.choice(self.judged if judges else self.prompts)
+            blurred = quality == "imperfect" and not judges and rng.random() < 0.6
             made.append([*messages, {"role": "assistant", "content": rng.choice(self.wrong) if blurred else answer}])
         return made
 
@@ -302,14 +316,16 @@ async def test_an_example_trains(example: Example, tmp_path: Path, request: Any)
     from agl_slime.run.settings import TrainConfig
 
     name = request.node.callspec.params["example"]
-    prompts = []
-    for at in range(len(example.tasks)):
-        tokenizer = small_tokenizer()
-        for turn in await collected(example, at, tmp_path / f"model-{at}"):
-            prompts.append((said_in(tokenizer.decode(turn.prompt_ids)), turn.text))
+    shown, tokenizer = Shown(wrong=example.wrong), small_tokenizer()
+    for reward, rollouts in ((example.reward, example.tasks), (0.0, example.judged)):
+        for task, says in rollouts:
+            for turn in await collected(example, task, says, tmp_path / "model", reward=reward):
+                if reward or turn.untrained:
+                    kind = shown.judged if turn.untrained else shown.prompts
+                    kind.append((said_in(tokenizer.decode(turn.prompt_ids)), turn.text))
     began = time.monotonic()
-    settings = PolicySettings(batch_size=8, decay_steps=15, imperfect_steps=30)
-    policy = make_policy(tmp_path / "policy", demonstrations=Shown(prompts, example.wrong), settings=settings)
+    settings = PolicySettings(**{"batch_size": 8, "decay_steps": 15, "imperfect_steps": 30, **example.warmup})
+    policy = make_policy(tmp_path / "policy", demonstrations=shown, settings=settings)
     warmed = time.monotonic() - began
     with ExitStack() as stack:
         url = stack.enter_context(real_sglang(policy, tmp_path / "sglang.log")).url if name == "room" else None
@@ -336,10 +352,14 @@ async def test_an_example_trains(example: Example, tmp_path: Path, request: Any)
         "warm-up s": round(warmed),
         "training s": round(time.monotonic() - began - warmed),
     }
+    for column in ("rollout/tokens_sampled", "trace/forks", "trace/retokenized", "gateway/answers"):
+        told[column] = sum(row[column] for row in rows)
     print(f"\n{name}: {json.dumps(told)}")
     assert len(rows) == example.iterations
     assert told["tokens trained"] > 0
     assert told["log-prob difference"] < 1e-3
     assert told["failed"] == 0
-    assert all(row["trace/retokenized"] == 0 for row in rows)
+    assert told["trace/retokenized"] == 0
+    if "untrained_models" in example.needs:  # the judge's tokens
+        assert told["tokens trained"] < told["rollout/tokens_sampled"]
     assert max(told["reward"]) > told["reward"][0] or not example.rises
