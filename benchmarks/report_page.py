@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from agl_slime.groups.results import GroupResult, MemberResult
-from agl_slime.report.events import BatchTrained, GroupsCollected, IterationFinished, RunFinished, RunStarted
+from agl_slime.report.events import BatchTrained, GroupsCollected, IterationFinished, RunFinished
 from agl_slime.report.files import open_run_dir
 from agl_slime.report.metrics import MetricsWriter
 from agl_slime.report.page import write_report
@@ -87,7 +87,6 @@ def write_run(path: Path, iterations: int, tokens: int = 150) -> None:
     run = open_run_dir(path, agent="benchmark", settings={"num_iterations": iterations}, overwrite=True)
     rollouts, metrics = RolloutWriter(run), MetricsWriter(run.metrics, warn=lambda *_: None)
     rollouts.tokenizer = TOKENIZER
-    rollouts.handle(RunStarted())
     rng = random.Random(0)
     for iteration in range(1, iterations + 1):
         groups = [

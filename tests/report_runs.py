@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from agl_slime.groups.results import GroupResult, MemberResult
-from agl_slime.report.events import BatchTrained, GroupsCollected, IterationFinished, RunFinished, RunStarted
+from agl_slime.report.events import BatchTrained, GroupsCollected, IterationFinished, RunFinished
 from agl_slime.report.files import RunDir, open_run_dir
 from agl_slime.report.metrics import MetricsWriter
 from agl_slime.report.rollouts import RolloutWriter
+from agl_slime.report.state import say_alive
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace.trajectory import Trajectory
 from agl_slime.trace.turn import Turn
@@ -88,7 +89,7 @@ class AWriter:
         self._rollouts = RolloutWriter(self.run, keep=keep)
         self._rollouts.tokenizer = TOKENIZER
         self._metrics = MetricsWriter(self.run.metrics, warn=lambda *_: None)
-        self._rollouts.handle(RunStarted())
+        say_alive(self.run)
 
     def iteration(self, iteration: int, *, says: str = "42") -> None:
         rng = random.Random(iteration)
@@ -118,6 +119,7 @@ class AWriter:
         self._rollouts.handle(RunFinished(reason=reason))
         self._rollouts.close()
         self._metrics.close()
+        self.run.alive.unlink()
         self.run.summary.write_text(f'{{"reason": "{reason}"}}\n')
 
 

@@ -61,11 +61,15 @@ async def collect(
     timeline = timeline_of(rollout, attempt, spans)
     texts = (value for span in spans for value in span.attributes.values() if isinstance(value, str))
     heavy = sum(map(len, texts)) > _HEAVY_TRACE_CHARS
+    # the engine's own count, not the length of our ids: the two are compared in every report
+    counts = [span.attributes[USAGE_OUTPUT_TOKENS] for span in spans if USAGE_OUTPUT_TOKENS in span.attributes]
+    sampled = sum(int(count) for count in counts if isinstance(count, (int, float)))
+    seen: Any = {"sampled_tokens": sampled, "turns": len(counts), "timeline": timeline}
 
     async def failed(reason: str, message: str) -> MemberResult:
         so_far = partial(_so_far, rollout, spans, attempt_id, tokenizer)
         trajectory = await run_in_thread(so_far) if heavy else so_far()
-        return _failed(rollout, reason, message, timeline=timeline, trajectory=trajectory)
+        return _failed(rollout, reason, message, trajectory=trajectory, **seen)
 
     if rollout.status == "failed":
         return await failed(*failure_of(spans, attempt_status=attempt.status if attempt is not None else "failed"))
@@ -83,17 +87,13 @@ async def collect(
         # One rollout that breaks the conversion must not end the run; it is counted, and says where it broke.
         logger.debug("Rollout %s could not be converted.", rollout_id, exc_info=error)
         return await failed("conversion_error", spell_exception(error))
-    # the engine's own count, not the length of our ids: the two are compared in every report
-    sampled = [span.attributes[USAGE_OUTPUT_TOKENS] for span in spans if USAGE_OUTPUT_TOKENS in span.attributes]
     return _result(
         rollout,
         samples=tuple(conversion.samples) if conversion is not None else (),
         trajectory=conversion.trajectory if conversion is not None else None,
         reward=reward.primary,
         rewards=dict(reward.named),
-        sampled_tokens=sum(int(count) for count in sampled if isinstance(count, (int, float))),
-        turns=len(sampled),
-        timeline=timeline,
+        **seen,
     )
 
 

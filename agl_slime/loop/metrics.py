@@ -36,7 +36,7 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
         names.COUNT: len(members),
         names.FAILED: sum(failures.values()),
         "rollout/cancelled_stragglers": sum(member.straggler for member in members),
-        names.RESPONSE_TOKENS: sampled / len(members) if members else None,
+        names.RESPONSE_TOKENS: _mean_length(members),
         names.TRAINED_TOKENS_MEAN: _mean_length(trained),
         names.DROPPED_TOKENS_MEAN: _mean_length([member for member in members if id(member) not in into_batch]),
         "rollout/turns_mean": fmean(member.turns for member in members) if members else None,

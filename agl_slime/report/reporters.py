@@ -19,6 +19,7 @@ from agl_slime.report.files import RunDir
 from agl_slime.report.metrics import MetricsWriter, TensorBoardWriter
 from agl_slime.report.plot import RewardPlot
 from agl_slime.report.rollouts import Keep, RolloutWriter
+from agl_slime.report.state import say_alive
 from agl_slime.report.summary import Output, SummaryReporter
 from agl_slime.report.trackers import Tracker, make_trackers
 from agl_slime.report.transcripts import TranscriptWriter
@@ -122,7 +123,8 @@ class StandardReporters(Reporters):
         keep_mb: int = 256,
         track: Sequence[Tracker] = (),
     ) -> None:
-        self._path = run.path
+        self._run = run
+        say_alive(run)
         self._began = time.monotonic() if began is None else began
         console = console or Console()
         metrics = MetricsWriter(run.metrics, warn=self.warn)
@@ -150,5 +152,11 @@ class StandardReporters(Reporters):
 
     def handle(self, event: Event) -> None:
         if isinstance(event, RunStarted):
-            event = replace(event, output_dir=self._path, at=self._began)
+            event = replace(event, output_dir=self._run.path, at=self._began)
         super().handle(event)
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        try:
+            return super().close(timeout_s)
+        finally:
+            self._run.alive.unlink(missing_ok=True)

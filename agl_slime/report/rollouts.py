@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from agl_slime.errors import TraceError
-from agl_slime.report.events import BatchTrained, Event, GroupsCollected, IterationFinished, RunFinished, RunStarted
+from agl_slime.report.events import BatchTrained, Event, GroupsCollected, IterationFinished, RunFinished
 from agl_slime.report.files import IterationFile, RunDir, dump, jsonable
 from agl_slime.report.pieces import Pieces
-from agl_slime.report.state import this_process
 from agl_slime.report.transcripts import MOST_MESSAGES, MOST_SAMPLES, Room, choose_rollouts
-from agl_slime.support.files import write_file
 
 if TYPE_CHECKING:
     from agl_slime.types import Sample
@@ -55,7 +53,7 @@ class RolloutWriter:
     def __init__(self, run: RunDir, *, keep: Keep = "sampled", most_bytes: int = 256 * 2**20, seed: int = 0) -> None:
         self.path = run.rollouts
         self.tokenizer: Any = None
-        self._alive, self._keep, self._seed = run.alive, keep, seed
+        self._keep, self._seed = keep, seed
         self._pieces: Pieces | None = None
         self._groups_file, self._file = IterationFile(run.groups), IterationFile(run.rollouts)
         self._room = Room(most_bytes - (run.rollouts.stat().st_size if run.rollouts.exists() else 0))
@@ -64,19 +62,15 @@ class RolloutWriter:
         self._last = 0
 
     def handle(self, event: Event) -> None:
-        if isinstance(event, RunStarted):
-            write_file(self._alive, dump(this_process(), indent=2), durable=False)
-        elif isinstance(event, GroupsCollected):
+        if isinstance(event, GroupsCollected):
             self._collected(event)
         elif isinstance(event, BatchTrained):
             self._trained(event)
         elif isinstance(event, IterationFinished):
             self._last = event.iteration
             self._write(event.iteration, [group for group in self._open.values() if self._settled(group)])
-        elif isinstance(event, RunFinished):
-            if self._open:  # of an iteration that did not come to its end
-                self._write(self._last + 1, list(self._open.values()))
-            self._alive.unlink(missing_ok=True)
+        elif isinstance(event, RunFinished) and self._open:  # of an iteration that did not come to its end
+            self._write(self._last + 1, list(self._open.values()))
 
     def close(self) -> None:
         self._groups_file.close()

@@ -11,7 +11,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from agl_slime.report.files import RunDir
+from agl_slime.report.files import RunDir, dump
+from agl_slime.support.files import write_file
 
 # A process on another host cannot be asked; one that wrote nothing for this long is taken for gone.
 _SILENT_S = 900.0
@@ -43,9 +44,11 @@ def state_of(run: RunDir) -> RunState:
     return RunState("unknown", "Neither running.json nor summary.json is there: how this run ended is not known.")
 
 
-def this_process() -> dict[str, Any]:
-    """What tells a running process from one that was killed."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "began": _process_began(os.getpid()), "at": time.time()}
+def say_alive(run: RunDir) -> None:
+    """Write what tells a run that is going on from one that was killed: this process."""
+    pid = os.getpid()
+    writer = {"host": socket.gethostname(), "pid": pid, "began": _process_began(pid), "at": time.time()}
+    write_file(run.alive, dump(writer, indent=2), durable=False)
 
 
 def _lives(writer: dict[str, Any], last: float) -> bool:

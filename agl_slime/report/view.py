@@ -117,7 +117,9 @@ class _Viewer:
         await response.prepare(request)
         follower = _Follower(self._runs)
         with suppress(ConnectionError):  # the browser has gone
-            while not self.ending.is_set():
+            ended = False
+            while not ended:
+                ended = self.ending.is_set()  # and then the last news: how the run has ended
                 news = await run_in_thread(follower.news)
                 # a comment where there is no news, so that one that has gone is noticed
                 await response.write(b": nothing new\n\n" if news is None else b"data: %s\n\n" % news)

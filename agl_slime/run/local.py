@@ -92,9 +92,9 @@ async def run_training(
     )
     checkpoints = _checkpoints(config, run) if config.resume else []
     async with AsyncExitStack() as stack:
+        await stack.enter_async_context(page_of(run, config.view, console))  # first, so that it shows the end as well
         reports = make_reports(config, run, console, began=began)
         stack.callback(reports.close)
-        await stack.enter_async_context(page_of(run, config.view, console))
         model_path = await _model_path(config, parts.agent, described, run.path, console, bool(checkpoints))
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         reports.use_tokenizer(tokenizer)

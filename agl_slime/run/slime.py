@@ -87,14 +87,14 @@ async def run_slime_training(
     args = await run_in_thread(parse_slime_args, flags)
     check_slime_args(args, config)
     run = open_run_dir(config.output_dir, agent=config.agent, settings=asdict(config), overwrite=config.overwrite)
-    reports = make_reports(config, run, console)
     host = config.store_host
     if host == TrainConfig.store_host:
         host = os.environ.get("AGL_SLIME_STORE_HOST", host)
     token = os.environ.get("AGL_SLIME_STORE_TOKEN") or (None if is_loopback(host) else secrets.token_hex(16))
     async with AsyncExitStack() as stack:
+        await stack.enter_async_context(page_of(run, config.view, console))  # first, so that it shows the end as well
+        reports = make_reports(config, run, console)
         stack.callback(reports.close)
-        await stack.enter_async_context(page_of(run, config.view, console))
         service = StoreService(store=store, host=host, token=token)
         await run_in_thread(service.start)
         stack.callback(service.stop)

@@ -12,12 +12,8 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,84 +21,11 @@ import psutil
 import pytest
 
 from agl_slime.cli import main
+from tests.faults.train_process import train
 from tests.loop_cases import threads_of_ours
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 # what the user is promised after Ctrl-C
 WITHIN_S = 5.0
-
-
-class Run:
-    """A ``train.py`` in a process of its own, read line by line."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.lines: list[str] = []
-        self._changed = threading.Condition()
-        self._ended = False
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._changed:
-                self.lines.append(line.rstrip("\n"))
-                self._changed.notify_all()
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.lines)
-
-    def until(self, start: str, timeout_s: float = 120.0) -> None:
-        """Wait until a line begins so."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or any(line.startswith(start) for line in self.lines), timeout_s)
-        assert any(line.startswith(start) for line in self.lines), self.text
-
-    def children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def end(self) -> tuple[int, float]:
-        """The exit code, and the seconds until it came."""
-        began = time.monotonic()
-        code = self.process.wait(60)
-        took = time.monotonic() - began
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._ended, 10)
-        return code, took
-
-
-@contextmanager
-def train(*flags: str | Path) -> Iterator[Run]:
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-    command = [sys.executable, str(REPOSITORY / "train.py"), "--view", "lines", *map(str, flags)]
-    # a session of its own, so that a signal to the test is not one to it
-    process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield Run(process)
-    finally:
-        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
-            child.kill()
-        process.kill()
-        process.wait(10)
-        assert process.stdout is not None
 
 
 def gone(processes: list[psutil.Process], within_s: float) -> bool:

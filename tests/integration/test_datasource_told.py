@@ -26,6 +26,7 @@ async def test_a_failed_rollout_tells_the_turns_that_it_had() -> None:
         assert (member.ok, member.failure) == (False, reason)
         assert member.samples == ()
         assert [message["content"] for message in member.trajectory.messages] == ["hi", "hello"]
+        assert (member.turns, member.sampled_tokens) == (1, len(member.trajectory.turns[0].response_ids))
 
 
 async def test_a_failed_rollout_without_turns_or_with_damaged_ones_fails_as_before(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def test_tensorboard_reads_what_was_written_and_a_resumed_run_replaces_points(tm
 def run(directory: RunDir, *, iterations: int = 3, reason: str = "finished", ledger: bool = False) -> str:
     out = io.StringIO()
     with StandardReporters(directory, console=Console(file=out), view="lines", began=100.0) as reporters:
+        assert json.loads(directory.alive.read_bytes())["pid"] == os.getpid()  # until all is written
         reporters.handle(RunStarted(settings={}, num_iterations=iterations))
         for iteration in range(1, iterations + 1):
             began = 100.0 + 10 * iteration
@@ -78,6 +80,7 @@ def run(directory: RunDir, *, iterations: int = 3, reason: str = "finished", led
         reporters.handle(Warning(text="odd", key="odd"))
         summary = {"ledger": {"opened": 12, "open": 0, "trained": 9, "failed": 3}} if ledger else {}
         reporters.handle(RunFinished(reason=reason, at=140.0, summary=summary))
+    assert not directory.alive.exists()
     return out.getvalue()
 
 

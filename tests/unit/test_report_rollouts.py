@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from agl_slime.errors import TraceError
 from agl_slime.groups.results import GroupResult, MemberResult, Outcome
-from agl_slime.report.events import BatchTrained, GroupsCollected, IterationFinished, RunFinished, RunStarted
+from agl_slime.report.events import BatchTrained, GroupsCollected, IterationFinished, RunFinished
 from agl_slime.report.files import RunDir, iter_jsonl
 from agl_slime.report.pieces import Pieces
 from agl_slime.report.rollouts import RolloutWriter, describe_tokens
@@ -161,14 +160,6 @@ def test_an_iteration_that_is_run_again_replaces_what_it_left(tmp_path: Path) ->
         tell(writer, collected(2, one), batch(2, one), finished(2))
         writer.close()
     assert [row["rollout_id"] for row in rows(tmp_path)] == ["after"]
-
-
-def test_who_writes_is_told_as_long_as_it_does(tmp_path: Path) -> None:
-    writer = a_writer(tmp_path)
-    writer.handle(RunStarted())
-    assert json.loads((tmp_path / "running.json").read_text())["pid"] > 0
-    writer.handle(RunFinished())
-    assert not (tmp_path / "running.json").exists()
 
 
 @pytest.mark.parametrize("vocabulary", ["anthropic", "deepseek"])

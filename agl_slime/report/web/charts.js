@@ -30,7 +30,7 @@ function said(series, [steps, ...lines]) {
 
 // The range of an axis; one value stands in the middle.
 function around(_, low, high) {
-  if (low === null) return [0, 1];
+  if (low === null || (low === 0 && high === 0)) return [0, 1];
   if (low === high) return [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
   return uPlot.rangeNum(low, high, 0.1, true);
 }

@@ -99,7 +99,10 @@ async function start() {
 function follow() {
   const source = new EventSource("events");
   source.onmessage = (event) => grow(JSON.parse(event.data));
-  source.onerror = () => (document.getElementById("live").textContent = "The server does not answer; what is shown is what was told before.");
+  source.onerror = () => {
+    const ended = App.runs.length && App.runs.every((run) => run.state.word !== "running");
+    document.getElementById("live").textContent = ended ? App.runs[0].state.text : "The server does not answer; what is shown is what was told before.";
+  };
 }
 
 start();

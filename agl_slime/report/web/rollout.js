@@ -10,7 +10,7 @@ async function rollout(view, run, id) {
     const why = run.kept.has(id) ? "is in rollouts.jsonl and was left out of this file to keep it small; agl-slime view shows it" : "was not kept whole (--keep-rollouts all keeps every one)";
     return view.append(h("p", {}, `This rollout ${why}.`));
   }
-  view.append(sampleLinks(run, id, told), timeline(told), forks(run, id, told), conversation(told));
+  view.append(sampleLinks(run, id, told), timeline(told), forks(told), conversation(told));
 }
 
 function siblings(run, member) {
@@ -24,7 +24,7 @@ function siblings(run, member) {
 function outcome(run, member, told) {
   const word = told?.outcome || member.outcome;
   const group = member?.group;
-  const why = told?.message || told?.reason || (member && word === "filtered" ? fate(group)[1] : member?.why) || { trained: "delivered to the trainer", ready: "fit to train on; nobody told of it" }[word] || "";
+  const why = [told?.reason, told?.message].filter(Boolean).join(": ") || (member && word === "filtered" ? fate(group)[1] : member?.why) || { trained: "delivered to the trainer", ready: "fit to train on; nobody told of it" }[word] || "";
   const rewards = Object.entries(told?.rewards || {}).filter(([name]) => name !== "primary").map(([name, value]) => `${name} ${num(value)}`);
   const facts = [["reward", num(told?.reward ?? member?.reward) + (rewards.length ? ` (${rewards.join(", ")})` : "")], ["task", told?.instance_id ?? group?.instance], ["source", told?.source ?? group?.source],
     ["stopped by", told?.stop_reason], ["sampled tokens", num(told?.tokens ?? member?.tokens)], ["model calls", told?.turns?.length ?? member?.turns], ["kept as", told?.label]];
@@ -34,7 +34,8 @@ function outcome(run, member, told) {
 
 function sampleLinks(run, id, told) {
   if (!told.samples.length) return h("p", {}, "It gave no Sample: there are no tokens to show.");
-  return h("p", {}, "Tokens: ", told.samples.map((sample, i) => [link(`token/${run.number}/${encodeURIComponent(id)}/${i}`, { class: "button" }, told.samples.length > 1 ? `Sample ${i + 1}` : "show every token"), " "]));
+  const name = (sample, i) => (told.samples.length > 1 ? `Sample ${i + 1}${sample.fork ? ` (fork: ${sample.fork})` : ""}` : "show every token");
+  return h("p", {}, "Tokens: ", told.samples.map((sample, i) => [link(`token/${run.number}/${encodeURIComponent(id)}/${i}`, { class: "button" }, name(sample, i)), " "]));
 }
 
 // Model time, waiting for a runner, and what is between calls: the agent, its tools and its judge.
@@ -63,13 +64,14 @@ function timeline(told) {
     h("details", {}, h("summary", {}, "As a table"), table(["What", "From", "For"], rows, { label: "Timeline" })));
 }
 
-// Which call went on from which; a fork begins a Sample of its own.
-function forks(run, id, told) {
-  const forked = told.samples.length > 1 || told.turns.some((turn) => turn.fork);
-  const children = new Map();
+// Which call went on from which: from the last one of whose answer it kept something. A fork is a branch of its own.
+function forks(told) {
+  const parents = [], children = new Map();
   told.turns.forEach((turn, i) => {
-    const base = turn.base === null || turn.base >= i ? -1 : turn.base;
-    children.set(base, [...(children.get(base) || []), i]);
+    let at = turn.base !== null && turn.base < i ? turn.base : -1;
+    while (at >= 0 && turn.kept_tokens <= told.turns[at].prompt_tokens) at = parents[at];
+    parents.push(at);
+    children.set(at, [...(children.get(at) || []), i]);
   });
   const node = (i) => {
     const turn = told.turns[i];
@@ -81,11 +83,11 @@ function forks(run, id, told) {
   // a straight line of calls stays flat: deep nesting would run out of the screen
   const chain = (i) => {
     const next = children.get(i) || [];
-    return next.length === 1 ? node(next[0]) : next.length ? h("li", { class: "branch" }, h("ul", {}, next.map(node))) : null;
+    return next.length === 1 && !told.turns[next[0]].fork ? node(next[0]) : next.length ? h("li", { class: "branch" }, h("ul", {}, next.map(node))) : null;
   };
   if (!told.turns.length) return null;
-  const samples = told.samples.length > 1 ? h("ol", {}, told.samples.map((sample, i) => h("li", {}, link(`token/${run.number}/${encodeURIComponent(id)}/${i}`, {}, `Sample ${i + 1}`), `: ${sample.fork ? `began with a fork (${sample.fork})` : "the conversation that it began with"}`))) : null;
-  return h("section", {}, h("h2", {}, forked ? "Forks" : "Model calls"), h("ul", { class: "tree" }, (children.get(-1) || []).map(node)), samples);
+  const forked = told.turns.some((turn) => turn.fork);
+  return h("section", {}, h("h2", {}, forked ? "Forks" : "Model calls"), h("ul", { class: "tree" }, (children.get(-1) || []).map(node)));
 }
 
 function conversation(told) {
@@ -93,6 +95,7 @@ function conversation(told) {
   if (told.task !== null && told.task !== undefined) parts.push(h("details", {}, h("summary", {}, "Task"), longText(JSON.stringify(told.task, null, 2))));
   if (told.tools) parts.push(h("details", {}, h("summary", {}, "Tools"), longText(JSON.stringify(told.tools, null, 2))));
   if (!told.messages.length) parts.push(h("p", {}, "Its messages were not recorded."));
+  else if (told.samples.length > 1) parts.push(h("p", { class: "quiet" }, "As it was gone on with last; what was forked from is in the tokens of its Sample."));
   for (const message of told.messages) parts.push(spoken(message));
   return h("section", { "aria-label": "Conversation" }, parts);
 }

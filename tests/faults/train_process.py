@@ -1,0 +1,89 @@
+"""``python train.py`` in a process of its own, as a person starts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class Run:
+    """A ``train.py`` in a process of its own, read line by line."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+        self._ended = False
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip("\n"))
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def until(self, start: str, timeout_s: float = 120.0) -> None:
+        """Wait until a line begins so."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or any(line.startswith(start) for line in self.lines), timeout_s)
+        assert any(line.startswith(start) for line in self.lines), self.text
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self, within_s: float = 60.0) -> tuple[int, float]:
+        """The exit code, and the seconds until it came."""
+        began = time.monotonic()
+        code = self.process.wait(within_s)
+        took = time.monotonic() - began
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._ended, 10)
+        return code, took
+
+
+@contextmanager
+def train(*flags: str | Path) -> Iterator[Run]:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    command = [sys.executable, str(REPOSITORY / "train.py"), "--view", "lines", *map(str, flags)]
+    # a session of its own, so that a signal to the test is not one to it
+    process = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield Run(process)
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+            child.kill()
+        process.kill()
+        process.wait(10)
+        assert process.stdout is not None
