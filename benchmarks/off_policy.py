@@ -6,7 +6,8 @@ A tiny transformer answers with 8 tokens and is rewarded for the share of them t
 wait in a queue, so that each is trained on ``--staleness`` steps after it was sampled; everything but the corrections
 is the local trainer as it is. *engine* divides by the log-probs of the policy that sampled (PPO's ratio as ever),
 *recompute* by those of the policy before the step and does nothing about the difference, *tis* and *icepop* weigh
-tokens by it. Rewards are means of the last 10 iterations: the mean of the seeds, and the lowest and highest of them.
+tokens by it, *decoupled* (decoupled PPO) by all of it. Rewards are means of the last 10 iterations: the mean of the
+seeds, and the lowest and highest of them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recompute": {"old_log_probs": "recompute"},
     "tis": {"old_log_probs": "recompute", "off_policy": "tis"},
     "icepop": {"old_log_probs": "recompute", "off_policy": "icepop"},
+    "decoupled": {"old_log_probs": "recompute", "off_policy": "tis", "tis_clip": 1e9},
 }
 
 

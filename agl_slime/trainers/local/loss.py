@@ -67,7 +67,10 @@ def off_policy_weights(
 
     - ``tis``: ``min(k, tis_clip)``, truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework
       Secretly Brings You Off-Policy RL Training"); slime's ``--use-tis`` with its ``--tis-clip-low`` of 0.
-    - ``icepop``: ``k`` within ``icepop_range``, else 0 (Ring-1T, arXiv:2510.18855); slime's ``icepop_function``.
+    - ``icepop``: ``k`` within ``icepop_range``, else 0 (Ring-1T, arXiv:2510.18855); slime's ``icepop_function``, which
+      takes the bounds from ``--tis-clip-low`` and ``--tis-clip``.
+
+    All of ``k``, as decoupled PPO has it, is ``tis`` with a ``tis_clip`` that nothing reaches.
     """
     ratio = (old_log_probs - engine_log_probs).exp()
     if settings.off_policy == "tis":
