@@ -3,6 +3,10 @@ dropped exactly once?
 
 python -m tests.faults.kill_train --kills 50 [--max-staleness 2]
 
+Each life is a process of its own. One in ten starts from nothing, with an embedded engine that must be gone soon after
+it. The others, to save time, are forked from a process that has imported what train.py imports, and use an engine that
+outlives them: with requests that nobody waits for any more, and weights that the next life has not made.
+
 What was trained is judged by the last checkpoint's own optimizer steps and by the run's ``trained.jsonl``, and compared
 with the ledger.
 """
@@ -11,17 +15,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
+import shutil
+import signal
 import sqlite3
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from agl_slime.demo.policy import SHIPPED
+from agl_slime.engine.process import EmbeddedEngine
 
 _ROOT = Path(__file__).parents[2]
 _FLAGS = (
@@ -32,6 +43,20 @@ _SAVE_INTERVAL = 3
 # Lives that are ended before they have trained on anything; the others are ended within seconds of their first
 # iteration.
 _EARLY = 0.25
+_COLD = 0.1
+_START_S = {True: 8.0, False: 3.0}  # about what a cold start takes, and another
+_IMPORTED = ["agl_slime.run.local", "agl_slime.trainers.local.trainer", "transformers.models.qwen3.modeling_qwen3"]
+
+
+def _train(flags: Sequence[str], log: Path) -> None:
+    from agl_slime.cli import run
+
+    os.chdir(_ROOT)
+    with log.open("ab") as out:
+        os.dup2(out.fileno(), sys.stdout.fileno())
+        os.dup2(out.fileno(), sys.stderr.fileno())
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server ignores
+    run(["train", *flags])
 
 
 @dataclass
@@ -62,29 +87,24 @@ class Result:
 class Run:
     """One run directory and the process that works on it."""
 
-    def __init__(self, directory: Path, *, limit_s: float, max_staleness: int) -> None:
-        self.directory = directory
-        self._max_staleness = max_staleness
+    def __init__(self, directory: Path, *, limit_s: float, max_staleness: int, engine_url: str) -> None:
         self.output = directory / "run"
+        self._directory, self._log, self._engine_url = directory, directory / "log", engine_url
         self._deadline = time.monotonic() + limit_s
-        self._log = (directory / "log").open("ab")
+        self._flags = [*_FLAGS.split(), "--save-interval", str(_SAVE_INTERVAL), "--max-staleness", str(max_staleness)]
+        policy = shutil.copytree(SHIPPED, directory / "policy")  # a path that tells this run's engines from others
+        self._flags += ["--model-path", str(policy), "--output-dir", str(self.output)]
 
-    def start(self, *, iterations: int) -> subprocess.Popen[bytes]:
-        flags = [
-            *_FLAGS.split(),
-            "--save-interval",
-            str(_SAVE_INTERVAL),
-            "--num-iterations",
-            str(iterations),
-            "--max-staleness",
-            str(self._max_staleness),
-            "--view",
-            "lines",
-        ]
-        if (self.output / "config.json").exists():
-            flags.append("--resume")
-        command = [sys.executable, "train.py", "--output-dir", str(self.output), *flags]
-        return subprocess.Popen(command, cwd=_ROOT, stdout=self._log, stderr=subprocess.STDOUT)
+    def start(self, *, iterations: int, cold: bool) -> BaseProcess:
+        flags = [*self._flags, "--num-iterations", str(iterations)]
+        flags += [] if cold else ["--sglang-url", self._engine_url]
+        flags += ["--resume"] if (self.output / "config.json").exists() else []
+        context = multiprocessing.get_context("spawn" if cold else "forkserver")
+        if not cold:
+            context.set_forkserver_preload(_IMPORTED)
+        process = context.Process(target=_train, args=(flags, self._log))
+        process.start()
+        return process
 
     def rows(self) -> list[dict[str, Any]]:
         path = self.output / "metrics.jsonl"
@@ -92,27 +112,27 @@ class Run:
             [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
         )
 
-    def wait_for_training(self, process: subprocess.Popen[bytes]) -> None:
+    def wait_for_training(self, process: BaseProcess) -> None:
         """Until this life has reported an iteration."""
         before = self._stamp()
         while self._stamp() == before:
             self._check(process)
             time.sleep(0.02)
 
-    def wait(self, process: subprocess.Popen[bytes], seconds: float) -> None:
+    def wait(self, process: BaseProcess, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self._check(process)
             time.sleep(0.005)
 
-    def _check(self, process: subprocess.Popen[bytes]) -> None:
-        if process.poll() is not None:
-            raise RuntimeError(f"train.py ended by itself with {process.returncode}; {self.last_words()}")
+    def _check(self, process: BaseProcess) -> None:
+        if not process.is_alive():
+            raise RuntimeError(f"train.py ended by itself with {process.exitcode}; {self.last_words()}")
         if time.monotonic() > self._deadline:
             raise TimeoutError(f"the run takes too long; {self.last_words()}")
 
     def last_words(self) -> str:
-        return (self.directory / "log").read_text(errors="replace")[-2000:]
+        return self._log.read_text(errors="replace")[-2000:]
 
     def _stamp(self) -> tuple[int, int]:
         path = self.output / "metrics.jsonl"
@@ -122,44 +142,42 @@ class Run:
         """Command lines of processes that still work on this run; an engine notices within moments that its run is
         gone."""
         end = time.monotonic() + patience_s
-        while (found := _processes_of(str(self.output))) and time.monotonic() < end:
+        while (found := _processes_of(str(self._directory))) and time.monotonic() < end:
             time.sleep(0.05)
         return found
-
-    def end(self) -> None:
-        self._log.close()
 
 
 def run(directory: Path, *, kills: int, seed: int, limit_s: float, max_staleness: int = 0) -> Result:
     rng = random.Random(seed)
-    scene = Run(directory, limit_s=limit_s, max_staleness=max_staleness)
     began = time.monotonic()
     leftovers: list[str] = []
     training = 0
-    try:
+    with EmbeddedEngine(SHIPPED) as engine:
+        scene = Run(directory, limit_s=limit_s, max_staleness=max_staleness, engine_url=engine.url)
         for _ in range(kills):
-            process = scene.start(iterations=100_000)
+            cold = rng.random() < _COLD
+            process = scene.start(iterations=100_000, cold=cold)
             try:
                 if rng.random() < _EARLY:
-                    scene.wait(process, rng.uniform(0.0, 8.0))
+                    scene.wait(process, rng.uniform(0.0, _START_S[cold]))
                 else:
                     scene.wait_for_training(process)
                     scene.wait(process, rng.uniform(0.0, 3.0))
                     training += 1
             finally:
                 process.kill()
-                process.wait()
+                process.join()
             leftovers += scene.leftovers()
-        last = scene.start(iterations=1 + _SAVE_INTERVAL + max([0, *(row["iteration"] for row in scene.rows())]))
-        if last.wait(limit_s) != 0:
+        done = max([0, *(row["iteration"] for row in scene.rows())])
+        last = scene.start(iterations=1 + _SAVE_INTERVAL + done, cold=True)
+        last.join(limit_s)
+        if last.exitcode != 0:
             raise RuntimeError(f"the last life of the run failed; {scene.last_words()}")
         result = audit(scene.output)
         result.kills, result.kills_while_training = kills, training
         result.leftovers = leftovers + scene.leftovers()
         result.seconds = time.monotonic() - began
         return result
-    finally:
-        scene.end()
 
 
 def audit(output: Path) -> Result:

@@ -1,4 +1,4 @@
-"""A short run of ``tests/faults/kill_train.py``; its 50 kills take a quarter of an hour."""
+"""A short run of ``tests/faults/kill_train.py``; its 50 kills take some minutes."""
 
 from __future__ import annotations
 
