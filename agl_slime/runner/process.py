@@ -23,11 +23,13 @@ _owned = False
 
 def own_this_process() -> None:
     """Runners of this process carry recordings into threads from now on, and tune the garbage collector as they
-    start."""
+    start. What has been imported is not looked at again: it is no garbage, and to see that took a second of the
+    start-up."""
     global _owned
     if not _owned:
         _owned = True
         carry_recordings()
+        gc.freeze()
 
 
 def tune_garbage_collector() -> None:
