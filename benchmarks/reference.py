@@ -7,7 +7,7 @@ Both begin with the same weights and ask the same prompts in the same order, ``-
 answers each per step; both take one step of AdamW per batch on the clipped loss, every token weighing the same, with
 advantages divided by the standard deviation of the group. What differs is what draws the answers (the embedded engine
 here, transformers' generate there), so curves agree in the spread of seeds and not in digits. Each runs in a process of
-its own, one after the other, on as many threads as ``--threads`` says.
+its own, in turn, on as many threads as ``--threads`` says.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,6 +27,8 @@ from typing import Any
 from benchmarks.common import print_table
 
 REPO = Path(__file__).resolve().parent.parent
+
+Runs = Sequence[list[tuple[float, float]]]  # reward and seconds of each step
 
 
 def main() -> int:
@@ -48,8 +51,8 @@ def main() -> int:
         train_with_trl(options, options.trl_seed)
         return 0
     seeds = range(options.seeds)
-    ours = [run_ours(options, seed) for seed in seeds]
-    theirs = [run_trl(options, seed) for seed in seeds]
+    # in turn, so that what else the machine does meets both alike
+    ours, theirs = zip(*((run_ours(options, seed), run_trl(options, seed)) for seed in seeds), strict=True)
     rows = []
     for step in range(options.steps):
         both = [[run[step] for run in runs] for runs in (ours, theirs)]
@@ -171,7 +174,7 @@ def train_with_trl(options: argparse.Namespace, seed: int) -> None:
     print(json.dumps([entry for entry in trainer.state.log_history if "reward" in entry]))
 
 
-def draw(path: Path, ours: list[list[tuple[float, float]]], theirs: list[list[tuple[float, float]]]) -> None:
+def draw(path: Path, ours: Runs, theirs: Runs) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

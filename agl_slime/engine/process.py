@@ -32,7 +32,7 @@ class EmbeddedEngine:
         self,
         model_path: str | os.PathLike[str],
         *,
-        start_timeout_s: float = 60.0,
+        start_timeout_s: float = 300.0,
         env: Mapping[str, str] | None = None,
         **options: int,
     ) -> None:
