@@ -48,3 +48,11 @@ async def test_the_timeline_begins_with_the_enqueueing() -> None:
     (call,) = told["calls"]
     assert call[1] - call[0] == a_turn().latency_s
     assert call[0] + told["enqueued"] == pytest.approx(0, abs=1e-3)  # the span of the case began at Unix time 0
+
+
+@pytest.mark.parametrize("count", [float("nan"), float("inf"), "12", True])
+async def test_a_token_count_that_is_no_number_is_not_counted(monkeypatch: pytest.MonkeyPatch, count: Any) -> None:
+    encode = TurnEncoder.encode
+    monkeypatch.setattr(TurnEncoder, "encode", lambda *given: {**encode(*given), names.USAGE_OUTPUT_TOKENS: count})
+    member = await read()
+    assert (member.turns, member.sampled_tokens) == (1, 0)
