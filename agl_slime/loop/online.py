@@ -19,6 +19,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import psutil
+
 from agl_slime.datasource.source import GroupSource
 from agl_slime.errors import AglSlimeError, ConfigError, LoopError, spell_exception
 from agl_slime.groups.results import GroupResult, MemberResult
@@ -32,6 +34,7 @@ from agl_slime.loop.tasks import TaskCursor, Tasks, as_task_source
 from agl_slime.loop.validation import SideValidations
 from agl_slime.report import events
 from agl_slime.report.metrics import (
+    CPU_BUSY,
     ENGINE_WAITED,
     ITERATION_S,
     REWARD_MEAN,
@@ -212,6 +215,7 @@ class OnlineRLLoop:
         metrics: dict[str, Any] = {}
         began = time.monotonic()
         idle_s = self._schedule.idle_s
+        psutil.cpu_percent()  # each call is of the time since the one before it
         if iteration == 1 and settings.eval_interval and self._validations is None:
             metrics[VAL_START_REWARD_MEAN] = (await self._evaluate(iteration))[VAL_REWARD_MEAN]
         self._emit(events.PhaseStarted(iteration=iteration, phase="collect"))
@@ -245,6 +249,7 @@ class OnlineRLLoop:
             waited_s = self._schedule.idle_s - idle_s - idle_in_sync_s
             metrics |= {TRAINER_WAITED: collect_s / iteration_s, ENGINE_WAITED: waited_s / iteration_s}
             metrics[ROLL_S] = max(0.0, iteration_s - waited_s - synced_s)
+            metrics[CPU_BUSY] = psutil.cpu_percent() / 100
             if (rate := metrics[TOKENS_PER_S]) is not None:  # sampled during the whole iteration, not while it waited
                 metrics[TOKENS_PER_S] = rate * collect_s / iteration_s
         metrics.update(await self._validation_due(iteration))

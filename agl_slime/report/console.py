@@ -192,7 +192,8 @@ def iteration_line(
     keys = (m.REWARD_MEAN, m.COUNT, m.FAILED, m.LOSS, m.TOKENS_PER_S, m.ITERATION_S)
     reward, count, failed, loss, rate, seconds = (m.number(event.metrics, key) for key in keys)
     val, why = latest_validation(event.metrics), f": {spell_reasons(reasons)}" if reasons else ""
-    trainer, engine = m.number(event.metrics, m.TRAINER_WAITED), m.number(event.metrics, m.ENGINE_WAITED)
+    keys = (m.TRAINER_WAITED, m.ENGINE_WAITED, m.CPU_BUSY)
+    trainer, engine, busy = (m.number(event.metrics, key) for key in keys)
     # an exponent where three decimals would hide the loss
     loss_format = ".3f" if not loss or 0.001 <= abs(loss) < 1000 else ".1e"
     parts = (
@@ -204,6 +205,7 @@ def iteration_line(
         "" if seconds is None else spell_seconds(seconds),
         "" if left_s is None or left_s < 60 else f"{spell_seconds(left_s)} left",
         "" if trainer is None else f"waited: training {trainer:.0%}, engine {engine or 0:.0%}",
+        "" if busy is None else f"CPU {busy:.0%}",
         spell_version(event.metrics.get(m.WEIGHTS_VERSION)),
     )
     return "  ".join(part for part in parts if part)

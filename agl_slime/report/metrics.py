@@ -41,6 +41,7 @@ TRAIN_S, SYNC_S = "perf/train_s", "perf/sync_s"
 ROLL_S = "perf/roll_s"  # overlapped: seconds of the iteration in which training rollouts were in flight, syncs left out
 TRAINER_WAITED = "perf/trainer_waited"  # overlapped: share of the iteration in which training waited for rollouts
 ENGINE_WAITED = "perf/engine_waited"  # overlapped: share of it in which no rollout was in flight, for want of a place
+CPU_BUSY = "perf/cpu_busy"  # overlapped: share of this machine's CPU that was busy in the iteration, with all programs
 VAL_LAG = "val/lag"  # overlapped: versions that came while the validation ran; 0 on an engine of its own
 WEIGHTS_VERSION = "weights/version"
 

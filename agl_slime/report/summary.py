@@ -21,6 +21,8 @@ from agl_slime.report.events import Event, PhaseStarted, RolloutFinished, RunFin
 from agl_slime.report.files import RunDir, dump, iter_jsonl
 from agl_slime.support.files import write_file
 
+# Of the CPU: from here on what runs side by side has certainly waited for a core now and then.
+_CROWDED = 0.75
 _SUMS = {
     "rollouts": m.COUNT,
     "rollouts_failed": m.FAILED,
@@ -60,7 +62,8 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _overlap(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of a run whose rollouts and training ran side by side: its speed-up over doing the same in turn, and the most
-    that there was to gain, (roll + train + sync) / (max(roll, train) + sync), both from its own times."""
+    that there was to gain, (roll + train + sync) / (max(roll, train) + sync), both from its own times: where both sides
+    want the same CPU, each takes longer than it would in turn, and both figures are too high."""
     rows = [row for row in rows if m.number(row, m.ROLL_S) is not None]
     roll, train, sync, wall, trainer, engine = (
         sum(m.number(row, key) or 0.0 for row in rows)
@@ -70,11 +73,13 @@ def _overlap(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {}
     behind = [value for row in rows if (value := m.number(row, m.STALENESS_MEAN)) is not None]
     most = [value for row in rows if (value := m.number(row, m.STALENESS_MAX)) is not None]
+    busy = [value for row in rows if (value := m.number(row, m.CPU_BUSY)) is not None]
     return {
         "speed_up": (roll + train + sync) / wall,
         "speed_up_ceiling": (roll + train + sync) / (max(roll, train) + sync),
         "trainer_waited": trainer / len(rows),
         "engine_waited": engine / len(rows),
+        "cpu_busy": sum(busy) / len(busy) if busy else None,
         "staleness_mean": sum(behind) / len(behind) if behind else None,
         "staleness_max": max(most, default=None),
     }
@@ -109,6 +114,9 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if get("speed_up") is not None:
         waited = f"training waited {get('trainer_waited'):.0%}, the engine {get('engine_waited'):.0%}"
         rows.append(("overlap", f"{get('speed_up'):.2f}x, at most {get('speed_up_ceiling'):.2f}x;  {waited}"))
+    if (busy := get("cpu_busy")) is not None and busy >= _CROWDED:
+        slowed = "rollouts and training slowed each other, so that over --max-staleness 0 less than this was gained"
+        rows.append(("shared CPU", f"{busy:.0%} busy: {slowed}"))
     if get("staleness_max") is not None:
         behind = f"{get('staleness_mean'):.2f} versions at mean, {get('staleness_max'):.0f} at most"
         rows.append(("staleness", behind))

@@ -107,6 +107,7 @@ async def test_rollouts_go_on_while_a_batch_is_trained_on() -> None:
         with case:
             await case.loop.run_async()
             case.check_ledger()
+            assert all(0 <= row["perf/cpu_busy"] <= 1 for row in case.recorder.metrics)
 
 
 async def test_no_more_than_the_bound_is_ever_admitted() -> None:
