@@ -115,6 +115,14 @@ class Attempt:
         if self.seen != self._told:
             self.write(names.GATEWAY_SPAN, self._known(), time.time())
 
+    def forget(self) -> None:
+        """Let go of the conversations, which refer to this attempt and to each other: they are freed with it, and not
+        when the garbage collector finds them, which took a seventh of the time with 1,024 in flight."""
+        for tree in self._trees.values():
+            tree.forget()
+        self._trees.clear()
+        self._works.clear()
+
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def work(self, call: Call, *, role: str, key: bytes, retry: bool, prefix: str = "") -> Work:
@@ -266,6 +274,8 @@ class Attempt:
         if tree is not None:
             return tree
 
+        spans = self._spans
+
         def open_session(messages: list[Message]) -> RolloutSession:
             if self._root is not None:
                 return self._root.branch(messages, template=template)
@@ -278,7 +288,7 @@ class Attempt:
                 model=llm.model,
                 max_turns=self.settings.max_turns,
                 max_trajectory_tokens=self.settings.max_trajectory_tokens,
-                write=lambda attributes, started: self._spans.append((attributes, started)),
+                write=lambda attributes, started: spans.append((attributes, started)),
             )
             return self._root
 
@@ -299,7 +309,8 @@ class Attempt:
     # -- spans --------------------------------------------------------------------------------------------------------
 
     def _emit(self, more: Mapping[str, str]) -> None:
-        spans, self._spans = self._spans, []
+        spans = [*self._spans]
+        self._spans.clear()
         for attributes, started in spans:
             self.write(names.GENERATE_SPAN, {**attributes, **more, **self._known()}, started)
 

@@ -159,6 +159,7 @@ class Gateway:
         attempt.write_summary()
 
     def _forget(self, attempt: Attempt) -> None:
+        attempt.forget()
         self._attempts.pop((attempt.rollout_id, attempt.attempt_id), None)
         self._by_secret.pop(attempt.secret, None)
         self._ended[attempt.secret] = self._ended[f"{attempt.rollout_id}/{attempt.attempt_id}"] = None

@@ -143,6 +143,11 @@ class Tree:
         self._lines[node.state] = line
         return node
 
+    def forget(self) -> None:
+        """Nothing more is asked: answers refer to their lines, and from now on not the other way round."""
+        for line in self._lines.values():
+            line.tip = None
+
     def _new_state(self) -> int:
         self._states += 1
         return self._states

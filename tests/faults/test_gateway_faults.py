@@ -4,7 +4,9 @@ nothing lost elsewhere."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,10 +17,11 @@ import pytest
 from openai import OpenAI
 
 from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.support.threads import run_blocking
 from agl_slime.trace import attributes as names
 from agl_slime.trace.span_codec import decode_turns
 from tests.faults.engine_faults import BreakOff, Reset, Status
-from tests.gateway_cases import Case, serving, trained_once
+from tests.gateway_cases import CALL, WEATHER, Case, serving, trained_once
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]
 BODY = {"model": "m", "messages": HELLO}
@@ -230,6 +233,26 @@ def test_beyond_its_turns_a_rollout_gets_empty_answers_and_then_none() -> None:
         case.close()
         assert json.loads(case.said[names.GATEWAY])["stopped/max_turns"] > 2
         assert case.said[names.STOP_REASON] == "max_turns"
+
+
+def test_what_an_attempt_held_is_free_at_its_end_without_a_look_of_the_garbage_collector() -> None:
+    with serving(CALL, "Sunny.") as case:
+        attempt, served, _ = case.open("ro-2")
+        asked = [{"role": "user", "content": "The weather?"}]
+        for _ in range(2):
+            body = {"messages": asked, "tools": [WEATHER]}
+            answer = httpx.post(f"{served['main_llm'].endpoint}/chat/completions", json=body).json()
+            said = answer["choices"][0]["message"]
+            calls = said.get("tool_calls", [])
+            asked += [said, *({"role": "tool", "tool_call_id": call["id"], "content": "fine"} for call in calls)]
+        run_blocking(case.gateway.close(attempt))
+        held = [weakref.ref(attempt), weakref.ref(attempt._root)]
+        gc.disable()
+        try:
+            del attempt
+            assert [ref() for ref in held] == [None, None]
+        finally:
+            gc.enable()
 
 
 def test_an_agents_many_rollouts_keep_their_spans_apart() -> None:
