@@ -117,3 +117,15 @@ def spell_failures(members: Sequence[MemberResult]) -> str:
         example = example if len(example) <= _LONGEST_MESSAGE else example[:_LONGEST_MESSAGE] + "..."
         spelled.append(f"{count} x {reason}" + (f" ({example})" if example else ""))
     return "; ".join(spelled) + (f"; and {len(counts) - 5} other reasons" if len(counts) > 5 else "")
+
+
+def fork_examples(members: Sequence[MemberResult]) -> dict[str, str]:
+    """Of agents behind a gateway, one rollout for each class of forks, as a sentence."""
+    found: dict[str, str] = {}
+    for member in members:
+        for number, sample in enumerate(member.samples):
+            kind = sample.metadata.get("fork_reason")
+            if kind and kind not in found and "gateway" in sample.metadata:
+                text = f"conversations fork ({kind}), first seen in rollout {member.rollout_id}"
+                found[kind] = f"{text}: Sample {number + 1} of {len(member.samples)}"
+    return found

@@ -25,7 +25,7 @@ from agl_slime.datasource.source import GroupSource
 from agl_slime.errors import AglSlimeError, ConfigError, LoopError, spell_exception
 from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.loop.functions import StepFn, call_function, taking_iteration
-from agl_slime.loop.metrics import collect_metrics, eval_metrics, spell_failures, staleness_metrics
+from agl_slime.loop.metrics import collect_metrics, eval_metrics, fork_examples, spell_failures, staleness_metrics
 from agl_slime.loop.old_names import observer_and_runners
 from agl_slime.loop.overlapped import OverlappedSchedule
 from agl_slime.loop.schedule import SerialSchedule
@@ -33,6 +33,7 @@ from agl_slime.loop.settings import LoopSettings, LoopState, RunResult
 from agl_slime.loop.tasks import TaskCursor, Tasks, as_task_source
 from agl_slime.loop.validation import SideValidations
 from agl_slime.report import events
+from agl_slime.report.alarms import Alarm, find_alarms_of_step
 from agl_slime.report.metrics import (
     CPU_BUSY,
     ENGINE_WAITED,
@@ -48,8 +49,8 @@ from agl_slime.report.metrics import (
     VAL_START_REWARD_MEAN,
     WEIGHTS_VERSION,
 )
+from agl_slime.report.rollouts import describe_group
 from agl_slime.rollout.access import LLM_RESOURCE
-from agl_slime.rollout.alarms import alike_answers, fork_examples, tool_never_fired
 from agl_slime.runner.base import RunnerPlan, RunnerPool, make_runners
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources
@@ -170,6 +171,8 @@ class OnlineRLLoop:
         )
         per_iteration = settings.rollout_batch_size * settings.n_samples_per_prompt
         self._emit(events.RunStarted(num_iterations=settings.num_iterations, rollouts_per_iteration=per_iteration))
+        if ready := self.data_source.ready_groups():
+            self._emit(events.GroupsRestored(iteration=self._state.iteration, groups=ready))
         reason = "interrupted"
         try:
             await self._publish_weights(self._state.version)
@@ -224,7 +227,7 @@ class OnlineRLLoop:
         groups = await self._schedule.collect(self.tasks)
         collect_s = time.monotonic() - collecting
         metrics.update(collect_metrics(groups, collect_s=collect_s))
-        self._sound_alarms(groups)
+        await self._sound_alarms(iteration, groups)
         self._emit(events.GroupsCollected(iteration=iteration, groups=groups))
         self._stop_if_hopeless(iteration, groups)
         metrics.update(staleness_metrics(groups, self._state.version))
@@ -298,20 +301,19 @@ class OnlineRLLoop:
             metrics[VAL_LAG] = int(now) - int(version)
         return metrics
 
-    def _sound_alarms(self, groups: Sequence[GroupResult]) -> None:
-        """Warn of a tool that never fires, and of answers that are all alike and earn less than the best so far."""
+    async def _sound_alarms(self, iteration: int, groups: Sequence[GroupResult]) -> None:
+        """Warn of a tool that never fires, of answers that are all alike and earn less than the best so far, and of
+        forks behind a gateway."""
         rewards: list[float] = [reward for group in groups for reward in group.rewards]
         if self._state.best_reward is not None:
             rewards.append(self._state.best_reward)
         best = max(rewards, default=None)
         self._state = replace(self._state, best_reward=best)
-        short = [group.succeeded for group in groups if best is not None and max(group.rewards, default=best) < best]
-        for text in tool_never_fired([member for group in groups for member in group.succeeded]):
-            self._emit(events.Warning(text=text, key=text.partition(" was")[0]))
+        for alarm in await run_in_thread(_alarms_of_step, iteration, groups, best):
+            text = f"{alarm.text}; try {alarm.advice}"
+            self._emit(events.Warning(text=text, key=f"{alarm.kind}:{alarm.about}"))
         for kind, text in fork_examples([member for group in groups for member in group.succeeded]).items():
             self._emit(events.Warning(text=text, key=f"fork:{kind}"))
-        for text in alike_answers(short):
-            self._emit(events.Warning(text=text, key="alike_answers"))
 
     def _stop_if_hopeless(self, iteration: int, groups: Sequence[GroupResult]) -> None:
         members = [member for group in groups for member in group.members if not member.straggler]
@@ -388,3 +390,9 @@ def _ledger_counts(source: GroupSource) -> dict[str, int]:
     counts = source.ledger.counts()
     ends = {outcome.value: n for outcome, n in counts.closed.items()}
     return {"opened": counts.opened, "open": counts.open, "ready": counts.ready, **ends}
+
+
+def _alarms_of_step(iteration: int, groups: Sequence[GroupResult], best: float | None) -> list[Alarm]:
+    """Compares every sampled token: nothing for an event loop."""
+    lines = [{"iteration": iteration, **describe_group(group, collected=iteration)} for group in groups]
+    return find_alarms_of_step(lines, best=best)

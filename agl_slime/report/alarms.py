@@ -29,12 +29,13 @@ BIAS = 0.2  # of the mean length
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
     """``kind`` is a word, ``text`` what was seen, ``advice`` what to try. ``iteration`` is where it was seen first,
-    ``evidence`` is on the page: a metric's chart, a rollout."""
+    ``about`` which of a kind it is, a tool or a reason. The evidence is on the page: a metric's chart, a rollout."""
 
     kind: str
     iteration: int
     text: str
     advice: str
+    about: str = ""
     metric: str = ""
     rollout: str = ""
 
@@ -64,6 +65,13 @@ def find_alarms(metrics: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[s
     steps = _steps(metrics, groups)
     found = [alarm for look in _LOOKS for alarm in look(steps)]
     return sorted(found, key=lambda alarm: alarm.iteration)
+
+
+def find_alarms_of_step(groups: Sequence[Mapping[str, Any]], *, best: float | None) -> list[Alarm]:
+    """What a run warns of while it goes on, from the groups of one iteration alone: silent tools, and answers that are
+    all alike and earn less than the ``best`` reward so far."""
+    steps = _steps((), groups)
+    return [*silent_tools(steps), *alike(steps, best=best)]
 
 
 def zero_variance(steps: Sequence[_Step]) -> Iterator[Alarm]:
@@ -141,12 +149,12 @@ def silent_tools(steps: Sequence[_Step]) -> Iterator[Alarm]:
                 told.add(name)
                 text = f"tool {name!r} was never called in {n} rollouts; {malformed} calls could not be parsed"
                 advice = "compare the tool parser with the format that the model writes calls in, and say in the prompt"
-                yield _alarm("silent tool", step, text, f"{advice} when to call it")
+                yield _alarm("silent tool", step, text, f"{advice} when to call it", about=name)
 
 
-def alike(steps: Sequence[_Step]) -> Iterator[Alarm]:
+def alike(steps: Sequence[_Step], *, best: float | None = None) -> Iterator[Alarm]:
     """Answers that are the same to the token, and earn less than the best so far."""
-    best = float("-inf")
+    best = float("-inf") if best is None else best
     for step in steps:
         best = max([best, *(reward for group in step.groups for reward in _rewards(group))])
         short = [group for group in step.groups if "alike" in group and max(_rewards(group), default=best) < best]
@@ -212,7 +220,7 @@ def failures(steps: Sequence[_Step]) -> Iterator[Alarm]:
             example = next(one for one, outcome, reason in step.members if reason == main and outcome == "failed")
             text = f"{share:.0%} of the rollouts failed ({_reasons(step, _failed)})"
             advice = f"open a rollout that failed with {main}: its message says where"
-            yield _alarm("failures", step, text, advice, metric=m.FAILED, rollout=example)
+            yield _alarm("failures", step, text, advice, about=main, metric=m.FAILED, rollout=example)
 
 
 _LOOKS = (zero_variance, stalls, abort_storms, truncation, silent_tools, alike, kl_jumps, logprob_jumps)

@@ -73,6 +73,14 @@ class GroupsCollected:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupsRestored:
+    """Groups that were ready before a restart, after ``iteration``, and wait to be trained on."""
+
+    iteration: int
+    groups: Sequence[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchTrained:
     """What an iteration was trained on: Samples, and for each of them the trainer's log-prob and the advantage of its
     tokens under the loss mask before the first step, ``[n_tokens]`` each; empty where the trainer does not tell."""
@@ -113,6 +121,7 @@ Event = (
     | PhaseStarted
     | RolloutFinished
     | GroupsCollected
+    | GroupsRestored
     | TrainingProgressed
     | BatchTrained
     | IterationFinished

@@ -9,7 +9,6 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,6 +38,15 @@ def dump(value: Any, indent: int | None = None) -> bytes:
     """JSON and a newline, as UTF-8; a lone surrogate becomes its JSON escape."""
     text = json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False, indent=indent)
     return (text + "\n").encode("utf-8", "backslashreplace")
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in the file; ``None`` when it is not there or holds none."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def iter_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -126,10 +134,7 @@ class RunDir:
 
     def settings(self) -> dict[str, Any] | None:
         """What ``config.json`` holds; ``None`` when it is not there or no JSON object."""
-        with suppress(OSError, ValueError):
-            if isinstance(settings := json.loads(self.config.read_bytes()), dict):
-                return settings
-        return None
+        return read_object(self.config)
 
 
 def open_run_dir(

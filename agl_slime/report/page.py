@@ -18,11 +18,13 @@ from typing import Any
 
 from agl_slime.report.alarms import find_alarms
 from agl_slime.report.read import RunReader, find_runs, parsed, unparsed
+from agl_slime.report.transcripts import shortened
 from agl_slime.support.files import write_file
 
 SCRIPTS = ("base", "model", "charts", "trend", "step", "rollouts", "rollout", "tokens", "alarms", "main")
 MOST_BYTES = 9_500_000  # of the file
 MOST_CHARACTERS = 50_000  # of one text in the file
+_PACKED = re.compile(r"[A-Za-z0-9+/]+=*")  # arrays of single tokens
 _NOT_IN_HTML = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
@@ -100,7 +102,7 @@ def _choose(reader: RunReader, room: int) -> tuple[dict[str, str], str]:
         for iteration in order[first::stride]:
             for rollout_id in by_iteration[iteration]:
                 line = reader.rollout(rollout_id)
-                text = embedded(_shortened(parsed(line))) if line is not None else ""
+                text = embedded(shortened(parsed(line), MOST_CHARACTERS, whole=_PACKED)) if line is not None else ""
                 if line is None or (size := len(text.encode()) + 100) > room:
                     continue
                 room -= size
@@ -115,15 +117,3 @@ def _choose(reader: RunReader, room: int) -> tuple[dict[str, str], str]:
         f"{missing} of {len(reader.kept)} kept rollouts are left out of this file {why}; "
         "`agl-slime view` shows them all, and rollouts.jsonl has them."
     )
-
-
-def _shortened(value: Any) -> Any:
-    """``value`` with long texts cut; what of single tokens is too long for a page stays within it, too."""
-    if isinstance(value, dict):
-        return {key: _shortened(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_shortened(item) for item in value]
-    if isinstance(value, str) and len(value) > MOST_CHARACTERS and not re.fullmatch(r"[A-Za-z0-9+/]+=*", value):
-        half = MOST_CHARACTERS // 2
-        return f"{value[:half]}\n… {len(value) - 2 * half} characters left out …\n{value[-half:]}"
-    return value

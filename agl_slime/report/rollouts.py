@@ -16,8 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from agl_slime.errors import TraceError
-from agl_slime.report.events import BatchTrained, Event, GroupsCollected, IterationFinished, RunFinished
-from agl_slime.report.files import IterationFile, RunDir, dump, jsonable
+from agl_slime.report.events import (
+    BatchTrained,
+    Event,
+    GroupsCollected,
+    GroupsRestored,
+    IterationFinished,
+    RunFinished,
+)
+from agl_slime.report.files import IterationFile, RunDir, dump, iter_jsonl, jsonable
 from agl_slime.report.pieces import Pieces
 from agl_slime.report.transcripts import MOST_MESSAGES, MOST_SAMPLES, Room, choose_rollouts
 
@@ -63,7 +70,10 @@ class RolloutWriter:
 
     def handle(self, event: Event) -> None:
         if isinstance(event, GroupsCollected):
-            self._collected(event)
+            self._collected(event.iteration, event.groups)
+        elif isinstance(event, GroupsRestored):
+            known = self._written_until(event.iteration)
+            self._collected(event.iteration, [g for g in event.groups if known.isdisjoint(_ids(g))])
         elif isinstance(event, BatchTrained):
             self._trained(event)
         elif isinstance(event, IterationFinished):
@@ -76,20 +86,25 @@ class RolloutWriter:
         self._groups_file.close()
         self._file.close()
 
-    def _collected(self, event: GroupsCollected) -> None:
-        members = {member.rollout_id: member for group in event.groups for member in group.members}
+    def _written_until(self, iteration: int) -> set[str]:
+        """The rollouts whose groups were written, without fate, before the restart."""
+        lines = iter_jsonl(self._groups_file.path) if self._groups_file.path.exists() else ()
+        return {one for line in lines if line["iteration"] <= iteration for one in line.get("rollouts") or ()}
+
+    def _collected(self, iteration: int, groups: Sequence[Any]) -> None:
+        members = {member.rollout_id: member for group in groups for member in group.members}
         labels: dict[str, str] = {}
         if self.tokenizer is not None and self._keep == "all":
             labels = dict.fromkeys(members, "all")
-        elif self.tokenizer is not None and self._keep == "sampled" and self._room.open(event.iteration):
+        elif self.tokenizer is not None and self._keep == "sampled" and self._room.open(iteration):
             rewards = {rollout_id: member.reward for rollout_id, member in members.items()}
-            labels = choose_rollouts(rewards, iteration=event.iteration, seed=self._seed)
-        for result in event.groups:
-            ids = [member.rollout_id for member in result.members]
+            labels = choose_rollouts(rewards, iteration=iteration, seed=self._seed)
+        for result in groups:
+            ids = _ids(result)
             whole = {
                 rollout_id: (members[rollout_id], labels[rollout_id]) for rollout_id in ids if rollout_id in labels
             }
-            group = _Group(describe_group(result, collected=event.iteration), whole)
+            group = _Group(describe_group(result, collected=iteration), whole)
             self._open[result.group_id] = group
             self._of_rollout.update(dict.fromkeys(ids, group))
 
@@ -122,10 +137,10 @@ class RolloutWriter:
             size = sum(len(dump({"iteration": iteration, **record})) for record in kept.values())
             if not self._room.take(size):
                 kept = {}
-        if groups:
-            lines = [{**group.line, "kept": [one for one in group.members if one in kept]} for group in groups]
-            self._groups_file.append(iteration, lines)
-        if kept:
+        # also where there is nothing to write: what a run that was cut off has left of this iteration goes
+        lines = [{**group.line, "kept": [one for one in group.members if one in kept]} for group in groups]
+        self._groups_file.append(iteration, lines)
+        if kept or self._file.path.exists():
             self._file.append(iteration, list(kept.values()))
 
     def _describe(self, member: Any, group: _Group) -> dict[str, Any]:
@@ -156,6 +171,10 @@ class RolloutWriter:
             "samples": samples,
             "left_out": {"samples": max(len(member.samples) - MOST_SAMPLES, 0)},
         }
+
+
+def _ids(group: Any) -> list[str]:
+    return [member.rollout_id for member in group.members]
 
 
 def source_of(member: Any) -> str | None:

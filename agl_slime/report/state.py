@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -11,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from agl_slime.report.files import RunDir, dump
+from agl_slime.report.files import RunDir, dump, read_object
 from agl_slime.support.files import write_file
 
 # A process on another host cannot be asked; one that wrote nothing for this long is taken for gone.
@@ -28,14 +27,14 @@ class RunState:
 
 def state_of(run: RunDir) -> RunState:
     """What the files of ``run`` say of it."""
-    if (writer := _object(run.alive)) is not None:
+    if (writer := read_object(run.alive)) is not None:
         last = max((path.stat().st_mtime for path in (run.alive, run.metrics, run.groups) if path.exists()), default=0)
         place = f"process {writer.get('pid')} on {writer.get('host')}"
         if _lives(writer, last):
             return RunState("running", f"This run is going on ({place}).")
         when = datetime.fromtimestamp(last, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
         return RunState("killed", f"This run was killed: {place} is gone; it last wrote at {when}.")
-    if (summary := _object(run.summary)) is not None:
+    if (summary := read_object(run.summary)) is not None:
         if (reason := summary.get("reason")) == "finished":
             return RunState("finished", "This run has finished.")
         return RunState("stopped", f"This run was stopped: {reason}")
@@ -71,11 +70,3 @@ def _process_began(pid: int) -> str | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return None
-
-
-def _object(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None

@@ -4,7 +4,6 @@ there: ``trackers.json`` in the run's directory names it."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Literal
 
 from agl_slime.errors import MissingDependencyError
 from agl_slime.report.events import Event, IterationFinished, RunFinished, RunStarted
-from agl_slime.report.files import RunDir, dump
+from agl_slime.report.files import RunDir, dump, read_object
 from agl_slime.report.metrics import number
 from agl_slime.support.files import write_file
 
@@ -35,18 +34,11 @@ class _Ids:
     def __init__(self, run: RunDir, tracker: str) -> None:
         self._path, self._tracker = run.trackers, tracker
 
-    def _read(self) -> dict[str, str]:
-        try:
-            ids = json.loads(self._path.read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return ids if isinstance(ids, dict) else {}
-
     def get(self) -> str | None:
-        return self._read().get(self._tracker)
+        return (read_object(self._path) or {}).get(self._tracker)
 
     def set(self, run_id: str) -> None:
-        write_file(self._path, dump({**self._read(), self._tracker: run_id}), durable=False)
+        write_file(self._path, dump({**(read_object(self._path) or {}), self._tracker: run_id}), durable=False)
 
 
 def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -138,7 +138,7 @@ class TranscriptWriter:
             for rollout_id, label in chosen.items()
         ]
         page = to_markdown(event.iteration, items).encode("utf-8", "backslashreplace")
-        records = [_shortened(item) for item in items]
+        records = [shortened(item) for item in items]
         size = len(page) + sum(len(dump({"iteration": event.iteration, **record})) for record in records)
         if not self._room.take(size):
             return
@@ -150,18 +150,16 @@ class TranscriptWriter:
         self._jsonl.close()
 
 
-def _shortened(value: Any) -> Any:
+def shortened(value: Any, most: int = MOST_CHARACTERS, *, whole: re.Pattern[str] | None = None) -> Any:
+    """``value`` with texts of more than ``most`` characters cut in their middle, but those that are ``whole``."""
     if isinstance(value, dict):
-        return {key: _shortened(item) for key, item in value.items()}
+        return {key: shortened(item, most, whole=whole) for key, item in value.items()}
     if isinstance(value, list):
-        return [_shortened(item) for item in value]
-    return _shorten(value, MOST_CHARACTERS) if isinstance(value, str) else value
-
-
-def _shorten(text: str, most: int) -> str:
+        return [shortened(item, most, whole=whole) for item in value]
+    if not isinstance(value, str) or len(value) <= most or (whole is not None and whole.fullmatch(value)):
+        return value
     half = most // 2
-    left_out = len(text) - 2 * half
-    return text if len(text) <= most else f"{text[:half]}\n… {left_out} characters left out …\n{text[-half:]}"
+    return f"{value[:half]}\n… {len(value) - 2 * half} characters left out …\n{value[-half:]}"
 
 
 def to_markdown(iteration: int, items: Sequence[Mapping[str, Any]]) -> str:
@@ -216,11 +214,11 @@ def _json(value: Any) -> str:
 
 def _fence(text: str, language: str = "text") -> str:
     """A code block whose fence is longer than any run of backticks in the text; control characters are spelled out."""
-    body = _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", _shorten(text, MOST_CHARACTERS))
+    body = _CONTROL.sub(lambda match: f"\\x{ord(match.group()):02x}", shortened(text))
     fence = "`" * max([3, *(len(run) + 1 for run in re.findall(r"`+", body))])
     return f"{fence}{language}\n{body}\n{fence}\n"
 
 
 def _inline(text: str) -> str:
     """One line of text that cannot end the line, the code span or the heading it stands in."""
-    return re.sub(r"\s+", " ", _CONTROL.sub(" ", _shorten(text, 400))).replace("`", "'")
+    return re.sub(r"\s+", " ", _CONTROL.sub(" ", shortened(text, 400))).replace("`", "'")

@@ -15,18 +15,20 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import orjson
 from aiohttp import web
 from yarl import URL
 
 from agl_slime.errors import ConfigError
 from agl_slime.report.page import page, policy, run_data
 from agl_slime.report.read import RunReader, find_runs, is_run, unparsed
-from agl_slime.support.http import listening, stop_signal
+from agl_slime.support.http import json_response, listening, stop_signal
 from agl_slime.support.net import has_token, is_loopback, require_token
 from agl_slime.support.threads import run_in_thread
 
 TOKEN_VARIABLE = "AGL_SLIME_VIEW_TOKEN"
 _COOKIE = "agl_slime_view"
+_NOT_STORED = {"Cache-Control": "no-store"}
 _LOOK_INTERVAL_S = 1.0  # between looks at the files of a run that is followed
 _ENDS_S = 2.0  # a browser's open connection does not hold the end up for longer
 
@@ -97,11 +99,12 @@ class _Viewer:
         title = ", ".join(path.resolve().name for path in self._runs.paths[:3])
         text = await run_in_thread(page, title=title, live=True, follow=self._follow)
         rules = policy(live=True) + "; frame-ancestors 'none'"
-        headers = {"Content-Security-Policy": rules, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+        headers = {"Content-Security-Policy": rules, "X-Content-Type-Options": "nosniff", **_NOT_STORED}
         return web.Response(text=text, content_type="text/html", headers=headers)
 
     async def _data(self, _: web.Request) -> web.Response:
-        return _json(await run_in_thread(_Follower(self._runs).news) or b"[]")
+        news = await run_in_thread(_Follower(self._runs).news)
+        return json_response(orjson.Fragment(news or b"[]"), headers=_NOT_STORED)
 
     async def _rollout(self, request: web.Request) -> web.Response:
         number, rollout_id = request.query.get("run", ""), request.query.get("id", "")
@@ -110,10 +113,10 @@ class _Viewer:
             line = await run_in_thread(self._latest.rollout, run, rollout_id)
         if line is None:
             raise web.HTTPNotFound(text=f"rollout {rollout_id!r} is not kept in run {number!r}")
-        return _json(line)
+        return json_response(orjson.Fragment(line), headers=_NOT_STORED)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **_NOT_STORED})
         await response.prepare(request)
         follower = _Follower(self._runs)
         with suppress(ConnectionError):  # the browser has gone
@@ -126,10 +129,6 @@ class _Viewer:
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self.ending.wait(), _LOOK_INTERVAL_S)
         return response
-
-
-def _json(content: bytes) -> web.Response:
-    return web.Response(body=content, content_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 @asynccontextmanager

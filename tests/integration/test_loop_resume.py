@@ -20,10 +20,14 @@ from agl_slime.groups.results import Outcome
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings, LoopState
+from agl_slime.report.events import BatchTrained
+from agl_slime.report.files import RunDir, iter_jsonl
+from agl_slime.report.rollouts import RolloutWriter
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
+from agl_slime.types import flat_samples
 from tests.loop_cases import HelloAgent, Recorder, hello_engine
 from tests.trace_tokenizers import small_tokenizer
 
@@ -192,6 +196,35 @@ async def test_groups_that_wait_are_in_the_checkpoint_and_are_handed_out_by_the_
             assert groups[0][0].index not in {sample.index for sample in groups[1]}
         finally:
             second.end()
+
+
+class RecordedLife(Life):
+    """Its rollouts are recorded as those of ``run_training`` are."""
+
+    def __init__(self, directory: Path, url: str, **settings: Any) -> None:
+        super().__init__(directory, url, **settings)
+        self.record = RolloutWriter(RunDir(directory), keep="all")
+        self.record.tokenizer = small_tokenizer()
+        self.recorder._on_event = self.record.handle
+
+    def _train(self, iteration: int) -> dict[str, float]:
+        batch = self.source.get_samples(self.n_trained)
+        self.record.handle(BatchTrained(iteration=iteration, samples=list(flat_samples(batch))))
+        return self.trainer.train(batch, iteration=iteration)
+
+
+async def test_what_waited_over_a_restart_is_in_the_record_of_rollouts_once(tmp_path: Path) -> None:
+    with hello_engine() as engine:
+        for iterations, n_trained in ((1, 1), (3, 4)):  # of three groups an iteration
+            life = RecordedLife(tmp_path, engine.url, num_iterations=iterations, n_groups=3)
+            life.n_trained = n_trained
+            await life.loop.run_async()
+            life.end()
+    groups = list(iter_jsonl(tmp_path / "groups.jsonl"))
+    assert sorted(int(group["instance_id"]) for group in groups) == [*range(9)]
+    assert {outcome for group in groups for outcome in group["outcomes"]} == {"trained"}
+    kept = [rollout["rollout_id"] for rollout in iter_jsonl(tmp_path / "rollouts.jsonl")]
+    assert sorted(kept) == sorted(one for group in groups for one in group["rollouts"])
 
 
 async def test_a_run_that_was_resumed_reports_as_one(tmp_path: Path) -> None:

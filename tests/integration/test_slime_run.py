@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
 import threading
@@ -10,11 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from agl_slime.errors import ConfigError
 from agl_slime.loop.tasks import ShuffledTasks
+from agl_slime.report.page import write_report
+from agl_slime.report.read import RunReader
 from agl_slime.run import slime
 from agl_slime.run.settings import TrainConfig
 from agl_slime.support.agl import NamedResources, Rollout
@@ -22,6 +26,7 @@ from tests.faults.scripted_engine import ScriptedEngine, in_thread
 from tests.slime.contract_agent import ByteTokenizer, ContractAgent
 
 BATCH, SIZE = 3, 2
+WHO = ("engine", "trainer")
 HERE = "tests.integration.test_slime_run"
 
 
@@ -157,6 +162,24 @@ async def test_a_loaded_run_that_is_done_says_so(engine: str, tmp_path: Path):
     await run(config_for(engine, tmp_path, 1, numbered(3)), *flags)
     with pytest.raises(ConfigError, match="--num-iterations above 1"):
         await run(config_for(engine, tmp_path, 1, numbered(3)), "--load", str(tmp_path / "checkpoint"))
+
+
+async def test_the_record_of_a_slime_run_is_what_the_page_shows(engine: str, tmp_path: Path):
+    config = config_for(engine, tmp_path, 2, numbered(4 * BATCH), keep_rollouts="all")
+    await run(config)
+    reader = RunReader(tmp_path / "run-2")
+    told = reader.update()
+    assert told is not None
+    assert (told["state"]["word"], told["damage"]) == ("finished", [])
+    assert len(told["kept"]) == 2 * BATCH * SIZE
+    for rollout_id in told["kept"]:
+        line = json.loads(reader.rollout(rollout_id) or b"")
+        (sample,) = line["samples"]
+        assert line["outcome"] == "trained"
+        engine_s, trainer_s = (np.frombuffer(base64.b64decode(sample[f"{who}_log_probs"]), "<f4") for who in WHO)
+        assert np.isfinite(engine_s).all()
+        assert np.isnan(trainer_s).all()  # slime does not tell
+    assert told["kept"][0] in write_report([tmp_path / "run-2"]).read_text()
 
 
 async def test_slimes_sampling_flags_reach_the_agents(engine: str, tmp_path: Path):  # fault 6

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from agl_slime.groups.results import GroupResult, MemberResult
-from agl_slime.loop.metrics import collect_metrics
+from agl_slime.loop.metrics import collect_metrics, fork_examples
 from agl_slime.report.summary import summary_rows
-from agl_slime.rollout.alarms import fork_examples
 
 
 def member(number: int, *kinds: str | None, **seen: int) -> MemberResult:

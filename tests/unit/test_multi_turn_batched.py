@@ -20,8 +20,9 @@ from agl_slime.errors import (
 )
 from agl_slime.groups.assembler import GroupAssembler
 from agl_slime.groups.policy import CompleteGroup
-from agl_slime.groups.results import MemberResult
-from agl_slime.rollout.alarms import alike_answers, tool_never_fired
+from agl_slime.groups.results import GroupResult, MemberResult
+from agl_slime.report import alarms
+from agl_slime.report.rollouts import describe_group
 from agl_slime.rollout.batched.multi_turn import MultiTurnRollout, Rollout
 from agl_slime.rollout.batched.sampler import SGLangSampler
 from agl_slime.rollout.batched.samples import trajectory_to_samples
@@ -351,24 +352,28 @@ def test_results_feed_a_group() -> None:
     assert first.metadata["tools"]["calls"] == {"look": 1}
 
 
-def test_alarms_for_tools_that_never_fire_and_answers_that_are_all_alike() -> None:
-    def members(answers: Sequence[Sequence[str]]) -> list[MemberResult]:
-        results, _ = run({str(n): list(said) for n, said in enumerate(answers)})
-        return [
-            MemberResult(
-                rollout_id=t["id"], group_id="g", samples=tuple(trajectory_to_samples(t, reward=1.0)), reward=1.0
-            )
-            for t in results
-        ]
+def test_alarms_for_tools_that_never_fire_and_answers_that_are_all_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alarms, "NEVER_IN", 3)
 
-    silent, calling = members([["One."], ["One."], [CALL.replace("}}", "}")]]), members([["Two."], [CALL, "Three."]])
-    (told,) = tool_never_fired(silent, min_rollouts=3)
-    assert "'look' was never called in 3 rollouts; 1 calls" in told
-    assert tool_never_fired(silent, min_rollouts=4) == []
-    assert tool_never_fired(silent + calling, min_rollouts=3) == []
-    assert alike_answers([silent[:2]], min_groups=1)
-    assert not alike_answers([silent], min_groups=1)
-    assert not alike_answers([silent[:1]], min_groups=1)
-    (told,) = alike_answers([silent[:2]] * 3 + [calling], min_groups=4)
-    assert "in 3 of 4 groups" in told
-    assert alike_answers([silent[:2]] * 2 + [calling] * 2) == []
+    def told(*groups: Sequence[Sequence[str]]) -> list[str]:
+        lines = []
+        for answers in groups:
+            results, _ = run({str(n): list(said) for n, said in enumerate(answers)})
+            members = tuple(
+                MemberResult(
+                    rollout_id=t["id"], group_id="g", samples=tuple(trajectory_to_samples(t, reward=0.5)), reward=0.5
+                )
+                for t in results
+            )
+            group = GroupResult(group_id="g", mode="train", size=len(members), members=members, ready=True)
+            lines.append({"iteration": 1, **describe_group(group, collected=1)})
+        return [alarm.text for alarm in alarms.find_alarms_of_step(lines, best=1.0)]
+
+    silent, alike, calling = [["One."], [CALL.replace("}}", "}")]], [["One."], ["One."]], [["Two."], [CALL, "Three."]]
+    (said,) = told(silent, silent)
+    assert "'look' was never called in 4 rollouts; 2 calls" in said
+    assert told(silent) == []  # too few
+    assert told(silent, calling) == []
+    (said,) = told(alike, alike, alike, calling)
+    assert "in 3 of 4 groups" in said
+    assert told(alike, alike, calling, calling) == []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agl_slime.errors import TraceError
 from agl_slime.groups.results import GroupResult, MemberResult, Outcome
-from agl_slime.report.events import BatchTrained, GroupsCollected, IterationFinished, RunFinished
+from agl_slime.report.events import BatchTrained, GroupsCollected, GroupsRestored, IterationFinished, RunFinished
 from agl_slime.report.files import RunDir, iter_jsonl
 from agl_slime.report.pieces import Pieces
 from agl_slime.report.rollouts import RolloutWriter, describe_tokens
@@ -160,6 +160,27 @@ def test_an_iteration_that_is_run_again_replaces_what_it_left(tmp_path: Path) ->
         tell(writer, collected(2, one), batch(2, one), finished(2))
         writer.close()
     assert [row["rollout_id"] for row in rows(tmp_path)] == ["after"]
+
+
+def test_a_group_that_was_ready_before_a_restart_is_there_once(tmp_path: Path) -> None:
+    waits, written = a_member("waits", group_id="w"), a_member("written", group_id="x")
+    before = a_writer(tmp_path)
+    tell(before, collected(1, waits), finished(1), collected(2, a_member("late", group_id="l")), RunFinished())
+    before.close()
+    assert [row["rollout_id"] for row in rows(tmp_path)] == ["waits", "late"]  # it ended with iteration 1
+    after = a_writer(tmp_path)
+    groups = [collected(1, member).groups[0] for member in (waits, written)]
+    tell(after, GroupsRestored(iteration=1, groups=groups), finished(2))
+    assert rows(tmp_path) == rows(tmp_path, "groups") == []  # what was cut off is gone, what waits is to come
+    tell(after, batch(3, waits), finished(3))
+    (line,) = rows(tmp_path, "groups")
+    assert (line["rollouts"], line["outcomes"], line["iteration"]) == (["waits"], ["trained"], 3)
+    assert unpacked(rows(tmp_path)[0]["samples"][0]["trainer_log_probs"])[:2] == [0.0, 1.0]
+    # once more: a group that was written without its fate is not written again
+    tell(after, batch(4, written), finished(4))
+    again = a_writer(tmp_path)
+    tell(again, GroupsRestored(iteration=4, groups=groups), batch(5, waits, written), finished(5))
+    assert [row["rollouts"] for row in rows(tmp_path, "groups")] == [["waits"], ["written"]]
 
 
 @pytest.mark.parametrize("vocabulary", ["anthropic", "deepseek"])

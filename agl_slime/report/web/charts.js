@@ -4,6 +4,7 @@ const COLOURS = 8;
 const theme = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colour = (number) => theme(`--line${(number % COLOURS) + 1}`);
 const drawn = new Set();
+const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((n) => [1, 2, 5].map((step) => step * 10 ** n));
 
 // `series`: [{run, name, label}]. All share one axis of iterations.
 function aligned(series) {
@@ -53,15 +54,15 @@ function chart(title, series, height = 180) {
   const draw = () => {
     figure.plot?.destroy();
     const axis = { stroke: theme("--quiet"), grid: { stroke: theme("--grid"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
-    const lines = marks.map(({ mark, tint, dash }) => {
+    const lines = marks.map(({ mark, tint, dash }, i) => {
       const dashes = [[], [6, 3], [2, 3], [8, 3, 2, 3]][dash % 4];
       mark.replaceChildren(s("line", { x1: 0, x2: 18, y1: 4, y2: 4, stroke: colour(tint), "stroke-width": 2.5, "stroke-dasharray": dashes.join(" ") }));
-      return { stroke: colour(tint), width: 1.6, dash: dashes, spanGaps: true, points: { show: data[0].length < 30, size: 5 } };
+      return { stroke: colour(tint), width: 1.6, dash: dashes, spanGaps: true, points: { show: data[i + 1].filter((v) => v !== null).length < 30, size: 5 } };
     });
     const width = Math.max(box.clientWidth, 240);
     figure.plot = new uPlot({
       width, height, legend: { show: false }, series: [{}, ...lines], scales: { x: { time: false }, y: { range: around } },
-      axes: [{ ...axis, size: 26, values: (_, ticks) => ticks.map((v) => (Number.isInteger(v) ? v : "")) }, { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => num(v, 3)) }],
+      axes: [{ ...axis, size: 26, incrs: WHOLE }, { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => num(v, 3)) }],
       cursor: { drag: { x: true, y: false }, sync: { key: "iterations", setSeries: false }, points: { size: 6 } },
       hooks: { setCursor: [(plot) => show(plot.cursor.idx ?? null)] },
     }, data, box);
@@ -81,14 +82,6 @@ function chart(title, series, height = 180) {
 const seen = new IntersectionObserver((entries) => {
   for (const { isIntersecting, target } of entries) if (isIntersecting && !target.plot) target.draw();
 }, { rootMargin: "200px" });
-
-function forgetCharts() {
-  for (const figure of drawn) {
-    seen.unobserve(figure);
-    figure.plot?.destroy();
-  }
-  drawn.clear();
-}
 
 function redrawCharts() {
   for (const figure of drawn) if (figure.plot) figure.draw();

@@ -18,6 +18,8 @@ import yaml
 
 from agl_slime.cli import main as command_line
 from agl_slime.engine.process import EmbeddedEngine
+from agl_slime.report.page import write_report
+from agl_slime.report.read import RunReader
 from tests.slime.programs.common import make_policy, start_ray
 from tests.slime.routers import sglang_router
 from tests.slime.support import model_flags, report
@@ -70,9 +72,14 @@ def main(directory: Path, steps: int, engines: str, *loaded: str) -> None:
         )
         lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         own = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+        run = RunReader(directory / "run")
+        page = run.update() or {}
+        write_report([directory / "run"])
         report(
             {
                 "code": code,
+                "page": [page["state"]["word"], page["damage"]],
+                "kept": [json.loads(run.rollout(name) or b"")["outcome"] for name in page["kept"]],
                 "trained_equals_sampled": all(
                     line["train/tokens_trained"] == line["rollout/tokens_sampled"] for line in own
                 ),

@@ -1,0 +1,62 @@
+"""The pictures of docs/report.md: every level of a run's page, wide and narrow, light and dark.
+
+    python scripts/report_screenshots.py RUN_DIR docs/images
+
+Needs `pip install "agl-slime[browser,local]"` and a Chromium. Rollout and tokens are those of the rollout with the most
+Samples and weight versions; the pictures have 64 colours, a third of their size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from agl_slime.report.files import iter_jsonl
+from agl_slime.report.page import write_report
+
+COLOURS = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("images", type=Path)
+    given = parser.parse_args()
+    from PIL import Image
+    from playwright.sync_api import sync_playwright
+
+    from tests.browser.conftest import launched
+
+    def versions(sample: dict[str, Any]) -> int:
+        return len(sample["weight_versions"])
+
+    kept = [one for one in iter_jsonl(given.run / "rollouts.jsonl") if one["samples"] and one["outcome"] == "trained"]
+    seen = max(kept, key=lambda one: (len(one["samples"]), max(map(versions, one["samples"]))))
+    number = max(range(len(seen["samples"])), key=lambda i: versions(seen["samples"][i]))
+    places = {"trend": "trend", "step": f"step/0/{seen['iteration']}", "rollouts": "rollouts/0", "alarms": "alarms/0"}
+    places |= {"rollout": f"rollout/0/{seen['rollout_id']}", "tokens": f"token/0/{seen['rollout_id']}/{number}"}
+    report = write_report([given.run], Path(tempfile.mkdtemp()) / "report.html")
+    with sync_playwright() as driver:
+        browser = launched(driver)
+        for width, height in ((1280, 860), (390, 780)):
+            for scheme in ("light", "dark"):
+                page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+                page.goto(report.as_uri())
+                for name, place in places.items():
+                    page.evaluate("place => (location.hash = place)", place)
+                    page.wait_for_selector(f".of-{place.partition('/')[0]}")
+                    if name == "tokens":
+                        page.check("#tint-version")
+                        page.hover(f"#k{seen['samples'][number]['prompt_length'] + 4}")
+                    page.wait_for_timeout(300)  # until charts that have come into sight are drawn
+                    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(COLOURS)
+                    picture.save(given.images / f"report-{name}-{width}-{scheme}.png", optimize=True)
+                page.close()
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
