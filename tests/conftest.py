@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,21 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Iterator[Any]:
+    """pytest-xdist sends reports between processes as UTF-8, in which lone surrogates cannot be; tests that draw them
+    have them in their reports."""
+    return _as_utf8((yield))
+
+
+def _as_utf8(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_as_utf8(key): _as_utf8(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_as_utf8(item) for item in value)
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 @pytest.fixture(scope="session")
