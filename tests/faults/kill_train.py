@@ -37,9 +37,8 @@ from agl_slime.engine.process import EmbeddedEngine
 _ROOT = Path(__file__).parents[2]
 _FLAGS = (
     "--agent tests.faults.flaky_lookup:FlakyLookup --rollout-batch-size 4 --n-samples-per-prompt 4 "
-    "--eval-interval 7 --eval-rollouts 4"
+    "--eval-interval 7 --eval-rollouts 4 --save-interval 3"
 )
-_SAVE_INTERVAL = 3
 # Lives that are ended before they have trained on anything; the others are ended within seconds of their first
 # iteration.
 _EARLY = 0.25
@@ -87,15 +86,14 @@ class Result:
 class Run:
     """One run directory and the process that works on it."""
 
-    def __init__(self, directory: Path, *, limit_s: float, max_staleness: int, engine_url: str) -> None:
+    def __init__(self, directory: Path, *, flags: str, limit_s: float, engine_url: str) -> None:
         self.output = directory / "run"
         self._directory, self._log, self._engine_url = directory, directory / "log", engine_url
         self._deadline = time.monotonic() + limit_s
-        self._flags = [*_FLAGS.split(), "--save-interval", str(_SAVE_INTERVAL), "--max-staleness", str(max_staleness)]
         policy = shutil.copytree(SHIPPED, directory / "policy")  # a path that tells this run's engines from others
-        self._flags += ["--model-path", str(policy), "--output-dir", str(self.output)]
+        self._flags = [*flags.split(), "--model-path", str(policy), "--output-dir", str(self.output)]
 
-    def start(self, *, iterations: int, cold: bool) -> BaseProcess:
+    def start(self, *, iterations: int, cold: bool = False) -> BaseProcess:
         flags = [*self._flags, "--num-iterations", str(iterations)]
         flags += [] if cold else ["--sglang-url", self._engine_url]
         flags += ["--resume"] if (self.output / "config.json").exists() else []
@@ -153,7 +151,8 @@ def run(directory: Path, *, kills: int, seed: int, limit_s: float, max_staleness
     leftovers: list[str] = []
     training = 0
     with EmbeddedEngine(SHIPPED) as engine:
-        scene = Run(directory, limit_s=limit_s, max_staleness=max_staleness, engine_url=engine.url)
+        flags = f"{_FLAGS} --max-staleness {max_staleness}"
+        scene = Run(directory, flags=flags, limit_s=limit_s, engine_url=engine.url)
         for _ in range(kills):
             cold = rng.random() < _COLD
             process = scene.start(iterations=100_000, cold=cold)
@@ -169,7 +168,7 @@ def run(directory: Path, *, kills: int, seed: int, limit_s: float, max_staleness
                 process.join()
             leftovers += scene.leftovers()
         done = max([0, *(row["iteration"] for row in scene.rows())])
-        last = scene.start(iterations=1 + _SAVE_INTERVAL + done, cold=True)
+        last = scene.start(iterations=done + 4, cold=True)
         last.join(limit_s)
         if last.exitcode != 0:
             raise RuntimeError(f"the last life of the run failed; {scene.last_words()}")

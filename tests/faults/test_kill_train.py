@@ -1,12 +1,25 @@
-"""A short run of ``tests/faults/kill_train.py``; its 50 kills take some minutes."""
+"""A short run of ``tests/faults/kill_train.py``, whose 50 kills take some minutes; and what the engine is asked for
+again after a kill."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 
-from tests.faults.kill_train import run
+from agl_slime.demo.policy import SHIPPED
+from agl_slime.engine.process import EmbeddedEngine
+from agl_slime.loop.checkpoint import read_checkpoints
+from agl_slime.support.http import listening
+from agl_slime.tokens.codec import unpack_token_ids
+from tests.faults.kill_train import Run, run
 
 pytest.importorskip("torch", reason="needs agl-slime[local]")
 
@@ -20,3 +33,66 @@ def test_no_task_is_lost_or_trained_on_twice_when_train_is_killed(tmp_path: Path
     assert result.adds_up
     assert result.reports_in_order
     assert result.kills_while_training >= 1
+
+
+class Counter:
+    """Passes requests on to an engine, and counts the tokens that it has sampled."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    @asynccontextmanager
+    async def before(self, url: str) -> AsyncIterator[str]:
+        async with aiohttp.ClientSession() as session:
+
+            async def forward(request: web.Request) -> web.Response:
+                body = await request.read()
+                kind = {"Content-Type": request.content_type} if body else {}
+                async with session.request(request.method, url + request.path_qs, data=body, headers=kind) as answer:
+                    # the last is the probe of how the engine tells versions
+                    if request.path == "/generate" and answer.status == 200 and b'"input_ids":[0]' not in body:
+                        self.tokens += (await answer.json())["meta_info"]["completion_tokens"]
+                    return web.Response(
+                        body=await answer.read(), status=answer.status, content_type=answer.content_type
+                    )
+
+            app = web.Application(client_max_size=64 << 20)
+            app.router.add_route("*", "/{path:.*}", forward)
+            async with listening(app, host="127.0.0.1", port=0, backlog=128, handler_cancellation=True) as before:
+                yield before
+
+
+@pytest.mark.slow
+async def test_what_was_sampled_before_a_kill_is_not_sampled_again(tmp_path: Path) -> None:
+    """Every token that the second life trains on was in the checkpoint or was sampled by the engine since, once."""
+    counter = Counter()
+    flags = "--rollout-batch-size 4 --n-samples-per-prompt 4 --max-staleness 2 --weight-pause retract --save-interval 1"
+    with EmbeddedEngine(SHIPPED) as engine:
+        async with counter.before(engine.url) as url:
+            scene = Run(tmp_path, flags=f"{flags} --eval-interval 0", limit_s=200, engine_url=url)
+            calls: list[dict[str, Any]] = []
+            # until a checkpoint has a call in it that was cut within an answer
+            while not any(call["finish_reason"] == "abort" for call in calls):
+                await asyncio.to_thread(train_and_kill, scene)
+                newest = read_checkpoints(scene.output / "checkpoints")[0]
+                lines = [json.loads(line) for line in newest.partial.read_text().splitlines()]
+                calls = [call for line in lines for call in line["calls"]]
+            counter.tokens = 0
+            last = await asyncio.to_thread(scene.start, iterations=newest.loop.iteration + 4)
+            await asyncio.to_thread(last.join, 60)
+            assert last.exitcode == 0, scene.last_words()
+    kept = sum(len(unpack_token_ids(call["output_ids"])) for call in calls)
+    trained = [row["train/tokens_trained"] for row in scene.rows() if row["iteration"] > newest.loop.iteration]
+    assert len(trained) == 4
+    assert sum(trained) == kept + counter.tokens
+    assert kept > 100
+
+
+def train_and_kill(scene: Run) -> None:
+    process = scene.start(iterations=1000)
+    try:
+        scene.wait_for_training(process)
+        scene.wait(process, 0.5)
+    finally:
+        process.kill()
+        process.join()
