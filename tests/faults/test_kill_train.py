@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
-from aiohttp import web
 
 from agl_slime.demo.policy import SHIPPED
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.loop.checkpoint import read_checkpoints
-from agl_slime.support.http import listening
 from agl_slime.tokens.codec import unpack_token_ids
 from tests.faults.kill_train import Run, run
+from tests.faults.token_counter import TokenCounter
 
 pytest.importorskip("torch", reason="needs agl-slime[local]")
 
@@ -35,37 +31,10 @@ def test_no_task_is_lost_or_trained_on_twice_when_train_is_killed(tmp_path: Path
     assert result.kills_while_training >= 1
 
 
-class Counter:
-    """Passes requests on to an engine, and counts the tokens that it has sampled."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-
-    @asynccontextmanager
-    async def before(self, url: str) -> AsyncIterator[str]:
-        async with aiohttp.ClientSession() as session:
-
-            async def forward(request: web.Request) -> web.Response:
-                body = await request.read()
-                kind = {"Content-Type": request.content_type} if body else {}
-                async with session.request(request.method, url + request.path_qs, data=body, headers=kind) as answer:
-                    # the last is the probe of how the engine tells versions
-                    if request.path == "/generate" and answer.status == 200 and b'"input_ids":[0]' not in body:
-                        self.tokens += (await answer.json())["meta_info"]["completion_tokens"]
-                    return web.Response(
-                        body=await answer.read(), status=answer.status, content_type=answer.content_type
-                    )
-
-            app = web.Application(client_max_size=64 << 20)
-            app.router.add_route("*", "/{path:.*}", forward)
-            async with listening(app, host="127.0.0.1", port=0, backlog=128, handler_cancellation=True) as before:
-                yield before
-
-
 @pytest.mark.slow
 async def test_what_was_sampled_before_a_kill_is_not_sampled_again(tmp_path: Path) -> None:
     """Every token that the second life trains on was in the checkpoint or was sampled by the engine since, once."""
-    counter = Counter()
+    counter = TokenCounter()
     flags = "--rollout-batch-size 4 --n-samples-per-prompt 4 --max-staleness 2 --weight-pause retract --save-interval 1"
     with EmbeddedEngine(SHIPPED) as engine:
         async with counter.before(engine.url) as url:

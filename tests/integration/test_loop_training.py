@@ -14,11 +14,13 @@ from rich.console import Console
 
 pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
 
+from agl_slime.engine import EmbeddedEngine
 from agl_slime.report import read_metrics
 from agl_slime.report.metrics import REQUIRED_KEYS
 from agl_slime.run.local import run_training
 from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.weights import DiskWeightSync
+from tests.faults.token_counter import TokenCounter
 
 
 def run(config: TrainConfig) -> str:
@@ -112,6 +114,37 @@ def test_the_run_leaves_its_reports_and_says_where(finished: tuple[Path, str, di
     assert "NOT EQUAL" not in text
     ledger = json.loads((directory / "summary.json").read_text())["ledger"]
     assert ledger == {"opened": 6 * 64 + 3 * 8, "open": 0, "ready": 0, "trained": 6 * 64, "validated": 3 * 8}
+
+
+@pytest.mark.slow
+async def test_a_second_engine_answers_the_validations_of_an_overlapped_run(
+    policy_dir: Path, embedded_engine: str, tmp_path: Path
+) -> None:
+    trained, validated = TokenCounter(), TokenCounter()
+    with EmbeddedEngine(policy_dir) as second:
+        async with trained.before(embedded_engine) as url, validated.before(second.url) as beside:
+            before = model_info(embedded_engine)["weight_version"]
+            config = TrainConfig(
+                model_path=policy_dir,
+                sglang_url=url,
+                eval_sglang_url=beside,
+                num_iterations=4,
+                eval_interval=2,
+                eval_rollouts=8,
+                max_staleness=1,
+                output_dir=tmp_path / "out",
+            )
+            try:
+                await run_training(config, console=Console(file=io.StringIO()))
+                last = model_info(second.url)
+            finally:
+                await DiskWeightSync(base_url=embedded_engine).push(str(policy_dir), before)
+    rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert last["weight_version"] == "4"
+    assert {row["val/lag"] for row in rows if row.get("val/lag") is not None} == {0}
+    assert [row["iteration"] for row in rows if row.get("val/reward_mean") is not None][-1] == 4
+    assert trained.tokens == sum(row["train/tokens_trained"] for row in rows)
+    assert validated.tokens > 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,38 @@
+"""What an engine has sampled, counted on the way to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+from aiohttp import web
+
+from agl_slime.support.http import listening
+
+
+class TokenCounter:
+    """Passes requests on to an engine, and counts the tokens that came back."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    @asynccontextmanager
+    async def before(self, url: str) -> AsyncIterator[str]:
+        async with aiohttp.ClientSession() as session:
+
+            async def forward(request: web.Request) -> web.Response:
+                body = await request.read()
+                kind = {"Content-Type": request.content_type} if body else {}
+                async with session.request(request.method, url + request.path_qs, data=body, headers=kind) as answer:
+                    # the last is the probe of how the engine tells versions
+                    if request.path == "/generate" and answer.status == 200 and b'"input_ids":[0]' not in body:
+                        self.tokens += (await answer.json())["meta_info"]["completion_tokens"]
+                    return web.Response(
+                        body=await answer.read(), status=answer.status, content_type=answer.content_type
+                    )
+
+            app = web.Application(client_max_size=64 << 20)
+            app.router.add_route("*", "/{path:.*}", forward)
+            async with listening(app, host="127.0.0.1", port=0, backlog=128, handler_cancellation=True) as before:
+                yield before
