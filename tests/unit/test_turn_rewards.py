@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agl_slime import slime_hooks
@@ -138,3 +140,32 @@ def test_roles_are_compared_with_their_own_kind_by_both_trainers() -> None:
     batch = TrainBatch.from_samples(group(), std_normalization=False)
     assert batch.token_rewards.tolist() == [-2.0] * 3 + [0.5] * 3 + [2.0] * 3 + [-0.5] * 3
     assert set(batch.token_rollout_mask_sums.tolist()) == {6}
+
+
+def test_a_step_moves_the_rewarded_turns_tokens_by_that_turns_reward_and_no_others(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
+    from agl_slime.trainers import LocalTrainer, LocalTrainerSettings
+    from tests.trainer_policy import make_model, response_log_probs, save_policy
+
+    def log_probs(model: Any) -> list[float]:
+        """Of each token under a mask, Sample by Sample."""
+        every = [(s.loss_mask, response_log_probs(model, s.tokens, s.response_length)) for s in samples]
+        return [value for mask, values in every for under, value in zip(mask, values, strict=True) if under]
+
+    samples: list[Sample] = []
+    for number, reward in enumerate((1.0, 0.0)):  # of the second turn; the rollouts are as good as each other
+        spans = three(linked(reward, {names.RESPONSE_ID: "chatcmpl-1"}))
+        samples += convert_rollout(rollout(), spans, rollout_id=number, group_index=0).samples
+    before = make_model()
+    for number, sample in enumerate(samples):
+        sample.tokens = [token + 100 * (number // 2) for token in sample.tokens]
+        sample.rollout_log_probs = response_log_probs(before, sample.tokens, sample.response_length)
+    settings = LocalTrainerSettings(n_minibatches=1, lr=1e-4)
+    trainer = LocalTrainer(model_path=save_policy(tmp_path), settings=settings)
+    trainer.train(samples, iteration=0)
+    assert trainer.scores is not None
+    assert [set(np.sign(own)) for own in trainer.scores.advantages] == [{0}, {1}, {0}, {-1}]
+    moved = np.subtract(log_probs(trainer.model), log_probs(before))
+    assert min(moved[3:6]) > 0.1
+    assert max(moved[9:]) < -0.1
+    assert max(abs(moved[[0, 1, 2, 6, 7, 8]])) < 0.05  # by no more than what the shared weights do to them
