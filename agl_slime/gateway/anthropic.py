@@ -26,7 +26,7 @@ class AnthropicMessages(Protocol):
     counts = False
 
     def read(self, body: Mapping[str, Any]) -> Call:
-        self.refuse_unknown(body)
+        self.check_fields(body)
         if body.get("max_tokens") is None and not self.counts:
             raise GatewayRequestError("max_tokens: Field required", param="max_tokens")
         messages: list[dict[str, Any]] = []
@@ -204,7 +204,7 @@ def _tool_choice(value: Any, tools: bool) -> str:
 
 def _constraint(body: Mapping[str, Any]) -> dict[str, Any]:
     config = body.get("output_config") or {}
-    wanted = body.get("output_format") or (config.get("format") if isinstance(config, Mapping) else None)
+    wanted = body.get("output_format") or config.get("format")
     if not wanted:
         return {}
     if isinstance(wanted, Mapping) and isinstance(wanted.get("schema"), Mapping):

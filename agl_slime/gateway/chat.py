@@ -32,12 +32,10 @@ class ChatCompletions(Protocol):
             raise GatewayRequestError(
                 "functions and function_call are OpenAI's old form: send tools", param="functions"
             )
-        self.refuse_unknown(body)
+        self.check_fields(body)
         if (body.get("modalities") or ["text"]) != ["text"]:
             raise GatewayRequestError("modalities other than text are not served", param="modalities")
         tools = body.get("tools") or []
-        if not isinstance(tools, list):
-            raise GatewayRequestError("tools must be a list", param="tools")
         return Call(
             messages=read_messages(body.get("messages")),
             model=str(body.get("model") or ""),

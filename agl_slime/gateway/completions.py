@@ -22,7 +22,7 @@ class Completions(Protocol):
     def read(self, body: Mapping[str, Any]) -> Call:
         if (body.get("best_of") or 1) == 1:
             body = {key: value for key, value in body.items() if key != "best_of"}
-        self.refuse_unknown(body)
+        self.check_fields(body)
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]

@@ -81,7 +81,7 @@ def text_of(content: Any, where: str) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(part, str):
             texts.append(part)
-        elif isinstance(part, Mapping) and kind in _TEXT_PARTS and isinstance(part.get(key := _key_of(kind)), str):
+        elif isinstance(part, Mapping) and str(kind) in _TEXT_PARTS and isinstance(part.get(key := _key_of(kind)), str):
             texts.append(part[key])
         else:
             told = f"a part of type {kind!r}" if kind else type(part).__name__

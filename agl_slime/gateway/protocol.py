@@ -14,6 +14,9 @@ from agl_slime.gateway.errors import openai_error
 
 Decode = Callable[[list[int]], str]
 
+_OBJECTS = ("chat_template_kwargs", "stream_options", "text", "output_config")
+_LISTS = ("tools", "include")
+
 
 def sse(data: Any, event: str | None = None) -> bytes:
     """One server-sent event."""
@@ -80,11 +83,16 @@ class Protocol(ABC):
     def error(self, refusal: GatewayRequestError) -> dict[str, Any]:
         return openai_error(refusal)
 
-    def refuse_unknown(self, body: Mapping[str, Any]) -> None:
-        """A field that would be dropped in silence is refused by name, unless it is empty."""
+    def check_fields(self, body: Mapping[str, Any]) -> None:
+        """A field that would be dropped in silence is refused by name, unless it is empty; so is one of another shape
+        than all protocols give it."""
         for name in body.keys() - self.honoured - self.ignored:
             if body[name] not in (None, False, "", [], {}):
                 raise GatewayRequestError(f"{name} is not supported here", code="unsupported_parameter", param=name)
+        for names, kind, told in ((_OBJECTS, dict, "an object"), (_LISTS, list, "a list")):
+            for name in names:
+                if body.get(name) and not isinstance(body[name], kind):
+                    raise GatewayRequestError(f"{name} must be {told}, got {body[name]!r:.80}", param=name)
 
     @staticmethod
     def asked(body: Mapping[str, Any]) -> dict[str, Any]:

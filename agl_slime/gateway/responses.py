@@ -28,7 +28,7 @@ class Responses(Protocol):
     prefix = "resp_"
 
     def read(self, body: Mapping[str, Any]) -> Call:
-        self.refuse_unknown(body)
+        self.check_fields(body)
         messages: list[Message] = []
         if instructions := body.get("instructions"):
             messages.append({"role": "system", "content": text_of(instructions, "instructions")})
@@ -244,7 +244,10 @@ def _add(answer: Message, item: Mapping[str, Any], kind: str, where: str) -> Non
     if kind == "message":
         answer["content"] += text_of(item.get("content"), f"{where}.content")
     elif kind == "reasoning":
-        texts = (part.get("text") or "" for part in item.get("content") or () if isinstance(part, Mapping))
+        parts = item.get("content") or []
+        if not isinstance(parts, list):
+            raise GatewayRequestError(f"{where}.content must be a list of parts, got {parts!r:.80}", param=where)
+        texts = (str(part.get("text") or "") for part in parts if isinstance(part, Mapping))
         answer["reasoning_content"] = answer.get("reasoning_content", "") + "".join(texts)
     else:
         namespace = item.get("namespace")
@@ -262,6 +265,8 @@ def _tools(body: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Any, Any]]:
         if not isinstance(tool, Mapping) or not isinstance(kind, str):
             raise GatewayRequestError(f"tools[{at}] must be an object with a type", param="tools")
         inner = tool.get("tools") or [] if kind == "namespace" else [tool]
+        if not isinstance(inner, list) or not all(isinstance(one, Mapping) for one in inner):
+            raise GatewayRequestError(f"tools[{at}].tools must be a list of objects", param="tools")
         namespace = str(tool.get("name") or "") if kind == "namespace" else ""
         for one in inner:
             name = one.get("name")
@@ -287,7 +292,7 @@ def _tool_choice(value: Any, tools: bool) -> str:
 
 def _constraint(body: Mapping[str, Any]) -> dict[str, Any]:
     wanted = (body.get("text") or {}).get("format") or {}
-    kind = wanted.get("type", "text")
+    kind = wanted.get("type", "text") if isinstance(wanted, Mapping) else None
     if kind == "text":
         return {}
     if kind == "json_object":

@@ -57,6 +57,7 @@ _PROTOCOLS: dict[str, Protocol] = {
 }
 # JSON of more than this is parsed in a thread: 1 MB takes about 5 ms.
 _PARSED_AT_ONCE = 256 * 1024
+_HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 _RETRY_HEADER = "x-stainless-retry-count"  # of the SDKs of OpenAI and Anthropic
 _STOP_S = 5.0
 _ENDED_KEPT = 10_000
@@ -374,8 +375,8 @@ def _parsed(raw: bytes) -> dict[str, Any]:
     try:
         body = orjson.loads(raw)
     except ValueError as error:
-        try:
-            body = json.loads(raw)  # which takes lone surrogates, as some clients send them
+        try:  # some clients send text that is cut within a character, which no tokenizer reads
+            body = orjson.loads(_HALF_A_CHARACTER.sub("\ufffd", json.dumps(json.loads(raw), ensure_ascii=False)))
         except ValueError:
             raise GatewayRequestError(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):

@@ -61,6 +61,13 @@ def test_garbage_is_refused_with_a_sentence(content: bytes, says: str) -> None:
         assert json.loads(case.said[names.GATEWAY])["refused/400"] == 1
 
 
+def test_text_that_is_cut_within_a_character_is_read_with_a_mark_in_its_place() -> None:
+    with serving("hello") as case:
+        body = b'{"messages": [{"role": "user", "content": "a\\ud83d"}]}'
+        assert httpx.post(f"{case.llm.endpoint}/chat/completions", content=body).status_code == 200
+        assert [*case.turns[0].messages] == [{"role": "user", "content": "a\ufffd"}]
+
+
 def test_a_body_that_is_too_large_is_refused_and_one_that_is_not_is_read() -> None:
     with serving("hello", context_length=10**7) as case:
         assert post(case, {**BODY, "user": "x" * 10_000_000}).status_code == 413
@@ -143,11 +150,12 @@ async def test_the_end_of_a_rollout_cuts_off_what_is_sampled() -> None:
 
 def test_a_flood_is_answered_with_429_and_harms_nobody_else() -> None:
     settings = GatewaySettings(max_in_flight=4)
-    with serving("hello", settings=settings, latency_s=0.3) as case, ThreadPoolExecutor(16) as pool:
+    client = httpx.Client()  # one that is made for each request takes longer than the engine's answer
+    with serving("hello", settings=settings, latency_s=0.3) as case, ThreadPoolExecutor(16) as pool, client:
         _, served, _ = case.open("ro-2")
-        other: Any = served["main_llm"]
-        answers = [pool.submit(post, case) for _ in range(12)]
-        polite = pool.submit(httpx.post, f"{other.endpoint}/chat/completions", json=BODY)
+        own, other = (f"{llm.endpoint}/chat/completions" for llm in (case.llm, served["main_llm"]))
+        answers = [pool.submit(client.post, own, json=BODY) for _ in range(12)]
+        polite = pool.submit(client.post, other, json=BODY)
         statuses = sorted(answer.result().status_code for answer in answers)
         assert statuses == [200] * 4 + [429] * 8
         assert polite.result().status_code == 200

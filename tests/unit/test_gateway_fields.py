@@ -3,6 +3,7 @@ docs/any-agent.md as ignored, or refused by name."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from openai.types.responses import response_create_params
 
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.anthropic import AnthropicMessages
+from agl_slime.gateway.calls import Answered, Choice
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.completions import Completions
 from agl_slime.gateway.protocol import Protocol
@@ -67,3 +69,28 @@ def test_an_answer_in_the_old_form_of_calls_is_refused_and_not_read_as_an_empty_
     old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
     with pytest.raises(GatewayRequestError, match=r"messages\[1\]\.function_call is OpenAI's old form"):
         ChatCompletions().read({"messages": [*HELLO, old]})
+
+
+SHAPES: list[Any] = [1, 1.5, True, "x", ["x"], [None], [[]], [{}], {"a": 1}, {"type": {}}, {"format": 1}]
+SHAPES += [[{"type": "namespace", "tools": 5}], [{"type": "namespace", "tools": [5]}], [{"type": []}]]
+SHAPES += [[{"type": "reasoning", "content": 5}], [{"role": "assistant", "tool_calls": [1]}], [{"role": "user"}]]
+
+
+@pytest.mark.parametrize("name", list(BODIES))
+def test_a_field_of_another_shape_is_refused_in_a_sentence_and_never_breaks_an_answer(name: str) -> None:
+    protocol, body = BODIES[name]
+    head = Answered(id="1", created=1, model="m", choices=(Choice(),))
+    refused = 0
+    for field, value, stream in itertools.product(sorted(protocol.honoured), SHAPES, (False, True)):
+        asked = {**body, "stream": stream, field: value}
+        try:
+            call = protocol.read(asked)
+        except GatewayRequestError:
+            refused += 1
+            continue
+        if call.stream:
+            events = protocol.stream(asked, head, str)
+            assert b"".join([*events.begin(), events.finish(head)])
+        else:
+            assert protocol.answer(asked, head, str)
+    assert refused > 100
