@@ -3,7 +3,7 @@
     python scripts/report_screenshots.py RUN_DIR docs/images
 
 Needs `pip install "agl-slime[browser,local]"` and a Chromium. Rollout and tokens are those of the rollout with the most
-Samples and weight versions; the pictures have 64 colours, a third of their size.
+Samples and weight versions; the pictures have 128 colours, which makes them small.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from agl_slime.report.files import iter_jsonl
 from agl_slime.report.page import write_report
 
-COLOURS = 64
+COLOURS = 128
 
 
 def main() -> None:
@@ -30,12 +30,12 @@ def main() -> None:
 
     from tests.browser.conftest import launched
 
-    def versions(sample: dict[str, Any]) -> int:
-        return len(sample["weight_versions"])
+    def worth(sample: dict[str, Any]) -> tuple[int, int]:
+        return len(sample["weight_versions"]), len(sample["pieces"])
 
     kept = [one for one in iter_jsonl(given.run / "rollouts.jsonl") if one["samples"] and one["outcome"] == "trained"]
-    seen = max(kept, key=lambda one: (len(one["samples"]), max(map(versions, one["samples"]))))
-    number = max(range(len(seen["samples"])), key=lambda i: versions(seen["samples"][i]))
+    seen = max(kept, key=lambda one: (len(one["samples"]), max(map(worth, one["samples"]))))
+    number = max(range(len(seen["samples"])), key=lambda i: worth(seen["samples"][i]))
     places = {"trend": "trend", "step": f"step/0/{seen['iteration']}", "rollouts": "rollouts/0", "alarms": "alarms/0"}
     places |= {"rollout": f"rollout/0/{seen['rollout_id']}", "tokens": f"token/0/{seen['rollout_id']}/{number}"}
     report = write_report([given.run], Path(tempfile.mkdtemp()) / "report.html")

@@ -120,6 +120,10 @@ def test_a_run_that_is_followed_grows(page: Any, tmp_path: Path) -> None:
         page.evaluate("location.hash = '#rollout/0/ro-2-1'")
         heading(page, "Rollout ro-2-1")
         assert page.locator(".message").count() > 0
+        page.click("nav a[href^='#rollouts']")
+        heading(page, "Rollouts")
+        writer.iteration(3)
+        page.wait_for_function("() => document.querySelector('main p[role=status]').textContent.includes('36 of 36')")
         page.evaluate("location.hash = '#trend'")
         heading(page, "Trend")
         writer.finish()

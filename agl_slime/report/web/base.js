@@ -20,6 +20,9 @@ const h = (tag, attributes, ...children) => fill(document.createElement(tag), at
 const s = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 const link = (href, attributes, ...children) => h("a", { href: "#" + href, ...attributes }, ...children);
 
+const whole = new Intl.NumberFormat("en").format; // made once: it costs more than what it writes
+const rounded = new Intl.NumberFormat("en", { maximumFractionDigits: 6 }).format;
+
 // 0.1234, 12.3, 1,234,567, 1.2e-6; a dash for what is not known
 function num(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -27,8 +30,8 @@ function num(value, digits = 4) {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size < 1e-3 || size >= 1e9) return value.toExponential(2);
-  if (Number.isInteger(value)) return value.toLocaleString("en");
-  return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 6 });
+  if (Number.isInteger(value)) return whole(value);
+  return rounded(Number(value.toPrecision(digits)));
 }
 
 const seconds = (value) => (value === null || value === undefined ? "–" : value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(2)} s`);

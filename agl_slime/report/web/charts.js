@@ -4,6 +4,7 @@ const COLOURS = 8;
 const theme = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colour = (number) => theme(`--line${(number % COLOURS) + 1}`);
 const drawn = new Set();
+const COUNTS = /^(rollout\/(failed|dropped)|trace\/forks)\//; // by reason: what did not happen is not in the file, and is 0
 const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((n) => [1, 2, 5].map((step) => step * 10 ** n));
 
 // `series`: [{run, name, label}]. All share one axis of iterations.
@@ -13,7 +14,7 @@ function aligned(series) {
   const values = series.map(({ run, name }) => {
     const line = new Array(steps.length).fill(null);
     (run.columns.get(name) || []).forEach((value, i) => {
-      if (typeof value === "number") line[place.get(run.iterations[i])] = value;
+      line[place.get(run.iterations[i])] = typeof value === "number" ? value : COUNTS.test(name) ? 0 : null;
     });
     return line;
   });

@@ -78,6 +78,7 @@ function grow(parts) {
   document.getElementById("live").textContent = `Live: iteration ${run.iterations[run.iterations.length - 1] ?? 0}, ${num(run.members.length)} rollouts. ${run.state.text}`;
   const busy = document.activeElement?.matches("main select, main input");
   if (!App.started || (["trend", "step", "alarms"].includes(kind) && !busy)) return show({ keep: App.started });
+  if (kind === "rollouts") App.refresh(); // where it is scrolled to, and what is looked for, stay
   header(kind, run.number);
 }
 

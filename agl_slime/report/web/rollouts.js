@@ -23,7 +23,7 @@ function rolloutList(view, run) {
   };
   [choose, kept].forEach((field) => field.addEventListener("change", refresh));
   find.addEventListener("input", refresh);
-  grid.sorted = refresh;
+  grid.sorted = App.refresh = refresh;
   view.append(h("p", { class: "filters" }, h("label", { for: "outcome" }, "Outcome "), choose, " ", h("label", { for: "find" }, "Find "), find, " ", kept, h("label", { for: "kept" }, " kept whole only")), count, grid.box);
   refresh();
 }
@@ -70,14 +70,14 @@ function virtualTable(run) {
     const first = Math.max(0, Math.floor(box.scrollTop / ROW) - 4);
     const n = Math.min(rows.length - first, Math.ceil((box.clientHeight || 600) / ROW) + 8);
     while (pool.length < n) {
-      const open = h("a", {});
-      const cells = FIELDS.map((_, i) => h("span", { role: "cell" }, i === 2 ? open : null));
-      const row = h("div", { class: "row", role: "row" }, cells);
-      pool.push({ row, cells, open });
+      const texts = FIELDS.map(() => document.createTextNode(""));
+      const open = h("a", {}, texts[2]);
+      const row = h("div", { class: "row", role: "row" }, texts.map((text, i) => h("span", { role: "cell" }, i === 2 ? open : text)));
+      pool.push({ row, texts, open });
       sight.append(row);
     }
     sight.style.transform = `translateY(${first * ROW}px)`;
-    pool.forEach(({ row, cells, open }, i) => {
+    pool.forEach(({ row, texts, open }, i) => {
       row.hidden = i >= n;
       if (i >= n) return;
       const member = rows[first + i];
@@ -85,8 +85,9 @@ function virtualTable(run) {
       row.className = `row ${member.outcome}${first + i === chosen ? " chosen" : ""}${run.isKept(member.id) ? " kept" : ""}`;
       open.setAttribute("href", `#rollout/${run.number}/${encodeURIComponent(member.id)}`);
       FIELDS.forEach(([, of], k) => {
-        const text = typeof of(member) === "number" && k ? num(of(member)) : String(of(member) ?? "–");
-        (k === 2 ? open : cells[k]).textContent = text;
+        const value = of(member);
+        const text = typeof value === "number" && k ? num(value) : String(value ?? "–");
+        if (texts[k].data !== text) texts[k].data = text; // what is the same is not laid out again
       });
     });
   }
