@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import time
 import uuid
@@ -39,7 +38,7 @@ from agl_slime.sglang.generation import (
     broken_off,
     parse_generation,
 )
-from agl_slime.sglang.retry import context_limit, refusal
+from agl_slime.sglang.retry import check_event, context_limit
 from agl_slime.sglang.transport import ClientSettings, HttpTransport
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.threads import run_in_thread
@@ -229,8 +228,7 @@ class SGLangClient:
             streamed: deque[Any] = deque(maxlen=1)
 
             def keep(event: Any) -> None:
-                if isinstance(event, dict) and isinstance(error := event.get("error"), dict):
-                    raise refusal(int(error.get("code") or 400), json.dumps(event), where=where)
+                check_event(event, where=where)
                 streamed.append(event)
                 if on_event is not None:
                     on_event(event)

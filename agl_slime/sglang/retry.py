@@ -23,6 +23,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import aiohttp
 
@@ -72,6 +73,20 @@ def refusal(
         error = EngineRequestError(told + key)
     error.status = status
     return error
+
+
+def check_event(event: Any, *, where: str) -> None:
+    """Raises the error that an event of a stream tells, and ``EngineProtocolError`` for one with the newest tokens
+    only, for the last event is taken for the whole answer."""
+    if not isinstance(event, dict):
+        return
+    if isinstance(error := event.get("error"), dict):
+        raise refusal(int(error.get("code") or 400), json.dumps(event), where=where)
+    meta = event.get("meta_info")
+    listed = meta.get("output_token_logprobs") if isinstance(meta, dict) else None
+    if isinstance(listed, list) and len(listed) < (meta.get("completion_tokens") or 0):
+        told = f"{where} streams answers in pieces, of which each would be taken for a whole one"
+        raise EngineProtocolError(f"{told}: start SGLang without --incremental-streaming-output")
 
 
 def engine_error(exc: BaseException, *, where: str = "the engine") -> EngineError:

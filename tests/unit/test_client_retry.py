@@ -6,6 +6,7 @@ import asyncio
 import email.utils
 import errno
 import time
+from typing import Any
 
 import aiohttp
 import pytest
@@ -22,6 +23,7 @@ from agl_slime.errors import (
 )
 from agl_slime.sglang.retry import (
     PROTOCOL_ERROR_RETRIES,
+    check_event,
     context_limit,
     engine_error,
     refusal,
@@ -231,3 +233,14 @@ async def test_cancellation_passes_through() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         await run(attempt)
+
+
+def test_a_stream_of_pieces_is_not_taken_for_the_answer() -> None:
+    def event(listed: int, completed: int) -> dict[str, Any]:
+        meta = {"output_token_logprobs": [[-0.5, 7, None]] * listed, "completion_tokens": completed}
+        return {"text": "x", "output_ids": [7] * listed, "meta_info": {**meta, "finish_reason": None}}
+
+    for whole in (event(1, 1), event(12, 12), {"meta_info": {"completion_tokens": 2}}, "no object"):
+        check_event(whole, where="/generate")
+    with pytest.raises(EngineProtocolError, match="start SGLang without --incremental-streaming-output"):
+        check_event(event(2, 3), where="/generate")  # the second event of 0.5.15 with that flag
