@@ -101,9 +101,11 @@ def _train(arguments: list[str]) -> None:
     console = Console()
     config.check_files()
     with console.status("loading ...") if console.is_terminal else nullcontext():
-        from agl_slime.run.local import run_training  # Agent Lightning takes seconds to import; --help should not
+        # Agent Lightning, which this imports, takes seconds; --help should not
         from agl_slime.runner.process import own_this_process
-    own_this_process()
+
+        own_this_process()  # before the other imports, which it makes faster
+        from agl_slime.run.local import run_training
     _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
 
 

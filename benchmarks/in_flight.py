@@ -30,7 +30,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from agl_slime.runner.process import own_this_process, tune_garbage_collector
+from agl_slime.runner.process import forget_what_exists, own_this_process
 from benchmarks.common import (
     PATIENCE_S,
     REPO,
@@ -253,7 +253,7 @@ async def bare(engine: str, count: int, rounds: int) -> dict[str, Any]:
     ends: list[float] = []
     left = iter(range(count * rounds))
     own_this_process()
-    tune_garbage_collector()
+    forget_what_exists()
 
     async def place(session: aiohttp.ClientSession) -> None:
         for _ in left:
