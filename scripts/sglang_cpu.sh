@@ -7,6 +7,7 @@
 #
 #   scripts/serve_sglang_cpu.sh MODEL_DIR PORT
 #   AGL_SLIME_SGLANG_PYTHON=VENV_DIR/bin/python pytest -m sglang
+#   python train.py --engine sglang --sglang-python VENV_DIR/bin/python
 #
 # Its own environment, because its pins (torch, transformers, openai) clash with this package's. pip prints resolver complaints about SGLang's GPU dependencies at the end; they do not matter.
 set -euo pipefail
@@ -48,6 +49,6 @@ install --no-deps "torchvision==$TORCHVISION_VERSION" "sglang==$SGLANG_VERSION"
 
 if [ ${#pip_flags[@]} -eq 0 ]; then
   # the import that every start makes, with the stand-ins that the server gets
-  PYTHONPATH="$here/sglang_cpu" SGLANG_USE_CPU_ENGINE=1 "$venv/bin/python" -c "import sglang.srt.entrypoints.http_server, sglang; print('SGLang', sglang.__version__, 'is ready')"
+  PYTHONPATH="$here/../agl_slime/engine/sglang_cpu" SGLANG_USE_CPU_ENGINE=1 "$venv/bin/python" -c "import sglang.srt.entrypoints.http_server, sglang; print('SGLang', sglang.__version__, 'is ready')"
 fi
 echo "serve with: AGL_SLIME_SGLANG_PYTHON=$venv/bin/python $here/serve_sglang_cpu.sh MODEL_DIR PORT"

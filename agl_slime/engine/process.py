@@ -1,4 +1,4 @@
-"""The embedded engine as a child process: started, waited for, and surely ended."""
+"""An engine as a child process: started, waited for, and surely ended."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
+
+from typing_extensions import Self
 
 from agl_slime.errors import EngineError, EngineTimeoutError
 
@@ -20,26 +23,32 @@ _STDERR_TAIL = 2000
 _STOP_TIMEOUT_S = 3.0
 
 
-class EmbeddedEngine:
-    """Serves ``model_path`` on 127.0.0.1 in a process of its own, from ``start`` (or the ``with`` block) to ``stop``.
-    The child ends by itself when this process dies, however it dies.
+class EngineProcess:
+    """An engine on 127.0.0.1 in a process of its own, from ``start`` (or the ``with`` block) to ``stop``, which ends
+    what that process started as well.
 
-    ``options`` are the flags of ``python -m agl_slime.engine``: ``random_seed``, ``context_length``, …; the port is a
-    free one unless it is given.
+    ``command`` writes one line to standard output once it answers, ``{"url": "…", "serving": "…"}``, and ends by itself
+    when it is no longer this process's child. ``log`` is where its standard error is appended to; without it only the
+    last words are kept. ``name`` is what errors call it.
     """
 
     def __init__(
         self,
-        model_path: str | os.PathLike[str],
+        command: Sequence[str | os.PathLike[str]],
         *,
-        start_timeout_s: float = 300.0,
-        env: Mapping[str, str] | None = None,
-        **options: int,
+        name: str,
+        model_path: str | os.PathLike[str],
+        start_timeout_s: float,
+        env: Mapping[str, str],
+        log: Path | None = None,
     ) -> None:
+        self.name = name
         self.model_path = Path(model_path)
+        self._command = [str(part) for part in command]
         self._start_timeout_s = start_timeout_s
-        self._options = options
-        self._env = dict(env or {})
+        self._env = env
+        self._log = log
+        self._log_from = 0
         self._process: subprocess.Popen[str] | None = None
         self._stderr: IO[bytes] | None = None
         self._url: str | None = None
@@ -52,7 +61,7 @@ class EmbeddedEngine:
     def url(self) -> str:
         """Where it listens. Raises ``EngineError`` when it was not started."""
         if self._url is None:
-            raise EngineError("the embedded engine has not been started: call start() or use it as a context manager")
+            raise EngineError(f"{self.name} has not been started: call start() or use it as a context manager")
         return self._url
 
     @property
@@ -63,7 +72,7 @@ class EmbeddedEngine:
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def start(self) -> EmbeddedEngine:
+    def start(self) -> Self:
         """Start the process and wait until it answers.
 
         Raises ``EngineError`` with the child's own last words when it ends early, ``EngineTimeoutError`` when it is not
@@ -71,9 +80,9 @@ class EmbeddedEngine:
         """
         with self._lock:
             if self._stopped:
-                raise EngineError("the embedded engine was stopped; make a new one")
+                raise EngineError(f"{self.name} was stopped; make a new one")
             if self._process is not None:
-                raise EngineError("the embedded engine is already started")
+                raise EngineError(f"{self.name} is already started")
             process = self._process = self._spawn()
         try:
             self._url = self._wait_ready(process)
@@ -83,25 +92,23 @@ class EmbeddedEngine:
         return self
 
     def _spawn(self) -> subprocess.Popen[str]:
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - for the child's life; a pipe nobody reads would fill and block it
-        flags = {"model_path": self.model_path, "port": 0, "parent_pid": os.getpid(), **self._options}
-        command = [sys.executable, "-m", "agl_slime.engine"]
-        command += [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-        # the engine sets its threads by itself, by the model's size; a library that counts cores shall not add others
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        # for the child's life; a pipe nobody reads would fill and block it
+        self._stderr = tempfile.TemporaryFile() if self._log is None else self._log.open("a+b")  # noqa: SIM115
+        self._log_from = os.fstat(self._stderr.fileno()).st_size  # before that are an earlier one's words
         return subprocess.Popen(
-            command,
+            self._command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env={**os.environ, **threads, "HF_HUB_OFFLINE": "1", **self._env},
+            env=dict(self._env),
             text=True,
             start_new_session=True,
         )
 
     def stop(self) -> None:
-        """End the process: SIGTERM, and SIGKILL after 3 s. Doing it twice is fine, also from another thread than the
-        one that is in ``start``: no process is left behind, and none is started afterwards."""
+        """End the process, with SIGTERM and after 3 s with SIGKILL, and then what it started. Doing it twice is fine,
+        also from another thread than the one that is in ``start``: no process is left behind, and none is started
+        afterwards."""
         with self._lock:
             self._stopped = True
             process, self._process, self._url = self._process, None, None
@@ -112,22 +119,26 @@ class EmbeddedEngine:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it started is in its group
             if process.stdout is not None:
                 process.stdout.close()
         if self._stderr is not None:
             self._stderr.close()
             self._stderr = None
 
-    def stderr_tail(self) -> str:
-        """The last lines that the process wrote to standard error."""
+    def last_words(self) -> str:
+        """The last lines that the process wrote to standard error, and where all of them are."""
         stderr = self._stderr
         if stderr is None or stderr.closed:
-            return ""
+            return "none"
         # the child shares the file's position, so it must not be moved
         size = os.fstat(stderr.fileno()).st_size
-        return os.pread(stderr.fileno(), _STDERR_TAIL, max(0, size - _STDERR_TAIL)).decode(errors="replace").strip()
+        tail = os.pread(stderr.fileno(), _STDERR_TAIL, max(self._log_from, size - _STDERR_TAIL))
+        where = f" (all of them: {self._log})" if self._log is not None else ""
+        return (tail.decode(errors="replace").strip() or "none") + where
 
-    def __enter__(self) -> EmbeddedEngine:
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
@@ -139,7 +150,7 @@ class EmbeddedEngine:
 
     def _wait_ready(self, process: subprocess.Popen[str]) -> str:
         assert process.stdout is not None
-        name = f"the embedded engine for {self.model_path}"
+        name = f"{self.name} for {self.model_path}"
         try:
             poll = select.poll()
             poll.register(process.stdout, select.POLLIN)
@@ -148,14 +159,39 @@ class EmbeddedEngine:
         except (ValueError, OSError):  # closed by stop() from another thread
             line = ""
         if line is None:
-            said = self.stderr_tail() or "none"
-            raise EngineTimeoutError(f"{name} was not ready within {self._start_timeout_s:g} s; last words: {said}")
+            within = f"{self._start_timeout_s:g} s"
+            raise EngineTimeoutError(f"{name} was not ready within {within}; last words: {self.last_words()}")
         if not line:
-            said = self.stderr_tail() or "it said nothing"
-            raise EngineError(f"{name} ended with exit code {process.wait()}: {said}")
+            raise EngineError(f"{name} ended with exit code {process.wait()}; last words: {self.last_words()}")
         try:
             ready = json.loads(line)
             self.summary = str(ready["serving"])
             return str(ready["url"])
         except (ValueError, KeyError, TypeError):
             raise EngineError(f"{name} printed {line.strip()!r} where its address was expected") from None
+
+
+class EmbeddedEngine(EngineProcess):
+    """Serves ``model_path`` with the embedded engine. ``options`` are the flags of ``python -m agl_slime.engine``:
+    ``random_seed``, ``context_length``, …; the port is a free one unless it is given."""
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        start_timeout_s: float = 300.0,
+        env: Mapping[str, str] | None = None,
+        **options: int,
+    ) -> None:
+        flags = {"model_path": model_path, "port": 0, "parent_pid": os.getpid(), **options}
+        command = [sys.executable, "-m", "agl_slime.engine"]
+        command += [str(part) for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", value)]
+        # the engine sets its threads by itself, by the model's size; a library that counts cores shall not add others
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        super().__init__(
+            command,
+            name="the embedded engine",
+            model_path=model_path,
+            start_timeout_s=start_timeout_s,
+            env={**os.environ, **threads, "HF_HUB_OFFLINE": "1", **(env or {})},
+        )

@@ -122,12 +122,14 @@ class RunDir:
         """Which process writes here; gone when the run has ended."""
         self.trackers = path / "trackers.json"
         """The ids that trackers know the run by."""
+        self.sglang_log = path / "sglang.log"
+        """What the SGLang wrote that the run started."""
         self.trained = path / "trained.jsonl"
         """Which instances and rollouts each iteration trained on."""
         self.ledger = path / "ledger.sqlite"
         self.checkpoints = path / "checkpoints"
         reports = (self.metrics, self.plot, self.summary, self.tensorboard, self.transcripts, self.trained)
-        reports += (self.groups, self.rollouts, self.alive, self.trackers)
+        reports += (self.groups, self.rollouts, self.alive, self.trackers, self.sglang_log)
         database = (self.ledger.with_name(self.ledger.name + suffix) for suffix in ("", "-wal", "-shm"))
         self.reports = (*reports, self.checkpoints, *database)
         """What a new run in the same place replaces."""

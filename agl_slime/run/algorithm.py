@@ -33,6 +33,8 @@ class AlgorithmSettings(TypedDict, total=False):
     """The fields of ``agl_slime.run.settings.TrainConfig`` that are this algorithm's; their meanings and defaults are
     there."""
 
+    engine: Literal["embedded", "sglang"]
+    sglang_python: Path | None
     num_iterations: int
     rollout_batch_size: int
     n_samples_per_prompt: int
@@ -85,8 +87,8 @@ class SlimeAlgorithm(Algorithm):
 
     Args:
         model_path: Hugging Face checkpoint that the policy starts from.
-        sglang_url: SGLang server or router; without it the local trainer starts an embedded engine, and slime launches
-            engines of its own.
+        sglang_url: SGLang server or router; without it the local trainer starts an ``engine``, and slime launches its
+            own ones.
         slime_flags: slime's own command-line flags, for ``trainer="slime"``.
         settings: see ``AlgorithmSettings``; ``store_host`` is where slime's manager reaches the store.
 

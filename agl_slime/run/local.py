@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from agl_slime.datasource.source import DataSourceSettings, GroupSource
+from agl_slime.engine.process import EmbeddedEngine
+from agl_slime.engine.sglang_process import SGLangProcess, find_sglang
 from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.policy import MinimumViableGroup, zero_variance
@@ -52,7 +54,7 @@ logger = logging.getLogger(__name__)
 _MAY_CHANGE = frozenset(
     {"num_iterations", "save_interval", "view", "sglang_url", "keep_rollouts", "keep_rollouts_mb", "track"}
 )
-_MAY_CHANGE |= {"eval_sglang_url"}
+_MAY_CHANGE |= {"eval_sglang_url", "engine", "sglang_python"}
 
 
 _MEMORY = Path("/dev/shm")
@@ -102,7 +104,7 @@ async def run_training(
         _need_torch()
         loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path))
         loading.add_done_callback(lambda task: task.cancelled() or task.exception())
-        url, check_engine = await stack.enter_async_context(_engine(config, model_path, console))
+        url, check_engine = await stack.enter_async_context(_engine(config, model_path, run, console))
         trainer = await loading
         checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
         start = checkpoint.loop if checkpoint is not None else LoopState()
@@ -287,23 +289,25 @@ async def _model_path(
 
 @asynccontextmanager
 async def _engine(
-    config: TrainConfig, model_path: Path, console: Console
+    config: TrainConfig, model_path: Path, run: RunDir, console: Console
 ) -> AsyncIterator[tuple[str, Callable[[], None] | None]]:
-    """The URL of the engine, and a function that raises when the embedded one has died."""
+    """The URL of the engine, and a function that raises when the one that was started here has died."""
     if config.sglang_url is not None:
         yield checked_url(config.sglang_url), None
         return
-    from agl_slime.engine.process import EmbeddedEngine
-
-    engine = EmbeddedEngine(model_path, random_seed=config.seed)
+    if config.engine == "sglang":
+        python = await run_in_thread(find_sglang, config.sglang_python)
+        engine = SGLangProcess(model_path, python=python, log=run.sglang_log, random_seed=config.seed)
+    else:
+        engine = EmbeddedEngine(model_path, random_seed=config.seed)
     try:
-        with step(console, "starting the embedded engine"):
+        with step(console, f"starting {engine.name}"):
             await run_in_thread(engine.start)
         console.print(engine.summary, highlight=False, soft_wrap=True)
 
         def check() -> None:
             if not engine.alive:
-                raise LoopError(f"the embedded engine has died; its last words: {engine.stderr_tail() or 'none'}")
+                raise LoopError(f"{engine.name} has died; its last words: {engine.last_words()}")
 
         yield engine.url, check
     finally:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from agl_slime.engine.sglang_process import find_sglang
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.settings import Branches, Constraints, GatewaySettings
 from agl_slime.loop.tasks import read_tasks
@@ -36,7 +37,12 @@ class TrainConfig:
     """Model to start from: a Hugging Face directory, smollm2 (SmolLM2-135M-Instruct, Apache-2.0, 93 MB from the package
     registry) or a name on the Hugging Face hub. Without it a tiny policy is made for the agent."""
     sglang_url: str | None = None
-    """URL of a running SGLang server or router. Without it an embedded engine is started on this machine."""
+    """URL of a running SGLang server or router. Without it an engine is started on this machine."""
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """The engine that is started and ended with a run of the local trainer: the package's own, or a real SGLang."""
+    sglang_python: Path | None = None
+    """A Python that has SGLang, for --engine sglang, by default what AGL_SLIME_SGLANG_PYTHON names. For a CPU
+    `bash scripts/sglang_cpu.sh DIR` makes one: DIR/bin/python."""
     trainer: Literal["local", "slime"] = "local"
     """Who trains: the local GRPO trainer, or slime."""
 
@@ -110,7 +116,7 @@ class TrainConfig:
     """Where metrics, plot, transcripts and weights go; a new directory under runs/ by default."""
     weights_dir: Path | None = None
     """Where versions of the weights are on their way to the engine, which reads them there. By default the memory of
-    this machine for large models and an embedded engine, else the directory of the run."""
+    this machine for large models and an engine that is started here, else the directory of the run."""
     overwrite: bool = False
     """Replace an earlier run with other settings in the output directory."""
     resume: bool = False
@@ -169,6 +175,11 @@ class TrainConfig:
             self._check_local()
 
     def _check_local(self) -> None:
+        if self.engine == "sglang" and self.sglang_url is not None:
+            why = f"the server at --sglang-url {self.sglang_url} runs already; give one of them"
+            raise ConfigError(f"--engine sglang: {why}")
+        if self.sglang_python is not None and self.engine != "sglang":
+            raise ConfigError(f"--sglang-python {self.sglang_python}: add --engine sglang, or leave it out")
         if self.eval_sglang_url is not None and not (self.max_staleness and self.eval_interval):
             fix = "give --max-staleness 1 or more and an --eval-interval, or leave it out"
             raise ConfigError(f"--eval-sglang-url {self.eval_sglang_url}: validations run beside training only; {fix}")
@@ -183,6 +194,8 @@ class TrainConfig:
 
     def _check_slime(self) -> None:
         """What slime does in its own way."""
+        for name in ("engine", "sglang_python"):
+            self._refuse(name, "slime starts its own engines, with --rollout-num-gpus; leave it out")
         self._refuse("eval_sglang_url", "validations are the loop's, in turn with training; leave it out")
         self._refuse("resume", "slime keeps its own checkpoints; give -- --load DIR --save DIR instead")
         fix = "slime has an asynchronous loop of its own, where agl_max_staleness bounds it: see docs/slime.md"
@@ -219,6 +232,8 @@ class TrainConfig:
                 read_tasks(path, flag=name)
         if self.model_path is not None:
             check_model(self.model_path)
+        if self.engine == "sglang":
+            find_sglang(self.sglang_python)
 
 
 def flag(name: str) -> str:

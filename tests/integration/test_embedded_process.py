@@ -75,7 +75,7 @@ def test_it_starts_on_a_free_port_asks_every_request_for_its_token_and_stops_qui
 
 
 def test_a_missing_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"exit code 1: .*--model-path .*nothing.* config.json") as caught:
+    with pytest.raises(EngineError, match=r"exit code 1; last words: .*--model-path .*nothing.* config.json") as caught:
         EmbeddedEngine(tmp_path / "nothing").start()
     assert "Traceback" not in str(caught.value)
 

@@ -34,6 +34,13 @@ from agl_slime.run.settings import TrainConfig
         ({"weight_pause": "in_place", "trainer": "slime"}, "^--weight-pause with --trainer slime"),
         ({"eval_sglang_url": "http://x:1"}, "^--eval-sglang-url http://x:1: validations run beside training only"),
         ({"eval_sglang_url": "http://x:1", "trainer": "slime"}, "^--eval-sglang-url with --trainer slime"),
+        (
+            {"engine": "sglang", "sglang_url": "http://x:1"},
+            "^--engine sglang: the server at --sglang-url http://x:1 runs already; give one of them$",
+        ),
+        ({"engine": "sglang", "trainer": "slime"}, "^--engine with --trainer slime: slime starts its own engines"),
+        ({"sglang_python": Path("p"), "trainer": "slime"}, "^--sglang-python with --trainer slime"),
+        ({"sglang_python": Path("p")}, "^--sglang-python p: add --engine sglang, or leave it out$"),
         ({"drop_zero_variance": True, "trainer": "slime"}, "^--drop-zero-variance with --trainer slime"),
     ],
 )

@@ -1,0 +1,127 @@
+"""A real SGLang as a child process, with a Python of its own, whose pins are others than this package's.
+
+``python -m agl_slime.engine.sglang_process`` is what stands between: it starts the server, tells in the embedded
+engine's way when it answers, and ends the server with whoever started it, which SGLang does not do by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+
+from agl_slime.engine.process import EngineProcess
+from agl_slime.errors import ConfigError
+
+SGLANG_PYTHON = "AGL_SLIME_SGLANG_PYTHON"
+_CPU_SCRIPT = Path(__file__).parent / "sglang_cpu" / "serve.sh"
+_SMALL_BYTES = 40_000_000  # of weights: where the embedded engine takes one thread, too, at 10 M parameters
+_POLL_S = 0.25
+_VERSION = "from importlib.metadata import version; print(version('sglang'))"
+_HAS_GPU = "import torch; print(torch.cuda.is_available())"
+
+
+class SGLangProcess(EngineProcess):
+    """Serves ``model_path`` with the SGLang of ``python`` (see ``find_sglang``): in float32 with the flags that a CPU
+    needs where its torch finds no GPU, else as SGLang does by itself. What it writes is appended to ``log``."""
+
+    def __init__(
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        python: str,
+        log: Path,
+        random_seed: int = 0,
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        flags = {"python": python, "model-path": model_path, "random-seed": random_seed, "parent-pid": os.getpid()}
+        command = [sys.executable, "-m", "agl_slime.engine.sglang_process"]
+        command += [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+        super().__init__(
+            command, name="SGLang", model_path=model_path, start_timeout_s=start_timeout_s, env=os.environ, log=log
+        )
+
+
+def find_sglang(python: str | os.PathLike[str] | None) -> str:
+    """The Python that has SGLang: ``python``, else what the environment variable names. Raises ``ConfigError`` when
+    neither does, or when it has none."""
+    named = "--sglang-python" if python is not None else SGLANG_PYTHON
+    found = str(python or os.environ.get(SGLANG_PYTHON, ""))
+    fix = "for a CPU, `bash scripts/sglang_cpu.sh DIR` makes one: DIR/bin/python"
+    if not found:
+        raise ConfigError(f"--engine sglang: give --sglang-python or {SGLANG_PYTHON} a Python that has SGLang; {fix}")
+    try:
+        subprocess.run([found, "-c", _VERSION], env=_environment(), capture_output=True, timeout=60, check=True)
+    except subprocess.CalledProcessError:
+        raise ConfigError(f"{named} {found}: this Python has no SGLang; {fix}") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{named} {found}: it cannot be run as a Python ({error}); {fix}") from None
+    return found
+
+
+def _environment() -> dict[str, str]:
+    """Without where this process finds its own packages."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m agl_slime.engine.sglang_process")
+    parser.add_argument("--python", required=True)
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--random-seed", required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    args = parser.parse_args()
+    env, port = _environment(), _free_port()
+    asked = subprocess.run([args.python, "-c", _HAS_GPU], env=env, stdout=subprocess.PIPE, text=True, check=False)
+    if asked.returncode != 0:
+        return asked.returncode  # it has said why
+    gpu = asked.stdout.split()[-1:] == ["True"]
+    if gpu:
+        command = [args.python, "-m", "sglang.launch_server", "--model-path", args.model_path]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+    else:
+        command = ["bash", str(_CPU_SCRIPT), args.model_path, str(port)]
+        size = sum(file.stat().st_size for file in Path(args.model_path).glob("*.safetensors"))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        env |= {SGLANG_PYTHON: args.python, "AGL_SLIME_SGLANG_THREADS": str(1 if size < _SMALL_BYTES else cores)}
+    # a line for every request would be most of the log of a run
+    command += ["--random-seed", args.random_seed, "--log-level-http", "warning"]
+    server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    ready = False
+    while server.poll() is None:
+        if os.getppid() != args.parent_pid:
+            os.killpg(os.getpgrp(), signal.SIGKILL)  # the parent was killed: server, its workers and this process
+        if not ready and (ready := _healthy(port)):
+            serving = f"SGLang serves {args.model_path} on {'a GPU' if gpu else 'the CPU'}"
+            print(json.dumps({"url": f"http://127.0.0.1:{port}", "serving": serving}), flush=True)
+        time.sleep(_POLL_S)
+    return server.returncode if server.returncode > 0 else 1
+
+
+def _free_port() -> int:
+    """SGLang also takes ports up to 10,000 above its own."""
+    for port in random.sample(range(20_000, 50_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port between 20000 and 50000")
+
+
+def _healthy(port: int) -> bool:
+    with closing(HTTPConnection("127.0.0.1", port, timeout=5)) as connection, suppress(OSError, HTTPException):
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())
