@@ -55,7 +55,7 @@ def test_microbatches_hold_every_token_under_the_mask_once(
     sample_of = np.repeat(np.arange(batch.n_samples), batch.token_counts)
     for micro in micros:
         assert (len(micro.ids) if sharing else micro.cells.size) <= max_tokens or len(micro.cells) == 1
-        assert micro.cells.size <= 4 * max_tokens or len(micro.cells) == 1
+        assert micro.cells.size <= 2 * max_tokens or len(micro.cells) == 1
         assert flat[micro.token_index].tolist() == micro.targets.tolist()
         assert (micro.cells.flatten()[micro.homes] == np.arange(len(micro.ids))).all()
         for source, place in zip(micro.sources, micro.token_index, strict=True):

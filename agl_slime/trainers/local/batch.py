@@ -199,7 +199,7 @@ def make_microbatches(
     advantage (of a group with equal rewards) have microbatches of their own.
 
     With ``sharing`` those that begin alike are together, and what they share counts once; laid in rows with padding,
-    as the attention wants them, they are at most four times as many. Without, they are sorted by length, and padding
+    as the attention wants them, they are at most twice as many. Without, they are sorted by length, and padding
     counts.
 
     Sequences end where nothing after is needed: at the last position that predicts a token under the mask. Samples
@@ -220,7 +220,7 @@ def make_microbatches(
         if bucket:
             new -= in_common(sequences[bucket[-1]], sequences[i])
             cells = (len(bucket) + 1) * max(width, length)
-            full = n_ids + new > max_tokens or cells > 4 * max_tokens if sharing else cells > max_tokens
+            full = n_ids + new > max_tokens or cells > 2 * max_tokens if sharing else cells > max_tokens
             if full or advantage[i] != advantage[bucket[0]]:
                 yield _pack(batch, bucket, sequences)
                 bucket, n_ids, width, new = [], 0, 0, length
