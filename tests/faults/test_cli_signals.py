@@ -21,6 +21,8 @@ import psutil
 import pytest
 
 from agl_slime.cli import main
+from agl_slime.report.files import RunDir
+from agl_slime.report.state import state_of
 from tests.faults.train_process import train
 from tests.loop_cases import threads_of_ours
 
@@ -43,6 +45,7 @@ def check_interrupted(directory: Path, text: str) -> None:
     """What the user is told, and that every rollout has had one end."""
     assert "stopped: interrupted" in text
     check_metrics(directory, at_least=2)
+    assert state_of(RunDir(directory)).word == "stopped"
     summary = json.loads((directory / "summary.json").read_text())
     ledger = summary["ledger"]
     assert summary["reason"] == "interrupted"
@@ -173,6 +176,7 @@ def test_kill_9_leaves_no_engine(policy_dir: Path, tmp_path: Path) -> None:
         run.end()
         assert gone(children, 5.0)
     check_metrics(tmp_path / "out", at_least=1)
+    assert state_of(RunDir(tmp_path / "out")).word == "killed"
 
 
 @pytest.mark.slow

@@ -23,6 +23,12 @@ const link = (href, attributes, ...children) => h("a", { href: "#" + href, ...at
 const whole = new Intl.NumberFormat("en").format; // made once: it costs more than what it writes
 const rounded = new Intl.NumberFormat("en", { maximumFractionDigits: 6 }).format;
 
+// Names with what they are.
+const named = (pairs) => pairs.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)));
+
+// Where a rollout is on this page, or the tokens of one of its Samples.
+const placeOf = (run, id, sample) => `${sample === undefined ? "rollout" : "token"}/${run.number}/${encodeURIComponent(id)}${sample === undefined ? "" : `/${sample}`}`;
+
 // 0.1234, 12.3, 1,234,567, 1.2e-6; a dash for what is not known
 function num(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";

@@ -18,7 +18,7 @@ function siblings(run, member) {
   const { group } = member;
   const others = group.members.filter((other) => other !== member);
   return h("p", { class: "around" }, link(`step/${run.number}/${group.iteration}`, {}, `↑ step ${group.iteration}`), others.length ? " · same task: " : "",
-    others.map((other) => [link(`rollout/${run.number}/${encodeURIComponent(other.id)}`, { class: run.isKept(other.id) ? "kept" : "" }, typeof other.reward === "number" ? num(other.reward, 3) : other.outcome), " "]));
+    others.map((other) => [link(placeOf(run, other.id), { class: run.isKept(other.id) ? "kept" : "" }, typeof other.reward === "number" ? num(other.reward, 3) : other.outcome), " "]));
 }
 
 function outcome(run, member, told) {
@@ -29,13 +29,13 @@ function outcome(run, member, told) {
   const facts = [["reward", num(told?.reward ?? member?.reward) + (rewards.length ? ` (${rewards.join(", ")})` : "")], ["task", told?.instance_id ?? group?.instance], ["source", told?.source ?? group?.source],
     ["stopped by", told?.stop_reason], ["sampled tokens", num(told?.tokens ?? member?.tokens)], ["model calls", told?.turns?.length ?? member?.turns], ["kept as", told?.label]];
   return h("section", { "aria-label": "Outcome" }, h("p", {}, badge(word), " ", why),
-    h("dl", { class: "figures" }, facts.filter(([, v]) => v !== null && v !== undefined && v !== "").map(([k, v]) => h("div", {}, h("dt", {}, k), h("dd", {}, v)))));
+    h("dl", { class: "figures" }, named(facts.filter(([, v]) => v !== null && v !== undefined && v !== ""))));
 }
 
 function sampleLinks(run, id, told) {
   if (!told.samples.length) return h("p", {}, "It gave no Sample: there are no tokens to show.");
   const name = (sample, i) => (told.samples.length > 1 ? `Sample ${i + 1}${sample.fork ? ` (fork: ${sample.fork})` : ""}` : "show every token");
-  return h("p", {}, "Tokens: ", told.samples.map((sample, i) => [link(`token/${run.number}/${encodeURIComponent(id)}/${i}`, { class: "button" }, name(sample, i)), " "]));
+  return h("p", {}, "Tokens: ", told.samples.map((sample, i) => [link(placeOf(run, id, i), { class: "button" }, name(sample, i)), " "]));
 }
 
 // Model time, waiting for a runner, and what is between calls: the agent, its tools and its judge.

@@ -83,7 +83,7 @@ function virtualTable(run) {
       const member = rows[first + i];
       row.setAttribute("aria-rowindex", first + i + 2);
       row.className = `row ${member.outcome}${first + i === chosen ? " chosen" : ""}${run.isKept(member.id) ? " kept" : ""}`;
-      open.setAttribute("href", `#rollout/${run.number}/${encodeURIComponent(member.id)}`);
+      open.setAttribute("href", "#" + placeOf(run, member.id));
       FIELDS.forEach(([, of], k) => {
         const value = of(member);
         const text = typeof value === "number" && k ? num(value) : String(value ?? "–");
@@ -97,7 +97,7 @@ function virtualTable(run) {
     const move = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -rows.length, End: rows.length }[event.key];
     if (event.target !== box || (!move && event.key !== "Enter")) return;
     event.preventDefault();
-    if (!move) return rows[chosen] && (location.hash = `#rollout/${run.number}/${encodeURIComponent(rows[chosen].id)}`);
+    if (!move) return rows[chosen] && (location.hash = "#" + placeOf(run, rows[chosen].id));
     chosen = Math.max(0, Math.min(rows.length - 1, chosen + move));
     const top = chosen * ROW;
     if (top < box.scrollTop) box.scrollTop = top;

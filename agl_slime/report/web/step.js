@@ -19,7 +19,7 @@ function stepFigures(run, iteration, groups) {
     ["trained", told.filter(([word]) => word === "trained").length], ["dropped", told.filter(([word]) => word !== "trained" && word !== "ready").length],
     ["without spread", zero], ["failed rollouts", run.metric("rollout/failed", iteration)], ["loss", run.metric("train/loss", iteration)],
     ["seconds", run.metric("perf/iteration_s", iteration)]];
-  return h("dl", { class: "figures" }, figures.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, num(value)))));
+  return h("dl", { class: "figures" }, named(figures.map(([name, value]) => [name, num(value)])));
 }
 
 // Rewards of members, a column per group; a group without spread is a filled square, one that was dropped hollow.
@@ -46,7 +46,7 @@ function scatter(run, groups) {
       const place = { cx: x(i) + (n % 4) * 3 - 4, cy: y(member.reward) - Math.floor(n / 4) * 3 };
       const dot = same ? s("rect", { ...at, x: place.cx - 3.5, y: place.cy - 3.5, width: 7, height: 7 }) : s("circle", { ...at, ...place, r: 4 });
       dot.append(s("title", {}, `group ${group.instance ?? group.id}: reward ${num(member.reward)}, ${member.outcome}${same ? ", no spread" : ""}`));
-      dot.addEventListener("click", () => (location.hash = `#rollout/${run.number}/${encodeURIComponent(member.id)}`));
+      dot.addEventListener("click", () => (location.hash = "#" + placeOf(run, member.id)));
       plot.append(dot);
     }
   });
@@ -59,7 +59,7 @@ function groupTable(run, groups) {
   const rows = groups.map((group) => {
     const { average, deviation, same } = spread(group);
     const [word, text] = fate(group);
-    const members = group.members.map((member) => [link(`rollout/${run.number}/${encodeURIComponent(member.id)}`,
+    const members = group.members.map((member) => [link(placeOf(run, member.id),
       { class: `member ${member.outcome}${run.isKept(member.id) ? " kept" : ""}`, title: `${member.id}: ${member.outcome}${member.why ? ` (${member.why})` : ""}` },
       typeof member.reward === "number" ? num(member.reward, 3) : member.why || member.outcome), " "]);
     const age = group.iteration - group.collected;

@@ -47,18 +47,18 @@ function facts(t) {
 async function tokens(view, run, id, number) {
   const told = await run.rollout(id);
   view.append(h("h1", { tabindex: -1 }, "Tokens of ", h("code", {}, id)));
-  view.append(h("p", { class: "around" }, link(`rollout/${run.number}/${encodeURIComponent(id)}`, {}, "↑ rollout"), " ",
-    (told?.samples || []).map((_, i) => [i === number ? h("strong", {}, `Sample ${i + 1}`) : link(`token/${run.number}/${encodeURIComponent(id)}/${i}`, {}, `Sample ${i + 1}`), " "])));
+  view.append(h("p", { class: "around" }, link(placeOf(run, id), {}, "↑ rollout"), " ",
+    (told?.samples || []).map((_, i) => [i === number ? h("strong", {}, `Sample ${i + 1}`) : link(placeOf(run, id, i), {}, `Sample ${i + 1}`), " "])));
   const sample = told?.samples[number];
   if (!sample) return view.append(h("p", {}, "The tokens of this rollout are not here: it was not kept whole, or gave no Sample."));
   const all = tokensOf(sample);
   const trained = all.filter((t) => t.trained), differences = trained.map((t) => t.difference).filter((d) => d !== null);
   const largest = differences.reduce((a, d) => Math.max(a, Math.abs(d)), 0);
-  view.append(h("dl", { class: "figures" }, [["prompt", sample.prompt_length], ["response", all.length - sample.prompt_length], ["trained", trained.length], ["largest difference", differences.length ? num(largest) : "–"],
-    ["stopped by", sample.stop_reason], ["ids from", sample.token_source], ["fork", sample.fork || "none"]].map(([k, v]) => h("div", {}, h("dt", {}, k), h("dd", {}, typeof v === "number" ? num(v) : v)))));
+  view.append(h("dl", { class: "figures" }, named([["prompt", sample.prompt_length], ["response", all.length - sample.prompt_length], ["trained", trained.length], ["largest difference", differences.length ? num(largest) : "–"],
+    ["stopped by", sample.stop_reason], ["ids from", sample.token_source], ["fork", sample.fork || "none"]].map(([k, v]) => [k, typeof v === "number" ? num(v) : v]))));
   const panel = h("dl", { class: "facts", id: "facts", "aria-live": "polite" });
   const box = h("div", { class: "tokens", role: "listbox", "aria-label": "Tokens; arrow keys move from one to the next", tabindex: 0, "aria-describedby": "facts" });
-  const tell = (i) => panel.replaceChildren(...facts(all[i]).map(([k, v]) => h("div", {}, h("dt", {}, k), h("dd", {}, v))));
+  const tell = (i) => panel.replaceChildren(...named(facts(all[i])));
   const paint = () => [...box.children].forEach((node, i) => node.className !== "more" && (node.className = `token ${TINTS[tinted][1](all[i])}`));
   const choice = h("fieldset", { class: "tints" }, h("legend", {}, "Colour by"), Object.entries(TINTS).map(([name, [label]]) => {
     const field = h("input", { type: "radio", name: "tint", id: `tint-${name}`, value: name });
@@ -98,7 +98,7 @@ function chooser(box, all, tell) {
     node.scrollIntoView({ block: "nearest" });
     tell(i);
   };
-  const placeOf = (event) => (event.target.classList.contains("token") ? Number(event.target.id.slice(1)) : -1);
+  const pointed = (event) => (event.target.classList.contains("token") ? Number(event.target.id.slice(1)) : -1);
   function more() {
     box.querySelector(".more")?.remove();
     const start = box.children.length;
@@ -113,8 +113,8 @@ function chooser(box, all, tell) {
     if (left > 0) box.append(h("span", { class: "more", role: "option", "aria-selected": "false" }, `… ${num(left)} more tokens: click, or press End`));
   }
   more();
-  box.addEventListener("mouseover", (event) => placeOf(event) >= 0 && tell(placeOf(event)));
-  box.addEventListener("click", (event) => (event.target.classList.contains("more") ? more() : choose(placeOf(event))));
+  box.addEventListener("mouseover", (event) => pointed(event) >= 0 && tell(pointed(event)));
+  box.addEventListener("click", (event) => (event.target.classList.contains("more") ? more() : choose(pointed(event))));
   box.addEventListener("focus", () => chosen < 0 && choose(Math.max(all.findIndex((t) => t.trained), 0)));
   box.addEventListener("keydown", (event) => {
     const move = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 }[event.key];
