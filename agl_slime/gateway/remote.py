@@ -123,10 +123,13 @@ class StoreGateway(Gateway):
             attempt.cut()
             self._forget(attempt)
 
+    def _opens(self, shown: list[str]) -> bool:
+        return not self._token or any(hmac.compare_digest(key.encode(), self._token.encode()) for key in shown)
+
     async def _attempt(self, request: web.Request, named: dict[str, str | None]) -> Attempt:
         rollout, attempt_id = named.get("rollout"), named.get("attempt")
         shown = self._shown(request, named)
-        if self._token and not any(hmac.compare_digest(key.encode(), self._token.encode()) for key in shown):
+        if not self._opens(shown):
             told = f"the key is missing or wrong: send the gateway's token ({TOKEN_VARIABLE})"
             raise GatewayRequestError(told, status=401, code="invalid_api_key")
         if rollout is None or attempt_id is None:
@@ -171,7 +174,7 @@ class StoreGateway(Gateway):
         """Where an agent of ours finds the engine itself; it needs nobody to translate."""
         if path != "/engine" or named.get("rollout") is not None or request.method != "GET":
             return None
-        if self._token and self._token not in self._shown(request, named):
+        if not self._opens(self._shown(request, named)):
             return None
         return json_response({"endpoint": self._llm.endpoint})
 

@@ -90,11 +90,12 @@ class Gateway:
         return self
 
     def _start(self) -> None:
-        ready = threading.Event()
+        ready, self._failure = threading.Event(), None
         self._thread = threading.Thread(target=self._main, args=(ready,), name="agl-slime-gateway", daemon=True)
         self._thread.start()
         ready.wait()
         if self._failure is not None:
+            self._thread = None
             where = f"{self.settings.host}:{self.settings.port}"
             raise ConfigError(f"the gateway cannot listen on {where}: {self._failure}") from self._failure
 
@@ -179,8 +180,10 @@ class Gateway:
     def _main(self, ready: threading.Event) -> None:
         try:
             asyncio.run(self._serve(ready))
-        except OSError as error:
+        except Exception as error:  # a thread's reaches nobody else; start tells it
             self._failure = error
+            if ready.is_set():
+                logger.error("The gateway ended: %s", error)
         finally:
             ready.set()
 

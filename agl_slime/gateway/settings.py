@@ -45,5 +45,6 @@ class GatewaySettings:
             ("branches", lambda value: value in ("all", "leaves", "last"), "one of all, leaves, last"),
             ("constraints", lambda value: value in ("mask", "drop", "refuse"), "one of mask, drop, refuse"),
             ("max_turns max_trajectory_tokens max_in_flight max_requests", lambda value: value > 0, "above 0"),
+            ("port", lambda value: 0 <= value <= 65_535, "from 0, which takes a free one, to 65535"),
             ("max_body_mb keep_alive_s", lambda value: value > 0, "above 0"),
         )

@@ -16,6 +16,8 @@ import openai
 import pytest
 from openai import OpenAI
 
+from agl_slime.errors import ConfigError
+from agl_slime.gateway.server import Gateway
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.support.threads import run_blocking
 from agl_slime.trace import attributes as names
@@ -301,3 +303,12 @@ async def test_a_thousand_rollouts_at_once_keep_their_spans_apart() -> None:
             turns = decode_turns(spans)
             assert [turn.fork for turn in turns] == [None, None]
             assert all(attempt.rollout_id in str(turn.messages) for turn in turns)
+
+
+def test_an_address_that_cannot_be_listened_on_is_said_each_time_it_is_tried() -> None:
+    with pytest.raises(ConfigError, match="port must be from 0"):
+        GatewaySettings(port=70_000)
+    gateway = Gateway(GatewaySettings(host="x" * 70))  # no name has so long a part, which is no error of the system's
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="the gateway cannot listen on xxx"):
+            gateway.start()
