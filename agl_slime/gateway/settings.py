@@ -13,8 +13,8 @@ Constraints = Literal["mask", "drop", "refuse"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """``branches``: which answers of a rollout are trained: ``all``; ``leaves``, without those that were asked for
-    again later and that nothing went on from; ``last``, the conversation with the last answer. ``constraints``: what
+    """``branches``: which answers of a rollout are trained: ``leaves``, without those that were asked for again later
+    and that nothing went on from; ``all``; ``last``, the conversation with the last answer. ``constraints``: what
     becomes of JSON schemas, regular expressions and tool choices that force a call, under which the engine's log-probs
     are not the policy's: ``mask`` obeys and does not train those tokens, ``drop`` samples freely, ``refuse`` answers
     400. ``untrained_models``: requests that name one of these (a judge, a user simulator) are answered by the policy
@@ -28,7 +28,7 @@ class GatewaySettings:
 
     host: str = "127.0.0.1"
     port: int = 0
-    branches: Branches = "all"
+    branches: Branches = "leaves"
     constraints: Constraints = "mask"
     untrained_models: tuple[str, ...] = ()
     trained_models: tuple[str, ...] = ()

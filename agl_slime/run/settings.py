@@ -89,9 +89,9 @@ class TrainConfig:
     """Scheduler that decides what follows each answer, by the name it is registered under."""
     max_turns: int | None = None
     """Most answers of one rollout."""
-    branches: Branches = "all"
-    """Answers of agents that talk to the gateway that are trained: all, leaves (without those that were asked for again
-    and not gone on from), or last (the conversation with the last answer)."""
+    branches: Branches = "leaves"
+    """Answers of agents that talk to the gateway that are trained: leaves (without those that were asked for again and
+    not gone on from), all, or last (the conversation with the last answer)."""
     constraints: Constraints = "mask"
     """What becomes of JSON schemas and forced calls of tools: mask (obeyed, not trained), drop (sampled freely) or
     refuse."""

@@ -82,8 +82,8 @@ def check_event(event: Any, *, where: str) -> None:
         return
     if isinstance(error := event.get("error"), dict):
         raise refusal(int(error.get("code") or 400), json.dumps(event), where=where)
-    meta = event.get("meta_info")
-    listed = meta.get("output_token_logprobs") if isinstance(meta, dict) else None
+    meta = event["meta_info"] if isinstance(event.get("meta_info"), dict) else {}
+    listed = meta.get("output_token_logprobs")
     if isinstance(listed, list) and len(listed) < (meta.get("completion_tokens") or 0):
         told = f"{where} streams answers in pieces, of which each would be taken for a whole one"
         raise EngineProtocolError(f"{told}: start SGLang without --incremental-streaming-output")
