@@ -1,8 +1,9 @@
-"""Items, settings and clients for tests of the rollout buffer."""
+"""Items, settings, generators and clients for tests of the rollout buffer."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import textwrap
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -14,6 +15,27 @@ import aiohttp
 
 from agl_slime.buffer.pipeline import FinishedGroup, GroupPipeline
 from agl_slime.buffer.settings import BufferSettings
+
+WRITES_TWO_PER_INSTANCE = """
+    import json, urllib.request
+
+    TASK_TYPE = "sums"
+
+    def send(data, item):
+        body, headers = json.dumps(item).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(data["remote_buffer_url"] + "/buffer/write", body, headers)
+        return json.loads(urllib.request.urlopen(request).read())
+
+    def run_rollout(data):
+        skip = list(data["skip_instance_ids"])
+        for line in open(data["input_file"]):
+            instance_id = json.loads(line)["instance_id"]
+            if instance_id in skip:
+                continue
+            for n in range(int(data["num_repeat_per_sample"])):
+                names = {"uid": f"{instance_id}.{n}", "instance_id": instance_id}
+                send(data, {**names, "messages": [], "reward": n % 2, "extra_info": {}})
+"""
 
 
 def make_item(uid: str, instance_id: Any = "math_001", reward: Any = 1.0, **fields: Any) -> dict[str, Any]:
@@ -84,6 +106,16 @@ def add_generator(tmp_path: Path, name: str, code: str) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text(textwrap.dedent(code))
     return path
+
+
+def write_problems(tmp_path: Path, n: int = 3) -> str:
+    rows = [
+        {"instance_id": f"math_{i}", "prompt": [{"role": "user", "content": f"{i} + 1?"}], "label": str(i + 1)}
+        for i in range(n)
+    ]
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 class Client:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
+from tests.integration.engine_client import Client
 from tests.integration.engine_servers import Server, real_sglang
 
 
@@ -24,6 +26,37 @@ def server(
     else:
         with real_sglang(policy_dir, tmp_path_factory.mktemp("sglang") / "server.log") as server:
             yield server
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[Client]:
+    timeout = aiohttp.ClientTimeout(total=60)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield Client(session, server)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(policy_dir: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(policy_dir)
+
+
+@pytest.fixture(scope="module")
+def model(policy_dir: Path) -> Any:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    return transformers.AutoModelForCausalLM.from_pretrained(policy_dir).eval()
+
+
+@pytest.fixture
+def fresh_sessions() -> Iterator[None]:
+    """An agent rollout that remembers nothing of other tests."""
+    from agl_slime.buffer import agent_rollout
+
+    agent_rollout.forget_sessions()
+    yield
+    agent_rollout.forget_sessions()
 
 
 class _AsyncioWithShortSleeps:

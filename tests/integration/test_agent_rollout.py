@@ -4,113 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
 from agl_slime.buffer import agent_rollout, session
 from agl_slime.buffer.agent_rollout import (
-    generate_agent_rollout,
     generate_rollout,
-    get_rollout_data,
-    log_raw_info,
-    start_rollout,
 )
 from agl_slime.buffer.server import BufferServer
-from agl_slime.errors import ConfigError, DataSourceError
-from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from agl_slime.errors import ConfigError
+from agl_slime.types import RolloutFnEvalOutput
+from tests.agent_rollout_cases import GENERATOR, DataBuffer, args_for, call, instances, serve
 from tests.buffer_cases import Client, add_generator, make_item, settings_for
 from tests.trace_tokenizers import small_tokenizer
 
-GENERATOR = """
-    import json, urllib.request
-
-    TASK_TYPE = "sums"
-    EPOCHS = None
-
-    def run_rollout(data):
-        skip = list(data["skip_instance_ids"])
-        for epoch in range(EPOCHS or data["num_epoch"]):
-            for line in open(data["input_file"]):
-                instance_id = json.loads(line)["instance_id"]
-                if instance_id in skip:
-                    skip.remove(instance_id)
-                    continue
-                n_items = int(data["num_repeat_per_sample"])
-                items = [
-                    {
-                        "uid": f"{epoch}.{instance_id}.{n}", "instance_id": instance_id, "group_id": epoch,
-                        "messages": [], "reward": n % 2,
-                        "extra_info": {"payload": {
-                            k: data[k] for k in ("sampling_params", "remote_engine_url", "num_process")
-                        }},
-                        "tokens": [1, 2, 3], "response_length": 2, "rollout_log_probs": [-0.5, -1.0],
-                    }
-                    for n in range(n_items)
-                ]
-                request = urllib.request.Request(
-                    data["remote_buffer_url"] + "/buffer/write", json.dumps(items).encode(),
-                    {"Content-Type": "application/json"},
-                )
-                urllib.request.urlopen(request).read()
-"""
-
-
-@pytest.fixture(autouse=True)
-def fresh_sessions() -> Iterator[None]:
-    agent_rollout.forget_sessions()
-    yield
-    agent_rollout.forget_sessions()
-
-
-class DataBuffer:
-    """slime's data buffer, as far as the agent rollout uses it."""
-
-    def __init__(self, metadata: dict[str, Any] | None = None) -> None:
-        self.metadata = dict(metadata or {})
-
-    def get_metadata(self) -> dict[str, Any]:
-        return self.metadata
-
-    def update_metadata(self, metadata: dict[str, Any]) -> None:
-        self.metadata.update(metadata)
-
-
-def args_for(url: str, tmp_path: Path, *, instances: int = 4, **changes: Any) -> SimpleNamespace:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"instance_id": f"id{n}"}) + "\n" for n in range(instances)))
-    values = {
-        "agent_rollout_buffer_url": url,
-        "rollout_task_type": "sums",
-        "rollout_batch_size": 2,
-        "n_samples_per_prompt": 2,
-        "rollout_max_response_len": 64,
-        "rollout_temperature": 0.8,
-        "rollout_top_p": 0.9,
-        "num_epoch": 1,
-        "prompt_data": str(file),
-        "hf_checkpoint": None,
-        "sglang_router_ip": "127.0.0.1",
-        "sglang_router_port": 3000,
-        "rewards_normalization": False,
-        "fetch_trajectory_retry_times": 3,
-    }
-    return SimpleNamespace(**{**values, **changes})
-
-
-async def call(args: Any, rollout_id: int, data_buffer: Any) -> RolloutFnTrainOutput:
-    output = await asyncio.to_thread(generate_rollout, args, rollout_id, data_buffer)
-    assert isinstance(output, RolloutFnTrainOutput)
-    return output
-
-
-def instances(output: RolloutFnTrainOutput) -> list[str]:
-    return [group[0].metadata["instance_id"] for group in output.samples]
+pytestmark = pytest.mark.usefixtures("fresh_sessions")
 
 
 async def test_batches_come_one_after_the_other_with_everything_set(tmp_path):
@@ -211,31 +121,6 @@ async def test_what_was_fetched_beyond_a_batch_waits_for_the_next_call(tmp_path)
         assert [instances(await call(args, step, DataBuffer())) for step in range(3)] == [["id0"], ["id1"], ["id2"]]
 
 
-class serve:
-    """A server for the time of a block."""
-
-    def __init__(self, app: web.Application) -> None:
-        self._runner = web.AppRunner(app)
-
-    async def __aenter__(self) -> str:
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
-
-
-async def test_a_generator_that_ends_too_early_ends_the_wait_with_its_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "ASK_ABOUT_RUN_S", 0.1)
-    add_generator(
-        tmp_path, "sums", GENERATOR.replace("skip = list", "raise RuntimeError('no engine')\n        skip = list")
-    )
-    async with BufferServer(settings=settings_for(tmp_path)) as server:
-        with pytest.raises(DataSourceError, match=r"has ended \(failed\)(.|\n)*RuntimeError: no engine"):
-            await call(args_for(server.url, tmp_path), 0, DataBuffer())
-
-
 async def test_groups_that_cannot_be_used_are_left_out(tmp_path):
     code = GENERATOR.replace('"response_length": 2', '"response_length": 2 if instance_id != "id1" else 99')
     add_generator(tmp_path, "sums", code)
@@ -246,72 +131,6 @@ async def test_groups_that_cannot_be_used_are_left_out(tmp_path):
         assert output.metrics is not None
         assert output.metrics["rollout/buffer/unusable_groups"] == 1
         assert sorted(data_buffer.metadata["0"]) == ["id0", "id1", "id2", "id3"]
-
-
-async def test_items_that_no_request_can_make_good_end_the_wait(tmp_path):
-    """fault 16: a server that gives items without messages gives them again to the same request, for ever."""
-    item = make_item("1", tokens=[1, 2], response_length=1)
-    del item["messages"]
-
-    async def get(request: web.Request) -> web.Response:
-        return web.json_response({"success": True, "message": "", "data": {"data": [item], "meta_info": {}}})
-
-    async def start(request: web.Request) -> web.Response:
-        return web.json_response({"message": "Rollout started"})
-
-    app = web.Application()
-    app.router.add_post("/get_rollout_data", get)
-    app.router.add_post("/start_rollout", start)
-    async with serve(app) as url:
-        args = args_for(url, tmp_path, fetch_trajectory_retry_times=-1)
-        with pytest.raises(DataSourceError, match="messages"):
-            await asyncio.wait_for(call(args, 0, DataBuffer()), 30)
-
-
-async def test_groups_of_another_size_are_told(tmp_path):
-    items = [
-        make_item("1", "a", tokens=[1, 2], response_length=1),
-        make_item("2", "b", tokens=[1, 2], response_length=1),
-    ]
-
-    async def get(request: web.Request) -> web.Response:
-        return web.json_response({"success": True, "message": "", "data": {"data": items, "meta_info": {}}})
-
-    async def start(request: web.Request) -> web.Response:
-        return web.json_response({"message": "Rollout started"})
-
-    app = web.Application()
-    app.router.add_post("/get_rollout_data", get)
-    app.router.add_post("/start_rollout", start)
-    async with serve(app) as url:
-        with pytest.raises(DataSourceError, match="n_samples_per_prompt is 2"):
-            await call(args_for(url, tmp_path), 0, DataBuffer())
-
-
-async def test_failed_requests_are_counted_and_then_told(tmp_path):
-    requests = 0
-
-    async def get(request: web.Request) -> web.Response:
-        nonlocal requests
-        requests += 1
-        return web.Response(status=500, text="broken")
-
-    async def start(request: web.Request) -> web.Response:
-        return web.json_response({"message": "Rollout started"})
-
-    app = web.Application()
-    app.router.add_post("/get_rollout_data", get)
-    app.router.add_post("/start_rollout", start)
-    async with serve(app) as url:
-        with pytest.raises(DataSourceError, match="4 tries"):
-            await call(args_for(url, tmp_path, fetch_trajectory_retry_times=3), 0, DataBuffer())
-    assert requests == 4
-
-
-async def test_a_refused_start_is_told_at_once(tmp_path):
-    async with BufferServer(settings=settings_for(tmp_path)) as server:
-        with pytest.raises(ConfigError, match="task_type 'sums'"):
-            await call(args_for(server.url, tmp_path), 0, DataBuffer())
 
 
 async def test_evaluations_have_a_generator_of_their_own(tmp_path, monkeypatch):
@@ -369,102 +188,6 @@ async def test_training_goes_on_when_a_buffer_that_kept_all_in_memory_starts_aga
         for step in (1, 2, 3):
             trained += instances(await asyncio.wait_for(call(args, step, data_buffer), 60))
     assert sorted(trained) == ["id0", "id1", "id2", "id3"]
-
-
-async def test_it_can_be_awaited_as_documented(tmp_path):
-    add_generator(tmp_path, "sums", GENERATOR)
-    async with BufferServer(settings=settings_for(tmp_path)) as server:
-        groups = await generate_agent_rollout(args_for(server.url, tmp_path), 0, DataBuffer(), evaluation=False)
-        assert [len(group) for group in groups] == [2, 2]
-
-
-async def test_the_documented_payload_is_what_is_sent(tmp_path):
-    """The payload format of the documentation, key by key."""
-    seen: list[Any] = []
-
-    async def start(request: web.Request) -> web.Response:
-        seen.append(await request.json())
-        return web.json_response({"message": "Rollout started"})
-
-    app = web.Application()
-    app.router.add_post("/start_rollout", start)
-    async with serve(app) as url:
-        args = args_for(
-            url,
-            tmp_path,
-            rollout_num_process=1024,
-            num_epoch=3,
-            n_samples_per_prompt=8,
-            hf_checkpoint="/path/to/tokenizer",
-        )
-        answer = await asyncio.to_thread(start_rollout, url, args, {"0": ["id1"], "1": ["id2"]})
-    assert answer == {"message": "Rollout started"}
-    assert seen == [
-        {
-            "num_process": 1024,
-            "num_epoch": 3,
-            "remote_engine_url": "http://127.0.0.1:3000",
-            "task_type": "sums",
-            "input_file": str(tmp_path / "prompts.jsonl"),
-            "num_repeat_per_sample": "8",
-            "max_tokens": 64,
-            "sampling_params": {"max_tokens": 64, "temperature": 0.8, "top_p": 0.9},
-            "tokenizer_path": "/path/to/tokenizer",
-            "skip_instance_ids": ["id1", "id2"],
-        }
-    ]
-
-
-async def test_get_rollout_data_has_the_documented_results_and_errors(tmp_path):
-    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
-        assert await get_rollout_data(api_base_url=server.url) == ([], {})
-        await client.post("/buffer/write", [make_item(f"{i}.{n}", i) for i in range(2) for n in range(2)])
-        data, meta_info = await get_rollout_data(server.url, 2, 10.0)
-        assert [item["uid"] for item in data] == ["0.0", "0.1"]
-        assert meta_info["total_samples"] == 4
-        url = server.url
-    with pytest.raises(aiohttp.ClientError):
-        await get_rollout_data(url)
-
-    asked_enough = asyncio.Event()
-
-    async def answer(request: web.Request) -> web.Response:
-        case = request.match_info["case"]
-        if case == "slow":
-            await asked_enough.wait()
-        body = {
-            "keys": {"success": True, "data": {"data": [{"uid": "1"}]}},
-            "shape": [1],
-            "list": {"success": True, "data": {"data": 3}},
-        }.get(case)
-        return (
-            web.json_response(body) if body is not None else web.Response(text="hello", content_type="application/json")
-        )
-
-    app = web.Application()
-    app.router.add_post("/{case}/get_rollout_data", answer)
-    async with serve(app) as url:
-        for case, message in [
-            ("keys", "has no extra_info, instance_id, messages, reward"),
-            ("shape", "expected an object"),
-            ("list", "without a list"),
-        ]:
-            with pytest.raises(ValueError, match=message):
-                await get_rollout_data(f"{url}/{case}")
-        with pytest.raises(ValueError, match="did not answer with JSON"):
-            await get_rollout_data(f"{url}/text")
-        with pytest.raises(asyncio.TimeoutError):
-            await get_rollout_data(f"{url}/slow", timeout=0.1)
-        asked_enough.set()
-
-
-def test_the_documented_log_format(caplog):
-    caplog.set_level("INFO", logger="agl_slime.buffer.agent_rollout")
-    meta = [{"total_samples": 60, "avg_reward": 1.0}, {"total_samples": 40, "avg_reward": 0.375}, {"other": 1}]
-    log_raw_info(SimpleNamespace(use_wandb=False, use_tensorboard=False), meta, 7)
-    assert caplog.messages == [
-        "rollout 7: {'rollout/no_filter/total_samples': 100, 'rollout/no_filter/avg_reward': 0.75}"
-    ]
 
 
 async def test_without_args_the_environment_says_what_is_needed(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from agl_slime.groups.policy import FailFast, GroupPolicy, MinimumViableGroup, R
 from agl_slime.groups.results import Outcome
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import Rollout
-from tests.integration.test_datasource_groups import Told, counts_of, get
+from tests.datasource_cases import Told, counts_of, get
 from tests.store_cases import a_turn, enqueue, enqueue_group, finish
 
 SETTINGS = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)

@@ -1,68 +1,23 @@
-"""Agents of more than one turn by declaration: tools, schedulers, limits, and what the Sample says about each."""
+"""Agents of more than one turn by declaration: tools, limits, loss scales, and what the Sample says about each."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from agl_slime import SGLangLitAgent
-from agl_slime.errors import ConfigError, ContextOverflowError, EngineServerError
-from agl_slime.rollout import scheduler as scheduler_module
+from agl_slime.errors import ContextOverflowError, EngineServerError
 from agl_slime.rollout import session as session_module
-from agl_slime.rollout.loading import configure_agent, load_plugins
-from agl_slime.rollout.scheduler import (
-    MultiTurnScheduler,
-    RolloutInferRequest,
-    RolloutResponseChoice,
-    register_scheduler,
-)
 from agl_slime.support.agl import LLM, Rollout
 from agl_slime.types import Sample
 from tests.conversations import ScriptedClient, generation_of
-from tests.integration.rollouts import Finished, run_rollout, run_rollouts
+from tests.integration.multi_turn_agents import CALL, TASK, Agent, ToolAgent, rollout, sampled, trained
+from tests.integration.rollouts import run_rollouts
 from tests.vocabularies import chat_tokenizer
-
-TASK = {"prompt": "How many?", "label": "3", "table": {"kz": "three"}}
-CALL = '<tool_call>\n{"name": "look", "arguments": {"key": "kz"}}\n</tool_call>'
-
-
-class Agent(SGLangLitAgent):
-    def compute_reward(self, task: dict[str, Any], response: str) -> float:
-        return float("three" in response.lower())
-
-
-class ToolAgent(Agent):
-    def build_tools(self, task: dict[str, Any]) -> Sequence[Any]:
-        def look(key: str) -> str:
-            """Look a key up."""
-            return task["table"][key]
-
-        return [look]
-
-
-async def rollout(
-    agent_class: type[Agent], answers: list[Any], template: str = "groups_tools", **declared: Any
-) -> tuple[Finished, ScriptedClient]:
-    tokenizer = chat_tokenizer("anthropic", template)
-    client = ScriptedClient(tokenizer, answers)
-    agent = agent_class(tokenizer=tokenizer, client=client)
-    for name, value in declared.items():
-        setattr(agent, name, value)
-    return await run_rollout(agent, TASK), client
-
-
-def sampled(client: ScriptedClient) -> list[int]:
-    return [token for generation in client.generations for token in generation.output_ids]
-
-
-def trained(samples: list[Sample]) -> list[int]:
-    return [t for s in samples for t, m in zip(s.tokens[-s.response_length :], s.loss_mask or [], strict=True) if m]
 
 
 async def test_tools_are_called_until_an_answer_calls_none() -> None:
@@ -149,109 +104,6 @@ async def test_a_task_that_does_not_fit_fails_and_is_not_trained() -> None:
     finished, _ = await rollout(Agent, ["never asked"], max_trajectory_tokens=3)
     assert finished.failure is not None
     assert "max_trajectory_tokens is 3" in finished.failure[1]
-
-
-# -- schedulers ------------------------------------------------------------------------------------------------------
-
-
-class Retry(MultiTurnScheduler):
-    """New round: told that it is wrong; or continuation, when the task says so."""
-
-    def check_finished(
-        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
-    ) -> bool:
-        return "three" in result.message.content.lower() or super().check_finished(infer_request, result, current_turn)
-
-    def step(
-        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
-    ) -> RolloutInferRequest:
-        infer_request.messages.append({"role": "user", "content": "Wrong."})
-        return infer_request
-
-
-class GoOn(Retry):
-    def step(
-        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
-    ) -> RolloutInferRequest:
-        infer_request.messages[-1]["content"] += " But wait,"
-        return infer_request
-
-
-async def test_a_new_round_is_one_sample() -> None:
-    finished, client = await rollout(Agent, ["Two.", "Four.", "Three."], scheduler=Retry(max_turns=5))
-    conversion = finished.convert(chat_tokenizer("anthropic", "groups_tools"))
-    (sample,) = conversion.samples
-    assert len(conversion.trajectory.turns) == 3
-    assert trained([sample]) == sampled(client)
-    assert sample.metadata["stop_reason"] == "stop"
-
-
-async def test_a_continuation_is_one_message_and_trains_each_token_once() -> None:
-    finished, client = await rollout(Agent, ["Two.", "three."], scheduler=GoOn(max_turns=5))
-    tokenizer = chat_tokenizer("anthropic", "groups_tools")
-    samples = finished.convert(tokenizer).samples
-    assert tokenizer.decode(client.prompts[1]).endswith("<|im_start|>assistant\nTwo. But wait,")
-    assert sorted(trained(samples)) == sorted(sampled(client))
-    assert len(samples) == 2  # the first answer ended with a stop token, which the continued one does not have
-
-
-async def test_the_reward_of_a_continued_answer_sees_all_of_it() -> None:
-    seen: list[Any] = []
-
-    class Judged(Agent):
-        async def score(self, task: dict[str, Any], trajectory: Any) -> float:
-            seen.append((trajectory.response, [message["content"] for message in trajectory.messages]))
-            return 1.0
-
-    await rollout(Judged, ["Two.", " three."], scheduler=GoOn(max_turns=5))
-    assert seen == [("Two. But wait, three.", ["How many?", "Two. But wait, three."])]
-
-
-async def test_turns_that_are_used_up_and_answers_that_are_cut_off_end_a_scheduled_rollout() -> None:
-    finished, _ = await rollout(Agent, ["Two.", "Four."], scheduler=Retry, max_turns=2)
-    (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
-    assert (sample.metadata["stop_reason"], sample.status) == ("max_turns", Sample.Status.TRUNCATED)
-    finished, _ = await rollout(Agent, ["Two " * 100, "never asked"], scheduler=Retry(max_turns=5))
-    (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
-    assert sample.metadata["stop_reason"] == "length"
-
-
-async def test_hooks_are_awaited_and_a_request_may_be_a_new_one() -> None:
-    seen: list[Any] = []
-
-    class Hooked(MultiTurnScheduler):
-        async def on_trajectory_start(self, infer_request: RolloutInferRequest) -> None:
-            infer_request.data_dict["opened"] = True
-            seen.append(("start", dict(infer_request.data_dict), len(infer_request.messages)))
-
-        async def on_turn_end(
-            self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
-        ) -> None:
-            seen.append(
-                (current_turn, result.message.content, infer_request.messages[-1]["role"], len(result.logprobs or []))
-            )
-
-        async def step(
-            self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
-        ) -> RolloutInferRequest:
-            messages = [*infer_request.messages, {"role": "user", "content": "And?"}]
-            return RolloutInferRequest(messages=messages, data_dict=infer_request.data_dict)
-
-    finished, client = await rollout(Agent, ["Two.", "Three."], scheduler=Hooked(max_turns=2))
-    lengths = [len(generation.output_ids) for generation in client.generations]
-    assert seen == [
-        ("start", {"label": "3", "table": {"kz": "three"}, "opened": True}, 1),
-        (1, "Two.", "assistant", lengths[0]),
-        (2, "Three.", "assistant", lengths[1]),
-    ]
-    assert finished.failure is None
-
-
-async def test_tools_and_a_scheduler_work_together() -> None:
-    finished, client = await rollout(ToolAgent, [CALL, "Two.", CALL, "Three."], scheduler=Retry(max_turns=6))
-    (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
-    assert trained([sample]) == sampled(client)
-    assert sample.metadata["tools"]["calls"] == {"look": 2}
 
 
 # -- users' code off the loop (fault 27) -----------------------------------------------------------------------------
@@ -401,63 +253,3 @@ async def test_a_loss_scale_that_is_a_weight_fails_the_rollout() -> None:
     finished, _ = await rollout(Agent, ["Three."], loss_scale=lambda messages, turn, turns: 0.5)
     assert finished.failure is not None
     assert "must return 0 or 1" in finished.failure[1]
-
-
-# -- from the command line
-# ---------------------------------------------------------------------------------------------------------------------
-
-PLUGIN = """
-from agl_slime.rollout.scheduler import MultiTurnScheduler, register_scheduler
-
-@register_scheduler("plugged_in")
-class PluggedIn(MultiTurnScheduler):
-    def step(self, infer_request, result, current_turn):
-        infer_request.messages.append({"role": "user", "content": "Again."})
-        return infer_request
-"""
-
-
-async def test_a_scheduler_from_a_file_that_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(scheduler_module.schedulers, "plugged_in", list)  # taken out again at the end
-    del scheduler_module.schedulers["plugged_in"]
-    file = tmp_path / "plugin.py"
-    file.write_text(PLUGIN)
-    tokenizer = chat_tokenizer("anthropic", "chatml")
-    client = ScriptedClient(tokenizer, ["Two.", "Three."])
-    agent = Agent(tokenizer=tokenizer, client=client)
-    configure_agent(agent, scheduler="plugged_in", max_turns=2, plugins=[file])
-    assert load_plugins([file]) == load_plugins([str(file)])  # run once
-    finished = await run_rollout(agent, TASK)
-    assert len(finished.convert(tokenizer).trajectory.turns) == 2
-    assert "Again." in tokenizer.decode(client.prompts[1])
-
-
-def test_what_cannot_be_configured_is_one_sentence(tmp_path: Path) -> None:
-    class OwnRun(Agent):
-        async def run(self, task: Any, session: Any) -> None:
-            await session.ask()
-
-    broken = tmp_path / "broken.py"
-    broken.write_text("1 / 0")
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"scheduler": "nowhere"}, "nowhere"),
-        ({"max_turns": 0}, "--max-turns .* got 0"),
-        ({"plugins": [tmp_path / "missing.py"]}, "missing.py"),
-        ({"plugins": [broken]}, "broken.py .*ZeroDivisionError"),
-    ]
-    for options, words in cases:
-        with pytest.raises(ConfigError, match=words):
-            configure_agent(Agent(), **options)
-    with pytest.raises(ConfigError, match="OwnRun"):
-        configure_agent(OwnRun(), scheduler="any")
-    with pytest.raises(ConfigError, match="object"):
-        configure_agent(object(), scheduler="any")
-    configure_agent(object(), max_turns=2)  # the gateway counts the turns of agents that are not ours
-
-
-def test_a_registered_name_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(scheduler_module.schedulers, "mine", list)  # taken out again at the end
-    del scheduler_module.schedulers["mine"]
-    register_scheduler("mine")(Retry)
-    with pytest.raises(ConfigError, match="'mine'"):
-        register_scheduler("mine")(Retry)

@@ -1,11 +1,8 @@
-"""Back-pressure, cancellation, draining, signs of life and the lag monitor of the concurrent runner."""
+"""Back-pressure, cancellation, draining and the sharing of a queue by concurrent runners."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
-import selectors
 import threading
 import time
 from typing import Any
@@ -13,11 +10,11 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.runner import guard, lag
+from agl_slime.runner import guard
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import EnqueueRolloutRequest, LitAgent, emit_reward, find_final_reward
+from agl_slime.support.agl import EnqueueRolloutRequest, LitAgent
 from tests.integration.test_runner_concurrent import RESOURCES, FnAgent, finished, reason_of, running
 
 
@@ -246,95 +243,6 @@ async def test_cancelling_iter_cancels_what_is_in_flight() -> None:
     assert (await reason_of(store, rollout))[0] == "cancelled"
 
 
-# -- signs of life ---------------------------------------------------------------------------------------------------
-
-
-class CountingStore(BridgeStore):
-    """Says how many spans came in each write, and when each fifth has."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.writes: list[int] = []
-        self.wrote = threading.Event()
-
-    async def add_many_spans(self, spans: Any) -> Any:
-        self.writes.append(len(spans))
-        self.wrote.set()
-        return await super().add_many_spans(spans)
-
-
-async def test_spans_of_a_rollout_are_written_in_one_call() -> None:
-    async def work(task: Any) -> None:
-        for n in range(20):
-            emit_reward(float(n))
-
-    async with running(FnAgent(work), store := CountingStore()):
-        [rollout] = await finished(store, [0])
-        assert store.writes == [20]
-        spans = [*await store.query_spans(rollout.rollout_id, "latest")]
-        assert [span.sequence_id for span in spans] == list(range(1, 21))
-        assert find_final_reward(spans) == 19
-
-
-async def test_a_long_attempt_writes_its_spans_while_it_runs() -> None:
-    store = CountingStore()
-
-    async def work(task: Any) -> None:
-        for n in range(10):
-            store.wrote.clear()
-            emit_reward(float(n))
-            if n % 4 == 3:
-                assert await asyncio.to_thread(store.wrote.wait, 10)  # the write happens while the agent runs
-
-    async with running(FnAgent(work), store, flush_interval_s=0.02):
-        [rollout] = await finished(store, [0])
-        assert rollout.status == "succeeded"
-        assert store.writes == [4, 4, 2]
-        spans = [*await store.query_spans(rollout.rollout_id, "latest")]
-        assert [span.sequence_id for span in spans] == list(range(1, 11))
-
-
-async def test_a_watchdog_that_waits_for_signs_of_life_gets_them() -> None:
-    """unresponsive_seconds is short of the attempt's length, and the attempt makes a span now and then."""
-    store = CountingStore(scan_debounce_seconds=0.1)
-
-    async def work(task: Any) -> float:
-        for n in range(14):
-            emit_reward(float(n))
-            await store.query_workers()  # any store call has the watchdog look
-            await asyncio.sleep(0.12)
-        return 1.0
-
-    async with running(FnAgent(work), store):
-        [rollout] = await finished(store, [0], unresponsive_seconds=1.2)
-        assert rollout.status == "succeeded"
-        assert len(store.writes) > 1
-
-
-async def test_spans_that_could_not_be_written_early_are_written_at_the_end() -> None:
-    class FailingOnce(CountingStore):
-        async def add_many_spans(self, spans: Any) -> Any:
-            if not self.writes:
-                self.writes.append(0)
-                self.wrote.set()
-                raise ConnectionError("the store is away")
-            return await super().add_many_spans(spans)
-
-    store = FailingOnce()
-
-    async def work(task: Any) -> None:
-        for n in range(3):
-            emit_reward(float(n))
-        assert await asyncio.to_thread(store.wrote.wait, 10)
-        emit_reward(3.0)
-
-    async with running(FnAgent(work), store, flush_interval_s=0.02):
-        [rollout] = await finished(store, [0])
-        assert rollout.status == "succeeded"
-        assert sum(store.writes) == 4
-        assert find_final_reward([*await store.query_spans(rollout.rollout_id, "latest")]) == 3
-
-
 # -- sharing a queue -------------------------------------------------------------------------------------------------
 
 
@@ -377,90 +285,6 @@ async def test_a_long_queue_is_claimed_in_large_batches() -> None:
     async with running(FnAgent(work), Store(), claim_batch=100) as store:
         await finished(store, range(500))
     assert [limit for limit in claims if limit > 8][:5] == [16, 32, 64, 100, 100]
-
-
-# -- blocked loops ---------------------------------------------------------------------------------------------------
-
-
-class BlockingAgent(LitAgent[Any]):
-    async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
-        time.sleep(0.4)  # noqa: ASYNC251  what the monitor is to find
-        return 1.0
-
-
-async def test_an_agent_that_blocks_the_loop_is_named_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lag, "_TICK_S", 0.05)
-    with caplog.at_level(logging.WARNING, "agl_slime.runner.lag"):
-        async with running(BlockingAgent(), lag_warning_s=0.1) as store:
-            await finished(store, range(2))
-    [record] = [record for record in caplog.records if record.name == "agl_slime.runner.lag"]
-    assert "BlockingAgent blocks the runner's event loop" in record.getMessage()
-    assert "test_runner_limits.py" in record.getMessage()
-    assert "(rollout_async)" in record.getMessage()
-
-
-class LateSelector(selectors.DefaultSelector):
-    """What a busy machine does: the loop wakes up long after it wanted to."""
-
-    def select(self, timeout: float | None = None) -> Any:
-        time.sleep(0.4)
-        return super().select(0)
-
-
-def test_a_loop_that_the_machine_does_not_wake_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    # fault 30
-    monkeypatch.setattr(lag, "_TICK_S", 0.02)
-    monitor = lag.LagMonitor(agent_name="Agent", threshold_s=0.05)
-
-    async def wait() -> None:
-        monitor.start()
-        for _ in range(4):
-            await asyncio.sleep(0.01)
-        monitor.stop()
-
-    loop = asyncio.SelectorEventLoop(LateSelector())
-    try:
-        loop.run_until_complete(wait())
-    finally:
-        loop.close()
-    assert monitor.warning is None
-
-
-@pytest.mark.parametrize("computes", [False, True])
-async def test_code_that_hardly_gets_to_run_is_not_blamed(monkeypatch: pytest.MonkeyPatch, computes: bool) -> None:
-    """fault 30: on a busy machine a callback takes its time without having used any."""
-    monkeypatch.setattr(lag, "_TICK_S", 0.02)
-    places = iter(range(10**9))
-    looked = threading.Event()
-
-    def place_of(frame: Any) -> str:
-        n = next(places)
-        if n == 5:
-            looked.set()
-        return f"agent.py:{n}"  # it gets on, a line at a time
-
-    monkeypatch.setattr(lag, "_place_of", place_of)
-    monitor = lag.LagMonitor(agent_name="Agent", threshold_s=0.05)
-    spent = itertools.count()
-    monkeypatch.setattr(monitor, "_cpu_s", lambda: float(next(spent)) if computes else 0.0)
-    monitor.start()
-    waited = looked.wait(1.0)  # on the loop: a thread would not block it
-    monitor.stop()
-    assert (monitor.warning is not None) == computes
-    assert waited != computes
-
-
-async def test_agents_that_wait_properly_raise_no_such_warning(caplog: pytest.LogCaptureFixture) -> None:
-    async def work(task: Any) -> float:
-        await asyncio.sleep(1.5)
-        return 1.0
-
-    with caplog.at_level(logging.WARNING, "agl_slime.runner.lag"):
-        async with running(FnAgent(work), lag_warning_s=1.0) as store:
-            await finished(store, range(2))
-    assert not caplog.records
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""A trainer of the tiny policy, its weights and the gradients of its steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agl_slime.trainers import LocalTrainer, LocalTrainerSettings
+
+# One step on the whole batch and no clipping of the gradient: what the formulas say, without the rest.
+ONE_STEP = LocalTrainerSettings(n_minibatches=1, grad_clip=math.inf)
+
+
+def trainer(policy: Path, settings: LocalTrainerSettings | None = None, **changes: Any) -> LocalTrainer:
+    return LocalTrainer(model_path=policy, settings=replace(settings or LocalTrainerSettings(), **changes))
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def gradients(
+    policy: Path, batch: Any, settings: LocalTrainerSettings = ONE_STEP, **changes: Any
+) -> list[torch.Tensor]:
+    """The gradient of each step of one ``train``, computed in float64 and flattened."""
+    ours = trainer(policy, settings, **changes)
+    ours.model.double()
+    seen: list[torch.Tensor] = []
+
+    def record(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        seen.append(flat([parameter.grad.clone() for parameter in ours.model.parameters()]))
+
+    ours._optimizer.register_step_pre_hook(record)
+    ours.train(batch, iteration=0)
+    return seen
+
+
+def gradient(policy: Path, batch: Any, settings: LocalTrainerSettings = ONE_STEP, **changes: Any) -> torch.Tensor:
+    (only,) = gradients(policy, batch, settings, **changes)
+    return only
+
+
+def assert_close(ours: torch.Tensor, other: torch.Tensor, *, tolerance: float = 1e-6) -> None:
+    assert other.norm() > 1e-3  # or equality would say little
+    assert (ours - other).norm() <= tolerance * other.norm()

@@ -1,0 +1,176 @@
+"""What the local trainer saves and loads: weights for the engine, its own state, and checkpoints that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
+from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
+from agl_slime.types import Sample  # noqa: E402
+from tests.trainer_cases import flat, trainer, weights  # noqa: E402
+from tests.trainer_policy import make_model, make_samples, save_policy  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return make_samples(make_model())
+
+
+def test_the_weights_are_a_checkpoint_with_the_files_of_its_source(policy: Path, samples: list[Sample], tmp_path: Path):
+    ours = trainer(policy)
+    ours.train(samples, iteration=0)
+    ours.save_weights(tmp_path / "weight_v000001")
+    assert sorted(path.name for path in (tmp_path / "weight_v000001").iterdir()) == sorted(
+        path.name for path in policy.iterdir()
+    )
+    for name in ("config.json", "tokenizer_config.json"):
+        assert (tmp_path / "weight_v000001" / name).read_bytes() == (policy / name).read_bytes()
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "weight_v000001", dtype=torch.float32)
+    assert all(torch.equal(tensor, read.state_dict()[name]) for name, tensor in weights(ours.model).items())
+    assert not torch.equal(flat(list(read.parameters())), flat(list(make_model().parameters())))
+
+
+def test_what_tells_how_the_source_was_made_stays_behind(tmp_path: Path):
+    source = save_policy(tmp_path / "source")
+    (source / "agl_slime_policy.json").write_text("{}")
+    (source / "model.safetensors.index.json").write_text("{}")
+    (source / "logs").mkdir()
+    ours = trainer(source)
+    ours.save_weights(tmp_path / "weights")
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer_config.json",
+    ]
+
+
+def test_weights_replace_former_ones(policy: Path, samples: list[Sample], tmp_path: Path):
+    ours = trainer(policy)
+    ours.save_weights(tmp_path / "weights")
+    ours.train(samples, iteration=0)
+    ours.save_weights(tmp_path / "weights")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float32)
+    assert torch.equal(flat(list(read.parameters())), flat(list(ours.model.parameters())))
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+
+
+def test_saving_prints_nothing(policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    trainer(policy).save_weights(tmp_path / "weights")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_place_that_cannot_be_written_is_named(policy: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    ours = trainer(policy)
+    with pytest.raises(TrainerError, match="file/weights"):
+        ours.save_weights(tmp_path / "file" / "weights")
+    with pytest.raises(TrainerError, match="file/state"):
+        ours.save(tmp_path / "file" / "state")
+
+
+def untimed(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name != "train/seconds"}
+
+
+def test_training_goes_on_after_load_bit_for_bit(policy: Path, samples: list[Sample], tmp_path: Path):
+    settings = LocalTrainerSettings(warmup_steps=10, kl_coef=0.1, weight_decay=0.01, seed=3)
+    straight = trainer(policy, settings)
+    for iteration in range(2):
+        straight.train(samples, iteration=iteration)
+    straight.save(tmp_path / "state")
+    expected = [untimed(straight.train(samples, iteration=iteration)) for iteration in (2, 3)]
+
+    resumed = trainer(policy, settings)
+    resumed.load(tmp_path / "state")
+    assert (resumed.iteration, resumed.steps) == (1, 8)
+    assert [untimed(resumed.train(samples, iteration=iteration)) for iteration in (2, 3)] == expected
+    assert all(torch.equal(tensor, weights(resumed.model)[name]) for name, tensor in weights(straight.model).items())
+
+
+def test_load_brings_the_seed_along_but_not_the_learning_rate(policy: Path, samples: list[Sample], tmp_path: Path):
+    first = trainer(policy, seed=3)
+    first.train(samples, iteration=0)
+    first.save(tmp_path / "state")
+    second = trainer(policy, seed=4, lr=1e-5)
+    second.load(tmp_path / "state")
+    assert second._seed == 3
+    assert second.train(samples, iteration=1)["train/lr"] == 1e-5
+
+
+def test_a_saved_state_is_a_checkpoint_as_well(policy: Path, tmp_path: Path):
+    trainer(policy).save(tmp_path / "state")
+    assert trainer(tmp_path / "state").iteration == -1
+
+
+def test_loading_what_is_not_there_or_broken_changes_nothing(policy: Path, samples: list[Sample], tmp_path: Path):
+    ours = trainer(policy)
+    before = weights(ours.model)
+    with pytest.raises(TrainerError, match=r"trainer_state\.pt does not exist"):
+        ours.load(tmp_path)
+    ours.save(tmp_path / "state")
+    whole = (tmp_path / "state" / "trainer_state.pt").read_bytes()
+    (tmp_path / "state" / "trainer_state.pt").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(TrainerError, match="cannot be read"):
+        ours.load(tmp_path / "state")
+    (tmp_path / "state" / "trainer_state.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(TrainerError, match="cannot be read"):
+        ours.load(tmp_path / "state")
+    torch.save({"format": 0}, tmp_path / "state" / "trainer_state.pt")
+    with pytest.raises(TrainerError, match="format"):
+        ours.load(tmp_path / "state")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(ours.model).items())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "holds no config.json"),
+        ("{", "cannot be loaded"),
+        ('{"model_type": "no_such_model"}', "cannot be loaded"),
+    ],
+)
+def test_a_model_path_without_a_usable_checkpoint_is_refused(tmp_path: Path, content: str | None, message: str):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        LocalTrainer(model_path=tmp_path)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(policy: Path, tmp_path: Path):
+    from safetensors.torch import load_file, save_file
+
+    trainer(policy).save_weights(tmp_path / "weights")
+    tensors = load_file(tmp_path / "weights" / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "weights" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"1 weights .* model\.norm\.weight"):
+        trainer(tmp_path / "weights")
+
+
+def test_a_truncated_checkpoint_is_refused(policy: Path, tmp_path: Path):
+    trainer(policy).save_weights(tmp_path / "weights")
+    whole = (tmp_path / "weights" / "model.safetensors").read_bytes()
+    (tmp_path / "weights" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        trainer(tmp_path / "weights")
+
+
+def test_the_state_of_another_model_is_refused(policy: Path, tmp_path: Path):
+    other = make_model().config
+    other.num_hidden_layers, other.layer_types = 1, ["full_attention"]
+    AutoModelForCausalLM.from_config(other).save_pretrained(tmp_path / "other")
+    trainer(tmp_path / "other").save(tmp_path / "state")
+    with pytest.raises(TrainerError, match="another model"):
+        trainer(policy).load(tmp_path / "state")
