@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -63,7 +64,9 @@ async def collect(
     heavy = sum(map(len, texts)) > _HEAVY_TRACE_CHARS
     # the engine's own count, not the length of our ids: the two are compared in every report
     counts = [span.attributes[USAGE_OUTPUT_TOKENS] for span in spans if USAGE_OUTPUT_TOKENS in span.attributes]
-    sampled = sum(count for count in counts if type(count) is int)  # a foreign span may hold anything
+    # a foreign span may hold anything, as True or NaN
+    numbers = [one for one in counts if isinstance(one, (int, float)) and not isinstance(one, bool)]
+    sampled = sum(int(number) for number in numbers if math.isfinite(number))
     seen: Any = {"sampled_tokens": sampled, "turns": len(counts), "timeline": timeline}
 
     async def failed(reason: str, message: str) -> MemberResult:

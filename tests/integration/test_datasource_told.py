@@ -50,9 +50,11 @@ async def test_the_timeline_begins_with_the_enqueueing() -> None:
     assert call[0] + told["enqueued"] == pytest.approx(0, abs=1e-3)  # the span of the case began at Unix time 0
 
 
-@pytest.mark.parametrize("count", [float("nan"), float("inf"), "12", True])
-async def test_a_token_count_that_is_no_number_is_not_counted(monkeypatch: pytest.MonkeyPatch, count: Any) -> None:
+@pytest.mark.parametrize(("count", "sampled"), [(float("nan"), 0), (float("inf"), 0), ("12", 0), (True, 0), (12.0, 12)])
+async def test_a_token_count_that_is_no_number_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch, count: Any, sampled: int
+) -> None:
     encode = TurnEncoder.encode
     monkeypatch.setattr(TurnEncoder, "encode", lambda *given: {**encode(*given), names.USAGE_OUTPUT_TOKENS: count})
     member = await read()
-    assert (member.turns, member.sampled_tokens) == (1, 0)
+    assert (member.turns, member.sampled_tokens) == (1, sampled)
