@@ -70,7 +70,7 @@ def log_prob_array(values: Sequence[float] | npt.NDArray[Any], *, name: str = "l
     return floats
 
 
-def common_prefix(a: TokenArray, b: TokenArray) -> int:
+def common_prefix(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> int:
     """Number of leading tokens that ``a`` and ``b`` share."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]

@@ -1,7 +1,7 @@
 """What the local trainer makes of a batch of samples: checked, flat over the tokens under the loss mask, and divided.
 
 A *minibatch* is what one optimizer step sees: whole rollouts, evenly divided. A *microbatch* is what one forward pass
-sees: samples of similar length; how they are cut changes speed and memory only.
+sees: samples that begin alike, or of similar length; how they are cut changes speed and memory only.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from agl_slime.errors import TrainerError
 from agl_slime.groups.normalize import by_reward, normalize_rewards, reward_value
+from agl_slime.tokens.codec import common_prefix
 from agl_slime.types import Sample, flat_samples, get_rollout_id
 
 
@@ -151,14 +152,14 @@ class MicroBatch:
     """Whether any of the tokens has an advantage other than 0; without one they have no part in the gradient."""
 
     @classmethod
-    def of(cls, sequences: Sequence[NDArray[np.int64]], **fields: Any) -> MicroBatch:
+    def of(cls, sequences: Sequence[NDArray[np.int64]], *, sources: NDArray[np.int64], **fields: Any) -> MicroBatch:
         """``sequences`` laid out; each shares with the one before it what they have in common, so their order counts.
-        ``fields`` are the other fields; ``sources`` are then counted in ``sequences`` laid end to end."""
+        ``sources`` are counted in ``sequences`` laid end to end; ``fields`` are the other fields."""
         lengths = np.array([len(ids) for ids in sequences])
         cells = np.zeros((len(sequences), int(lengths.max())), dtype=np.int64)
         width, n_ids, rows, homes = cells.shape[1], 0, [], []
         for row, ids in enumerate(sequences):
-            known = in_common(sequences[row - 1], ids) if row else 0
+            known = common_prefix(sequences[row - 1], ids) if row else 0
             new = len(ids) - known
             cells[row, :known] = cells[row - 1, :known]
             cells[row, known : len(ids)] = np.arange(n_ids, n_ids + new)
@@ -167,17 +168,8 @@ class MicroBatch:
             n_ids += new
         homes = np.concatenate(homes)
         end_to_end = np.concatenate([cells[row, :length] for row, length in enumerate(lengths)])
-        sources = end_to_end[fields.pop("sources")]
-        return cls(
-            ids=np.concatenate(rows), positions=homes % width, cells=cells, homes=homes, sources=sources, **fields
-        )
-
-
-def in_common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
-    """How many ids both begin with."""
-    shorter = min(len(one), len(other))
-    different = np.flatnonzero(one[:shorter] != other[:shorter])
-    return int(different[0]) if len(different) else shorter
+        laid_out: Any = {"ids": np.concatenate(rows), "positions": homes % width, "cells": cells, "homes": homes}
+        return cls(**laid_out, sources=end_to_end[sources], **fields)
 
 
 def split_minibatches(batch: TrainBatch, *, n_minibatches: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
@@ -218,7 +210,7 @@ def make_microbatches(
     for i in sorted(sequences, key=place):
         length = new = len(sequences[i])
         if bucket:
-            new -= in_common(sequences[bucket[-1]], sequences[i])
+            new -= common_prefix(sequences[bucket[-1]], sequences[i])
             cells = (len(bucket) + 1) * max(width, length)
             full = n_ids + new > max_tokens or cells > 2 * max_tokens if sharing else cells > max_tokens
             if full or advantage[i] != advantage[bucket[0]]:
