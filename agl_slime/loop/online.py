@@ -33,7 +33,7 @@ from agl_slime.loop.settings import LoopSettings, LoopState, RunResult
 from agl_slime.loop.tasks import TaskCursor, Tasks, as_task_source
 from agl_slime.loop.validation import SideValidations
 from agl_slime.report import events
-from agl_slime.report.alarms import Alarm, find_alarms_of_step
+from agl_slime.report.alarms import find_alarms_of_step
 from agl_slime.report.metrics import (
     CPU_BUSY,
     ENGINE_WAITED,
@@ -227,8 +227,9 @@ class OnlineRLLoop:
         groups = await self._schedule.collect(self.tasks)
         collect_s = time.monotonic() - collecting
         metrics.update(collect_metrics(groups, collect_s=collect_s))
-        await self._sound_alarms(iteration, groups)
-        self._emit(events.GroupsCollected(iteration=iteration, groups=groups))
+        lines = await run_in_thread(_described, iteration, groups)
+        self._sound_alarms(groups, lines)
+        self._emit(events.GroupsCollected(iteration=iteration, groups=groups, lines=lines))
         self._stop_if_hopeless(iteration, groups)
         metrics.update(staleness_metrics(groups, self._state.version))
         training = time.monotonic()
@@ -301,7 +302,7 @@ class OnlineRLLoop:
             metrics[VAL_LAG] = int(now) - int(version)
         return metrics
 
-    async def _sound_alarms(self, iteration: int, groups: Sequence[GroupResult]) -> None:
+    def _sound_alarms(self, groups: Sequence[GroupResult], lines: Sequence[dict[str, Any]]) -> None:
         """Warn of a tool that never fires, of answers that are all alike and earn less than the best so far, and of
         forks behind a gateway."""
         rewards: list[float] = [reward for group in groups for reward in group.rewards]
@@ -309,7 +310,7 @@ class OnlineRLLoop:
             rewards.append(self._state.best_reward)
         best = max(rewards, default=None)
         self._state = replace(self._state, best_reward=best)
-        for alarm in await run_in_thread(_alarms_of_step, iteration, groups, best):
+        for alarm in find_alarms_of_step(lines, best=best):
             text = f"{alarm.text}; try {alarm.advice}"
             self._emit(events.Warning(text=text, key=f"{alarm.kind}:{alarm.about}"))
         for kind, text in fork_examples([member for group in groups for member in group.succeeded]).items():
@@ -392,7 +393,6 @@ def _ledger_counts(source: GroupSource) -> dict[str, int]:
     return {"opened": counts.opened, "open": counts.open, "ready": counts.ready, **ends}
 
 
-def _alarms_of_step(iteration: int, groups: Sequence[GroupResult], best: float | None) -> list[Alarm]:
+def _described(iteration: int, groups: Sequence[GroupResult]) -> list[dict[str, Any]]:
     """Compares every sampled token: nothing for an event loop."""
-    lines = [{"iteration": iteration, **describe_group(group, collected=iteration)} for group in groups]
-    return find_alarms_of_step(lines, best=best)
+    return [describe_group(group, collected=iteration) for group in groups]

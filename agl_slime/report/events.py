@@ -66,10 +66,12 @@ class TrainingProgressed(_Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupsCollected:
-    """The groups of an iteration (``agl_slime.groups.results.GroupResult``) before they are trained on."""
+    """The groups of an iteration (``agl_slime.groups.results.GroupResult``) before they are trained on. ``lines`` is
+    what ``report.rollouts.describe_group`` says of each, where the sender knows it."""
 
     iteration: int
     groups: Sequence[Any]
+    lines: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ class RolloutWriter:
 
     def handle(self, event: Event) -> None:
         if isinstance(event, GroupsCollected):
-            self._collected(event.iteration, event.groups)
+            self._collected(event.iteration, event.groups, event.lines)
         elif isinstance(event, GroupsRestored):
             known = self._written_until(event.iteration)
             self._collected(event.iteration, [g for g in event.groups if known.isdisjoint(_ids(g))])
@@ -91,7 +91,11 @@ class RolloutWriter:
         lines = iter_jsonl(self._groups_file.path) if self._groups_file.path.exists() else ()
         return {one for line in lines if line["iteration"] <= iteration for one in line.get("rollouts") or ()}
 
-    def _collected(self, iteration: int, groups: Sequence[Any]) -> None:
+    def _collected(
+        self, iteration: int, groups: Sequence[Any], lines: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        if lines is None:
+            lines = [describe_group(group, collected=iteration) for group in groups]
         members = {member.rollout_id: member for group in groups for member in group.members}
         labels: dict[str, str] = {}
         if self.tokenizer is not None and self._keep == "all":
@@ -99,12 +103,12 @@ class RolloutWriter:
         elif self.tokenizer is not None and self._keep == "sampled" and self._room.open(iteration):
             rewards = {rollout_id: member.reward for rollout_id, member in members.items()}
             labels = choose_rollouts(rewards, iteration=iteration, seed=self._seed)
-        for result in groups:
+        for result, line in zip(groups, lines, strict=True):
             ids = _ids(result)
             whole = {
                 rollout_id: (members[rollout_id], labels[rollout_id]) for rollout_id in ids if rollout_id in labels
             }
-            group = _Group(describe_group(result, collected=iteration), whole)
+            group = _Group(dict(line), whole)  # its outcomes become what the trainer made of it
             self._open[result.group_id] = group
             self._of_rollout.update(dict.fromkeys(ids, group))
 
