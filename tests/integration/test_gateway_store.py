@@ -91,6 +91,7 @@ async def test_an_agent_that_knows_tokens_is_told_where_the_engine_is() -> None:
             assert (await http.get(f"{gateway.url}/engine")).status_code != 200
 
 
+@pytest.mark.slow
 async def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     tokenizer = small_tokenizer(TEMPLATE)
     tokenizer.save_pretrained(tmp_path)
