@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -254,32 +254,12 @@ def serving(case: str, options: argparse.Namespace) -> Iterator[tuple[str, int]]
             assert engine.pid is not None
             yield engine.url, engine.pid
         return
-    import socket
-    import urllib.request
+    from agl_slime.engine.sglang_process import SGLangProcess
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1] % 20_000 + 20_000  # SGLang takes ports above its own as well
-    env = {**os.environ, "AGL_SLIME_SGLANG_PYTHON": options.sglang_python}
-    env["AGL_SLIME_SGLANG_THREADS"] = str(options.threads)
-    command = [str(REPO / "scripts" / "serve_sglang_cpu.sh"), options.model, str(port)]
-    process = subprocess.Popen(
-        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        while True:
-            if process.poll() is not None:
-                raise RuntimeError(f"SGLang ended with exit code {process.returncode}: try {' '.join(command)}")
-            with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
-                if answer.status == 200:
-                    break
-            time.sleep(0.2)
-        yield url, process.pid
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+    os.environ["AGL_SLIME_SGLANG_THREADS"] = str(options.threads)
+    with SGLangProcess(options.model, python=options.sglang_python) as engine:
+        assert engine.pid is not None
+        yield engine.url, engine.pid
 
 
 def family(pid: int) -> list[int]:

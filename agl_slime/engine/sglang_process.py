@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -32,20 +32,23 @@ _HAS_GPU = "import torch; print(torch.cuda.is_available())"
 
 class SGLangProcess(EngineProcess):
     """Serves ``model_path`` with the SGLang of ``python`` (see ``find_sglang``): in float32 with the flags that a CPU
-    needs where its torch finds no GPU, else as SGLang does by itself. What it writes is appended to ``log``."""
+    needs where its torch finds no GPU, else as SGLang does by itself. ``flags`` are further ones of SGLang's. What it
+    writes is appended to ``log``, where that is given."""
 
     def __init__(
         self,
         model_path: str | os.PathLike[str],
         *,
         python: str,
-        log: Path,
+        log: Path | None = None,
         random_seed: int = 0,
+        flags: Sequence[str] = (),
         start_timeout_s: float = 600.0,
     ) -> None:
-        flags = {"python": python, "model-path": model_path, "random-seed": random_seed, "parent-pid": os.getpid()}
+        own = {"python": python, "model-path": model_path, "random-seed": random_seed, "parent-pid": os.getpid()}
         command = [sys.executable, "-m", "agl_slime.engine.sglang_process"]
-        command += [str(part) for name, value in flags.items() for part in (f"--{name}", value)]
+        command += [str(part) for name, value in own.items() for part in (f"--{name}", value)]
+        command += ["--", *flags]
         super().__init__(
             command, name="SGLang", model_path=model_path, start_timeout_s=start_timeout_s, env=os.environ, log=log
         )
@@ -79,6 +82,7 @@ def main() -> int:
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--random-seed", required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("flags", nargs="*")
     args = parser.parse_args()
     env, port = _environment(), _free_port()
     asked = subprocess.run([args.python, "-c", _HAS_GPU], env=env, stdout=subprocess.PIPE, text=True, check=False)
@@ -92,9 +96,10 @@ def main() -> int:
         command = ["bash", str(_CPU_SCRIPT), args.model_path, str(port)]
         size = sum(file.stat().st_size for file in Path(args.model_path).glob("*.safetensors"))
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        env |= {SGLANG_PYTHON: args.python, "AGL_SLIME_SGLANG_THREADS": str(1 if size < _SMALL_BYTES else cores)}
+        env[SGLANG_PYTHON] = args.python
+        env.setdefault("AGL_SLIME_SGLANG_THREADS", str(1 if size < _SMALL_BYTES else cores))
     # a line for every request would be most of the log of a run
-    command += ["--random-seed", args.random_seed, "--log-level-http", "warning"]
+    command += ["--random-seed", args.random_seed, "--log-level-http", "warning", *args.flags]
     server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr)
     ready = False
     while server.poll() is None:
@@ -103,7 +108,8 @@ def main() -> int:
         if not ready and (ready := _healthy(port)):
             serving = f"SGLang serves {args.model_path} on {'a GPU' if gpu else 'the CPU'}"
             print(json.dumps({"url": f"http://127.0.0.1:{port}", "serving": serving}), flush=True)
-        time.sleep(_POLL_S)
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(_POLL_S)
     return server.returncode if server.returncode > 0 else 1
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.engine.process import EmbeddedEngine
-from agl_slime.engine.sglang_process import SGLangProcess, find_sglang
+from agl_slime.engine.sglang_process import SGLANG_PYTHON, SGLangProcess
 from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.policy import MinimumViableGroup, zero_variance
@@ -73,7 +73,7 @@ async def run_training(
     ``given`` is a program's own store and tasks, in place of what the settings name."""
     console = console or Console()
     began = time.monotonic()
-    config.check_files()
+    await run_in_thread(config.check_files)
     if config.trainer == "slime":
         from agl_slime.run.slime import run_slime_training
 
@@ -296,8 +296,8 @@ async def _engine(
         yield checked_url(config.sglang_url), None
         return
     if config.engine == "sglang":
-        python = await run_in_thread(find_sglang, config.sglang_python)
-        engine = SGLangProcess(model_path, python=python, log=run.sglang_log, random_seed=config.seed)
+        python = config.sglang_python or os.environ[SGLANG_PYTHON]  # which check_files has tried
+        engine = SGLangProcess(model_path, python=str(python), log=run.sglang_log, random_seed=config.seed)
     else:
         engine = EmbeddedEngine(model_path, random_seed=config.seed)
     try:

@@ -92,7 +92,8 @@ def test_it_is_served_until_it_is_stopped_and_its_workers_end_with_it(
     gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/of/this/environment", *sys.path]))
-    engine = SGLangProcess(tmp_path, python=serving(tmp_path, gpu=gpu), log=tmp_path / "sglang.log", random_seed=7)
+    flags = ("--max-running-requests", "8")
+    engine = SGLangProcess(tmp_path, python=serving(tmp_path, gpu=gpu), random_seed=7, flags=flags)
     with engine:
         with urllib.request.urlopen(engine.url, timeout=10) as answer:
             command, environment = json.loads(answer.read())
@@ -103,6 +104,7 @@ def test_it_is_served_until_it_is_stopped_and_its_workers_end_with_it(
     assert "/of/this/environment" not in environment.get("PYTHONPATH", "")
     assert ("--device" in command, "sglang_cpu" in environment.get("PYTHONPATH", "")) == (not gpu, not gpu)
     assert [word for flag, word in itertools.pairwise(command) if flag == "--random-seed"][-1] == "7"
+    assert command[-2:] == [*flags]  # the last word is theirs
 
 
 def test_one_that_dies_has_its_last_words_in_the_error_and_all_of_them_in_the_log(tmp_path: Path) -> None:
