@@ -2,8 +2,9 @@
 
 python train.py --model smollm2 --agent agents/shop.py:Shop
 
-The chat template of this model knows no tools, so the system message says how one is called, as small models see it
-best: by one example. A fifth of the reward is for a call with the right item, the rest for the right number.
+The chat template of this model knows no tools, so the conversation begins with two sales as examples. With two, 16 of
+32 first answers were the right call; with one, none of 16; with a call in the system message instead, none of 128. A
+fifth of the reward is for a call with the right item, the rest for the right number.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from agl_slime.trace.trajectory import Trajectory
 
 _ITEMS = "apple book chair clock cup hat knife lamp map pen ring rope shoe spoon table violin"
 ITEMS = _ITEMS.split()
-CALL = '<tool_call>{"name": "price", "arguments": {"item": "ball"}}</tool_call>'
+EXAMPLES = {"ball": "31", "sock": "84"}
 
 
 class Price:
@@ -46,10 +47,16 @@ class Shop(SGLangLitAgent):
         return {"item": rng.choice(ITEMS), "label": str(rng.randrange(10, 100))}
 
     def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]]:
-        return [
-            {"role": "system", "content": f"First ask for the price, like this: {CALL}\nThen answer with the number."},
-            {"role": "user", "content": f"What does the {task['item']} cost?"},
-        ]
+        messages = [{"role": "system", "content": "Ask for the price, then answer with the number."}]
+        for item, number in EXAMPLES.items():
+            call = f'<tool_call>{{"name": "price", "arguments": {{"item": "{item}"}}}}</tool_call>'
+            messages += [
+                {"role": "user", "content": f"What does the {item} cost?"},
+                {"role": "assistant", "content": call},
+                {"role": "tool", "content": f"{number} coins"},
+                {"role": "assistant", "content": number},
+            ]
+        return [*messages, {"role": "user", "content": f"What does the {task['item']} cost?"}]
 
     async def score(self, task: dict[str, Any], trajectory: Trajectory) -> float:
         called = len(trajectory.turns) > 1 and f'"{task["item"]}"' in trajectory.turns[0].text

@@ -18,6 +18,7 @@ from typing import IO
 from typing_extensions import Self
 
 from agl_slime.errors import EngineError, EngineTimeoutError
+from agl_slime.support.threads import usable_cores
 
 _STDERR_TAIL = 2000
 _STOP_TIMEOUT_S = 3.0
@@ -183,7 +184,7 @@ class EmbeddedEngine(EngineProcess):
         env: Mapping[str, str] | None = None,
         **options: int,
     ) -> None:
-        flags = {"model_path": model_path, "port": 0, "parent_pid": os.getpid(), **options}
+        flags = {"model_path": model_path, "port": 0, "parent_pid": os.getpid(), "cores": usable_cores(), **options}
         command = [sys.executable, "-m", "agl_slime.engine"]
         command += [str(part) for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", value)]
         # the engine sets its threads by itself, by the model's size; a library that counts cores shall not add others

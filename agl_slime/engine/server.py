@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -27,6 +26,7 @@ from agl_slime.engine.requests import BadRequest, Request, Sampling, parse_gener
 from agl_slime.engine.weights import read_weights
 from agl_slime.errors import AglSlimeError, ConfigError, EngineError
 from agl_slime.support.net import has_token
+from agl_slime.support.threads import usable_cores
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -346,15 +346,12 @@ def _answer(body: Any, *, status: int = 200) -> web.Response:
     return web.json_response(body, status=status, dumps=partial(json.dumps, ensure_ascii=False, allow_nan=False))
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def load_server(
-    model_path: str, *, token: str | None, torch_threads: int | None = None, **limits: Any
+    model_path: str, *, token: str | None, torch_threads: int | None = None, cores: int | None = None, **limits: Any
 ) -> EmbeddedServer:
     """The server for a checkpoint directory, ``limits`` being the engine's. ``torch_threads`` is by default 1 for
-    a model so small that more are slower, else the cores of this process. Raises ``ConfigError``."""
+    a model so small that more are slower, else ``cores``, which is by default what this process may use. Raises
+    ``ConfigError``."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
@@ -366,7 +363,7 @@ def load_server(
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the checkpoint in {model_path!r} cannot be loaded: {error}") from error
     if torch_threads is None:
-        torch_threads = 1 if model.num_parameters() < _SMALL_PARAMETERS else _cores()
+        torch_threads = 1 if model.num_parameters() < _SMALL_PARAMETERS else cores or usable_cores()
     if torch_threads < 1:
         raise ConfigError(f"torch_threads must be at least 1, got {torch_threads}")
     torch.set_num_threads(torch_threads)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from agl_slime.engine.process import EngineProcess
 from agl_slime.errors import ConfigError
+from agl_slime.support.threads import usable_cores
 
 SGLANG_PYTHON = "AGL_SLIME_SGLANG_PYTHON"
 _CPU_SCRIPT = Path(__file__).parent / "sglang_cpu" / "serve.sh"
@@ -95,9 +96,8 @@ def main() -> int:
     else:
         command = ["bash", str(_CPU_SCRIPT), args.model_path, str(port)]
         size = sum(file.stat().st_size for file in Path(args.model_path).glob("*.safetensors"))
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         env[SGLANG_PYTHON] = args.python
-        env.setdefault("AGL_SLIME_SGLANG_THREADS", str(1 if size < _SMALL_BYTES else cores))
+        env.setdefault("AGL_SLIME_SGLANG_THREADS", str(1 if size < _SMALL_BYTES else usable_cores()))
     # a line for every request would be most of the log of a run
     command += ["--random-seed", args.random_seed, "--log-level-http", "warning", *args.flags]
     server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr)

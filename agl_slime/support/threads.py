@@ -12,6 +12,7 @@ import asyncio
 import contextvars
 import inspect
 import logging
+import os
 import queue
 import threading
 import time
@@ -32,6 +33,13 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 30.0  # a thread without work ends after this long
 _SLOW_S = 1.0  # a call that was cut off sooner, by Ctrl-C say, is no sign of one that hangs
+
+
+def usable_cores() -> int:
+    """The cores that this process may use, and no more than ``OMP_NUM_THREADS`` where that is set."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return min(cores, int(given)) if given.isdigit() and int(given) else cores
 
 
 class _Job(Future[Any]):

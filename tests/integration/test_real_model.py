@@ -22,6 +22,7 @@ from agl_slime.run.smollm2 import smollm2_directory
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.generation import SamplingParams
 from agl_slime.sglang.weights import DiskWeightSync
+from agl_slime.support.threads import usable_cores
 from agl_slime.tokens.tokenizer import load_tokenizer
 from agl_slime.types import Sample
 
@@ -48,6 +49,7 @@ def model_dir() -> Path:
 @pytest.fixture(scope="module")
 def engine(model_dir: Path) -> Iterator[str]:
     with EmbeddedEngine(model_dir, context_length=512, max_running_requests=16) as served:
+        assert f" on {usable_cores()} torch thread" in served.summary  # at most OMP_NUM_THREADS
         yield served.url
 
 

@@ -9,7 +9,7 @@ import pytest
 from agl_slime.errors import RolloutError
 from agl_slime.loop.metrics import collect_metrics
 from agl_slime.support import threads
-from agl_slime.support.threads import ThreadPool, abandoned_threads, run_in_thread, run_user_code
+from agl_slime.support.threads import ThreadPool, abandoned_threads, run_in_thread, run_user_code, usable_cores
 
 
 @pytest.fixture(autouse=True)
@@ -132,3 +132,12 @@ async def test_threads_without_work_end(monkeypatch):
         thread.join(10)
         assert not thread.is_alive()
     assert await pool.run(lambda: 7) == 7
+
+
+@pytest.mark.parametrize(("given", "most"), [("1", 1), ("4096", None), ("", None), ("0", None), ("two", None)])
+def test_no_more_cores_than_omp_num_threads_allows(given: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    all_cores = usable_cores()
+    assert all_cores >= 1
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert usable_cores() == (most or all_cores)

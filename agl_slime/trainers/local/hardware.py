@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 import torch
 
 from agl_slime.errors import ConfigError
+from agl_slime.support.threads import usable_cores
 
 _SMALL_MODEL = 5_000_000  # parameters, below which more than one thread costs more than it brings
 
@@ -45,8 +45,6 @@ def set_threads(setting: int | Literal["auto"] | None, model: torch.nn.Module) -
     if setting is None:
         return
     if setting == "auto":
-        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        given = os.environ.get("OMP_NUM_THREADS", "")
         small = sum(parameter.numel() for parameter in model.parameters()) < _SMALL_MODEL
-        setting = 1 if small else min(allowed, int(given)) if given.isdigit() else allowed
+        setting = 1 if small else usable_cores()
     torch.set_num_threads(setting)
