@@ -144,10 +144,11 @@ class Engine:
     def summary(self) -> str:
         """One sentence: what is served, and what it takes."""
         parameters, slots = self._model.num_parameters(), self._slots
-        kind = type(self._model).__name__
+        kind, threads = type(self._model).__name__, torch.get_num_threads()
         return (
             f"{kind} of {parameters / 1e6:,.1f} M parameters ({_size(4 * parameters)}, float32) on "
-            f"{torch.get_num_threads()} torch threads; keys and values of a token take {_size(slots.bytes_per_token)}: "
+            f"{threads} torch thread{'s' * (threads > 1)}; "
+            f"keys and values of a token take {_size(slots.bytes_per_token)}: "
             f"at most {self.max_running} requests at once, {self.context_length:,} tokens each, "
             f"{slots.capacity:,} together ({_size(slots.capacity * slots.bytes_per_token)})"
         )
