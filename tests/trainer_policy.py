@@ -13,7 +13,7 @@ from agl_slime.types import Sample, sample_from_fields
 VOCABULARY = 460
 
 
-def make_model(*, seed: int = 0, attention_dropout: float = 0.0) -> PreTrainedModel:
+def make_model(*, seed: int = 0, attention_dropout: float = 0.0, tied: bool = True) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -24,16 +24,16 @@ def make_model(*, seed: int = 0, attention_dropout: float = 0.0) -> PreTrainedMo
         head_dim=16,
         intermediate_size=128,
         max_position_embeddings=512,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         initializer_range=0.08,
         attention_dropout=attention_dropout,
     )
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def save_policy(directory: Path, *, seed: int = 0) -> Path:
+def save_policy(directory: Path, *, seed: int = 0, tied: bool = True) -> Path:
     """The checkpoint of a random policy, with a stand-in for its tokenizer files."""
-    make_model(seed=seed).save_pretrained(directory)
+    make_model(seed=seed, tied=tied).save_pretrained(directory)
     (directory / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     return directory
 

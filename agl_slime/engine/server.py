@@ -261,6 +261,7 @@ class EmbeddedServer:
                 "model_type": getattr(self.engine.config, "model_type", None),
                 "architectures": getattr(self.engine.config, "architectures", None),
                 "version": "embedded",
+                "dtype": "float32",
                 "status": "ready" if self.engine.alive else "failed",
                 "weight_version": self.engine.weight_version,
                 "context_length": self.engine.context_length,

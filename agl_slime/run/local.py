@@ -43,6 +43,7 @@ from agl_slime.support.files import scratch_directory
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.tokenizer import load_tokenizer
 from agl_slime.trainers.base import TellsTokens, Trainer
+from agl_slime.trainers.local.settings import WeightsDtype
 from agl_slime.types import Sample, flat_samples
 
 if TYPE_CHECKING:
@@ -112,6 +113,9 @@ async def run_training(
         weights = WeightPublisher(trainer=trainer, base_url=url, directory=directory, pause=config.weight_pause)
         if refused := await weights.sync.settle_pause():
             reports.handle(events.Warning(text=refused, key="weight_pause"))
+        others = [DiskWeightSync(base_url=config.eval_sglang_url)] if config.eval_sglang_url else []
+        computes = [await sync.computes_in(str(model_path)) for sync in (weights.sync, *others)]
+        weights.dtype = "bfloat16" if set(computes) == {"bfloat16"} else "float32"
         # engine and trainer start from the same weights, whatever the server had loaded
         await weights.push(int(start.version))
         ledger = Ledger(path=run.ledger)
@@ -204,17 +208,18 @@ class _Observers:
 class WeightPublisher:
     """Writes the trainer's weights as a checkpoint and has every worker load it; the last two checkpoints are kept."""
 
-    def __init__(self, *, trainer: Trainer, base_url: str, directory: Path, pause: PauseMode = "abort") -> None:
+    def __init__(self, *, trainer: LocalTrainer, base_url: str, directory: Path, pause: PauseMode = "abort") -> None:
         self._trainer = trainer
         self.sync = DiskWeightSync(base_url=base_url, pause=pause)
         self._directory = directory.resolve()  # the engine has a working directory of its own
         self._in_use: Path | None = None
+        self.dtype: WeightsDtype = "float32"
 
     async def push(self, iteration: int) -> str:
         """Bring the weights to the engine under the iteration's number; returns that version."""
         version = str(iteration)
         target = self._directory / _name(version)
-        await run_in_thread(self._trainer.save_weights, target)
+        await run_in_thread(partial(self._trainer.save_weights, target, dtype=self.dtype))
         await self.sync.push(str(target), version)
         # also those of before a restart
         others = sorted(path for path in self._directory.glob("v*") if path.is_dir() and path != target)

@@ -28,7 +28,7 @@ from agl_slime.errors import (
     EngineUnreachableError,
     OutOfVocabularyError,
 )
-from agl_slime.sglang.describe import EngineDescription, parse_workers, version_of
+from agl_slime.sglang.describe import EngineDescription, ask_server, parse_workers, version_of
 from agl_slime.sglang.generation import (
     Decode,
     Generation,
@@ -267,13 +267,11 @@ class SGLangClient:
 
     async def model_info(self, **limits: Any) -> dict[str, Any]:
         """What the server says of its model: model_path, weight_version, ..."""
-        try:
-            return await self._http.call("GET", "/model_info", **limits)
-        except EngineRequestError as error:
-            if error.status not in (404, 405):
-                raise
-            # sglang-router passes only the older path on, to one of its workers
-            return await self._http.call("GET", "/get_model_info", **limits)
+        return await ask_server(self._http, "model_info", **limits)
+
+    async def dtype(self) -> str:
+        """What the server was started with as ``--dtype``: bfloat16, auto, ...; auto where it does not say."""
+        return str((await ask_server(self._http, "server_info")).get("dtype") or "auto")
 
     async def weight_version(self) -> str:
         return version_of(await self.model_info(), self.base_url)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agl_slime.errors import EngineProtocolError
+from agl_slime.errors import EngineProtocolError, EngineRequestError
+from agl_slime.sglang.transport import HttpTransport
 
 _DP_RANK = re.compile(r"@\d+/?$")
 
@@ -21,6 +22,17 @@ class EngineDescription:
     base_url: str
     model_path: str
     weight_version: str
+
+
+async def ask_server(http: HttpTransport, name: str, **limits: Any) -> dict[str, Any]:
+    """A server's ``/model_info`` or ``/server_info``."""
+    try:
+        return await http.call("GET", f"/{name}", **limits)
+    except EngineRequestError as error:
+        if error.status not in (404, 405):
+            raise
+        # sglang-router passes only the older path on, to one of its workers
+        return await http.call("GET", f"/get_{name}", **limits)
 
 
 def version_of(info: Mapping[str, Any], base_url: str) -> str:
@@ -65,6 +77,13 @@ def vocab_size_of(model: str) -> int | None:
     config = _model_file(model, "config.json")
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return size if isinstance(size, int) and size > 0 else None
+
+
+def dtype_of(model: str, server_dtype: str) -> str:
+    """What SGLang, started with ``--dtype`` ``server_dtype``, computes the checkpoint at ``model`` in, where that is a
+    directory of this machine: with "auto" in what its ``config.json`` names; empty where that is not known."""
+    config = _model_file(model, "config.json")
+    return str(config.get("dtype") or config.get("torch_dtype") or "") if server_dtype == "auto" else server_dtype
 
 
 def _model_file(model: str, name: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ class ControlRoutes:
 
     weight_version: str
     model_path: str
+    dtype = "auto"
     workers: Sequence[str] | None
     running: Any  # requests between arrival and answer
     _requests: dict[str, Running]
@@ -33,6 +34,7 @@ class ControlRoutes:
         else:
             handlers |= {
                 "/model_info": self._model_info,
+                "/server_info": self._server_info,
                 "/flush_cache": self._flush,
                 "/pause_generation": self._pause,
                 "/continue_generation": self._continue,
@@ -46,6 +48,9 @@ class ControlRoutes:
         return web.json_response(
             {"model_path": self.model_path, "is_generation": True, "weight_version": self.weight_version}
         )
+
+    async def _server_info(self, _: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response({"version": "0.5.15", "dtype": self.dtype})
 
     async def _workers(self, _: dict[str, Any]) -> web.StreamResponse:
         listed = [

@@ -4,8 +4,10 @@ running."""
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +116,38 @@ async def test_an_engine_that_does_not_list_its_versions_is_paused_as_ever() -> 
         assert "aborts running requests" in why
         assert sync.pause == "abort"
         assert good.weight_version == old.weight_version == "default"
+
+
+@pytest.mark.parametrize(
+    ("served", "config", "expected"),
+    [
+        (["bfloat16"], {}, "bfloat16"),
+        (["auto"], {"dtype": "bfloat16"}, "bfloat16"),
+        (["auto"], {"torch_dtype": "bfloat16"}, "bfloat16"),  # the field's older name
+        (["auto"], {"dtype": "float32"}, "float32"),
+        (["auto"], None, ""),  # a model that is not on this machine
+        (["float32"], {"dtype": "bfloat16"}, "float32"),
+        (["bfloat16", "float32"], {}, ""),
+        (["bfloat16", "bfloat16"], {}, "bfloat16"),
+        (["auto", "bfloat16"], {"dtype": "bfloat16"}, "bfloat16"),
+        ([None], {"dtype": "bfloat16"}, ""),  # a server without this route
+    ],
+)
+async def test_what_the_workers_compute_in(
+    served: list[str | None], config: dict[str, str] | None, expected: str, tmp_path: Path
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    async with AsyncExitStack() as stack:
+        workers = [await stack.enter_async_context(ScriptedEngine()) for _ in served]
+        for worker, dtype in zip(workers, served, strict=True):
+            worker.dtype = dtype or ""
+            if dtype is None:
+                worker.always("/server_info", Status(404, "Not Found"))
+                worker.always("/get_server_info", Status(404, "Not Found"))
+        router = await stack.enter_async_context(ScriptedEngine(workers=[worker.url for worker in workers]))
+        found = await make_sync(router).computes_in(str(tmp_path))
+    assert found == expected
 
 
 async def test_it_flushes_until_the_worker_is_idle() -> None:

@@ -41,6 +41,22 @@ def test_the_weights_are_a_checkpoint_with_the_files_of_its_source(policy: Path,
     assert not torch.equal(flat(list(read.parameters())), flat(list(make_model().parameters())))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_rounded_weights_are_half_as_large_and_what_the_engine_would_round_to(tied: bool, tmp_path: Path):
+    from safetensors.torch import load_file
+
+    source = save_policy(tmp_path / "source", tied=tied)
+    ours = trainer(source)
+    for dtype in ("float32", "bfloat16"):
+        ours.save_weights(tmp_path / dtype, dtype=dtype)
+    whole, rounded = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("float32", "bfloat16"))
+    assert rounded.keys() == whole.keys()
+    assert ("lm_head.weight" in whole) is not tied
+    assert all(torch.equal(tensor, whole[name].to(torch.bfloat16)) for name, tensor in rounded.items())
+    assert any(not torch.equal(tensor.float(), whole[name]) for name, tensor in rounded.items())
+    assert (tmp_path / "bfloat16" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
 def test_what_tells_how_the_source_was_made_stays_behind(tmp_path: Path):
     source = save_policy(tmp_path / "source")
     (source / "agl_slime_policy.json").write_text("{}")

@@ -157,11 +157,22 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def save_model(
-    model: PreTrainedModel, directory: Path, *, source: Path, weights: dict[str, Tensor] | None = None
+    model: PreTrainedModel,
+    directory: Path,
+    *,
+    source: Path,
+    weights: dict[str, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write the weights, or ``weights`` in their place, as safetensors, and every other file of the checkpoint in
-    ``source`` (config, tokenizer, chat template) as it is there, but for ``agl_slime_...``, which say how the weights
-    in ``source`` were made."""
+    """Write the weights, or ``weights`` in their place, as safetensors of ``dtype``, and every other file of the
+    checkpoint in ``source`` (config, tokenizer, chat template) as it is there, but for ``agl_slime_...``, which say how
+    the weights in ``source`` were made."""
+    if dtype != torch.float32:
+        rounded: dict[int, Tensor] = {}  # what the model has under two names stays one tensor
+        whole = model.state_dict() if weights is None else weights
+        for tensor in whole.values():
+            rounded[tensor.data_ptr()] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        weights = {name: rounded[tensor.data_ptr()] for name, tensor in whole.items()}
     with _no_progress_bars():
         model.save_pretrained(directory, state_dict=weights)
     for path in source.iterdir():

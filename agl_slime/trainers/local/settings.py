@@ -9,6 +9,9 @@ from typing import Literal
 from agl_slime.errors import ConfigError
 from agl_slime.support.ranges import check_ranges
 
+WeightsDtype = Literal["float32", "bfloat16"]
+"""What weights are rounded to on their way to the engine."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTrainerSettings:

@@ -37,7 +37,7 @@ from agl_slime.trainers.local.model import (
     packs,
     save_model,
 )
-from agl_slime.trainers.local.settings import LocalTrainerSettings
+from agl_slime.trainers.local.settings import LocalTrainerSettings, WeightsDtype
 from agl_slime.trainers.local.staleness import token_lags
 from agl_slime.types import Sample, flat_samples
 
@@ -312,11 +312,12 @@ class LocalTrainer:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def save_weights(self, directory: str | os.PathLike[str]) -> None:
-        """Write the weights (float32, adapters merged into them) as a Hugging Face checkpoint, with the config and
-        tokenizer files of ``model_path``. The directory appears, or is replaced, as a whole or not at all; raises
-        ``TrainerError`` when it cannot be written."""
-        self._write(directory, state=None)
+    def save_weights(self, directory: str | os.PathLike[str], *, dtype: WeightsDtype = "float32") -> None:
+        """Write the weights (adapters merged into them) as a Hugging Face checkpoint, with the config and tokenizer
+        files of ``model_path``. ``dtype`` is what they are rounded to: an engine that computes in bfloat16 would round
+        them itself. The directory appears, or is replaced, as a whole or not at all; raises ``TrainerError`` when it
+        cannot be written."""
+        self._write(directory, state=None, dtype=dtype)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write the weights as :meth:`save_weights` does, and the state of the optimizer and the counters with them,
@@ -328,11 +329,13 @@ class LocalTrainer:
         counters = {"iteration": self.iteration, "steps": self.steps, "seed": self._seed}
         self._write(directory, state=state | counters)
 
-    def _write(self, directory: str | os.PathLike[str], *, state: dict[str, Any] | None) -> None:
+    def _write(
+        self, directory: str | os.PathLike[str], *, state: dict[str, Any] | None, dtype: WeightsDtype = "float32"
+    ) -> None:
         try:
             with whole_directory(directory, durable=state is not None) as fresh:
                 merged = lora.merged_weights(self.model) if self.settings.lora_rank else None
-                save_model(self.model, fresh, source=self._source, weights=merged)
+                save_model(self.model, fresh, source=self._source, weights=merged, dtype=getattr(torch, dtype))
                 if state is not None:
                     torch.save(state, fresh / _STATE_FILE)
         except OSError as error:
