@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -285,6 +286,7 @@ async def test_a_generator_and_its_workers_end_with_a_killed_buffer(tmp_path):
         "-c",
         "import sys; from agl_slime.buffer.server import main; sys.exit(main(sys.argv[1:]))",
         *("--port", "0", "--generators", str(tmp_path / "generators"), "--input-dir", str(tmp_path)),
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # what it cannot clean up any more goes with the test
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
