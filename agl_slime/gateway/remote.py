@@ -110,9 +110,13 @@ class StoreGateway(Gateway):
     async def _follow(self, store: RemoteStore) -> None:
         position = FeedPosition()
         try:
-            async for page in store.follow_finished(position):
+            async for page in store.follow_finished(position, patience_s=None):
+                ended = set(page["rollout_ids"])
+                if page["missed"] or position.instance_id not in ("", page["instance_id"]):
+                    known = {rollout_id for rollout_id, _ in self._attempts}
+                    ended |= known - await store.running(known)
                 position.instance_id, position.after = page["instance_id"], page["last"]
-                for rollout_id in page["rollout_ids"]:
+                for rollout_id in ended:
                     self._ended_rollout(rollout_id)
         except AglSlimeError as error:
             logger.warning("Ends of rollouts are not followed any more: %s", error)

@@ -8,7 +8,7 @@ ten milliseconds of the last one's start, makes up the next one. A caller waits 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import aiohttp
 import orjson
 
 from agl_slime.errors import DataSourceError
+from agl_slime.store.bridge import FINISHED
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition
 from agl_slime.store.server import BATCH_PATH, TOKEN_VARIABLE, UNNUMBERED
 from agl_slime.support.agl import Attempt, LightningStoreClient, ResourcesUpdate, Rollout, Span
@@ -67,10 +68,13 @@ class RemoteStore(LightningStoreClient):
         [result] = await self._post_calls([_encoded(call)])
         return _result_of(result)
 
-    def follow_finished(self, position: FeedPosition, *, wait_s: float = 20.0) -> AsyncIterator[FeedPage]:
+    def follow_finished(
+        self, position: FeedPosition, *, wait_s: float = 20.0, patience_s: float | None = _UNREACHABLE_S
+    ) -> AsyncIterator[FeedPage]:
         """Pages of ended rollouts from ``position`` on, for ever, across interruptions; the caller moves the position.
-        Raises ``DataSourceError`` when the store has been unreachable for two minutes, or serves no feed."""
-        return self._follow(FEED_PATH, position, wait_s=wait_s, patience_s=_UNREACHABLE_S)
+        Raises ``DataSourceError`` when the store has been unreachable for ``patience_s`` (two minutes; ``None``: it
+        may be away for ever), or serves no feed."""
+        return self._follow(FEED_PATH, position, wait_s=wait_s, patience_s=patience_s)
 
     def follow_cancelled(self, position: FeedPosition, *, wait_s: float = 20.0) -> AsyncIterator[FeedPage]:
         """As ``follow_finished`` for cancelled rollouts, however long the store is away."""
@@ -91,6 +95,11 @@ class RemoteStore(LightningStoreClient):
                 raise DataSourceError(f"the store at {url} answers {error.status} to {path}: {fix}") from error
             if page["rollout_ids"] or page["missed"] or page["instance_id"] != position.instance_id:
                 yield page
+
+    async def running(self, rollout_ids: Collection[str]) -> set[str]:
+        """Those of ``rollout_ids`` that the store knows and that have not ended; waits for a store that is away."""
+        found = await self._backoff(None).run(lambda: self.query_rollouts(rollout_id_in=sorted(rollout_ids)), may_pass)
+        return {rollout.rollout_id for rollout in found if rollout.status not in FINISHED}
 
     async def _post_calls(self, calls: list[orjson.Fragment]) -> list[dict[str, Any]]:
         # Sent twice is as good as once: a span that is there already is not added again, an end that is there stays.

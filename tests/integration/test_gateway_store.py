@@ -71,13 +71,37 @@ async def test_spans_are_in_the_store_before_the_answer_and_nothing_is_answered_
             assert (await http.post(f"{other}/chat/completions", json=BODY)).status_code == 404
             assert (await http.post(f"{url.replace('/k/secret', '')}/chat/completions", json=BODY)).status_code == 401
             await store.update_attempt(rollout_id, attempt_id, status="succeeded")
-            status = 200
-            for _ in range(200):
-                status = (await http.post(f"{url}/chat/completions", json=BODY)).status_code
-                if status == 410:
-                    break
-                await asyncio.sleep(0.02)
-            assert status == 410
+            assert await eventually_answers(http, f"{url}/chat/completions", 410)
+
+
+async def test_what_ended_while_the_store_was_away_has_ended_and_what_runs_goes_on() -> None:
+    store = BridgeStore()
+    with contextlib.ExitStack() as stack:
+        service = StoreService(store=store).start()
+        stack.callback(service.stop)
+        seen = RemoteStore(service.url)
+        gateway, _ = stack.enter_context(beside(seen, "one", "two", "three"))
+        attempts = [await begun(store) for _ in range(2)]
+        proxy = ProxyLLM(endpoint=gateway.endpoint, model="m")
+        ended, runs = (f"{proxy.get_base_url(*attempt)}/chat/completions" for attempt in attempts)
+        async with httpx.AsyncClient() as http:
+            assert [(await http.post(url, json=BODY)).status_code for url in (ended, runs)] == [200, 200]
+            port = int(service.url.rsplit(":", 1)[1])
+            service.stop()
+            await store.update_attempt(*attempts[0], status="succeeded")  # nobody is told of this end
+            stack.enter_context(StoreService(store=store, port=port))
+            assert await eventually_answers(http, ended, 410)
+            assert (await http.post(runs, json=BODY)).status_code == 200
+    await seen.close()
+
+
+async def eventually_answers(http: httpx.AsyncClient, url: str, wanted: int) -> bool:
+    for _ in range(200):
+        if (status := (await http.post(url, json=BODY)).status_code) == wanted:
+            return True
+        assert status == 200
+        await asyncio.sleep(0.05)
+    return False
 
 
 async def test_an_agent_that_knows_tokens_is_told_where_the_engine_is() -> None:
