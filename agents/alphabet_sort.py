@@ -6,6 +6,8 @@ Made after the task of the same name among the public environments of prime-rl. 
 and the sorted list are, to the power of 4; with three words a policy of this size then learns to leave one out (0.41)
 or to copy the question (0.2 at mean) and stays there. Here nothing is paid for other words than those that were asked,
 and else the share of places that hold the right one, squared: copying earns 0.07 at mean, any order at random 0.2.
+
+How its reward rose: docs/trainer.md.
 """
 
 from __future__ import annotations

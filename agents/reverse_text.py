@@ -7,6 +7,8 @@ here: Qwen3-0.6B after supervised fine-tuning, 8 prompts x 16 samples, up to 128
 20 steps, to a reward of about 0.8; its gates are a reward of at least 0.6 and a mismatch KL below 0.01, each over the
 last three steps. As there, the reward is how much of the answer and the reversed text is in common, in order (twice the
 matching length over both lengths).
+
+How its reward rose: docs/trainer.md.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ python train.py --model smollm2 --agent agents/shop.py:Shop
 The chat template of this model knows no tools, so the conversation begins with two sales as examples. With two, 16 of
 32 first answers were the right call; with one, none of 16; with a call in the system message instead, none of 128. A
 fifth of the reward is for a call with the right item, the rest for the right number.
+
+How its reward rose: docs/trainer.md.
 """
 
 from __future__ import annotations
