@@ -114,7 +114,7 @@ async def run_training(
         if refused := await weights.sync.settle_pause():
             reports.handle(events.Warning(text=refused, key="weight_pause"))
         others = [DiskWeightSync(base_url=config.eval_sglang_url)] if config.eval_sglang_url else []
-        computes = [await sync.computes_in(str(model_path)) for sync in (weights.sync, *others)]
+        computes = [await sync.computes_in() for sync in (weights.sync, *others)]
         weights.dtype = "bfloat16" if set(computes) == {"bfloat16"} else "float32"
         # engine and trainer start from the same weights, whatever the server had loaded
         await weights.push(int(start.version))

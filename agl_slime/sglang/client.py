@@ -28,7 +28,7 @@ from agl_slime.errors import (
     EngineUnreachableError,
     OutOfVocabularyError,
 )
-from agl_slime.sglang.describe import EngineDescription, ask_server, parse_workers, version_of
+from agl_slime.sglang.describe import EngineDescription, ask_server, dtype_of, parse_workers, version_of
 from agl_slime.sglang.generation import (
     Decode,
     Generation,
@@ -270,8 +270,8 @@ class SGLangClient:
         return await ask_server(self._http, "model_info", **limits)
 
     async def dtype(self) -> str:
-        """What the server was started with as ``--dtype``: bfloat16, auto, ...; auto where it does not say."""
-        return str((await ask_server(self._http, "server_info")).get("dtype") or "auto")
+        """What the server computes in: bfloat16, ...; empty where that is not known."""
+        return dtype_of(await ask_server(self._http, "server_info"))
 
     async def weight_version(self) -> str:
         return version_of(await self.model_info(), self.base_url)

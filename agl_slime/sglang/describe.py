@@ -79,11 +79,13 @@ def vocab_size_of(model: str) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
-def dtype_of(model: str, server_dtype: str) -> str:
-    """What SGLang, started with ``--dtype`` ``server_dtype``, computes the checkpoint at ``model`` in, where that is a
-    directory of this machine: with "auto" in what its ``config.json`` names; empty where that is not known."""
-    config = _model_file(model, "config.json")
-    return str(config.get("dtype") or config.get("torch_dtype") or "") if server_dtype == "auto" else server_dtype
+def dtype_of(info: Mapping[str, Any]) -> str:
+    """What a server computes in, by its ``/server_info``: its ``--dtype``, or with "auto" what the ``config.json`` of
+    its model names where that is a directory of this machine; empty where it is not known."""
+    if (told := str(info.get("dtype") or "")) != "auto":
+        return told
+    config = _model_file(str(info.get("model_path")), "config.json")
+    return str(config.get("dtype") or config.get("torch_dtype") or "")
 
 
 def _model_file(model: str, name: str) -> dict[str, Any]:

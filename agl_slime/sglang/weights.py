@@ -30,7 +30,6 @@ import time
 
 from agl_slime.errors import EngineError, EngineRequestError, WeightSyncError
 from agl_slime.sglang.client import ClientSettings, PauseMode, SGLangClient
-from agl_slime.sglang.describe import dtype_of
 from agl_slime.sglang.transport import checked_url
 
 logger = logging.getLogger(__name__)
@@ -79,16 +78,15 @@ class DiskWeightSync:
                     return f"{why}, so it is not paused with {wanted!r}: {then}"
         return ""
 
-    async def computes_in(self, model_path: str) -> str:
-        """The dtype that all workers compute ``model_path`` in (bfloat16, ...); empty where they differ or it is not
-        known."""
+    async def computes_in(self) -> str:
+        """The dtype that all workers compute in (bfloat16, ...); empty where they differ or it is not known."""
         async with SGLangClient(base_url=self.base_url, settings=self.client_settings) as client:
             urls = await client.workers()
         found = set()
         for url in urls:
             async with SGLangClient(base_url=url, settings=self.client_settings) as client:
                 try:
-                    found.add(dtype_of(model_path, await client.dtype()))
+                    found.add(await client.dtype())
                 except EngineRequestError:  # it has no such route
                     found.add("")
         return found.pop() if len(found) == 1 else ""

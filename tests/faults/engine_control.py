@@ -50,7 +50,7 @@ class ControlRoutes:
         )
 
     async def _server_info(self, _: dict[str, Any]) -> web.StreamResponse:
-        return web.json_response({"version": "0.5.15", "dtype": self.dtype})
+        return web.json_response({"version": "0.5.15", "dtype": self.dtype, "model_path": self.model_path})
 
     async def _workers(self, _: dict[str, Any]) -> web.StreamResponse:
         listed = [

@@ -32,7 +32,7 @@ def test_a_real_sglang_gives_the_same_log_probs_for_both(policy_dir: Path, tmp_p
 
     async def answers(url: str) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
         sync, found = DiskWeightSync(base_url=url), []
-        assert await sync.computes_in(str(policy_dir)) == "bfloat16"
+        assert await sync.computes_in() == "bfloat16"
         async with SGLangClient(base_url=url) as client:
             for version, path in enumerate((policy_dir, tmp_path / "float32", tmp_path / "bfloat16")):
                 await sync.push(str(path), str(version))

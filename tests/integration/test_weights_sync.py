@@ -139,14 +139,15 @@ async def test_what_the_workers_compute_in(
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     async with AsyncExitStack() as stack:
-        workers = [await stack.enter_async_context(ScriptedEngine()) for _ in served]
+        model = str(tmp_path)
+        workers = [await stack.enter_async_context(ScriptedEngine(model_path=model)) for _ in served]
         for worker, dtype in zip(workers, served, strict=True):
             worker.dtype = dtype or ""
             if dtype is None:
                 worker.always("/server_info", Status(404, "Not Found"))
                 worker.always("/get_server_info", Status(404, "Not Found"))
         router = await stack.enter_async_context(ScriptedEngine(workers=[worker.url for worker in workers]))
-        found = await make_sync(router).computes_in(str(tmp_path))
+        found = await make_sync(router).computes_in()
     assert found == expected
 
 
