@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,3 +106,15 @@ class serve:
 
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
+
+
+def buffer_that(get: Callable[[web.Request], Awaitable[web.Response]]) -> serve:
+    """A buffer that takes every start and answers ``/get_rollout_data`` with ``get``."""
+
+    async def start(request: web.Request) -> web.Response:
+        return web.json_response({"message": "Rollout started"})
+
+    app = web.Application()
+    app.router.add_post("/get_rollout_data", get)
+    app.router.add_post("/start_rollout", start)
+    return serve(app)

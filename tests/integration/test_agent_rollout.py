@@ -16,7 +16,7 @@ from agl_slime.buffer.agent_rollout import (
 from agl_slime.buffer.server import BufferServer
 from agl_slime.errors import ConfigError
 from agl_slime.types import RolloutFnEvalOutput
-from tests.agent_rollout_cases import GENERATOR, DataBuffer, args_for, call, instances, serve
+from tests.agent_rollout_cases import GENERATOR, DataBuffer, args_for, buffer_that, call, instances
 from tests.buffer_cases import Client, add_generator, make_item, settings_for
 from tests.trace_tokenizers import small_tokenizer
 
@@ -110,13 +110,7 @@ async def test_what_was_fetched_beyond_a_batch_waits_for_the_next_call(tmp_path)
         data = answers.pop() if answers else {"data": [], "meta_info": {}}
         return web.json_response({"success": bool(data["data"]), "message": "", "data": data})
 
-    async def start(request: web.Request) -> web.Response:
-        return web.json_response({"message": "Rollout started"})
-
-    app = web.Application()
-    app.router.add_post("/get_rollout_data", get)
-    app.router.add_post("/start_rollout", start)
-    async with serve(app) as url:
+    async with buffer_that(get) as url:
         args = args_for(url, tmp_path, rollout_batch_size=1)
         assert [instances(await call(args, step, DataBuffer())) for step in range(3)] == [["id0"], ["id1"], ["id2"]]
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from agl_slime.buffer import session
 from agl_slime.buffer.server import BufferServer
 from agl_slime.errors import ConfigError, DataSourceError
-from tests.agent_rollout_cases import GENERATOR, DataBuffer, args_for, call, serve
+from tests.agent_rollout_cases import GENERATOR, DataBuffer, args_for, buffer_that, call
 from tests.buffer_cases import add_generator, make_item, settings_for
 
 pytestmark = pytest.mark.usefixtures("fresh_sessions")
@@ -34,13 +34,7 @@ async def test_items_that_no_request_can_make_good_end_the_wait(tmp_path):
     async def get(request: web.Request) -> web.Response:
         return web.json_response({"success": True, "message": "", "data": {"data": [item], "meta_info": {}}})
 
-    async def start(request: web.Request) -> web.Response:
-        return web.json_response({"message": "Rollout started"})
-
-    app = web.Application()
-    app.router.add_post("/get_rollout_data", get)
-    app.router.add_post("/start_rollout", start)
-    async with serve(app) as url:
+    async with buffer_that(get) as url:
         args = args_for(url, tmp_path, fetch_trajectory_retry_times=-1)
         with pytest.raises(DataSourceError, match="messages"):
             await asyncio.wait_for(call(args, 0, DataBuffer()), 30)
@@ -55,13 +49,7 @@ async def test_groups_of_another_size_are_told(tmp_path):
     async def get(request: web.Request) -> web.Response:
         return web.json_response({"success": True, "message": "", "data": {"data": items, "meta_info": {}}})
 
-    async def start(request: web.Request) -> web.Response:
-        return web.json_response({"message": "Rollout started"})
-
-    app = web.Application()
-    app.router.add_post("/get_rollout_data", get)
-    app.router.add_post("/start_rollout", start)
-    async with serve(app) as url:
+    async with buffer_that(get) as url:
         with pytest.raises(DataSourceError, match="n_samples_per_prompt is 2"):
             await call(args_for(url, tmp_path), 0, DataBuffer())
 
@@ -74,13 +62,7 @@ async def test_failed_requests_are_counted_and_then_told(tmp_path):
         requests += 1
         return web.Response(status=500, text="broken")
 
-    async def start(request: web.Request) -> web.Response:
-        return web.json_response({"message": "Rollout started"})
-
-    app = web.Application()
-    app.router.add_post("/get_rollout_data", get)
-    app.router.add_post("/start_rollout", start)
-    async with serve(app) as url:
+    async with buffer_that(get) as url:
         with pytest.raises(DataSourceError, match="4 tries"):
             await call(args_for(url, tmp_path, fetch_trajectory_retry_times=3), 0, DataBuffer())
     assert requests == 4
