@@ -271,7 +271,10 @@ class SGLangClient:
 
     async def dtype(self) -> str:
         """What the server computes in: bfloat16, ...; empty where that is not known."""
-        return dtype_of(await ask_server(self._http, "server_info"))
+        try:
+            return dtype_of(await ask_server(self._http, "server_info"))
+        except EngineRequestError:  # it has no such route
+            return ""
 
     async def weight_version(self) -> str:
         return version_of(await self.model_info(), self.base_url)

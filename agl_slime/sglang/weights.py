@@ -27,12 +27,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from agl_slime.errors import EngineError, EngineRequestError, WeightSyncError
 from agl_slime.sglang.client import ClientSettings, PauseMode, SGLangClient
 from agl_slime.sglang.transport import checked_url
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # Ctrl-C must end a run within seconds, also in the middle of a push.
 _CONTINUE_AFTER_FAILURE_S = 3.0
@@ -67,29 +70,28 @@ class DiskWeightSync:
         cannot, ``pause`` is "abort" from here on, and the sentence says why; empty when all can."""
         if self.pause == "abort":
             return ""
-        async with SGLangClient(base_url=self.base_url, settings=self.client_settings) as client:
-            urls = await client.workers()
-        for url in urls:
-            async with SGLangClient(base_url=url, settings=self.client_settings) as client:
-                if not await client.lists_weight_versions():
-                    wanted, self.pause = self.pause, "abort"
-                    why = f"the engine at {url} does not say which weight version sampled which token"
-                    then = "a weight update aborts running requests, and they are taken up again under the new weights"
-                    return f"{why}, so it is not paused with {wanted!r}: {then}"
-        return ""
+        told = await self._of_each_worker(SGLangClient.lists_weight_versions)
+        if (url := next((url for url, lists in told.items() if not lists), None)) is None:
+            return ""
+        wanted, self.pause = self.pause, "abort"
+        why = f"the engine at {url} does not say which weight version sampled which token"
+        then = "a weight update aborts running requests, and they are taken up again under the new weights"
+        return f"{why}, so it is not paused with {wanted!r}: {then}"
 
     async def computes_in(self) -> str:
         """The dtype that all workers compute in (bfloat16, ...); empty where they differ or it is not known."""
+        found = set((await self._of_each_worker(SGLangClient.dtype)).values())
+        return found.pop() if len(found) == 1 else ""
+
+    async def _of_each_worker(self, ask: Callable[[SGLangClient], Awaitable[T]]) -> dict[str, T]:
+        """What each worker answers, by its URL."""
         async with SGLangClient(base_url=self.base_url, settings=self.client_settings) as client:
             urls = await client.workers()
-        found = set()
+        told = {}
         for url in urls:
             async with SGLangClient(base_url=url, settings=self.client_settings) as client:
-                try:
-                    found.add(await client.dtype())
-                except EngineRequestError:  # it has no such route
-                    found.add("")
-        return found.pop() if len(found) == 1 else ""
+                told[url] = await ask(client)
+        return told
 
     async def push(self, model_path: str, version: str) -> tuple[str, ...]:
         """Load the checkpoint directory ``model_path`` (as the workers see it) on every worker, under weight version
