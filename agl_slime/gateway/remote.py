@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import tyro
 from aiohttp import web
 
@@ -118,7 +119,7 @@ class StoreGateway(Gateway):
                 position.instance_id, position.after = page["instance_id"], page["last"]
                 for rollout_id in ended:
                     self._ended_rollout(rollout_id)
-        except AglSlimeError as error:
+        except (AglSlimeError, aiohttp.ClientError) as error:
             logger.warning("Ends of rollouts are not followed any more: %s", error)
 
     def _ended_rollout(self, rollout_id: str) -> None:
