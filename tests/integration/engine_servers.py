@@ -4,7 +4,7 @@ the CPU: with ``AGL_SLIME_SGLANG_PYTHON`` and ``-m sglang``."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +27,11 @@ class Server:
 
 
 @contextmanager
-def real_sglang(policy: Path, log: Path) -> Iterator[Server]:
+def real_sglang(
+    policy: Path, log: Path, flags: Sequence[str] = ("--max-running-requests", str(MAX_RUNNING))
+) -> Iterator[Server]:
     """Skips the test where no Python with SGLang is named."""
     if not os.environ.get(SGLANG_PYTHON):
         pytest.skip(f"{SGLANG_PYTHON} does not name a Python with SGLang; scripts/sglang_cpu.sh sets one up")
-    flags = ("--max-running-requests", str(MAX_RUNNING))
     with SGLangProcess(policy, python=os.environ[SGLANG_PYTHON], log=log, flags=flags) as engine:
         yield Server(engine.url, policy, real=True)

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch", reason='the weights are written with torch: pip install "agl-slime[local]"')
 
-from agl_slime.engine.sglang_process import SGLANG_PYTHON, SGLangProcess  # noqa: E402
 from agl_slime.sglang.client import SGLangClient  # noqa: E402
 from agl_slime.sglang.generation import SamplingParams  # noqa: E402
 from agl_slime.sglang.weights import DiskWeightSync  # noqa: E402
 from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
+from tests.integration.engine_servers import real_sglang  # noqa: E402
 
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0)
 
 
 @pytest.mark.sglang
 def test_a_real_sglang_gives_the_same_log_probs_for_both(policy_dir: Path, tmp_path: Path) -> None:
-    if not os.environ.get(SGLANG_PYTHON):
-        pytest.skip(f"{SGLANG_PYTHON} does not name a Python with SGLang; scripts/sglang_cpu.sh sets one up")
     trainer = LocalTrainer(model_path=policy_dir, settings=LocalTrainerSettings())
     with torch.no_grad():  # other weights than the server begins with
         for parameter in trainer.model.parameters():
@@ -40,9 +37,8 @@ def test_a_real_sglang_gives_the_same_log_probs_for_both(policy_dir: Path, tmp_p
                 found.append((tuple(got.output_ids), tuple(got.log_probs)))
         return found
 
-    python, flags = os.environ[SGLANG_PYTHON], ("--dtype", "bfloat16")
-    with SGLangProcess(policy_dir, python=python, log=tmp_path / "sglang.log", flags=flags) as engine:
-        before, whole, rounded = asyncio.run(answers(engine.url))
+    with real_sglang(policy_dir, tmp_path / "sglang.log", ("--dtype", "bfloat16")) as server:
+        before, whole, rounded = asyncio.run(answers(server.url))
     assert whole[0]
     assert whole == rounded
     assert whole[1] != before[1]

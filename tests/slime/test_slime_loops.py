@@ -29,11 +29,11 @@ def test_the_reward_rises_in_slimes_own_loop(loop: str, tmp_path: Path):
 def test_the_reward_rises_in_slimes_own_loop_with_a_real_sglang(loop: str, tmp_path: Path):
     root = require_slime("ray", "torch", "transformers", "sglang_router")
     require_disk_updates(root)
+    from tests.integration.engine_servers import real_sglang
     from tests.slime.programs.common import make_policy
-    from tests.slime.sglang_server import serve_sglang
 
-    with serve_sglang(make_policy(tmp_path), tmp_path / "sglang.log") as url:
-        _judge(run_program(root, "loop", tmp_path, loop, str(STEPS), url, timeout_s=420), loop, engines=1)
+    with real_sglang(make_policy(tmp_path), tmp_path / "sglang.log", ()) as server:
+        _judge(run_program(root, "loop", tmp_path, loop, str(STEPS), server.url, timeout_s=420), loop, engines=1)
 
 
 def _judge(result: dict[str, Any], loop: str, *, engines: int) -> None:
