@@ -50,6 +50,8 @@ def test_rounded_weights_are_half_as_large_and_what_the_engine_would_round_to(ti
     for dtype in ("float32", "bfloat16"):
         ours.save_weights(tmp_path / dtype, dtype=dtype)
     whole, rounded = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("float32", "bfloat16"))
+    sizes = [(tmp_path / dtype / "model.safetensors").stat().st_size for dtype in ("float32", "bfloat16")]
+    assert sizes[1] < 0.6 * sizes[0]
     assert rounded.keys() == whole.keys()
     assert ("lm_head.weight" in whole) is not tied
     assert all(torch.equal(tensor, whole[name].to(torch.bfloat16)) for name, tensor in rounded.items())
