@@ -8,11 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from agl_slime.support import moved
-
 __version__ = "0.1.0"
-
-moved.install()
 
 _HOME = {
     "AGLDataSource": "agl_slime.slime.source",

@@ -53,12 +53,6 @@ _values = attrgetter("no", "task", "key", "instance_json", *_CHANGING)
 
 
 def _make_tables(connection: sqlite3.Connection) -> None:
-    """Make what is missing; a database of the first version gets the columns that its groups lacked."""
-    columns = {row[1] for row in connection.execute("PRAGMA table_info(groups)")}
-    if columns and "count" not in columns:
-        for column in _CHANGING:
-            connection.execute(f"ALTER TABLE groups ADD COLUMN {column} NOT NULL DEFAULT {int(column == 'accepting')}")
-        connection.execute("UPDATE groups SET count = (SELECT count(*) FROM items WHERE group_no = groups.no)")
     for statement in _SCHEMA.split(";"):
         connection.execute(statement)
 

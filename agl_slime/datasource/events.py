@@ -111,7 +111,7 @@ class EndTable:
     def restore(self, state: dict[str, Any]) -> None:
         if (follow := state.get("follow")) is not None:
             self.position = FeedPosition(follow["epoch"], follow["after"])
-            self._known = {*(state.get("ended") or ()), *follow.get("settled", ())}  # their name before this version
+            self._known = set(state.get("ended") or ())
         self._ends = {name: _End(-1, read=True) for name in state.get("unreleased") or ()}
 
     def _release(self, rollout_ids: Collection[str]) -> None:

@@ -15,7 +15,7 @@ from agl_slime.groups.results import MemberResult, Outcome, instance_of
 from agl_slime.store.bridge import FINISHED
 from agl_slime.support.agl import Attempt, EnqueueRolloutRequest, LightningStore, Rollout, Span
 from agl_slime.support.threads import run_in_thread
-from agl_slime.trace.attributes import LATENCY_S, USAGE_OUTPUT_TOKENS
+from agl_slime.trace.attributes import FAILURE_REASON, LATENCY_S, USAGE_OUTPUT_TOKENS
 from agl_slime.trace.converter import convert_rollout
 from agl_slime.trace.reward import read_reward
 from agl_slime.trace.spans import read_turns, spans_of_attempt
@@ -23,8 +23,6 @@ from agl_slime.trace.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
-# Written by the runner's guard on the exception span of a failed attempt.
-_FAILURE_REASON = "agl_slime.failure.reason"
 _EXCEPTION_MESSAGE = "exception.message"
 _EXCEPTION_TYPE = "exception.type"
 _EXCEPTION_STACKTRACE = "exception.stacktrace"
@@ -134,7 +132,7 @@ def failure_of(spans: Sequence[Span], *, attempt_status: str) -> tuple[str, str]
     """Why an attempt failed, as (reason, message): from its exception span, else from the status that the store gave it
     (``timeout``, ``unresponsive``)."""
     for span in reversed(spans):
-        reason = span.attributes.get(_FAILURE_REASON) or span.attributes.get(_EXCEPTION_TYPE)
+        reason = span.attributes.get(FAILURE_REASON) or span.attributes.get(_EXCEPTION_TYPE)
         if reason:
             message, place = str(span.attributes.get(_EXCEPTION_MESSAGE, "")), ""
             if reason == span.attributes.get(_EXCEPTION_TYPE) and not hasattr(errors, str(reason)):

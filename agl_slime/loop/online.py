@@ -26,7 +26,6 @@ from agl_slime.errors import AglSlimeError, ConfigError, LoopError, spell_except
 from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.loop.functions import StepFn, call_function, taking_iteration
 from agl_slime.loop.metrics import collect_metrics, eval_metrics, fork_examples, spell_failures, staleness_metrics
-from agl_slime.loop.old_names import observer_and_runners
 from agl_slime.loop.overlapped import OverlappedSchedule
 from agl_slime.loop.schedule import SerialSchedule
 from agl_slime.loop.settings import LoopSettings, LoopState, RunResult
@@ -88,7 +87,6 @@ class OnlineRLLoop:
         val_engine: An engine of its own for validations beside training (``max_staleness``): what agents find there as
             ``main_llm``, and ``(version) -> None``, sync or async, which brings it the weights of that version, those
             of the last sync. Without it validations are answered beside the queue.
-        old_names: The arguments that ``runners`` and ``observer`` replace; each warns.
     """
 
     def __init__(
@@ -110,7 +108,6 @@ class OnlineRLLoop:
         observer: events.Observer | None = None,
         check_alive: Callable[[], None] | None = None,
         val_engine: tuple[LLM, Callable[[str], Any]] | None = None,
-        **old_names: Any,
     ) -> None:
         self.settings = settings or LoopSettings()
         if agent is not None and not store.capabilities.get("thread_safe"):
@@ -137,7 +134,7 @@ class OnlineRLLoop:
         self._sync_fn = None if weight_sync_fn is None else taking_iteration(weight_sync_fn, "weight_sync_fn")
         self._save_fn = save_fn
         self._resources: NamedResources = {**(resources or {}), LLM_RESOURCE: llm}
-        self._observer, self._runners = observer_and_runners(observer, runners, old_names)
+        self._observer, self._runners = observer, runners
         self._check_alive = check_alive
         parts = store, data_source, self.settings, self._raise_if_dead, self._wake
         self._overlapped = OverlappedSchedule(*parts, start=self._state) if self.settings.max_staleness else None

@@ -32,12 +32,10 @@ from agl_slime.support.agl import (
     get_active_tracer,
 )
 from agl_slime.support.threads import ThreadPool
+from agl_slime.trace.attributes import FAILURE_REASON
 
 if TYPE_CHECKING:
     from agl_slime.gateway.server import Gateway
-
-# Attribute of the exception span that names why the attempt failed, as one stable word for counting.
-FAILURE_REASON = "agl_slime.failure.reason"
 
 # How long a cancelled agent may take to clean up before it is abandoned.
 _CANCEL_GRACE_S = 2.0

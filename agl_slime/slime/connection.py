@@ -14,6 +14,7 @@ from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.errors import ConfigError, DataSourceError, EngineError
 from agl_slime.groups.policy import CompleteGroup, RetryGroup, zero_variance
 from agl_slime.loop.tasks import TaskCursor, TaskGroup, as_task_source, enqueue_requests, read_tasks
+from agl_slime.rollout.access import LLM_RESOURCE
 from agl_slime.rollout.loading import load_agent
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.sglang.client import ClientSettings, SGLangClient
@@ -25,7 +26,6 @@ from agl_slime.tokens.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-LLM_RESOURCE = "main_llm"
 # An engine that does not say its weight version within this is asked again with the next rollout.
 _QUICK = ClientSettings(control_timeout_s=5.0, max_attempts=1)
 # Resources snapshots that are used again; a store keeps some more.

@@ -151,7 +151,7 @@ class Pacing:
     def restore(
         self, state: Iterable[tuple[str, int]], *, ready: Iterable[Sequence[Sample]], under_way: Iterable[str]
     ) -> None:
-        """Go on with these groups, which the data source has restored; a state of before this setting has no steps."""
+        """Go on with these groups, which the data source has restored."""
         steps, ended = dict(state), {_name(group): True for group in ready}
         named = {**dict.fromkeys(under_way, False), **ended}
         known = [(name, at, named[name]) for name, at in steps.items() if name in named]

@@ -23,14 +23,13 @@ try:
     from agentlightning.adapter.messages import group_genai_dict
     from agentlightning.algorithm.base import Algorithm
     from agentlightning.emitter.exception import emit_exception
-    from agentlightning.emitter.reward import emit_reward, find_final_reward, find_reward_spans, get_rewards_from_span
+    from agentlightning.emitter.reward import emit_reward, find_final_reward, get_rewards_from_span
     from agentlightning.execution.events import ExecutionEvent
     from agentlightning.litagent import LitAgent
     from agentlightning.runner import LitAgentRunner
     from agentlightning.store.base import UNSET, LightningStore, Unset
     from agentlightning.store.client_server import LightningStoreClient, LightningStoreServer
     from agentlightning.store.collection.memory import InMemoryLightningCollections, ListBasedCollection
-    from agentlightning.store.collection_based import healthcheck_before
     from agentlightning.store.memory import InMemoryLightningStore
     from agentlightning.store.utils import rollout_status_from_attempt
     from agentlightning.tracer import Tracer, clear_active_tracer, get_active_tracer, set_active_tracer
@@ -42,20 +41,15 @@ try:
         EnqueueRolloutRequest,
         Hook,
         NamedResources,
-        PaginatedResult,
         ProxyLLM,
         ResourcesUpdate,
         Rollout,
         RolloutConfig,
-        RolloutMode,
-        RolloutRawResult,
-        RolloutStatus,
         Span,
         SpanCoreFields,
         TraceStatus,
         Worker,
     )
-    from agentlightning.utils.id import generate_id
     from agentlightning.utils.otel import extract_links_from_attributes, make_link_attributes, query_linked_spans
 finally:
     if _collects:

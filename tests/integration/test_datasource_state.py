@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from argparse import Namespace
 from pathlib import Path
@@ -204,42 +203,6 @@ async def test_a_load_goes_back_to_the_step_that_is_named(tmp_path: Path) -> Non
             again.load(step)
             assert len(again) == expected
     assert one[0].index == 0
-
-
-async def test_a_state_of_the_version_before_this_one_is_read(tmp_path: Path) -> None:
-    store = BridgeStore()
-    with source_over(store, tmp_path) as first:
-        [ready] = await enqueue(store, 1)
-        await finish(store, ready)
-        await settled(first, 1)
-        groups = first.state()["groups"]
-    before = {
-        "groups": groups,
-        "index": 7,
-        "group_index": 5,
-        "rollout_number": 6,
-        "members": [[ready]],
-        "instances": [None],
-        "waiting": [],
-        "ended": None,
-        "follow": {"epoch": "a server", "after": 41, "settled": ["ro-42", "ro-43"]},
-        "demand": {"drawn": 3, "under_way": {"g": {"prompt": "x"}}, "again": []},
-        "closed": [["trained", "", 4], ["failed", "timeout", 2]],
-        "early": ["an early group"],
-        "version": 9,
-    }
-    (tmp_path / "rollout").mkdir()
-    (tmp_path / "rollout" / "agl_datasource_3.json").write_text(json.dumps(before))
-    with source_over(store, tmp_path) as second:
-        second.load(3)
-        state = second.state()
-        assert (state["follow"]["after"], sorted(state["ended"])) == (41, ["ro-42", "ro-43"])
-        assert {name: state[name] for name in ("groups", "members", "index", "early", "version")} == {
-            name: before[name] for name in ("groups", "members", "index", "early", "version")
-        }
-        counts = second.ledger.counts()
-        assert (counts.opened, counts.ready, counts.closed) == (7, 1, {Outcome.TRAINED: 4, Outcome.FAILED: 2})
-        assert rollouts_of(await get(second, 1)) == [ready]
 
 
 def test_without_a_directory_or_a_file_there_is_nothing_to_do(tmp_path: Path) -> None:

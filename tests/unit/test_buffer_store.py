@@ -374,20 +374,3 @@ def test_a_discarded_task_begins_anew_and_the_account_adds_up():
     assert write(store, item("1"), item("2", reward=0.0)) == 2
     assert uids(store.read("math")) == ["1", "2"]
     assert counts_add_up(store)
-
-
-def test_a_database_of_the_first_version_is_taken_up(tmp_path):
-    path = tmp_path / "buffer.sqlite"
-    store = open_store(path)
-    write(store, item("1"), item("2", "b"), item("3", "b"))
-    connection = store._database.connection
-    for index in ("due", "idle"):
-        connection.execute(f"DROP INDEX groups_{index}")
-    for column in ("count", "last_time", "accepting", "due"):
-        connection.execute(f"ALTER TABLE groups DROP COLUMN {column}")
-    store.close()
-    store = open_store(path)
-    assert store.held_items == 3
-    assert uids(store.read("math")) == ["2", "3"]
-    write(store, item("4"))
-    assert uids(store.read("math")) == ["1", "4"]

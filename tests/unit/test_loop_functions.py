@@ -1,22 +1,16 @@
-"""What the loop passes to a program's functions, and what it takes under old names."""
+"""What the loop passes to a program's functions."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agl_slime.errors import ConfigError
 from agl_slime.loop.functions import taking_iteration
-from agl_slime.loop.old_names import observer_and_runners
-from agl_slime.report.events import GroupsCollected, RunStarted
-from agl_slime.runner.base import RunnerPlan
-from agl_slime.runner.concurrent import RunnerSettings
-from tests.loop_cases import HelloAgent, LoopCase, Recorder, hello_engine
+from tests.loop_cases import HelloAgent, LoopCase, hello_engine
 
 
 class Steps:
@@ -78,32 +72,3 @@ def test_a_training_function_keeps_its_default_batch_size() -> None:
     with hello_engine() as engine, LoopCase(agent=HelloAgent(), url=engine.url, train=train, num_iterations=2) as case:
         case.loop.run()
     assert sizes == [16, 16]
-
-
-def test_old_names_go_on_working_and_name_the_new_ones(tmp_path: Path) -> None:
-    recorder, collected, settings = Recorder(), list[Any](), RunnerSettings(max_concurrent=3)
-    old = {
-        "reporter": recorder,
-        "on_groups": lambda iteration, groups: collected.append((iteration, groups)),
-        "run_settings": {"lr": 1},
-        "output_dir": tmp_path,
-        "began": time.monotonic() - 5,
-        "runner_settings": settings,
-        "store_host": "10.0.0.1",
-    }
-    with pytest.warns(FutureWarning, match=r"^OnlineRLLoop\(") as warned:
-        observer, plan = observer_and_runners(None, "process:2", old)
-    new = [str(warning.message).partition(" is now ")[2] for warning in warned]
-    assert [name[:8] for name in new] == [*["observer"] * 5, *["runners="] * 2]
-    assert plan == RunnerPlan("process", 2, settings=settings, store_host="10.0.0.1")
-    assert observer is not None
-    observer.handle(RunStarted())
-    observer.handle(GroupsCollected(iteration=1, groups=["a group"]))
-    assert collected == [(1, ["a group"])]
-    [started] = recorder.of(RunStarted)
-    assert (started.settings, started.output_dir, started.at) == ({"lr": 1}, tmp_path, old["began"])
-
-
-def test_a_name_that_there_never_was_is_refused() -> None:
-    with pytest.raises(TypeError, match="reporters"):
-        observer_and_runners(None, "inproc", {"reporters": None})
