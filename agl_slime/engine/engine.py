@@ -12,6 +12,7 @@ A single-worker executor, each step queueing the next one, was measured slower b
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -271,7 +272,7 @@ class Engine:
 
     def _step(self) -> None:
         while not self._slots.fits(len(self._running), self._slots.longest + 1):  # the last to come waits again
-            self._waiting.appendleft(self._remove(len(self._running) - 1))
+            self._retract(len(self._running) - 1)
         if self._params is None:
             self._params = RowParams.of(self._running)
         logits = self._slots.decode(self._last_ids)
@@ -330,7 +331,14 @@ class Engine:
         self._params = None
         return request
 
+    def _retract(self, row: int) -> None:
+        """Queue a running request again, before all others; the last row first keeps the order of arrival."""
+        request = self._remove(row)
+        request.retractions += 1
+        self._waiting.appendleft(request)
+
     def _end(self, request: Request) -> None:
+        request.latency_s = time.perf_counter() - request.created
         with self._wake:
             self._by_rid.pop(request.rid, None)
         request.on_finish(request)
@@ -353,9 +361,8 @@ class Engine:
         if mode == "abort":
             self._abort(None)
         elif mode == "retract":
-            # last in, first queued: appendleft keeps the order of arrival
             for row in reversed(range(len(self._running))):
-                self._waiting.appendleft(self._remove(row))
+                self._retract(row)
 
     def _update(self, tensors: dict[str, torch.Tensor], version: str | None) -> None:
         load_weights(self._model, tensors)

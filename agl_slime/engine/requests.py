@@ -3,6 +3,7 @@ and error texts."""
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
@@ -112,6 +113,11 @@ class Request:
     versions: list[tuple[str, int]] = field(default_factory=list)
     """(weight version, index of the first output token that it sampled), in order."""
     finish: dict[str, Any] | None = None
+    created: float = field(default_factory=time.perf_counter)
+    latency_s: float | None = None
+    """From when it was made to its end."""
+    retractions: int = 0
+    """How often it was queued again."""
     started: bool = False
     cached_tokens: int = 0
     """Tokens of the prompt whose keys and values were there already."""

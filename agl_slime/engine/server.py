@@ -165,11 +165,15 @@ class EmbeddedServer:
             "weight_version": self.engine.weight_version,
             "completion_tokens": len(request.output_ids),
         }
+        if request.latency_s is not None:
+            meta["e2e_latency"] = request.latency_s
         if request.started:
             # none of no tokens, which is what max_new_tokens = 0 gives
             ends = [*(start for _, start in request.versions[1:]), len(request.output_ids)][: len(request.versions)]
             meta["prompt_tokens"] = len(request.input_ids)
             meta["cached_tokens"] = request.cached_tokens
+            meta["num_retractions"] = request.retractions
+            meta["reasoning_tokens"] = 0  # as SGLang counts without a reasoning parser
             meta["weight_versions"] = [
                 {"version": version, "start": start, "end": end}
                 for (version, start), end in zip(request.versions, ends, strict=True)

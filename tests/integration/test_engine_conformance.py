@@ -162,6 +162,8 @@ async def test_length_end_and_counts(client: Client) -> None:
     assert meta["finish_reason"] == {"type": "length", "length": 7}
     assert (meta["prompt_tokens"], meta["completion_tokens"]) == (5, 7)
     assert meta["cached_tokens"] in range(5)
+    assert 0 < meta["e2e_latency"] < 60
+    assert (meta["num_retractions"], meta["reasoning_tokens"]) == (0, 0)
 
 
 async def test_a_stop_token_ends_it_and_stays_among_the_ids(client: Client, model: Any, tokenizer: Any) -> None:

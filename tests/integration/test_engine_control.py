@@ -55,6 +55,7 @@ async def test_requests_aborted_in_the_queue_have_no_ids(client: Client) -> None
     for answer in queued:
         assert "prompt_tokens" not in answer["meta_info"]
         assert "cached_tokens" not in answer["meta_info"]
+        assert answer["meta_info"]["e2e_latency"] > 0
 
 
 async def test_aborting_an_unknown_request_is_no_error(client: Client) -> None:
@@ -85,7 +86,9 @@ async def test_a_paused_request_goes_on_where_it_stopped(client: Client, model: 
     done, _ = await asyncio.wait({running}, timeout=0.5)
     assert not done
     await client.post("/continue_generation", {})
-    ids, log_probs = sampled(await running)
+    answer = await running
+    assert answer["meta_info"]["num_retractions"] == (mode == "retract")
+    ids, log_probs = sampled(answer)
     assert len(ids) == 1500
     assert_close(log_probs, expected_log_probs(model, PROMPTS[0], ids), 3e-4)
 
