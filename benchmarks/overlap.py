@@ -36,7 +36,7 @@ class Times:
         self.rows: list[dict[str, Any]] = []
 
     def handle(self, event: Any) -> None:
-        from agl_slime.report.events import IterationFinished
+        from agl_slime.events import IterationFinished
 
         if isinstance(event, IterationFinished):
             self.ends.append(time.monotonic())

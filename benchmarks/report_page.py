@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from agl_slime.events import BatchTrained, GroupsCollected, IterationFinished, RunFinished
 from agl_slime.groups.results import GroupResult, MemberResult
-from agl_slime.report.events import BatchTrained, GroupsCollected, IterationFinished, RunFinished
 from agl_slime.report.files import open_run_dir
 from agl_slime.report.metrics import MetricsWriter
 from agl_slime.report.page import write_report

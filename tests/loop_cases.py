@@ -10,10 +10,10 @@ from typing import Any
 
 from agl_slime import SGLangLitAgent
 from agl_slime.datasource.source import DataSourceSettings, GroupSource
+from agl_slime.events import Event, IterationFinished, RolloutFinished, RunFinished
 from agl_slime.groups.policy import MinimumViableGroup
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings
-from agl_slime.report.events import Event, IterationFinished, RolloutFinished, RunFinished
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.sglang.transport import ClientSettings

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from agl_slime.events import BatchTrained, GroupsCollected, IterationFinished, RunFinished
 from agl_slime.groups.results import GroupResult, MemberResult
-from agl_slime.report.events import BatchTrained, GroupsCollected, IterationFinished, RunFinished
 from agl_slime.report.files import RunDir, open_run_dir
 from agl_slime.report.metrics import MetricsWriter
 from agl_slime.report.rollouts import RolloutWriter

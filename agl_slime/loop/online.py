@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from agl_slime import events
 from agl_slime.datasource.source import GroupSource
 from agl_slime.errors import AglSlimeError, ConfigError, LoopError, spell_exception
 from agl_slime.groups.results import GroupResult, MemberResult
@@ -31,9 +32,7 @@ from agl_slime.loop.schedule import SerialSchedule
 from agl_slime.loop.settings import LoopSettings, LoopState, RunResult
 from agl_slime.loop.tasks import TaskCursor, Tasks, as_task_source
 from agl_slime.loop.validation import SideValidations
-from agl_slime.report import events
-from agl_slime.report.alarms import find_alarms_of_step
-from agl_slime.report.metrics import (
+from agl_slime.metric_names import (
     CPU_BUSY,
     ENGINE_WAITED,
     ITERATION_S,
@@ -48,7 +47,6 @@ from agl_slime.report.metrics import (
     VAL_START_REWARD_MEAN,
     WEIGHTS_VERSION,
 )
-from agl_slime.report.rollouts import describe_group
 from agl_slime.rollout.access import LLM_RESOURCE
 from agl_slime.runner.base import RunnerPlan, RunnerPool, make_runners
 from agl_slime.store.bridge import BridgeStore
@@ -82,7 +80,7 @@ class OnlineRLLoop:
             been brought there.
         runners: Where the agent runs, and how: a ``RunnerPlan``, or ``inproc`` (a thread of this process),
             ``process:N`` or ``ray:N``.
-        observer: Takes the run's events (``agl_slime.report.events``), on the thread of the loop: it must not block.
+        observer: Takes the run's events (``agl_slime.events``), on the thread of the loop: it must not block.
         check_alive: Called about once a second; raises when something that the run needs, such as the engine, has died.
         val_engine: An engine of its own for validations beside training (``max_staleness``): what agents find there as
             ``main_llm``, and ``(version) -> None``, sync or async, which brings it the weights of that version, those
@@ -224,9 +222,9 @@ class OnlineRLLoop:
         groups = await self._schedule.collect(self.tasks)
         collect_s = time.monotonic() - collecting
         metrics.update(collect_metrics(groups, collect_s=collect_s))
-        lines = await run_in_thread(_described, iteration, groups)
-        self._sound_alarms(groups, lines)
-        self._emit(events.GroupsCollected(iteration=iteration, groups=groups, lines=lines))
+        self._emit(events.GroupsCollected(iteration=iteration, groups=groups))
+        for kind, text in fork_examples([member for group in groups for member in group.succeeded]).items():
+            self._emit(events.Warning(text=text, key=f"fork:{kind}"))
         self._stop_if_hopeless(iteration, groups)
         metrics.update(staleness_metrics(groups, self._state.version))
         training = time.monotonic()
@@ -298,20 +296,6 @@ class OnlineRLLoop:
         if version.isdecimal() and now.isdecimal():
             metrics[VAL_LAG] = int(now) - int(version)
         return metrics
-
-    def _sound_alarms(self, groups: Sequence[GroupResult], lines: Sequence[dict[str, Any]]) -> None:
-        """Warn of a tool that never fires, of answers that are all alike and earn less than the best so far, and of
-        forks behind a gateway."""
-        rewards: list[float] = [reward for group in groups for reward in group.rewards]
-        if self._state.best_reward is not None:
-            rewards.append(self._state.best_reward)
-        best = max(rewards, default=None)
-        self._state = replace(self._state, best_reward=best)
-        for alarm in find_alarms_of_step(lines, best=best):
-            text = f"{alarm.text}; try {alarm.advice}"
-            self._emit(events.Warning(text=text, key=f"{alarm.kind}:{alarm.about}"))
-        for kind, text in fork_examples([member for group in groups for member in group.succeeded]).items():
-            self._emit(events.Warning(text=text, key=f"fork:{kind}"))
 
     def _stop_if_hopeless(self, iteration: int, groups: Sequence[GroupResult]) -> None:
         members = [member for group in groups for member in group.members if not member.straggler]
@@ -388,8 +372,3 @@ def _ledger_counts(source: GroupSource) -> dict[str, int]:
     counts = source.ledger.counts()
     ends = {outcome.value: n for outcome, n in counts.closed.items()}
     return {"opened": counts.opened, "open": counts.open, "ready": counts.ready, **ends}
-
-
-def _described(iteration: int, groups: Sequence[GroupResult]) -> list[dict[str, Any]]:
-    """Compares every sampled token: nothing for an event loop."""
-    return [describe_group(group, collected=iteration) for group in groups]

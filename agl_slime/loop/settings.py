@@ -51,14 +51,13 @@ class LoopSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopState:
     """Where a loop stands after ``iteration``: what a run needs to go on, beside the states of its trainer and its data
-    source. ``version`` is that of the weights, ``validations`` how often was validated; ``best_reward`` and
-    ``reward_means`` are what the reports go on from. ``admitted``: the instances that were admitted ahead and are not
+    source. ``version`` is that of the weights, ``validations`` how often was validated;
+    ``reward_means`` is what the result goes on from. ``admitted``: the instances that were admitted ahead and are not
     trained on, each with the iterations that had been finished then."""
 
     iteration: int = 0
     version: str = "0"
     validations: int = 0
-    best_reward: float | None = None
     reward_means: tuple[float, ...] = ()
     admitted: Mapping[str, int] = field(default_factory=dict)
 

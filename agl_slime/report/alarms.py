@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from agl_slime.report import metrics as m
+from agl_slime import metric_names as m
+from agl_slime.report.metrics import number
 
 ENOUGH = 8  # rollouts of an iteration that say something
 IN_A_ROW = 3  # iterations of what one may have by chance
@@ -194,7 +195,7 @@ def length_bias(steps: Sequence[_Step]) -> Iterator[Alarm]:
     """What is trained is longer or shorter than what was sampled."""
 
     def bias(step: _Step) -> float:
-        sampled, trained = (m.number(step.metrics, name) for name in (m.RESPONSE_TOKENS, m.TRAINED_TOKENS_MEAN))
+        sampled, trained = (number(step.metrics, name) for name in (m.RESPONSE_TOKENS, m.TRAINED_TOKENS_MEAN))
         return trained / sampled - 1 if sampled and trained is not None else 0.0
 
     for first, n in _runs(steps, lambda step: abs(bias(step)) > BIAS):
@@ -276,7 +277,7 @@ def _jumps(steps: Sequence[_Step], name: str, times: float) -> Iterator[tuple[_S
     """Where a metric is more than ``times`` the median of the ``2 * KNOWN`` values before, with value and median."""
     before: list[float] = []
     for step in steps:
-        if (value := m.number(step.metrics, name)) is None:
+        if (value := number(step.metrics, name)) is None:
             continue
         usual = median(before[-2 * KNOWN :]) if len(before) >= KNOWN else None
         if usual is not None and value > times * usual:

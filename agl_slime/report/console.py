@@ -16,8 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agl_slime.report import metrics as m
-from agl_slime.report.events import (
+from agl_slime import metric_names as m
+from agl_slime.events import (
     Event,
     IterationFinished,
     PhaseStarted,
@@ -27,6 +27,7 @@ from agl_slime.report.events import (
     TrainingProgressed,
     Warning,
 )
+from agl_slime.report.metrics import number
 
 View = Literal["auto", "live", "lines", "web"]
 BARS = "▁▂▃▄▅▆▇█"
@@ -108,7 +109,7 @@ class ProgressReporter:
                 self._reward_sum += event.reward
                 self._reward_count += 1
         elif isinstance(event, IterationFinished):
-            if (reward := m.number(event.metrics, m.REWARD_MEAN)) is not None:
+            if (reward := number(event.metrics, m.REWARD_MEAN)) is not None:
                 self._rewards.append(reward)
                 self._best = reward if self._best is None else max(self._best, reward)
             if (val := latest_validation(event.metrics)) is not None:
@@ -118,7 +119,7 @@ class ProgressReporter:
             self._reasons.clear()
 
     def _took(self, event: IterationFinished) -> None:
-        if (seconds := m.number(event.metrics, m.ITERATION_S)) is not None:
+        if (seconds := number(event.metrics, m.ITERATION_S)) is not None:
             self._seconds.append(seconds)
 
     def _left(self, iteration: int) -> float | None:
@@ -190,10 +191,10 @@ def iteration_line(
     """The line of one iteration; a part whose metric is absent is left out, and what is left of the run when it is
     a minute or more."""
     keys = (m.REWARD_MEAN, m.COUNT, m.FAILED, m.LOSS, m.TOKENS_PER_S, m.ITERATION_S)
-    reward, count, failed, loss, rate, seconds = (m.number(event.metrics, key) for key in keys)
+    reward, count, failed, loss, rate, seconds = (number(event.metrics, key) for key in keys)
     val, why = latest_validation(event.metrics), f": {spell_reasons(reasons)}" if reasons else ""
     keys = (m.TRAINER_WAITED, m.ENGINE_WAITED, m.CPU_BUSY)
-    trainer, engine, busy = (m.number(event.metrics, key) for key in keys)
+    trainer, engine, busy = (number(event.metrics, key) for key in keys)
     # an exponent where three decimals would hide the loss
     loss_format = ".3f" if not loss or 0.001 <= abs(loss) < 1000 else ".1e"
     parts = (
@@ -213,8 +214,8 @@ def iteration_line(
 
 def latest_validation(metrics: Mapping[str, Any]) -> float | None:
     """The validation reward of the iteration: with the weights after it where there is one, else of the start."""
-    after = m.number(metrics, m.VAL_REWARD_MEAN)
-    return after if after is not None else m.number(metrics, m.VAL_START_REWARD_MEAN)
+    after = number(metrics, m.VAL_REWARD_MEAN)
+    return after if after is not None else number(metrics, m.VAL_START_REWARD_MEAN)
 
 
 def spell_version(version: Any) -> str:

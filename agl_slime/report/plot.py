@@ -12,10 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agl_slime import metric_names as m
 from agl_slime.errors import ConfigError, MissingDependencyError
-from agl_slime.report import metrics as m
-from agl_slime.report.events import Event, IterationFinished, RunFinished
+from agl_slime.events import Event, IterationFinished, RunFinished
 from agl_slime.report.files import RunDir
+from agl_slime.report.metrics import number, read_metrics
 from agl_slime.support.files import whole_file
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
     ``MissingDependencyError`` without matplotlib."""
     if find_spec("matplotlib") is None:
         raise MissingDependencyError(NOT_INSTALLED)
-    rows = m.read_metrics(metrics_path)
+    rows = read_metrics(metrics_path)
     reward, val = _points(rows, m.REWARD_MEAN), _points(rows, m.VAL_START_REWARD_MEAN)
     # after the step: with what the next iteration samples with
     val = [*val, *((iteration + 1, value) for iteration, value in _points(rows, m.VAL_REWARD_MEAN))]
@@ -103,7 +104,7 @@ def draw_run(run_dir: Path) -> Path:
 
 
 def _points(rows: list[dict[str, Any]], key: str) -> Points:
-    points = ((row["iteration"], m.number(row, key)) for row in rows)
+    points = ((row["iteration"], number(row, key)) for row in rows)
     return [(iteration, value) for iteration, value in points if value is not None]
 
 
@@ -111,7 +112,7 @@ def _band(rows: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
     """Mean ± std, within min..max where these are known: rewards of 0 and 1 would otherwise pass their limits."""
     band = []
     for row in rows:
-        mean, std, low, high = (m.number(row, key) for key in (m.REWARD_MEAN, m.REWARD_STD, m.REWARD_MIN, m.REWARD_MAX))
+        mean, std, low, high = (number(row, key) for key in (m.REWARD_MEAN, m.REWARD_STD, m.REWARD_MIN, m.REWARD_MAX))
         if mean is not None and std is not None:
             low, high = -math.inf if low is None else low, math.inf if high is None else high
             band.append((row["iteration"], max(mean - std, low), min(mean + std, high)))

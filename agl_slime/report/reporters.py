@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from typing_extensions import Self
 
+from agl_slime.events import Event, Reporter, RolloutFinished, RunFinished, RunStarted, Warning
 from agl_slime.report.console import ProgressReporter, View
-from agl_slime.report.events import Event, Reporter, RolloutFinished, RunFinished, RunStarted, Warning
 from agl_slime.report.files import RunDir
 from agl_slime.report.metrics import MetricsWriter, TensorBoardWriter
 from agl_slime.report.plot import RewardPlot
@@ -131,7 +131,7 @@ class StandardReporters(Reporters):
         tensorboard = TensorBoardWriter(run.tensorboard)
         plot = RewardPlot(metrics_path=run.metrics, image_path=run.plot, title=title)
         self.transcripts = transcripts = TranscriptWriter(run.transcripts, seed=seed)
-        self.rollouts = rollouts = RolloutWriter(run, keep=keep, most_bytes=keep_mb * 2**20, seed=seed)
+        self.rollouts = rollouts = RolloutWriter(run, keep=keep, most_bytes=keep_mb * 2**20, seed=seed, warn=self.warn)
         progress = ProgressReporter(console=console, view=view)
         outputs: dict[str, Output] = {
             "metrics": metrics,

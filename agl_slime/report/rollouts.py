@@ -8,22 +8,25 @@ without a further library. docs/report.md has the fields in a table.
 from __future__ import annotations
 
 import base64
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from agl_slime.errors import TraceError
-from agl_slime.report.events import (
+from agl_slime.events import (
     BatchTrained,
     Event,
     GroupsCollected,
     GroupsRestored,
     IterationFinished,
     RunFinished,
+    RunStarted,
 )
+from agl_slime.report.alarms import find_alarms_of_step
 from agl_slime.report.files import IterationFile, RunDir, dump, iter_jsonl, jsonable
 from agl_slime.report.pieces import Pieces
 from agl_slime.report.transcripts import MOST_MESSAGES, MOST_SAMPLES, Room, choose_rollouts
@@ -49,7 +52,8 @@ class _Group:
 class RolloutWriter:
     """Writes both files as iterations end. ``keep``: ``all`` rollouts whole, those that are ``sampled`` for transcripts
     (best, worst, one at random and a failed one of an iteration, at most ``most_bytes`` in all, see ``Room``), or
-    ``none``. Nothing is kept before there is a ``tokenizer``; groups are always written.
+    ``none``. Nothing is kept before there is a ``tokenizer``; groups are always written. ``warn(text, key)`` is told
+    the alarms of each iteration.
 
     A line's ``iteration`` is the one in which the fate of the rollout was known, ``collected`` the one that it was
     sampled in.
@@ -57,10 +61,19 @@ class RolloutWriter:
 
     note = "no rollout was kept"
 
-    def __init__(self, run: RunDir, *, keep: Keep = "sampled", most_bytes: int = 256 * 2**20, seed: int = 0) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        *,
+        keep: Keep = "sampled",
+        most_bytes: int = 256 * 2**20,
+        seed: int = 0,
+        warn: Callable[[str, str], None] = lambda text, key: None,
+    ) -> None:
         self.path = run.rollouts
         self.tokenizer: Any = None
-        self._keep, self._seed = keep, seed
+        self._keep, self._seed, self._warn = keep, seed, warn
+        self._best = -math.inf
         self._pieces: Pieces | None = None
         self._groups_file, self._file = IterationFile(run.groups), IterationFile(run.rollouts)
         self._room = Room(most_bytes - (run.rollouts.stat().st_size if run.rollouts.exists() else 0))
@@ -70,7 +83,9 @@ class RolloutWriter:
 
     def handle(self, event: Event) -> None:
         if isinstance(event, GroupsCollected):
-            self._collected(event.iteration, event.groups, event.lines)
+            self._sound_alarms(self._collected(event.iteration, event.groups))
+        elif isinstance(event, RunStarted) and self._groups_file.path.exists():  # the run is gone on with
+            self._best = max(map(_best, iter_jsonl(self._groups_file.path)), default=self._best)
         elif isinstance(event, GroupsRestored):
             known = self._written_until(event.iteration)
             self._collected(event.iteration, [g for g in event.groups if known.isdisjoint(_ids(g))])
@@ -91,11 +106,14 @@ class RolloutWriter:
         lines = iter_jsonl(self._groups_file.path) if self._groups_file.path.exists() else ()
         return {one for line in lines if line["iteration"] <= iteration for one in line.get("rollouts") or ()}
 
-    def _collected(
-        self, iteration: int, groups: Sequence[Any], lines: Sequence[Mapping[str, Any]] | None = None
-    ) -> None:
-        if lines is None:
-            lines = [describe_group(group, collected=iteration) for group in groups]
+    def _sound_alarms(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Warn of a tool that never fires, and of answers that are all alike and earn less than the best so far."""
+        self._best = max([self._best, *map(_best, lines)])
+        for alarm in find_alarms_of_step(lines, best=self._best):
+            self._warn(f"{alarm.text}; try {alarm.advice}", f"{alarm.kind}:{alarm.about}")
+
+    def _collected(self, iteration: int, groups: Sequence[Any]) -> list[dict[str, Any]]:
+        lines = [describe_group(group, collected=iteration) for group in groups]
         members = {member.rollout_id: member for group in groups for member in group.members}
         labels: dict[str, str] = {}
         if self.tokenizer is not None and self._keep == "all":
@@ -111,6 +129,7 @@ class RolloutWriter:
             group = _Group(dict(line), whole)  # its outcomes become what the trainer made of it
             self._open[result.group_id] = group
             self._of_rollout.update(dict.fromkeys(ids, group))
+        return lines
 
     def _trained(self, event: BatchTrained) -> None:
         for number, sample in enumerate(event.samples):
@@ -175,6 +194,10 @@ class RolloutWriter:
             "samples": samples,
             "left_out": {"samples": max(len(member.samples) - MOST_SAMPLES, 0)},
         }
+
+
+def _best(line: Mapping[str, Any]) -> float:
+    return max((reward for reward in line.get("rewards") or () if reward is not None), default=-math.inf)
 
 
 def _ids(group: Any) -> list[str]:

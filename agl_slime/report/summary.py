@@ -15,10 +15,11 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.text import Text
 
-from agl_slime.report import metrics as m
+from agl_slime import metric_names as m
+from agl_slime.events import Event, PhaseStarted, RolloutFinished, RunFinished, RunStarted, Warning
 from agl_slime.report.console import count_reason, spell_reasons, spell_seconds
-from agl_slime.report.events import Event, PhaseStarted, RolloutFinished, RunFinished, RunStarted, Warning
 from agl_slime.report.files import RunDir, dump, iter_jsonl
+from agl_slime.report.metrics import number
 from agl_slime.support.files import write_file
 
 # Of the CPU: from here on what runs side by side has certainly waited for a core now and then.
@@ -38,9 +39,9 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     rows = list(rows)
 
     def values(*keys: str) -> list[float]:
-        return [value for row in rows for key in keys if (value := m.number(row, key)) is not None]
+        return [value for row in rows for key in keys if (value := number(row, key)) is not None]
 
-    rewards = [(reward, row["iteration"]) for row in rows if (reward := m.number(row, m.REWARD_MEAN)) is not None]
+    rewards = [(reward, row["iteration"]) for row in rows if (reward := number(row, m.REWARD_MEAN)) is not None]
     best, best_iteration = max(rewards, key=itemgetter(0), default=(None, None))
     validations = values(m.VAL_START_REWARD_MEAN, m.VAL_REWARD_MEAN)
     versions = [row[m.WEIGHTS_VERSION] for row in rows if row.get(m.WEIGHTS_VERSION) is not None]
@@ -64,16 +65,16 @@ def _overlap(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of a run whose rollouts and training ran side by side: its speed-up over doing the same in turn, and the most
     that there was to gain, (roll + train + sync) / (max(roll, train) + sync), both from its own times: where both sides
     want the same CPU, each takes longer than it would in turn, and both figures are too high."""
-    rows = [row for row in rows if m.number(row, m.ROLL_S) is not None]
+    rows = [row for row in rows if number(row, m.ROLL_S) is not None]
     roll, train, sync, wall, trainer, engine = (
-        sum(m.number(row, key) or 0.0 for row in rows)
+        sum(number(row, key) or 0.0 for row in rows)
         for key in (m.ROLL_S, m.TRAIN_S, m.SYNC_S, m.ITERATION_S, m.TRAINER_WAITED, m.ENGINE_WAITED)
     )
     if not wall or not max(roll, train) + sync:
         return {}
-    behind = [value for row in rows if (value := m.number(row, m.STALENESS_MEAN)) is not None]
-    most = [value for row in rows if (value := m.number(row, m.STALENESS_MAX)) is not None]
-    busy = [value for row in rows if (value := m.number(row, m.CPU_BUSY)) is not None]
+    behind = [value for row in rows if (value := number(row, m.STALENESS_MEAN)) is not None]
+    most = [value for row in rows if (value := number(row, m.STALENESS_MAX)) is not None]
+    busy = [value for row in rows if (value := number(row, m.CPU_BUSY)) is not None]
     return {
         "speed_up": (roll + train + sync) / wall,
         "speed_up_ceiling": (roll + train + sync) / (max(roll, train) + sync),

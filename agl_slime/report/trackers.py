@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from agl_slime.errors import MissingDependencyError
-from agl_slime.report.events import Event, IterationFinished, RunFinished, RunStarted
+from agl_slime.events import Event, IterationFinished, RunFinished, RunStarted
 from agl_slime.report.files import RunDir, dump, read_object
 from agl_slime.report.metrics import number
 from agl_slime.support.files import write_file

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.errors import TraceError
-from agl_slime.report.events import Event, GroupsCollected
+from agl_slime.events import Event, GroupsCollected
 from agl_slime.report.files import IterationFile, dump, jsonable
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from agl_slime import events
 from agl_slime.errors import ConfigError, EngineError, TraceError, spell_exception
-from agl_slime.report import events
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.generation import Generation, SamplingParams, WeightSpan
 from agl_slime.support.agl import Rollout

@@ -17,19 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from agl_slime import events
 from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.engine.sglang_process import SGLANG_PYTHON, SGLangProcess
 from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
+from agl_slime.events import BatchTrained
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.policy import MinimumViableGroup, zero_variance
 from agl_slime.groups.results import reward_of, rollout_of
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.settings import LoopState, RunResult
-from agl_slime.report import events, open_run_dir
-from agl_slime.report.events import BatchTrained
+from agl_slime.metric_names import TOKENS_TRAINED
+from agl_slime.report import open_run_dir
 from agl_slime.report.files import IterationFile, RunDir
-from agl_slime.report.metrics import TOKENS_TRAINED
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.rollout.partial import PartialRollouts
 from agl_slime.run.models import find_model

@@ -19,11 +19,11 @@ from rich.console import Console
 
 from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.errors import ConfigError
+from agl_slime.events import BatchTrained, Observer
 from agl_slime.groups.policy import CompleteGroup
 from agl_slime.loop.settings import LoopState, RunResult
+from agl_slime.metric_names import TOKENS_TRAINED
 from agl_slime.report import open_run_dir
-from agl_slime.report.events import BatchTrained, Observer
-from agl_slime.report.metrics import TOKENS_TRAINED
 from agl_slime.run.models import find_model
 from agl_slime.run.parts import RunParts, load_parts, make_loop, make_reports, model_for_agents, page_of, say
 from agl_slime.run.settings import TrainConfig, flag

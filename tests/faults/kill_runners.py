@@ -27,10 +27,10 @@ from typing import Any
 
 from agl_slime import AGLDataSource, SGLangLitAgent
 from agl_slime.datasource.source import DataSourceSettings
+from agl_slime.events import GroupsCollected, RolloutFinished
 from agl_slime.groups.results import Outcome
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings
-from agl_slime.report.events import GroupsCollected, RolloutFinished
 from agl_slime.rollout.scheduler import MultiTurnScheduler
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings

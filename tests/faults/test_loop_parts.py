@@ -13,9 +13,9 @@ import pytest
 
 from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.errors import ConfigError, DataSourceError, LoopError, TrainerError
+from agl_slime.events import PhaseStarted
 from agl_slime.groups.results import Outcome
 from agl_slime.loop import schedule
-from agl_slime.report.events import PhaseStarted
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore
 from tests.faults.engine_faults import Stall

@@ -1,10 +1,12 @@
-"""The loop warns of agents that learn nothing although nothing fails."""
+"""A run warns of agents that learn nothing although nothing fails."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from agl_slime.report import Warning
+from agl_slime.report.files import RunDir
+from agl_slime.report.rollouts import RolloutWriter
 from tests.loop_cases import HelloAgent, LoopCase, hello_engine
 
 
@@ -26,19 +28,31 @@ class NeverCalls(HelloAgent):
     max_turns = 2
 
 
-def warnings_of(agent: Any, **settings: Any) -> list[str]:
-    with hello_engine() as engine, LoopCase(agent=agent, url=engine.url, **settings) as case:
+def warnings_of(path: Path, agent: Any, **settings: Any) -> list[str]:
+    texts: list[str] = []
+    writer = RolloutWriter(RunDir(path), warn=lambda text, key: texts.append(text))
+    with hello_engine() as engine, LoopCase(agent=agent, url=engine.url, on_event=writer.handle, **settings) as case:
         case.loop.run()
-        return [warning.text for warning in case.recorder.of(Warning)]
+    writer.close()
+    return texts
 
 
-def test_a_tool_that_nobody_calls_is_named() -> None:
-    texts = warnings_of(NeverCalls(), rollout_batch_size=8, n_samples_per_prompt=4)
+def test_a_tool_that_nobody_calls_is_named(tmp_path: Path) -> None:
+    texts = warnings_of(tmp_path, NeverCalls(), rollout_batch_size=8, n_samples_per_prompt=4)
     assert [text for text in texts if text.startswith("tool 'lookup' was never called in 32 rollouts")]
 
 
-def test_answers_that_are_all_alike_are_told_unless_they_earn_the_best_reward() -> None:
+def test_answers_that_are_all_alike_are_told_unless_they_earn_the_best_reward(tmp_path: Path) -> None:
     # the scripted engine says the same to everybody; only Ada's group earns the best reward there is
-    texts = warnings_of(HelloAgent(judge=lambda task, response: float(task["name"] == "Ada")), rollout_batch_size=8)
+    only_ada = HelloAgent(judge=lambda task, response: float(task["name"] == "Ada"))
+    texts = warnings_of(tmp_path / "a", only_ada, rollout_batch_size=8)
     assert [text for text in texts if "all answers are the same to the token" in text]
-    assert not warnings_of(HelloAgent(), rollout_batch_size=8)
+    assert not warnings_of(tmp_path / "b", HelloAgent(), rollout_batch_size=8)
+
+
+def test_a_run_that_is_gone_on_with_knows_the_best_reward_before(tmp_path: Path) -> None:
+    half = HelloAgent(judge=lambda task, response: 0.5)
+    assert not warnings_of(tmp_path, HelloAgent(), rollout_batch_size=8)
+    texts = warnings_of(tmp_path, half, rollout_batch_size=8)
+    assert [text for text in texts if "all answers are the same to the token" in text]
+    assert not warnings_of(tmp_path / "new", half, rollout_batch_size=8)

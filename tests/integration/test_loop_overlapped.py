@@ -12,8 +12,8 @@ import pytest
 
 from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.errors import ConfigError, LoopError
+from agl_slime.events import IterationFinished
 from agl_slime.groups.results import Outcome
-from agl_slime.report.events import IterationFinished
 from agl_slime.support.agl import LLM
 from agl_slime.types import Sample
 from tests.loop_cases import HelloAgent, LoopCase, hello_engine

@@ -15,8 +15,8 @@ from rich.console import Console
 pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
 
 from agl_slime.engine import EmbeddedEngine
+from agl_slime.metric_names import REQUIRED_KEYS
 from agl_slime.report import read_metrics
-from agl_slime.report.metrics import REQUIRED_KEYS
 from agl_slime.run.local import run_training
 from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.weights import DiskWeightSync

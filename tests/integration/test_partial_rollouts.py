@@ -13,7 +13,7 @@ import pytest
 
 from agl_slime import SGLangLitAgent
 from agl_slime.errors import ConfigError
-from agl_slime.report.events import GroupsCollected
+from agl_slime.events import GroupsCollected
 from agl_slime.rollout.partial import PartialRollouts
 from agl_slime.rollout.session import RolloutSession
 from agl_slime.runner.concurrent import RunnerSettings

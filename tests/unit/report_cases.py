@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.report.events import Event, MetricValue
+from agl_slime.events import Event, MetricValue
 from agl_slime.report.files import IterationFile
 
 METRICS: dict[str, MetricValue] = {

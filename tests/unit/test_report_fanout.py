@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from agl_slime.report import IterationFinished, PhaseStarted, Reporters, RolloutFinished, RunFinished, Warning
-from agl_slime.report.events import Event
+from agl_slime.events import Event, IterationFinished, PhaseStarted, RolloutFinished, RunFinished, Warning
+from agl_slime.report import Reporters
 from tests.unit.report_cases import Recorder
 
 

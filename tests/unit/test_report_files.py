@@ -11,20 +11,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agl_slime.report import (
+from agl_slime.events import (
     IterationFinished,
+    MetricValue,
     PhaseStarted,
     RolloutFinished,
-    RunDir,
     RunFinished,
     RunStarted,
-    StandardReporters,
-    TensorBoardWriter,
     Warning,
-    open_run_dir,
-    read_metrics,
 )
-from agl_slime.report.events import MetricValue
+from agl_slime.report import RunDir, StandardReporters, TensorBoardWriter, open_run_dir, read_metrics
 from agl_slime.report.summary import sum_up, summary_rows
 from tests.unit.report_cases import hide, row
 

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime.errors import ConfigError
-from agl_slime.report import IterationFinished, MetricsWriter, read_metrics
-from agl_slime.report.events import MetricValue
-from agl_slime.report.metrics import REQUIRED_KEYS
+from agl_slime.events import IterationFinished, MetricValue
+from agl_slime.metric_names import REQUIRED_KEYS
+from agl_slime.report import MetricsWriter, read_metrics
 from tests.unit.report_cases import METRICS
 
 
@@ -148,7 +148,8 @@ def test_what_was_handled_survives_sigkill(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     program = (
         "import sys, time\n"
-        "from agl_slime.report import IterationFinished, Reporters, MetricsWriter\n"
+        "from agl_slime.events import IterationFinished\n"
+        "from agl_slime.report import Reporters, MetricsWriter\n"
         "class Says:\n"
         "    def handle(self, event): event.iteration == 50 and print('written', flush=True)\n"
         "reporters = Reporters([MetricsWriter(sys.argv[1], warn=print), Says()])\n"

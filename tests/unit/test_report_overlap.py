@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from agl_slime.events import IterationFinished
 from agl_slime.report import plot_metrics
 from agl_slime.report.console import iteration_line
-from agl_slime.report.events import IterationFinished
 from agl_slime.report.summary import sum_up, summary_rows
 from tests.unit.report_cases import METRICS, row, write_rows
 

@@ -9,8 +9,8 @@ import pytest
 
 from agl_slime.cli import main
 from agl_slime.errors import MissingDependencyError
-from agl_slime.report import IterationFinished, RewardPlot, RunFinished, plot_metrics
-from agl_slime.report.events import MetricValue
+from agl_slime.events import IterationFinished, MetricValue, RunFinished
+from agl_slime.report import RewardPlot, plot_metrics
 from tests.unit.report_cases import hide, write_rows
 
 

@@ -16,16 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agl_slime.report import (
+from agl_slime.events import (
+    Event,
     IterationFinished,
+    MetricValue,
+    Mode,
     PhaseStarted,
-    ProgressReporter,
     RolloutFinished,
     RunFinished,
     RunStarted,
     TrainingProgressed,
     Warning,
 )
+from agl_slime.report import ProgressReporter
 from agl_slime.report.console import (
     MOST_REASONS,
     OTHER,
@@ -35,7 +38,6 @@ from agl_slime.report.console import (
     spell_seconds,
     spell_version,
 )
-from agl_slime.report.events import Event, MetricValue, Mode
 from tests.unit.report_cases import METRICS
 
 STARTED = RunStarted(settings={}, num_iterations=40, rollouts_per_iteration=64, at=100.0)
@@ -174,6 +176,7 @@ def test_a_piped_program_prints_lines_and_no_escapes() -> None:
 
 
 PROGRAM = """
+from agl_slime.events import *
 from agl_slime.report import *
 from tests.unit.report_cases import METRICS
 with Reporters([ProgressReporter()]) as reporters:
@@ -221,9 +224,8 @@ def test_a_terminal_gets_the_live_view_and_its_cursor_back() -> None:
 
 
 def test_a_run_that_dies_gives_the_cursor_back() -> None:
-    program = (
-        "from agl_slime.report import *\nProgressReporter().handle(RunStarted(settings={}))\nraise SystemExit(3)\n"
-    )
+    program = "from agl_slime.events import RunStarted\nfrom agl_slime.report import ProgressReporter\n"
+    program += "ProgressReporter().handle(RunStarted(settings={}))\nraise SystemExit(3)\n"
     status, text = on_a_terminal(program)
     assert status == 3
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_slime.errors import TraceError
+from agl_slime.events import BatchTrained, GroupsCollected, GroupsRestored, IterationFinished, RunFinished
 from agl_slime.groups.results import GroupResult, MemberResult, Outcome
-from agl_slime.report.events import BatchTrained, GroupsCollected, GroupsRestored, IterationFinished, RunFinished
 from agl_slime.report.files import RunDir, iter_jsonl
 from agl_slime.report.pieces import Pieces
 from agl_slime.report.rollouts import RolloutWriter, describe_tokens

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import MissingDependencyError
-from agl_slime.report.events import IterationFinished, RunFinished, RunStarted
+from agl_slime.events import IterationFinished, RunFinished, RunStarted
 from agl_slime.report.files import RunDir, open_run_dir
 from agl_slime.report.trackers import MlflowWriter, WandbWriter, need_trackers
 

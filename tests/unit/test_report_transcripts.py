@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime.errors import TraceError
+from agl_slime.events import GroupsCollected
 from agl_slime.groups.results import GroupResult, MemberResult
-from agl_slime.report.events import GroupsCollected
 from agl_slime.report.transcripts import (
     TranscriptWriter,
     choose_rollouts,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agl_slime.report.metrics import TOKENS_TRAINED
+from agl_slime.metric_names import TOKENS_TRAINED
 from agl_slime.run.slime import SlimeSteps
 
 

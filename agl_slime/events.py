@@ -66,12 +66,10 @@ class TrainingProgressed(_Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupsCollected:
-    """The groups of an iteration (``agl_slime.groups.results.GroupResult``) before they are trained on. ``lines`` is
-    what ``report.rollouts.describe_group`` says of each, where the sender knows it."""
+    """The groups of an iteration (``agl_slime.groups.results.GroupResult``) before they are trained on."""
 
     iteration: int
     groups: Sequence[Any]
-    lines: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +93,7 @@ class BatchTrained:
 
 @dataclass(frozen=True, kw_only=True)
 class IterationFinished(_Timed):
-    """An iteration is complete; the names of the metrics are those of ``agl_slime.report.metrics``."""
+    """An iteration is complete; the names of the metrics are those of ``agl_slime.metric_names``."""
 
     iteration: int
     metrics: Mapping[str, MetricValue]

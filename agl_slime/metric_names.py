@@ -1,0 +1,36 @@
+"""The names of metrics that rooms and reporters share; a run may add others. docs/report.md says what each means."""
+
+REWARD_MEAN = "rollout/reward_mean"  # mean over the rollouts of the iteration, one reward per rollout
+REWARD_STD = "rollout/reward_std"
+REWARD_MIN = "rollout/reward_min"
+REWARD_MAX = "rollout/reward_max"
+COUNT = "rollout/count"  # rollouts that ended in this iteration, failed ones included
+FAILED = "rollout/failed"
+RESPONSE_TOKENS = "rollout/response_tokens_mean"  # sampled tokens per rollout
+TRAINED_TOKENS_MEAN = "rollout/response_tokens_mean_trained"  # the same of rollouts that go to the trainer
+DROPPED_TOKENS_MEAN = "rollout/response_tokens_mean_dropped"  # and of all others: failed, or of a dropped group
+TOKENS_UNDER_MASK = "rollout/tokens_under_mask"  # tokens with loss mask 1 in the samples that leave the data source
+FORKS = "trace/forks"  # samples beyond the first of their rollout
+RETOKENIZED = "trace/retokenized"  # samples whose ids are not the engine's
+VAL_START_REWARD_MEAN = "val/start_reward_mean"  # validation before the first training step, in the first iteration
+VAL_REWARD_MEAN = "val/reward_mean"  # validation with the weights after the iteration; only in iterations that have one
+LOSS = "train/loss"
+LOGPROB_DIFF_MAX = (
+    "train/logprob_diff_max"  # max |trainer - engine| log-prob, in nats, before the batch's first step (see train)
+)
+FIRST_RATIO_DEV_MAX = "train/first_ratio_dev_max"  # max |ratio - 1| in the first minibatch
+TOKENS_TRAINED = "train/tokens_trained"  # tokens with loss mask 1, counted by the trainer, once for all epochs
+TOKENS_PER_S = "perf/tokens_per_s"  # sampled tokens per second of collecting
+ITERATION_S = "perf/iteration_s"
+STALENESS_MEAN = "rollout/staleness_mean"  # versions that sampled tokens are behind the weights that train on them
+STALENESS_MAX = "rollout/staleness_max"
+TRAIN_S, SYNC_S = "perf/train_s", "perf/sync_s"
+ROLL_S = "perf/roll_s"  # overlapped: seconds of the iteration in which training rollouts were in flight, syncs left out
+TRAINER_WAITED = "perf/trainer_waited"  # overlapped: share of the iteration in which training waited for rollouts
+ENGINE_WAITED = "perf/engine_waited"  # overlapped: share of it in which no rollout was in flight, for want of a place
+CPU_BUSY = "perf/cpu_busy"  # overlapped: share of this machine's CPU that was busy in the iteration, with all programs
+VAL_LAG = "val/lag"  # overlapped: versions that came while the validation ran; 0 on an engine of its own
+WEIGHTS_VERSION = "weights/version"
+
+REQUIRED_KEYS = (REWARD_MEAN, COUNT, FAILED, LOSS, LOGPROB_DIFF_MAX, FIRST_RATIO_DEV_MAX, TOKENS_PER_S, ITERATION_S)
+REQUIRED_KEYS += (WEIGHTS_VERSION,)
