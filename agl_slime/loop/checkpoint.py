@@ -1,10 +1,10 @@
 """Checkpoints of a run: the trainer, the loop and the data source as they were at one moment, tied to the ledger's
 account of it.
 
-``checkpoints/step_000010/`` holds ``trainer/`` (what ``Trainer.save`` writes), ``loop.json``, ``data_source.json`` and
-``partial.jsonl``, what rollouts in flight have sampled. It appears as a whole or not at all, after the ledger has noted
-the step. What was trained on or in flight after it is taken back when the run goes on from there, so no group is lost
-and none is trained on twice.
+``checkpoints/step_000010/`` holds ``trainer/`` (what ``Trainer.save`` writes), ``loop.json``, ``data_source.json``,
+``partial.jsonl`` (what rollouts in flight have sampled) and their checksums. It appears as a whole or not at all, after
+the ledger has noted the step. What was trained on or in flight after it is taken back when the run goes on from there,
+so no group is lost and none is trained on twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agl_slime.datasource.source import GroupSource
 from agl_slime.errors import ConfigError, TrainerError, spell_exception
 from agl_slime.groups.ledger import Ledger
 from agl_slime.loop.settings import LoopState
-from agl_slime.support.files import whole_directory
+from agl_slime.support.files import check_seal, seal, whole_directory
 from agl_slime.trainers.base import Trainer
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class CheckpointWriter:
             (fresh / _DATA_SOURCE).write_text(json.dumps(held))
             if self._save_partial is not None:
                 self._save_partial(fresh / _PARTIAL)
+            seal(fresh)
         steps = _steps(self._directory)
         now = steps.index(target)
         # one that is later than this was damaged, and the run went on from an older one
@@ -118,6 +119,10 @@ def load_newest(checkpoints: Sequence[Checkpoint], trainer: Trainer) -> Checkpoi
 
 def _read(path: Path) -> Checkpoint:
     try:
+        check_seal(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is damaged: {error}") from error
+    try:
         loop = json.loads((path / _LOOP).read_text())
         loop = LoopState(**{**loop, "reward_means": tuple(loop["reward_means"])})
         return Checkpoint(path=path, loop=loop, data_source={**json.loads((path / _DATA_SOURCE).read_text())})
@@ -126,5 +131,6 @@ def _read(path: Path) -> Checkpoint:
 
 
 def _steps(directory: Path) -> list[Path]:
-    """The whole checkpoints, oldest first."""
-    return sorted(directory.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    """The checkpoints, oldest first; whatever else somebody has put there is left alone."""
+    found = [path for path in directory.glob("step_*") if path.name.removeprefix("step_").isdecimal() and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))

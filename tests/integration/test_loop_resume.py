@@ -302,7 +302,7 @@ async def test_when_every_checkpoint_is_damaged_the_newest_is_named(tmp_path: Pa
         load_newest(read_checkpoints(tmp_path / "checkpoints"), MemoryTrainer())
     for name in ("step_000000", "step_000001"):
         (tmp_path / "checkpoints" / name / "loop.json").write_text("{")
-    with pytest.raises(ConfigError, match="is not a checkpoint"):
+    with pytest.raises(ConfigError, match="step_000000 is damaged"):
         read_checkpoints(tmp_path / "checkpoints")
 
 

@@ -22,7 +22,7 @@ try:
 except ImportError as error:
     raise MissingDependencyError('the local trainer needs torch: pip install "agl-slime[local]"') from error
 
-from agl_slime.support.files import whole_directory
+from agl_slime.support.files import check_seal, seal, whole_directory
 from agl_slime.trainers.base import TokenScores
 from agl_slime.trainers.local import lora
 from agl_slime.trainers.local.batch import MicroBatch, TrainBatch, make_microbatches, split_minibatches
@@ -321,7 +321,7 @@ class LocalTrainer:
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write the weights as :meth:`save_weights` does, and the state of the optimizer and the counters with them,
-        through to the disk."""
+        with the checksums of all, through to the disk."""
         state = {"format": _STATE_FORMAT, "optimizer": self._optimizer.state_dict()["state"]}
         if self.settings.lora_rank:
             adapters = {name: tensor.detach() for name, tensor in lora.adapter_weights(self.model).items()}
@@ -338,6 +338,7 @@ class LocalTrainer:
                 save_model(self.model, fresh, source=self._source, weights=merged, dtype=getattr(torch, dtype))
                 if state is not None:
                     torch.save(state, fresh / _STATE_FILE)
+                    seal(fresh)
         except OSError as error:
             raise TrainerError(f"{directory} cannot be written: {error}") from error
 
@@ -354,6 +355,7 @@ class LocalTrainer:
         if not path.is_file():
             raise TrainerError(f"{path} does not exist; give a directory that LocalTrainer.save wrote.")
         try:
+            check_seal(Path(directory))
             state = torch.load(path, map_location=self._device, weights_only=True)
             saved: dict[str, Tensor] = {}
             if not (with_adapters := self.settings.lora_rank > 0):
