@@ -70,7 +70,7 @@ class BufferServer:
             self.buffer = await run_user_code(partial(RolloutBuffer, settings=settings))
             ends.push_async_callback(self.buffer.close)
             app, host, port = _make_app(self.buffer), settings.host, settings.port
-            limits = {"keepalive_timeout": 75.0, "shutdown_timeout": 3.0}
+            limits = {"token": settings.token, "stalled_s": settings.request_timeout_s, "shutdown_timeout": 3.0}
             self.url = await ends.enter_async_context(listening(app, host=host, port=port, backlog=1024, **limits))
             await self.buffer.start(self.url)
             self._ends = ends.pop_all()
@@ -117,15 +117,11 @@ async def _start_rollout(request: web.Request) -> web.Response:
 
 
 async def _parsed(parse: Callable[[bytes], T], request: web.Request) -> T:
-    """What the body says; that of a large one is found out in a thread. Ends a connection that does not deliver it."""
-    timeout = request.app[_BUFFER].settings.request_timeout_s
-    give_up = asyncio.get_running_loop().call_later(timeout, _abort, request)  # cheaper than a task for `wait_for`
+    """What the body says; that of a large one is found out in a thread."""
     try:
         raw = await request.read()
     except web.RequestPayloadError as error:  # a broken encoding, or the other side went away
         raise BufferRequestError(f"the body could not be read: {error}") from error
-    finally:
-        give_up.cancel()
     return parse(raw) if len(raw) <= _PARSED_AT_ONCE else await run_in_thread(parse, raw)
 
 
@@ -146,8 +142,6 @@ def _gate(settings: BufferSettings) -> Middleware:
     @web.middleware
     async def gate(request: web.Request, handler: Handler) -> web.StreamResponse:
         is_open = request.path in _OPEN_PATHS or "key" in request.match_info
-        if "Origin" in request.headers:  # only browsers send it: a page must not reach a server on this machine
-            return refuse(403, "requests from web pages are not served")
         if not is_open and not has_token(request.headers.get("Authorization"), settings.token):
             return refuse(401, "the token is missing or wrong; send it as `Authorization: Bearer TOKEN`")
         try:
@@ -166,11 +160,6 @@ def _gate(settings: BufferSettings) -> Middleware:
             return refuse(500, "the buffer failed to serve this request; its log says why")
 
     return gate
-
-
-def _abort(request: web.Request) -> None:
-    if request.transport is not None:
-        request.transport.abort()
 
 
 def _json(value: Any) -> web.Response:

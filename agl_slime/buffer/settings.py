@@ -79,7 +79,7 @@ class BufferSettings(PipelineSettings):
     max_body_mb: float = 64.0
     """Largest request body in megabytes."""
     request_timeout_s: float = 60.0
-    """Seconds within which a request must have arrived and a batch must have been made."""
+    """Seconds within which a batch must have been made; a request that stops arriving for so long is cut off."""
     generator_stall_s: float = 3600.0
     """End a generator that has not asked anything of the buffer for so many seconds; 0 is never."""
     generator_restarts: int = 3

@@ -66,8 +66,8 @@ async def _serve(args: argparse.Namespace) -> int:
     server = load_server(args.model_path, token=args.token, **limits)
     stop = stop_signal()
     # handler_cancellation: a client that goes away ends its requests
-    options = {"backlog": 4096, "handler_cancellation": True, "shutdown_timeout": 0.5}
-    async with listening(server.application(), host=args.host, port=args.port, **options) as url:
+    options = {"handler_cancellation": True, "shutdown_timeout": 0.5, "token": args.token}
+    async with listening(server.application(), host=args.host, port=args.port, backlog=4096, **options) as url:
         print(json.dumps({"url": url, "serving": server.engine.summary}), flush=True)
         # kill -9 of the parent runs none of its clean-up: the orphan notices by its new parent
         while not stop.is_set() and args.parent_pid in (None, os.getppid()):

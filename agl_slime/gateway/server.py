@@ -218,8 +218,6 @@ class Gateway:
         protocol = _protocol_of(path, request)
         attempt: Attempt | None = None
         try:
-            if "Origin" in request.headers:  # only browsers send it: a page must not reach a server on this machine
-                raise GatewayRequestError("requests from web pages are not served", status=403, code="forbidden")
             named = found.groupdict() if found is not None else {}
             if (answer := await self._unnamed(request, path, named)) is not None:
                 return answer

@@ -23,7 +23,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.report.page import page, policy, run_data
 from agl_slime.report.read import RunReader, find_runs, is_run, unparsed
 from agl_slime.support.http import json_response, listening, stop_signal
-from agl_slime.support.net import has_token, is_loopback, require_token
+from agl_slime.support.net import has_token, require_token
 from agl_slime.support.threads import run_in_thread
 
 TOKEN_VARIABLE = "AGL_SLIME_VIEW_TOKEN"
@@ -83,15 +83,14 @@ class _Viewer:
     @web.middleware
     async def _admit(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if self._token is None:
-            if not is_loopback(URL(f"http://{request.host}").host or ""):
-                raise web.HTTPForbidden(text="This page is for this machine: ask for it at 127.0.0.1 or localhost.")
-        elif given := request.query.get("token"):
+            return await handler(request)
+        if given := request.query.get("token"):
             if not has_token(f"Bearer {given}", self._token):
                 raise web.HTTPForbidden(text="This is not the token.")
             answer = web.HTTPFound("./")
             answer.set_cookie(_COOKIE, given, httponly=True, samesite="Strict")
             raise answer
-        elif not has_token(f"Bearer {request.cookies.get(_COOKIE, '')}", self._token):
+        if not has_token(f"Bearer {request.cookies.get(_COOKIE, '')}", self._token):
             raise web.HTTPForbidden(text=f"A token is needed: add ?token=…, the value of {TOKEN_VARIABLE}.")
         return await handler(request)
 
@@ -139,9 +138,9 @@ async def serving(
     ``follow``: pages are told what is new. Raises ``ConfigError`` for a ``host`` that other machines reach without a
     ``token``, or where there is no run."""
     require_token(host, token, setting=TOKEN_VARIABLE)
-    viewer = _Viewer(paths, token=token, follow=follow)
+    viewer, ends = _Viewer(paths, token=token, follow=follow), {"shutdown_timeout": _ENDS_S}
     try:
-        async with listening(viewer.app(), host=host, port=port, backlog=64, shutdown_timeout=_ENDS_S) as url:
+        async with listening(viewer.app(), host=host, port=port, backlog=64, token=token, **ends) as url:
             try:
                 yield str(URL(url).with_query(token=token)) if token else url
             finally:

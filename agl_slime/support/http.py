@@ -7,28 +7,95 @@ import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
+from weakref import WeakSet
 
 import aiohttp
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from yarl import URL
+
+from agl_slime.support.net import is_loopback, page_refusal
 
 RETRIED_4XX = frozenset({408, 425, 429})
 """The statuses that blame the request and yet may pass: a time-out, too early, too many."""
 
 
 @asynccontextmanager
-async def listening(app: web.Application, *, host: str, port: int, backlog: int, **options: Any) -> AsyncIterator[str]:
+async def listening(
+    app: web.Application,
+    *,
+    host: str,
+    port: int,
+    backlog: int,
+    token: str | None = None,
+    stalled_s: float = 30.0,
+    **options: Any,
+) -> AsyncIterator[str]:
     """Serve ``app`` within the block, which gets the URL that this machine reaches it at. ``port`` 0 takes a free one;
-    ``options`` are those of ``web.AppRunner``."""
-    runner = web.AppRunner(app, access_log=None, **options)
+    ``options`` are those of ``web.AppRunner``.
+
+    What web pages make a browser send is refused (``net.page_refusal``); with a ``token``, which ``app`` asks for,
+    whatever its Host. So is a compressed body, a small one of which may hold gigabytes. A connection is cut that sends
+    no request within ``stalled_s``, or less than 1 kB/s of a body.
+    """
+    guard = _Guard(check_host=is_loopback(host) and not token, stalled_s=stalled_s)
+    app.middlewares.insert(0, guard.middleware)
+    runner = web.AppRunner(app, access_log=None, keepalive_timeout=stalled_s, auto_decompress=False, **options)
     await runner.setup()
+    cutting = asyncio.ensure_future(guard.cut_silent(runner))
     try:
         await web.TCPSite(runner, host, port, backlog=backlog).start()
         reached = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         yield str(URL.build(scheme="http", host=reached, port=runner.addresses[0][1]))
     finally:
+        cutting.cancel()
         await runner.cleanup()
+
+
+class _Guard:
+    """What every server does before its handlers: see ``listening``."""
+
+    def __init__(self, *, check_host: bool, stalled_s: float) -> None:
+        self._check_host, self._stalled_s = check_host, stalled_s
+        self._spoke: WeakSet[asyncio.BaseTransport] = WeakSet()
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.transport is not None:
+            self._spoke.add(request.transport)
+        if refusal := page_refusal(request.headers, check_host=self._check_host):
+            return json_response({"message": refusal, "error": {"message": refusal}}, status=403)
+        if request.headers.get("Content-Encoding", "identity") != "identity":
+            told = "the body is compressed: send it as it is"
+            return json_response({"message": told, "error": {"message": told}}, status=415)
+        if not request.content.is_eof():
+            self._watch(request, 0)
+        return await handler(request)
+
+    def _watch(self, request: web.Request, came: int) -> None:
+        """Look again later, how much of the body has come."""
+
+        def look() -> None:
+            if request.content.is_eof() or request.transport is None:
+                return
+            if request.content.total_bytes - came < 1000 * self._stalled_s:
+                request.transport.abort()
+            else:
+                self._watch(request, request.content.total_bytes)
+
+        asyncio.get_running_loop().call_later(self._stalled_s, look)
+
+    async def cut_silent(self, runner: web.AppRunner) -> None:
+        """Cut connections that have sent nothing, or part of a request's head; aiohttp counts from the second request
+        on only, before 3.14.4."""
+        seen: set[Any] = set()
+        while runner.server is not None:
+            await asyncio.sleep(self._stalled_s / 2)
+            silent = {each for each in runner.server.connections if each.transport not in self._spoke}
+            for connection in silent & seen:
+                connection.force_close()
+            seen = silent
 
 
 def stop_signal() -> asyncio.Event:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+from collections.abc import Mapping
+from urllib.parse import urlsplit
 
 from agl_slime.errors import ConfigError
 
@@ -28,3 +30,20 @@ def has_token(authorization: str | None, token: str | None) -> bool:
     whatever is wrong with it."""
     given = (authorization or "").encode("utf-8", "surrogateescape")
     return not token or hmac.compare_digest(given, f"Bearer {token}".encode())
+
+
+def page_refusal(headers: Mapping[str, str], *, check_host: bool) -> str | None:
+    """Why a request is refused that a web page may have made a browser send; ``None`` where it is not. Such a one has
+    another site's ``Origin`` or, sent after that site's name was bound to this machine's address, a ``Host`` that is
+    not this machine's: the latter counts with ``check_host``, which a server needs that asks for no token. ``headers``
+    ignores case, as aiohttp's and Starlette's do."""
+    host, origin = headers.get("Host"), headers.get("Origin")
+    if origin is not None and origin.partition("://")[2] != host:
+        return "requests from web pages are not served"
+    try:
+        named = host is None or is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:  # no host at all
+        named = False
+    if check_host and not named:
+        return f"this server is for this machine: ask it as 127.0.0.1 or localhost, not {host!r:.100}"
+    return None

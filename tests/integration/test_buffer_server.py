@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import http.client
 import json
 import time
@@ -122,26 +121,11 @@ async def test_what_cannot_be_served_is_told_in_one_sentence(tmp_path, path, bod
         assert stats["held_items"] == 0
 
 
-async def test_a_body_over_the_limit_is_refused_compressed_or_not(tmp_path):
+async def test_a_body_over_the_limit_is_refused(tmp_path):
     async with BufferServer(settings=settings_for(tmp_path, max_body_mb=0.01)) as server, Client(server.url) as client:
         large = json.dumps(make_item("1", filler="x" * 20_000)).encode()
-        assert (await client.post("/buffer/write", data=large))[0] == 413
-        status, answer = await client.post(
-            "/buffer/write", data=gzip.compress(large), headers={"Content-Encoding": "gzip"}
-        )
+        status, answer = await client.post("/buffer/write", data=large)
         assert (status, answer["message"]) == (413, "the body is larger than 0.01 MB; send fewer items per request")
-        broken = await client.post("/buffer/write", data=b"not gzip", headers={"Content-Encoding": "gzip"})
-        assert broken[0] == 400
-
-
-async def test_a_body_that_never_comes_ends_its_connection(tmp_path):
-    async with BufferServer(settings=settings_for(tmp_path, request_timeout_s=0.3)) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /buffer/write HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        await writer.drain()
-        assert await asyncio.wait_for(reader.read(), 10) == b""
-        writer.close()
 
 
 async def test_a_full_buffer_asks_writers_to_come_back(tmp_path):
@@ -195,14 +179,6 @@ async def test_a_token_is_asked_for_everywhere_but_at_the_door(tmp_path):
             assert (await stranger.post("/buffer/write", make_item("1")))[0] == 401
         async with Client(server.url, Authorization="Bearer secret") as friend:
             assert (await friend.post("/buffer/write", make_item("1")))[0] == 200
-
-
-async def test_web_pages_are_not_served(tmp_path):
-    async with (
-        BufferServer(settings=settings_for(tmp_path)) as server,
-        Client(server.url, Origin="http://evil.example") as page,
-    ):
-        assert (await page.post("/start_rollout", {"task_type": "math"}))[0] == 403
 
 
 def test_other_machines_need_a_token():

@@ -1,0 +1,149 @@
+"""What every server of the package refuses and cuts off, whatever it serves: engine, buffer, gateway, view."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from agl_slime.buffer.server import BufferServer
+from agl_slime.buffer.settings import BufferSettings
+from agl_slime.gateway.server import Gateway
+from agl_slime.report.view import serving
+from agl_slime.support.http import listening
+from tests.report_runs import write_run
+
+SERVERS = ("engine", "buffer", "gateway", "view")
+
+
+@pytest.fixture(params=SERVERS)
+async def url(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
+    if request.param == "engine":
+        yield request.getfixturevalue("embedded_engine")
+    elif request.param == "buffer":
+        async with BufferServer(settings=BufferSettings(port=0, input_dir=(tmp_path,))) as server:
+            yield server.url
+    elif request.param == "gateway":
+        with Gateway() as gateway:
+            yield gateway.url
+    else:
+        async with serving([write_run(tmp_path, iterations=1)]) as url:
+            yield url.rstrip("/")
+
+
+async def answer_to(url: str, *head: bytes, body: bytes = b"") -> int | None:
+    """The status; ``None`` where the connection was closed without one."""
+    place = urlsplit(url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    try:
+        length = b"Content-Length: %d" % len(body)
+        writer.write(b"\r\n".join([*head, length, b"Connection: close", b"", body]))
+        await writer.drain()
+        line = (await asyncio.wait_for(reader.read(), 10)).split(b" ", 2)
+        return int(line[1]) if len(line) > 1 else None
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("path", [b"/health", b"/start_rollout", b"/v1/chat/completions", b"/generate", b"/data"])
+async def test_what_a_page_makes_a_browser_send_is_refused(url: str, path: bytes) -> None:
+    own = urlsplit(url).netloc.encode()
+    for method in (b"GET", b"POST", b"OPTIONS"):
+        head = method + b" " + path + b" HTTP/1.1"
+        for origin in (b"http://evil.example", b"null", b"http://" + own + b".evil.example", b"", b"\xff"):
+            assert await answer_to(url, head, b"Host: " + own, b"Origin: " + origin) == 403, origin
+        # the page's own name, which was bound to this machine's address
+        names = (b"evil.example", b"10.0.0.7:80", b"[::2]", b"localhost.evil.example:80", b"")
+        for host in names:
+            assert await answer_to(url, head, b"Host: " + host, b"Origin: http://" + host) == 403, host
+            assert await answer_to(url, head, b"Host: " + host) == 403, host
+
+
+@pytest.mark.parametrize("host", [b"[", b"]", b"a b", b"\xff\xfe", b"127.0.0.1:x", b"//", b"127.0.0.1:99999999", b"@"])
+async def test_a_host_that_is_none_is_an_answer_and_no_failure(url: str, host: bytes) -> None:
+    status = await answer_to(url, b"GET / HTTP/1.1", b"Host: " + host)
+    assert status is not None
+    assert status < 500
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "LOCALHOST:1", "[::1]:80", "127.8.8.8"])
+async def test_this_machine_is_served_by_all_of_its_names(url: str, host: str) -> None:
+    own = f"http://{host}"
+    for headers in ([f"Host: {host}"], [f"Host: {host}", f"Origin: {own}"], []):
+        lines = [line.encode() for line in headers]
+        assert await answer_to(url, b"GET /nothing HTTP/1.0", *lines) in (401, 404)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd"])
+async def test_a_compressed_body_is_refused_and_not_unpacked(url: str, encoding: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        for body in (gzip.compress(bytes(10_000_000)), b"junk"):
+            async with session.post(f"{url}/generate", data=body, headers={"Content-Encoding": encoding}) as answer:
+                assert answer.status == 415
+                assert "compressed" in (await answer.json())["message"]
+
+
+@asynccontextmanager
+async def impatient() -> AsyncIterator[tuple[str, int]]:
+    """A server that cuts off after 0.2 s what does not go on."""
+
+    async def size(request: web.Request) -> web.Response:
+        return web.Response(text=str(len(await request.read())))
+
+    app = web.Application(client_max_size=10**8)
+    app.router.add_post("/", size)
+    async with listening(app, host="127.0.0.1", port=0, backlog=64, stalled_s=0.2) as url:
+        place = urlsplit(url)
+        yield str(place.hostname), place.port or 0
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST / HT",
+        b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le",
+        b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{",
+        b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
+    ],
+)
+async def test_a_request_that_stays_half_open_is_cut_off(sent: bytes) -> None:
+    async with impatient() as (host, port):
+        whole = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1\r\n\r\n1"
+        for before in (b"", whole):  # as the first of a connection, and after another
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(before + sent)
+            await writer.drain()
+            with suppress(ConnectionResetError):
+                await asyncio.wait_for(reader.read(), 10)  # to the end
+            writer.close()
+
+
+async def test_a_slow_body_that_goes_on_is_waited_for() -> None:
+    async with impatient() as (host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: 40000\r\n\r\n")
+        for _ in range(20):  # 0.8 s in all, four times what a body may stand still
+            writer.write(bytes(2000))
+            await writer.drain()
+            await asyncio.sleep(0.04)
+        assert (await asyncio.wait_for(reader.read(), 10)).endswith(b"40000")
+        writer.close()
+
+
+def test_nothing_listens_but_by_the_function_that_guards() -> None:
+    package = Path(__file__).parents[2] / "agl_slime"
+    names = ("AppRunner", "TCPSite", "run_app", "start_server", "HTTPServer")
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if any(name in path.read_text() for name in names)
+    }
+    assert found == {"support/http.py"}
