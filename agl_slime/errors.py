@@ -122,6 +122,12 @@ class TraceError(RolloutError, ValueError):
     reason = "bad_trace"
 
 
+class PromptError(RolloutError, ValueError):
+    """The chat template refuses the messages; the text is what the template says."""
+
+    reason = "bad_prompt"
+
+
 class RolloutTimeoutError(RolloutError, TimeoutError):
     """An agent ran past its time limit and was cancelled."""
 

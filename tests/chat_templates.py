@@ -187,3 +187,37 @@ TEMPLATES = {
     "counts_rounds": Shape(COUNTS_ROUNDS, ("<|im_end|>",)),
     "bare": Shape(BARE, ("<|endoftext|>",)),
 }
+
+# a system message is the first or none; arguments of calls are objects
+SYSTEM_FIRST = """\
+{%- if messages[0].role == 'system' or tools %}
+{{- '<|im_start|>system\\n' }}
+{%- for tool in tools or [] %}{{- (tool | tojson) + '\\n' }}{%- endfor %}
+{%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- endif %}{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'system' %}
+{%- if not loop.first %}{{- raise_exception('System message must be at the beginning.') }}{%- endif %}
+{%- elif message.role in ('user', 'assistant', 'tool') %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for name, value in call.function.arguments | items %}
+{{- '<parameter=' + name + '>\\n' + (value | string) + '\\n</parameter>\\n' }}{%- endfor %}
+{{- '</function>\\n</tool_call>' }}{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- else %}{{- raise_exception('Unexpected message role.') }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+# the system message is the first question's beginning; questions and answers take turns, and there are no tools
+TAKES_TURNS = """\
+{%- set system = messages[0].role == 'system' %}
+{%- for message in (messages[1:] if system else messages) %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{%- endif %}
+{{- '<|im_start|>' + message.role + '\\n' + (messages[0].content + '\\n\\n' if system and loop.first else '') }}
+{{- (message.content | trim) + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""

@@ -13,6 +13,7 @@ from agl_slime.errors import (
     EngineTimeoutError,
     EngineUnreachableError,
     GatewayRequestError,
+    PromptError,
 )
 
 RETRY_AFTER_S = 1
@@ -32,7 +33,7 @@ def refusal_of(error: BaseException) -> GatewayRequestError:
             code="context_length_exceeded",
             param="messages",
         )
-    if isinstance(error, EngineRequestError):
+    if isinstance(error, (EngineRequestError, PromptError)):
         return GatewayRequestError(str(error), code="invalid_request")
     if isinstance(error, EngineServerError):  # the engine has too much to do; its client has tried for long
         return GatewayRequestError(str(error), status=429, code="engine_overloaded")

@@ -317,6 +317,8 @@ class ChatContext:
         return self._encode(text), int(len(held) > 0 and not self._template.begins_with_added_token(text))
 
     def _encode(self, text: str) -> list[int]:
+        if not text.isascii():  # half a character (of a file's name, of JSON that was cut) is none to a tokenizer
+            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _stop_text(self, generation: Generation) -> str:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from agl_slime.errors import ConfigError
+from agl_slime.errors import PromptError
 from agl_slime.tokens.codec import shared_length
 from agl_slime.tokens.tokenizer import ChatTokenizer
 
@@ -103,11 +103,47 @@ class ChatTemplate:
         return text if opening or not self._has_tail else text.removesuffix(self._tail)
 
     def _apply(self, messages: Sequence[Message], *, opening: bool) -> str:
-        text = self.tokenizer.apply_chat_template(
-            list(messages), tools=self._tools, add_generation_prompt=opening, tokenize=False, **self._kwargs
-        )
-        assert isinstance(text, str)
-        return text
+        return self._as_is(self._with_systems_first(messages), opening=opening)
+
+    def _as_is(self, messages: Sequence[Message], *, opening: bool) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tools=self._tools, add_generation_prompt=opening, tokenize=False, **self._kwargs
+            )
+        except Exception as error:  # a template is a program, and may raise anything
+            said = str(error) or type(error).__name__
+            raise PromptError(f"the chat template cannot render these messages: {said:.500}") from error
+
+    def _with_systems_first(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """``messages`` with the system's and the developer's as one at the beginning, where the template refuses or
+        drops them elsewhere (SGLang merges them as well); a developer's are the system's where it knows only those."""
+        roles = [message.get("role") for message in messages]
+        if _SYSTEM_ROLES.isdisjoint(roles[1:]) and roles[:1] != ["developer"]:
+            return messages
+        if "developer" in roles and not self._writes_developers:
+            messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
+        systems = [message for message in messages if message.get("role") in _SYSTEM_ROLES]
+        if systems == messages[:1] or self._writes_systems:
+            return messages
+        merged = {"role": systems[0]["role"], "content": "\n\n".join(filter(None, map(_text_of, systems)))}
+        return [merged, *(message for message in messages if message.get("role") not in _SYSTEM_ROLES)]
+
+    @functools.cached_property
+    def _writes_systems(self) -> bool:
+        """Whether a system message is written wherever it stands."""
+        return self._writes("system", "system", "user", "assistant", "system", "user")
+
+    @functools.cached_property
+    def _writes_developers(self) -> bool:
+        return self._writes("developer", "user")
+
+    def _writes(self, *roles: str) -> bool:
+        messages = [{"role": role, "content": f"{_SENTINEL}{n}"} for n, role in enumerate(roles)]
+        try:
+            text = self._as_is(messages, opening=True)
+        except PromptError:
+            return False
+        return all(message["content"] in text for message in messages)
 
     def render_prompt(self, messages: Sequence[Message]) -> Rendering:
         """The whole conversation, and the opening of the next answer."""
@@ -122,7 +158,7 @@ class ChatTemplate:
         """What is written at the end of a conversation, and not where an answer follows: Phi-3's end of text."""
         try:
             ends = [[self._apply(_QUESTIONS[:n], opening=opening) for opening in (False, True)] for n in (1, 3)]
-        except Exception:  # a template may raise anything; one that refuses these messages says so when it is used
+        except PromptError:  # it says so again when it is used
             return ""
         closed, whole = ends[0]
         shared = shared_length(closed, whole)
@@ -135,7 +171,7 @@ class ChatTemplate:
         """Whether a block of thinking is opened before an answer."""
         try:
             opening = self._apply(_QUESTIONS[:1], opening=True)
-        except Exception:  # as above
+        except PromptError:
             return False
         return opening.rfind("<think>") > opening.rfind("</think>")
 
@@ -145,7 +181,7 @@ class ChatTemplate:
         ends an answer."""
         _, found, closing = self.render(_QUESTIONS[:2], opening=False).rpartition(_SENTINEL)
         if not found:
-            raise ConfigError(
+            raise PromptError(
                 "the chat template does not write the content of answers; no conversation can be continued with it"
             )
         return closing
@@ -187,6 +223,12 @@ class ChatTemplate:
             return self.closing + written[len(alone) :]
         end = _end_of_same(written, sampled + mark, done) if mark.strip() else None
         return None if end is None or not written.endswith(mark, done, end) else written[end - len(mark) :]
+
+
+def _text_of(message: Message) -> str:
+    """The content of a message, a string or a list of parts."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
 
 
 def ends_of(before: Sequence[Message], new: Sequence[Message]) -> list[Message]:

@@ -1,0 +1,86 @@
+"""Requests as harnesses send them to models whose chat template wants one system message, or refuses more than that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.chat_templates import SYSTEM_FIRST, TAKES_TURNS
+from tests.gateway_cases import WEATHER, Case, serving, trained_once
+
+XML_CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+USER = {"role": "user", "content": "Weather?"}
+ANTHROPIC_TOOL = {"name": "weather", "input_schema": WEATHER["function"]["parameters"]}
+RESPONSES_TOOL = {"type": "function", **WEATHER["function"]}
+
+
+def post(case: Case, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{case.llm.endpoint}{path}", json={"model": "m", "max_tokens": 200, **body}, timeout=30)
+
+
+def test_instructions_beside_a_developers_message_are_one_system_message() -> None:
+    """As Codex sends them."""
+    with serving(XML_CALL, "Sunny.", template=SYSTEM_FIRST) as case:
+        developer = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandboxed."}]}
+        items: list[Any] = [developer, {"type": "message", **USER}]
+        how: Any = {"instructions": "You code.", "tools": [RESPONSES_TOOL], "store": False, "max_tokens": None}
+        first = post(case, "/responses", input=items, **how)
+        assert first.status_code == 200, first.text
+        (call,) = first.json()["output"]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "fine"}
+        second = post(case, "/responses", input=[*items, call, result], **how)
+        assert second.json()["output"][0]["content"][0]["text"] == "Sunny."
+        assert "You code.\n\nSandboxed.<|im_end|>" in case.tokenizer.decode(case.turns[0].prompt_ids)
+        trained_once(case.turns, case.segments)
+        assert len(case.segments) == 1
+
+
+def test_system_messages_among_the_others_join_the_first() -> None:
+    """As Claude Code sends them."""
+    with serving(XML_CALL, "Sunny.", template=SYSTEM_FIRST) as case:
+        asked: list[Any] = [USER, {"role": "system", "content": "It is Monday."}]
+        how: Any = {"system": [{"type": "text", "text": "You code."}], "tools": [ANTHROPIC_TOOL]}
+        first = post(case, "/messages", messages=asked, **how)
+        assert first.status_code == 200, first.text
+        (call,) = first.json()["content"]
+        results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "fine"}]
+        history = [*asked, {"role": "assistant", "content": [call]}, {"role": "user", "content": results}]
+        assert post(case, "/messages", messages=history, **how).json()["content"][0]["text"] == "Sunny."
+        assert "You code.\n\nIt is Monday.<|im_end|>" in case.tokenizer.decode(case.turns[1].prompt_ids)
+        assert len(case.segments) == 1
+        counted = post(case, "/messages/count_tokens", messages=asked, **how)
+        assert counted.json()["input_tokens"] == len(case.turns[0].prompt_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/chat/completions", {"messages": [USER, USER]}),
+        ("/responses", {"input": [USER, USER], "max_tokens": None}),
+        ("/messages", {"messages": [USER, USER]}),
+    ],
+)
+def test_what_a_template_refuses_is_the_requests_fault_and_said_in_its_words(
+    path: str, body: dict[str, Any], stream: bool
+) -> None:
+    with serving("Hello.", template=TAKES_TURNS) as case:
+        refused = post(case, path, **body, stream=stream)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert "Conversation roles must alternate" in error["message"]
+        fine = {name: value[:1] if isinstance(value, list) else value for name, value in body.items()}
+        assert post(case, path, **fine).status_code == 200
+        assert len(case.turns) == 1
+
+
+def test_a_given_call_whose_arguments_are_no_object_is_refused_by_a_template_that_wants_one() -> None:
+    with serving("Hello.", template=SYSTEM_FIRST) as case:
+        call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": '}}
+        history = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, USER]
+        refused = post(case, "/chat/completions", messages=history)
+        assert refused.status_code == 400
+        assert "Can only get item pairs from a mapping" in refused.json()["error"]["message"]
