@@ -15,6 +15,7 @@ from typing import Any
 from agl_slime.errors import ContextOverflowError, GatewayRequestError
 from agl_slime.gateway.branches import AnswerInTime, left_out
 from agl_slime.gateway.calls import Answered, Call, Choice
+from agl_slime.gateway.raw import RawTree
 from agl_slime.gateway.reading import Reading, served_message
 from agl_slime.gateway.sampling import sampling_for
 from agl_slime.gateway.settings import GatewaySettings
@@ -27,7 +28,6 @@ from agl_slime.support.agl import LLM
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate, Message
-from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace import attributes as names
 
 SpanSink = Callable[[str, dict[str, Any], float], None]
@@ -64,7 +64,6 @@ class Attempt:
     _trees: dict[tuple[str, int], Tree] = field(default_factory=dict)
     _root: RolloutSession | None = None
     _answers: list[AnswerInTime] = field(default_factory=list)
-    _texts: dict[str, list[Message]] = field(default_factory=dict)
     _conversations: dict[str, list[Message]] = field(default_factory=dict)
     _clock: int = 0
     _empty: int = 0
@@ -161,8 +160,8 @@ class Attempt:
         parser = get_tool_parser(parser_for_template(source)) if call.tools else None
         silent = call.tool_choice == "none"
         tools = list(call.tools) or None
-        template = self.access.template(tokenizer, tools, call.template_kwargs, raw=call.raw)
-        tree = self._tree(role, template, tokenizer, llm)
+        template = self.access.template(tokenizer, tools, call.template_kwargs)
+        tree = self._tree(role, template, tokenizer, llm, raw=call.raw)
         trained = role in (LLM_RESOURCE, *self.settings.trained_models)
         sampling, untrained = sampling_for(
             call,
@@ -174,8 +173,8 @@ class Attempt:
         )
         if not trained:
             untrained = f"role:{role}"
-        reads = Reading(not call.raw and template.opens_thinking, None if silent else parser, sampling.stop)
-        call = replace(call, messages=self._messages(call, tokenizer))
+        reads = Reading(None if call.raw else template.opens_thinking, None if silent else parser, sampling.stop)
+        call = replace(call, messages=self._messages(call))
         match = tree.find(call.messages)
         self._clock += 1
         begun = self._clock
@@ -205,10 +204,7 @@ class Attempt:
             choice, ids = reads.choice(generation, call, session)
             served = served_message(choice, call.messages[-1])
             node = tree.answered(match, line, held=dict(session.messages[-1]), served=served, ids=ids)
-            if call.raw:
-                text = "".join(message["content"] for message in session.messages)
-                self._texts[text] = [*match.messages, served]
-            elif call.kept and index == 0:
+            if call.kept and index == 0:
                 self._conversations[work.id] = [*call.messages, served]
             self._note(node, match, (id(tree), node.before), begun)
             self.seen["answers"] += 1
@@ -242,8 +238,8 @@ class Attempt:
         choices = (Choice(finish=finish),) * call.n
         return Answered(id=work.id, created=work.created, model=call.model, choices=choices)
 
-    def _messages(self, call: Call, tokenizer: ChatTokenizer) -> list[Message]:
-        """The whole conversation of a request that sends a part of it, or one text."""
+    def _messages(self, call: Call) -> list[Message]:
+        """The whole conversation of a request that sends a part of it."""
         if call.previous:
             before = self._conversations.get(call.previous)
             if before is None:
@@ -251,13 +247,7 @@ class Attempt:
                 raise GatewayRequestError(told, param="previous_response_id")
             system = [message for message in call.messages if message["role"] == "system"]
             return [*system, *(m for m in before if m["role"] != "system"), *call.messages[len(system) :]]
-        if not call.raw:
-            return call.messages
-        prompt = call.messages[0]["content"]
-        text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
-        held = max((known for known in self._texts if text.startswith(known)), key=len, default="")
-        rest = text[len(held) :]
-        return [*self._texts.get(held, ()), *([{"role": "text", "content": rest}] if rest else ())]
+        return call.messages
 
     async def count(self, call: Call) -> int:
         """How many tokens the prompt of a request would have."""
@@ -269,8 +259,9 @@ class Attempt:
 
     # -- conversations ------------------------------------------------------------------------------------------------
 
-    def _tree(self, role: str, template: ChatTemplate, tokenizer: Any, llm: LLM) -> Tree:
-        tree = self._trees.get((role, id(template)))
+    def _tree(self, role: str, template: ChatTemplate, tokenizer: Any, llm: LLM, *, raw: bool) -> Tree:
+        key = role, 0 if raw else id(template)
+        tree = self._trees.get(key)
         if tree is not None:
             return tree
 
@@ -292,7 +283,7 @@ class Attempt:
             )
             return self._root
 
-        tree = self._trees[role, id(template)] = Tree(open_session)
+        tree = self._trees[key] = RawTree(open_session, template) if raw else Tree(open_session)
         return tree
 
     def _changed_tools(self, role: str, own: Tree, messages: list[Message]) -> ForkReason | None:

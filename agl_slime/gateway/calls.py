@@ -24,9 +24,9 @@ IMPOSED += ("logit_bias", "seed")
 class Call:
     """One request. ``asked`` are the sampling settings that its client wants and the run may decide otherwise;
     ``constraint`` what the answer is held to, as SGLang's sampling parameters; ``tool_choice`` is ``auto``, ``none``,
-    ``required`` or the name of a function. ``raw``: the only message's content is a text, or token ids, and no template
-    is applied to it. ``previous``: the answer whose conversation these messages go on; ``kept``: its answer may be
-    gone on from in that way."""
+    ``required`` or the name of a function. ``raw``: the only message's content is a text, or a tuple of token ids,
+    and no template is applied to it. ``previous``: the answer whose conversation these messages go on; ``kept``: its
+    answer may be gone on from in that way."""
 
     messages: list[Message]
     model: str = ""
@@ -80,9 +80,11 @@ class Answered:
 # -- the parts of an answer -------------------------------------------------------------------------------------------
 
 
-def split_thinking(text: str, *, opened: bool) -> tuple[str, str, bool]:
+def split_thinking(text: str, *, opened: bool | None) -> tuple[str, str, bool]:
     """The reasoning, what comes after it, and whether the reasoning is still open. ``opened``: the template has opened
-    a block of thinking before the answer."""
+    a block of thinking before the answer; ``None``: there is none, the text is raw."""
+    if opened is None:
+        return "", text, False
     begun = text.lstrip()
     if begun.startswith(_THINK):
         begun = begun[len(_THINK) :]
@@ -92,12 +94,12 @@ def split_thinking(text: str, *, opened: bool) -> tuple[str, str, bool]:
     return thought.strip(), rest.lstrip("\n") if mark else "", not mark
 
 
-def visible(text: str, *, opened: bool, parser: ToolParser | None, stops: tuple[str, ...]) -> tuple[str, str]:
+def visible(text: str, *, opened: bool | None, parser: ToolParser | None, stops: tuple[str, ...]) -> tuple[str, str]:
     """Of an answer that is still being sampled, what its reasoning and its content begin with whatever follows."""
     text = text.rstrip("\ufffd")
     held = max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
     text = text[: len(text) - held]
-    if not opened and _THINK.startswith(begun := text.lstrip()) and begun != _THINK:
+    if opened is False and _THINK.startswith(begun := text.lstrip()) and begun != _THINK:
         return "", ""
     thought, content, is_open = split_thinking(text, opened=opened)
     if is_open:

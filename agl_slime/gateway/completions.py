@@ -13,6 +13,7 @@ from agl_slime.gateway.protocol import Decode, Protocol, Stream, sse
 _HONOURED = "prompt model max_tokens max_completion_tokens max_new_tokens max_output_tokens stop n logprobs stream"
 _HONOURED += " stream_options regex ebnf json_schema"
 _DEFAULT_TOKENS = 16
+_MOST_IDS = 2**31  # what int32 holds; the engine knows its vocabulary
 
 
 class Completions(Protocol):
@@ -26,8 +27,9 @@ class Completions(Protocol):
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
-        ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
-        if not (prompt and (isinstance(prompt, str) or ids)):
+        if isinstance(prompt, list) and all(type(token) is int and 0 <= token < _MOST_IDS for token in prompt):
+            prompt = tuple(prompt)
+        if not prompt or not isinstance(prompt, str | tuple):
             raise GatewayRequestError("prompt must be one text, or the token ids of one", param="prompt")
         constraint = next(({name: body[name]} for name in ("regex", "ebnf", "json_schema") if body.get(name)), {})
         return Call(

@@ -14,9 +14,9 @@ from agl_slime.tokens.template import Message
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the text of an answer becomes its parts."""
+    """How the text of an answer becomes its parts. ``opened`` is ``None`` where it stays as it is."""
 
-    opened: bool
+    opened: bool | None
     parser: ToolParser | None
     stops: tuple[str, ...]
 

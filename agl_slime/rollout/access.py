@@ -5,7 +5,6 @@ One of these serves all rollouts of an agent, or of a gateway.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -86,13 +85,8 @@ class EngineAccess:
         tokenizer: ChatTokenizer,
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any] | None = None,
-        *,
-        raw: bool = False,
     ) -> ChatTemplate:
-        """One template for all rollouts with these tools: what it has found out about itself is known to all. A ``raw``
-        one writes the contents of messages and nothing else."""
-        if raw:
-            tokenizer = _raw_text(tokenizer)
+        """One template for all rollouts with these tools: what it has found out about itself is known to all."""
         key = f"{id(tokenizer)} {json.dumps([tools, dict(template_kwargs or {})], sort_keys=True, default=repr)}"
         if key not in self._templates:
             if len(self._templates) >= _MAX_TEMPLATES:  # tools that differ from task to task
@@ -105,26 +99,6 @@ class EngineAccess:
         clients, self._clients = self._clients, {}
         for client in clients.values():
             await client.aclose()
-
-
-class _RawText:
-    """A tokenizer whose chat template writes the contents of messages, one after the other."""
-
-    chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def apply_chat_template(self, conversation: Any, **_: Any) -> str:
-        return "".join(str(message["content"]) for message in conversation)
-
-
-@functools.lru_cache(maxsize=8)
-def _raw_text(tokenizer: ChatTokenizer) -> Any:
-    return _RawText(tokenizer)
 
 
 def sampling_of(llm: LLM) -> SamplingParams:

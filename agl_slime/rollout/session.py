@@ -148,7 +148,7 @@ class RolloutSession(Session):
         self._client = client
         self._encoder = TurnEncoder(model=model or None) if traced else None
         self._write = write or _write_span
-        self._last_turn: int | None = None  # number of the turn that the conversation's held tokens end with
+        self.last_turn: int | None = None  # number of the turn that the conversation's held tokens end with
 
     @property
     def messages(self) -> list[Message]:
@@ -192,7 +192,7 @@ class RolloutSession(Session):
         boundaries = context.open_boundaries
         context.add_answer(prompt_ids, generation)
         self.stats.open_boundaries += context.open_boundaries - boundaries
-        base_turn, kept, told, fork = self._last_turn, context.kept_tokens, fork, context.fork
+        base_turn, kept, told, fork = self.last_turn, context.kept_tokens, fork, context.fork
         prompt = context.token_ids[: len(prompt_ids)]
         if base_turn is None and self.turns:  # another conversation of the rollout, which may begin as the first did
             base_turn, first = 0, self.turns[0].token_ids
@@ -201,7 +201,7 @@ class RolloutSession(Session):
                 fork = ForkReason.BRANCH if kept == len(prompt) else ForkReason.NEW_CONTEXT
         if fork is not None and fork is not ForkReason.TEMPLATE:
             fork = told or fork
-        self._last_turn = len(self.turns)
+        self.last_turn = len(self.turns)
         place: Any = {"base_turn": base_turn, "kept_tokens": kept, "fork": fork, "untrained": untrained}
         self.turns.append(Turn.from_generation(prompt, generation, messages=asked, **place))
         if self._encoder is not None:
@@ -217,7 +217,7 @@ class RolloutSession(Session):
             branch.context = self.context.branch(messages)
         else:
             branch.context = ChatContext(template=template, messages=messages)
-            branch._last_turn = None
+            branch.last_turn = None
         return branch
 
     def _within_limits(self, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:

@@ -31,7 +31,7 @@ from agl_slime.tokens.template import Addition, ChatTemplate, Message, Rendering
 from agl_slime.tokens.tokenizer import longest_prefix
 
 # Tokenizing takes about a millisecond per this many characters; more of those are worth a thread.
-_LONG_TEXT_CHARS = 8_000
+LONG_TEXT_CHARS = 8_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class ChatContext:
     async def prompt(self) -> list[int]:
         """``prompt_ids()``; made in a thread where much text has to be tokenized, as at most forks."""
         chars, make = self._next()
-        return self._ask(make) if chars <= _LONG_TEXT_CHARS else await run_in_thread(self._ask, make)
+        return self._ask(make) if chars <= LONG_TEXT_CHARS else await run_in_thread(self._ask, make)
 
     def _ask(self, make: Callable[[], _Plan]) -> list[int]:
         plan = make()

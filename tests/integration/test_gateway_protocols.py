@@ -25,32 +25,6 @@ def client_of(case: Case) -> OpenAI:
     return OpenAI(base_url=case.llm.endpoint, api_key="any", max_retries=0)
 
 
-# -- completions ------------------------------------------------------------------------------------------------------
-
-
-def test_a_text_that_begins_with_what_was_sampled_goes_on_from_it() -> None:
-    with serving("one two", "three") as case:
-        complete = client_of(case).completions.create
-        first = complete(model="m", prompt="Count: ", logprobs=1, max_tokens=50)
-        assert first.choices[0].text == "one two"
-        told = first.choices[0].logprobs
-        assert "".join(told.tokens) == "one two<|im_end|>"
-        second = complete(model="m", prompt="Count: one two and ", max_tokens=50)
-        assert second.choices[0].text == "three"
-        turns = case.turns
-        n = turns[0].length - 1  # the end token was sampled and is no part of the text
-        assert turns[1].prompt_ids[:n].tolist() == turns[0].token_ids[:n].tolist()
-        assert case.tokenizer.decode(turns[1].prompt_ids) in ("Count: one two<|im_end|> and ", "Count: one two and ")
-        trained_once(turns, case.segments)
-
-
-def test_a_completion_is_streamed() -> None:
-    with serving("one two three", token_s=0.01) as case:
-        chunks = list(client_of(case).completions.create(model="m", prompt="Count:", stream=True, max_tokens=50))
-        assert "".join(chunk.choices[0].text for chunk in chunks) == "one two three"
-        assert len(chunks) > 2
-
-
 # -- responses --------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,120 @@
+"""Completions: the engine is asked what the client sent, in tokens, and the client gets what was sampled, as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from agl_slime.tokens.forks import ForkReason
+from tests.gateway_cases import Case, serving, trained_once
+
+END = "<|im_end|>"
+
+
+def complete(case: Case, prompt: Any, **more: Any) -> dict[str, Any]:
+    body = {"model": "m", "prompt": prompt, "max_tokens": 50, **more}
+    answer = httpx.post(f"{case.llm.endpoint}/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+def asked(case: Case) -> list[list[int]]:
+    return [payload["input_ids"] for payload in case.payloads]
+
+
+def test_a_text_that_goes_on_with_all_that_was_sampled_is_one_sample() -> None:
+    with serving("one two", "three") as case:
+        first = complete(case, "Count: ", logprobs=1)
+        assert first["text"] == "one two"
+        assert "".join(first["logprobs"]["tokens"]) == f"one two{END}"
+        assert complete(case, f"Count: one two{END} and ")["text"] == "three"
+        turns = case.turns
+        held = turns[0].token_ids.tolist()
+        assert asked(case)[1][: len(held)] == held
+        assert case.tokenizer.decode(asked(case)[1]) == f"Count: one two{END} and "
+        assert [turn.fork for turn in turns] == [None, None]
+        assert len(case.segments) == 1
+        trained_once(turns, case.segments)
+
+
+def test_an_end_mark_that_the_client_does_not_send_is_not_sent_to_the_engine() -> None:
+    with serving("one two", "three") as case:
+        complete(case, "Count: ")
+        complete(case, "Count: one two and ")
+        turns = case.turns
+        kept = turns[0].token_ids.tolist()[:-1]
+        assert asked(case)[1][: len(kept)] == kept
+        assert case.tokenizer.decode(asked(case)[1]) == "Count: one two and "
+        assert [turn.fork for turn in turns] == [None, ForkReason.TEMPLATE]
+        trained_once(turns, case.segments)
+
+
+def test_an_answer_that_a_limit_cut_is_gone_on_with_in_one_sample() -> None:
+    with serving("one two three four") as case:
+        text, turns = "Count: ", 3
+        for _ in range(turns):
+            text += complete(case, text, max_tokens=3)["text"]
+        assert len(case.segments) == 1
+        assert [turn.fork for turn in case.turns] == [None] * turns
+        trained_once(case.turns, case.segments)
+
+
+def test_what_comes_after_a_stop_is_gone_on_with_whether_or_not_the_client_repeats_it() -> None:
+    for between in ("\nObservation: 4\n", " = 4\n"):
+        with serving("Action: 2 + 2\nObservation: made up", "Done.") as case:
+            first = complete(case, "Q\n", stop=["\nObs"])
+            assert first["text"] == "Action: 2 + 2"
+            prompt = f"Q\n{first['text']}{between}"
+            complete(case, prompt)
+            assert case.tokenizer.decode(asked(case)[1]) == prompt
+            trained_once(case.turns, case.segments)
+
+
+def test_the_second_of_two_answers_to_one_prompt_is_gone_on_with_in_its_own_tokens() -> None:
+    with serving("one", "two", "three") as case:
+        complete(case, "Say: ")
+        complete(case, "Say: ")
+        complete(case, f"Say: two{END}!")
+        assert asked(case)[2][: case.turns[1].length] == case.turns[1].token_ids.tolist()
+        assert len(case.segments) == 2
+        trained_once(case.turns, case.segments)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("text", ["<think>a</think>\n\nFour.", "  <think>a b c", " Four. \n"])
+def test_raw_text_stays_raw(text: str, streamed: bool) -> None:
+    with serving(text, token_s=0.002 * streamed) as case:
+        if not streamed:
+            assert complete(case, "2+2=")["text"] == text
+            return
+        body = {"model": "m", "prompt": "2+2=", "max_tokens": 50, "stream": True}
+        import openai
+
+        client = openai.OpenAI(base_url=case.llm.endpoint, api_key="any", max_retries=0)
+        chunks = list(client.completions.create(**body))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == text
+        assert len(chunks) > 2
+
+
+def test_prompt_ids_are_sent_as_they_are() -> None:
+    """Ids that no tokenizer would give for their text."""
+    with serving("one", "two") as case:
+        ids = [i for character in "Count to two" for i in case.tokenizer.encode(character, add_special_tokens=False)]
+        assert ids != case.tokenizer.encode("Count to two", add_special_tokens=False)
+        complete(case, ids)
+        assert asked(case) == [ids]
+        held = case.turns[0].token_ids.tolist()
+        complete(case, [*held, *ids])
+        assert asked(case)[1] == [*held, *ids]
+        assert len(case.segments) == 1
+        trained_once(case.turns, case.segments)
+
+
+@pytest.mark.parametrize("prompt", [[-1], [2**31], [2**70], [True], [[]], [[1], [2]], ["a", "b"], "", [], {}, 1])
+def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
+    with serving("one") as case:
+        answer = httpx.post(f"{case.llm.endpoint}/completions", json={"prompt": prompt}, timeout=5)
+        assert answer.status_code == 400, answer.text
+        assert not case.payloads
