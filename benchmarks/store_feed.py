@@ -43,7 +43,7 @@ async def measure(store: BridgeStore, url: str) -> None:
             assert len(found) == ended
         # a follower has read all but the last one
         for _ in range(LOOKS):
-            position = FeedPosition(position.instance_id or await instance_of(remote), ended - 1)
+            position = FeedPosition(position.server_instance_id or await instance_of(remote), ended - 1)
             began = time.perf_counter()
             async for page in remote.follow_finished(position):
                 reads.append(time.perf_counter() - began)
@@ -55,7 +55,7 @@ async def measure(store: BridgeStore, url: str) -> None:
 
 async def instance_of(remote: RemoteStore) -> str:
     async for page in remote.follow_finished(FeedPosition()):
-        return page["instance_id"]
+        return page["server_instance_id"]
     raise AssertionError("the feed ended")
 
 

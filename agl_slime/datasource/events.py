@@ -62,7 +62,7 @@ class EndTable:
     def told(self, page: FeedPage, *, missed: Sequence[str] = ()) -> list[str]:
         """Move the position to the end of ``page``; returns the rollouts to look at, each once however often the feed
         names it. ``missed`` are those that may have ended before it, unseen."""
-        self.position.instance_id, self.position.after = page["instance_id"], page["last"]
+        self.position.server_instance_id, self.position.after = page["server_instance_id"], page["last"]
         fresh = []
         for number, rollout_id in enumerate(page["rollout_ids"], page["last"] - len(page["rollout_ids"]) + 1):
             known = rollout_id in self._known
@@ -103,14 +103,14 @@ class EndTable:
         later = (name for name, end in self._ends.items() if end.read and self._comes_after(after, end))
         kept = [name for name, end in self._ends.items() if end.read and not end.released]
         return {
-            "follow": {"epoch": self.position.instance_id, "after": after},
+            "follow": {"server_instance_id": self.position.server_instance_id, "after": after},
             "ended": [*{*later, *self._known}],
             "unreleased": [*kept, *self.due],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         if (follow := state.get("follow")) is not None:
-            self.position = FeedPosition(follow["epoch"], follow["after"])
+            self.position = FeedPosition(follow["server_instance_id"], follow["after"])
             self._known = set(state.get("ended") or ())
         self._ends = {name: _End(-1, read=True) for name in state.get("unreleased") or ()}
 
@@ -123,7 +123,7 @@ class EndTable:
 
     def _comes_after(self, position: int, end: _End) -> bool:
         """Whether the feed names it after ``position``; a store without a feed names nothing."""
-        return end.number > position or (bool(self.position.instance_id) and not end.number)
+        return end.number > position or (bool(self.position.server_instance_id) and not end.number)
 
     def _trim(self) -> None:
         while self._ends and (end := self._ends[first := next(iter(self._ends))]).read and end.released:
@@ -261,7 +261,7 @@ class EndFollower:
                 logger.warning("The store's feed has gone on without this data source; the whole store is looked at.")
                 missed = await self._finished_ids()
             with self._changed:
-                if position.instance_id not in ("", page["instance_id"]):
+                if position.server_instance_id not in ("", page["server_instance_id"]):
                     self._ends.reset()
                     self._store_restarted()
                 fresh = self._ends.told(page, missed=missed)

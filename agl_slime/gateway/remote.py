@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import tyro
 from aiohttp import web
 
@@ -28,15 +26,13 @@ from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.server import Gateway
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess
-from agl_slime.store.bridge import FINISHED, BridgeStore
+from agl_slime.store.bridge import FINISHED
 from agl_slime.store.client import RemoteStore
-from agl_slime.store.feed import FeedPosition
+from agl_slime.store.follow import listen_for_ends
 from agl_slime.store.server import TOKEN_VARIABLE as STORE_TOKEN_VARIABLE
 from agl_slime.support.agl import LLM, LightningStore, Span, SpanCoreFields, TraceStatus
 from agl_slime.support.http import json_response, stop_signal
 from agl_slime.support.net import require_token
-
-logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "AGL_SLIME_GATEWAY_TOKEN"
 
@@ -87,8 +83,7 @@ class StoreGateway(Gateway):
         require_token(self.settings.host, token, setting=TOKEN_VARIABLE)
         self._store, self._llm, self._token = store, llm, token
         self._opening: dict[tuple[str, str], asyncio.Future[Attempt]] = {}
-        self._follower: asyncio.Task[None] | None = None
-        self._unsubscribe: Callable[[], None] | None = None
+        self._unsubscribe: Callable[[], object] | None = None
 
     @property
     def endpoint(self) -> str:
@@ -96,31 +91,15 @@ class StoreGateway(Gateway):
         return f"{self.url}/k/{self._token}/v1" if self._token else f"{self.url}/v1"
 
     async def _begin(self) -> None:
-        if isinstance(self._store, BridgeStore):
-            ended = self._ended_rollout
-            self._unsubscribe = self._store.subscribe_finished(lambda r: self._on_loop(lambda: ended(r.rollout_id)))
-        elif isinstance(self._store, RemoteStore):
-            self._follower = asyncio.ensure_future(self._follow(self._store))
+        self._unsubscribe = listen_for_ends(
+            self._store,
+            lambda rollout_id: self._on_loop(lambda: self._ended_rollout(rollout_id)),
+            mine=lambda: {rollout_id for rollout_id, _ in self._attempts},
+        )
 
     async def _finish(self) -> None:
         if self._unsubscribe is not None:
             self._unsubscribe()
-        if self._follower is not None:
-            self._follower.cancel()
-
-    async def _follow(self, store: RemoteStore) -> None:
-        position = FeedPosition()
-        try:
-            async for page in store.follow_finished(position, patience_s=None):
-                ended = set(page["rollout_ids"])
-                if page["missed"] or position.instance_id not in ("", page["instance_id"]):
-                    known = {rollout_id for rollout_id, _ in self._attempts}
-                    ended |= known - await store.running(known)
-                position.instance_id, position.after = page["instance_id"], page["last"]
-                for rollout_id in ended:
-                    self._ended_rollout(rollout_id)
-        except (AglSlimeError, aiohttp.ClientError) as error:
-            logger.warning("Ends of rollouts are not followed any more: %s", error)
 
     def _ended_rollout(self, rollout_id: str) -> None:
         for attempt in [attempt for (own, _), attempt in self._attempts.items() if own == rollout_id]:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.runner.base import FinishedListener, RunnerSettings
-from agl_slime.runner.cancellations import listen_for_cancellations
 from agl_slime.runner.guard import GuardedAgent, contain_tasks
 from agl_slime.runner.lag import LagMonitor
 from agl_slime.runner.process import forget_what_exists
 from agl_slime.runner.recording import current_recording
 from agl_slime.runner.tracer import ContextTracer
+from agl_slime.store.follow import listen_for_ends
 from agl_slime.support.agl import AttemptedRollout, ExecutionEvent, Hook, LitAgent, LitAgentRunner
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         store = self.get_store()
         self._loop = asyncio.get_running_loop()
         stop_heartbeat = self._start_heartbeat_loop(store)
-        unsubscribe = listen_for_cancellations(store, cancel=self.cancel, claimed=self._claimed)
+        unsubscribe = listen_for_ends(store, self.cancel, mine=self._claimed, only_cancelled=True)
         forget_what_exists()
         stop_containing = contain_tasks(self._loop)
         if self.lag is not None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from typing_extensions import Self
@@ -14,6 +13,7 @@ from agl_slime.errors import LoopError
 from agl_slime.runner.base import FinishedListener, RunnerPool
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
 from agl_slime.support.agl import Hook, LightningStore, LitAgent
+from agl_slime.support.threads import LoopThread
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +39,13 @@ class RunnerThread(RunnerPool):
         self._agent = agent
         self._store = store
         self._hooks = hooks
-        self._thread: threading.Thread | None = None
+        self._thread: LoopThread | None = None
 
     def start(self) -> Self:
         if self._thread is not None:
             raise LoopError("The runner was started already; make a new RunnerThread to run again.")
-        ready = threading.Event()
-        self._thread = threading.Thread(target=self._main, args=(ready,), name="agl-slime-runner", daemon=True)
+        self._thread = LoopThread(self._serve, name="agl-slime-runner")
         self._thread.start()
-        ready.wait()
         if self.failure is not None:
             raise LoopError(f"The runner could not start: {self.failure}") from self.failure
         return self
@@ -59,22 +57,16 @@ class RunnerThread(RunnerPool):
         if self._thread is None:
             return True
         self.runner.stop(cancel=cancel)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if not self._thread.join(timeout_s):
             logger.warning("The runner did not stop within %g s: some agent blocks its event loop.", timeout_s)
             return False
         return True
 
-    def _main(self, ready: threading.Event) -> None:
+    async def _serve(self, ready: Callable[[], None]) -> None:
         try:
-            asyncio.run(self._serve(ready))
-        except BaseException as error:  # a thread's exception reaches nobody else: keep it for start() and the loop
+            with self.runner.run_context(agent=self._agent, store=self._store, hooks=self._hooks):
+                asyncio.get_running_loop().call_soon(ready)
+                await self.runner.iter()
+        except BaseException as error:  # for start() and the loop
             self.failure = error
             logger.error("The runner ended: %s", error, exc_info=error)
-        finally:
-            ready.set()
-
-    async def _serve(self, ready: threading.Event) -> None:
-        with self.runner.run_context(agent=self._agent, store=self._store, hooks=self._hooks):
-            asyncio.get_running_loop().call_soon(ready.set)
-            await self.runner.iter()

@@ -16,7 +16,6 @@ import aiohttp
 import orjson
 
 from agl_slime.errors import DataSourceError
-from agl_slime.store.bridge import FINISHED
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition
 from agl_slime.store.server import BATCH_PATH, TOKEN_VARIABLE, UNNUMBERED
 from agl_slime.support.agl import Attempt, LightningStoreClient, ResourcesUpdate, Rollout, Span
@@ -68,38 +67,43 @@ class RemoteStore(LightningStoreClient):
         [result] = await self._post_calls([_encoded(call)])
         return _result_of(result)
 
-    def follow_finished(
-        self, position: FeedPosition, *, wait_s: float = 20.0, patience_s: float | None = _UNREACHABLE_S
+    async def follow_finished(
+        self,
+        position: FeedPosition,
+        *,
+        only_cancelled: bool = False,
+        wait_s: float = 20.0,
+        patience_s: float | None = _UNREACHABLE_S,
     ) -> AsyncIterator[FeedPage]:
         """Pages of ended rollouts from ``position`` on, for ever, across interruptions; the caller moves the position.
         Raises ``DataSourceError`` when the store has been unreachable for ``patience_s`` (two minutes; ``None``: it
         may be away for ever), or serves no feed."""
-        return self._follow(FEED_PATH, position, wait_s=wait_s, patience_s=patience_s)
-
-    def follow_cancelled(self, position: FeedPosition, *, wait_s: float = 20.0) -> AsyncIterator[FeedPage]:
-        """As ``follow_finished`` for cancelled rollouts, however long the store is away."""
-        return self._follow(CANCELLED_PATH, position, wait_s=wait_s, patience_s=None)
-
-    async def _follow(
-        self, path: str, position: FeedPosition, *, wait_s: float, patience_s: float | None
-    ) -> AsyncIterator[FeedPage]:
-        backoff = self._backoff(patience_s)
+        path, backoff = CANCELLED_PATH if only_cancelled else FEED_PATH, self._backoff(patience_s)
         while True:
-            body = orjson.dumps({"instance_id": position.instance_id, "after": position.after, "wait_s": wait_s})
-            post = partial(self._post, path, body, timeout_s=wait_s + 10.0)
+            body = orjson.dumps(
+                {"server_instance_id": position.server_instance_id, "after": position.after, "wait_s": wait_s}
+            )
+            post = partial(self._page, path, body, timeout_s=wait_s + 10.0)
             try:
-                page: FeedPage = await backoff.run(post, may_pass)
+                # what is no page is the word of something before the store, a proxy say, while that is away
+                page = await backoff.run(post, lambda error: may_pass(error) or isinstance(error, ValueError))
             except aiohttp.ClientResponseError as error:
                 fix = f"set {TOKEN_VARIABLE}" if error.status == 401 else "serve it with agl_slime's StoreService"
                 url = self.server_address_root
                 raise DataSourceError(f"the store at {url} answers {error.status} to {path}: {fix}") from error
-            if page["rollout_ids"] or page["missed"] or page["instance_id"] != position.instance_id:
+            if page["rollout_ids"] or page["missed"] or page["server_instance_id"] != position.server_instance_id:
                 yield page
 
-    async def running(self, rollout_ids: Collection[str]) -> set[str]:
-        """Those of ``rollout_ids`` that the store knows and that have not ended; waits for a store that is away."""
+    async def _page(self, path: str, body: bytes, *, timeout_s: float) -> FeedPage:
+        answer = await self._post(path, body, timeout_s=timeout_s)
+        if not isinstance(answer, dict) or not answer.keys() >= FeedPage.__required_keys__:
+            raise ValueError(f"{self.server_address_root}{path} did not answer with a page of a feed")
+        return FeedPage(**answer)
+
+    async def statuses(self, rollout_ids: Collection[str]) -> dict[str, str]:
+        """The status of those of ``rollout_ids`` that the store knows; waits for a store that is away."""
         found = await self._backoff(None).run(lambda: self.query_rollouts(rollout_id_in=sorted(rollout_ids)), may_pass)
-        return {rollout.rollout_id for rollout in found if rollout.status not in FINISHED}
+        return {rollout.rollout_id: rollout.status for rollout in found}
 
     async def _post_calls(self, calls: list[orjson.Fragment]) -> list[dict[str, Any]]:
         # Sent twice is as good as once: a span that is there already is not added again, an end that is there stays.

@@ -1,7 +1,8 @@
 """Which rollouts have ended, as a list that others follow from a position on.
 
-Delivery is at least once. A position is a number within one *server instance*; the last 100,000 ends are kept. A
-follower that comes from another instance, or from too far behind, is told so and looks through the store once.
+Delivery is at least once. A position is a number within one run of the server, which its *server instance id* names;
+the last 100,000 ends are kept. A follower that comes from another instance, or from too far behind, is told so and
+looks through the store once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class FeedPage(TypedDict):
     """``rollout_ids`` ended at positions ``last - len + 1`` to ``last``. ``missed``: ends before the first of them are
     no longer known."""
 
-    instance_id: str
+    server_instance_id: str
     last: int
     rollout_ids: list[str]
     missed: bool
@@ -40,8 +41,16 @@ class FeedPage(TypedDict):
 class FeedPosition:
     """Where a follower stands: the number of ends it has taken in, of a server instance."""
 
-    instance_id: str = ""
+    server_instance_id: str = ""
     after: int = 0
+
+    def restarted(self, page: FeedPage) -> bool:
+        """Whether ``page`` comes from another server instance: what happened between the two is in neither's feed."""
+        return self.server_instance_id not in ("", page["server_instance_id"])
+
+    def move(self, page: FeedPage) -> None:
+        """``page`` has been taken in."""
+        self.server_instance_id, self.after = page["server_instance_id"], page["last"]
 
 
 class FinishedFeed:
@@ -49,7 +58,7 @@ class FinishedFeed:
     that is reported again keeps its number. Thread-safe."""
 
     def __init__(self, *, window: int = _WINDOW) -> None:
-        self.instance_id = uuid.uuid4().hex
+        self.server_instance_id = uuid.uuid4().hex
         self._ids: deque[str] = deque()
         self._among: set[str] = set()
         self._window = window
@@ -74,12 +83,14 @@ class FinishedFeed:
         """What ended after ``position``, up to a page."""
         with self._lock:
             first = self._last - len(self._ids) + 1
-            known = position.instance_id == self.instance_id and position.after <= self._last
+            known = position.server_instance_id == self.server_instance_id and position.after <= self._last
             after = position.after if known else 0
             begin = max(after + 1, first)
             end = min(self._last, begin + _PAGE - 1)
             ids = [self._ids[i - first] for i in range(begin, end + 1)]
-            return FeedPage(instance_id=self.instance_id, last=end, rollout_ids=ids, missed=begin > after + 1)
+            return FeedPage(
+                server_instance_id=self.server_instance_id, last=end, rollout_ids=ids, missed=begin > after + 1
+            )
 
     async def wait(self, position: FeedPosition, timeout_s: float) -> FeedPage:
         """``read``, as soon as there is something to read; an empty page after ``timeout_s``."""
@@ -94,7 +105,7 @@ class FinishedFeed:
             self._waiters.add(notify)
         try:
             page = self.read(position)
-            if page["rollout_ids"] or page["instance_id"] != position.instance_id or self._closed:
+            if page["rollout_ids"] or page["server_instance_id"] != position.server_instance_id or self._closed:
                 return page
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(ended.wait(), timeout=min(timeout_s, _LONGEST_WAIT_S))

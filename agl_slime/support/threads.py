@@ -3,7 +3,7 @@
 A user's reward or tool that hangs can then never take a thread from the train step, a checkpoint or ``stop``. All
 threads are daemons: the standard library joins its executors' threads when the interpreter exits, so one call that
 hangs would keep the process alive for ever. The caller's context variables are visible in the thread, so spans find
-their rollout.
+their rollout. ``LoopThread`` is the one way to have an event loop on a thread of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -202,6 +203,51 @@ async def call_user_code(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -
 def abandoned_threads() -> int:
     """Threads of users' code, in this process, that have outlived their rollouts; for metrics."""
     return sum(pool.abandoned for pool in list(_user_pools))
+
+
+class LoopThread:
+    """A daemon thread with an event loop that runs ``main`` to its end; ``main`` calls its argument once it is ready.
+    What it raises is kept in ``failure``: a thread's exception reaches nobody else."""
+
+    def __init__(self, main: Callable[[Callable[[], None]], Coroutine[Any, Any, None]], *, name: str) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.failure: BaseException | None = None
+        self._main = main
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Returns when ``main`` is ready, or has ended."""
+        self._thread.start()
+        self._ready.wait()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def call(self, callback: Callable[..., Any], *args: Any) -> None:
+        """Call it on the loop, from any thread; not where the loop has not begun, or has ended."""
+        with suppress(RuntimeError):
+            if self.loop is not None:
+                self.loop.call_soon_threadsafe(callback, *args)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end; ``False`` when it has not come, as always on the thread itself."""
+        if self.alive and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+        return not self.alive
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        await self._main(self._ready.set)
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:

@@ -202,7 +202,7 @@ async def test_a_stock_server_that_tells_of_none_is_worked_for_as_before(caplog:
         store, launcher_args=PythonServerLauncherArgs(host="127.0.0.1", access_host="127.0.0.1", launch_mode="thread")
     )
     await server.start()
-    caplog.set_level("INFO", logger="agl_slime.runner.cancellations")
+    caplog.set_level("INFO", logger="agl_slime.store.follow")
     try:
         async with running(agent, RemoteStore(server.endpoint)):
             [rollout_id] = await enqueue(store, 1)

@@ -99,10 +99,12 @@ def test_what_was_being_read_at_a_save_is_known_as_read_at_the_next_one():
     """It is read again after the load, which may be before the feed names it; with unread ends before it, the third
     manager was told of it as new."""
     table = EndTable(hold=True)
-    table.restore({"follow": {"epoch": "one", "after": 0}, "ended": [], "unreleased": [], "waiting": ["waited for"]})
+    table.restore(
+        {"follow": {"server_instance_id": "one", "after": 0}, "ended": [], "unreleased": [], "waiting": ["waited for"]}
+    )
     table.read("waited for")
     assert table.state()["ended"] == ["waited for"]  # it may be trained on before the feed has named anything
-    page = FeedPage(instance_id="one", last=2, rollout_ids=["unread", "waited for"], missed=False)
+    page = FeedPage(server_instance_id="one", last=2, rollout_ids=["unread", "waited for"], missed=False)
     assert table.told(page) == ["unread"]
     state = table.state()
     assert state["follow"]["after"] == 0

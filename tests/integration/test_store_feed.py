@@ -29,7 +29,7 @@ async def _finish(store: LightningStore, n: int) -> list[str]:
 async def _take(store: RemoteStore, position: FeedPosition, n: int) -> list[str]:
     taken: list[str] = []
     async for page in store.follow_finished(position, wait_s=5):
-        position.instance_id, position.after = page["instance_id"], page["last"]
+        position.move(page)
         taken += page["rollout_ids"]
         if len(taken) >= n:
             break
@@ -51,16 +51,16 @@ async def test_a_follower_that_comes_with_a_saved_position_goes_on_from_there():
     with StoreService(store=(store := BridgeStore())) as service:
         ended = await _finish(store, 5)
         remote = RemoteStore(service.url)
-        assert await _take(remote, FeedPosition(service.feed.instance_id, 3), 2) == ended[3:]
+        assert await _take(remote, FeedPosition(service.feed.server_instance_id, 3), 2) == ended[3:]
         await remote.close()
 
 
-async def test_another_life_of_the_store_is_told_by_its_epoch():
+async def test_another_server_instance_is_told_by_its_id():
     with StoreService(store=(store := BridgeStore())) as service:
         await _finish(store, 1)
         remote = RemoteStore(service.url)
         async for page in remote.follow_finished(FeedPosition("an earlier life", 40), wait_s=5):
-            assert page["instance_id"] == service.feed.instance_id
+            assert page["server_instance_id"] == service.feed.server_instance_id
             assert len(page["rollout_ids"]) == page["last"] == 1
             break
         await remote.close()
@@ -71,10 +71,10 @@ async def test_a_follower_too_far_behind_is_told_what_is_kept_and_that_it_missed
     feed = FinishedFeed(window=4)
     store.subscribe_finished(feed.append)
     ended = await _finish(store, 10)
-    page = feed.read(FeedPosition(feed.instance_id, 2))
+    page = feed.read(FeedPosition(feed.server_instance_id, 2))
     assert page["missed"]
     assert page["rollout_ids"] == ended[6:]
-    assert not feed.read(FeedPosition(feed.instance_id, 6))["missed"]
+    assert not feed.read(FeedPosition(feed.server_instance_id, 6))["missed"]
 
 
 async def test_memory_and_cost_of_following_do_not_grow_with_the_store():
@@ -85,7 +85,7 @@ async def test_memory_and_cost_of_following_do_not_grow_with_the_store():
         feed.append(rollout.model_copy(update={"rollout_id": f"ro-{number}"}))
     began = time.perf_counter()
     for _ in range(1_000):
-        feed.read(FeedPosition(feed.instance_id, 19_999))
+        feed.read(FeedPosition(feed.server_instance_id, 19_999))
     assert len(feed._ids) == 100
     assert (time.perf_counter() - began) / 1_000 < 1e-3  # microseconds in fact: it reads the tail, not the history
 

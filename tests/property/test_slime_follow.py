@@ -15,7 +15,7 @@ SERVER = "server"
 
 
 def page(after: int, ids: list[str]) -> FeedPage:
-    return FeedPage(instance_id=SERVER, last=after + len(ids), rollout_ids=ids, missed=False)
+    return FeedPage(server_instance_id=SERVER, last=after + len(ids), rollout_ids=ids, missed=False)
 
 
 @settings(max_examples=300, deadline=None)
@@ -66,7 +66,7 @@ def test_after_a_crash_exactly_what_the_saved_state_had_not_read_comes_again(
         for rollout_id in table.told(page(after, feed[after:])):
             table.read(rollout_id)
     state = table.state()
-    assert state["follow"] == {"epoch": SERVER, "after": len(feed)} or not feed
+    assert state["follow"] == {"server_instance_id": SERVER, "after": len(feed)} or not feed
     assert state["ended"] == []
 
 
@@ -88,5 +88,5 @@ def test_the_account_does_not_grow_with_the_run() -> None:
         for rollout_id in table.told(page(after, [str(i) for i in range(after, after + 10)])):
             table.read(rollout_id)
         table.due.clear()
-    assert table.state() == {"follow": {"epoch": SERVER, "after": 50_000}, "ended": [], "unreleased": []}
+    assert table.state() == {"follow": {"server_instance_id": SERVER, "after": 50_000}, "ended": [], "unreleased": []}
     assert len(table._ends) == 0
