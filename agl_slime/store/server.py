@@ -1,8 +1,8 @@
 """A ``BridgeStore`` served over HTTP: Agent Lightning's own server, and three routes more.
 
-``POST /agl_slime/v1/finished`` with ``{"instance_id", "after", "wait_s"}`` answers with the ids of the rollouts that
-ended after position ``after``, as soon as there are any, so following a store costs the same however long it has lived.
-``POST /agl_slime/v1/cancelled`` is the same for those that ended as cancelled: what runners elsewhere follow.
+``POST /agl_slime/v1/finished`` with ``{"server_instance_id", "after", "wait_s"}`` answers with the ids of the rollouts
+that ended after position ``after``, as soon as there are any, so following a store costs the same however long it has
+lived. ``POST /agl_slime/v1/cancelled`` is the same for those that ended as cancelled: what runners elsewhere follow.
 ``POST /agl_slime/v1/batch`` takes many calls at once.
 """
 
@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
-from fastapi import Request
+from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, Field, ValidationError
 
 from agl_slime.errors import ConfigError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition, FinishedFeed
 from agl_slime.support.agl import LightningStoreServer, Rollout, Span
-from agl_slime.support.net import has_token, is_loopback, require_token
+from agl_slime.support.net import has_token, is_loopback, page_refusal, require_token
 from agl_slime.support.threads import run_blocking
 
 BATCH_PATH = "/agl_slime/v1/batch"
@@ -101,41 +102,70 @@ class StoreService:
         assert app is not None
 
         async def batch(request: Request) -> Response:
-            return Response(await execute_batch(self._store, await request.body()), media_type="application/json")
+            return Response(await execute_batch(self._store, await _json(request)), media_type="application/json")
 
         # POST: the dashboard of Agent Lightning's server answers every GET
         app.post(FEED_PATH)(_pages_of(self.feed))
         app.post(CANCELLED_PATH)(_pages_of(self.cancellations))
         app.post(BATCH_PATH)(batch)
 
-        async def authorize(request: Any, call_next: Any) -> Any:
-            if has_token(request.headers.get("authorization"), token):
-                return await call_next(request)
-            detail = f"the store needs its token as a bearer token ({TOKEN_VARIABLE})"
-            return JSONResponse({"detail": detail}, status_code=401)
+        async def admit(request: Any, call_next: Any) -> Any:
+            if token and not has_token(request.headers.get("authorization"), token):
+                detail = f"the store needs its token as a bearer token ({TOKEN_VARIABLE})"
+                return JSONResponse({"detail": detail}, status_code=401)
+            if (detail := page_refusal(request.headers, check_host=not token)) is not None:
+                return JSONResponse({"detail": detail}, status_code=403)
+            return await call_next(request)
 
-        if token:
-            app.middleware("http")(authorize)
+        app.middleware("http")(admit)
 
 
-def _pages_of(feed: FinishedFeed) -> Callable[[dict[str, Any]], Awaitable[FeedPage]]:
-    async def pages(request: dict[str, Any]) -> FeedPage:
-        position = FeedPosition(str(request.get("instance_id", "")), int(request.get("after", 0)))
-        return await feed.wait(position, float(request.get("wait_s", 0.0)))
+async def _json(request: Request) -> Any:
+    """The body of a request. Raises ``HTTPException`` 400 where it is not JSON."""
+    try:
+        return orjson.loads(await request.body())
+    except orjson.JSONDecodeError as error:
+        raise HTTPException(400, f"the body is not JSON: {error}") from error
+
+
+class _Follower(BaseModel):
+    """What a follower of a feed sends: its position, and how long it waits for more."""
+
+    server_instance_id: str = ""
+    after: Annotated[int, Field(ge=0)] = 0
+    wait_s: Annotated[float, Field(ge=0)] = 0.0
+
+
+def _pages_of(feed: FinishedFeed) -> Callable[[Request], Awaitable[FeedPage]]:
+    async def pages(request: Request) -> FeedPage:
+        try:
+            asked = _Follower.model_validate(await _json(request))
+        except ValidationError as error:
+            [first, *_] = error.errors()
+            where = ".".join(map(str, first["loc"])) or "the body"
+            raise HTTPException(400, f"{where}: {first['msg']}") from error
+        return await feed.wait(FeedPosition(asked.server_instance_id, asked.after), asked.wait_s)
 
     return pages
 
 
-async def execute_batch(store: BridgeStore, body: bytes) -> bytes:
-    """Execute the calls of one request, in order; a call that fails says so and does not stop the others."""
-    results: list[dict[str, Any]] = []
-    for call in orjson.loads(body)["calls"]:
+async def execute_batch(store: BridgeStore, body: Any) -> bytes:
+    """Execute the calls of one request, in order; a call that fails says so and does not stop the others. Raises
+    ``HTTPException`` 400 where there are no calls."""
+    if not isinstance(body, dict) or not isinstance(body.get("calls"), list):
+        raise HTTPException(400, 'the body is not {"calls": [...]}')
+    results: list[orjson.Fragment] = []
+    for call in body["calls"]:
         try:
-            results.append({"result": await _execute(store, call)})
+            results.append(_encoded({"result": await _execute(store, call)}))
         except Exception as error:  # told to the one who called
             refused = isinstance(error, (ValueError, TypeError, KeyError))
-            results.append({"error": f"{type(error).__name__}: {error}", "refused": refused})
-    return orjson.dumps({"results": results}, option=orjson.OPT_SERIALIZE_NUMPY)
+            results.append(_encoded({"error": f"{type(error).__name__}: {error}", "refused": refused}))
+    return orjson.dumps({"results": results})
+
+
+def _encoded(result: dict[str, Any]) -> orjson.Fragment:
+    return orjson.Fragment(orjson.dumps(result, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 async def _execute(store: BridgeStore, call: dict[str, Any]) -> Any:

@@ -1,0 +1,119 @@
+"""What a served store answers to requests that nobody of ours has sent: web pages, and junk."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import aiohttp
+import pytest
+from aiohttp import web
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.client import RemoteStore
+from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPosition
+from agl_slime.store.server import BATCH_PATH, StoreService
+from agl_slime.support.http import listening
+
+ENQUEUE = "/v1/agl/queues/rollouts/enqueue"
+JUNK = [b"", b"{", b"[]", b"7", b'"x"', b"null", b"\xff\xfe", b"[" * 100_000, b'{"after": ' + b"[" * 2_000]
+
+
+async def post(url: str, path: str, body: bytes, **headers: str) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session:
+        sent = {"Content-Type": "application/json", **headers}
+        async with session.post(url + path, data=body, headers=sent) as answer:
+            return answer.status, await answer.text()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Host": "evil.example"},
+        {"Host": "evil.example:4748"},
+        {"Host": "[::1"},
+    ],
+)
+@pytest.mark.parametrize("path", [ENQUEUE, BATCH_PATH, FEED_PATH])
+async def test_a_web_page_cannot_reach_a_store_without_a_token(path: str, headers: dict[str, str]):
+    store = BridgeStore()
+    with StoreService(store=store) as service:
+        status, text = await post(service.url, path, b'{"calls": []}', **headers)
+        assert status == 403, text
+        assert "web pages" in text or "127.0.0.1" in text
+        for host in ("localhost:1", "127.0.0.1", "[::1]:80"):
+            assert (await post(service.url, FEED_PATH, b"{}", Host=host))[0] == 200
+
+
+async def test_with_a_token_the_token_decides():
+    with StoreService(store=BridgeStore(), token="secret") as service:
+        told = {"Host": "trainer.cluster:4747", "Authorization": "Bearer secret"}
+        assert (await post(service.url, FEED_PATH, b"{}", **told))[0] == 200
+        assert (await post(service.url, FEED_PATH, b"{}"))[0] == 401
+
+
+@pytest.mark.parametrize("path", [BATCH_PATH, FEED_PATH, CANCELLED_PATH])
+@pytest.mark.parametrize("body", JUNK, ids=lambda body: body[:12].decode(errors="replace"))
+async def test_junk_is_a_400_and_no_traceback(path: str, body: bytes, caplog: pytest.LogCaptureFixture):
+    with StoreService(store=BridgeStore()) as service:
+        status, text = await post(service.url, path, body)
+        assert status == 400, text
+        assert "detail" in text
+        assert (await post(service.url, FEED_PATH, b"{}"))[0] == 200
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+CALLS = st.fixed_dictionaries(
+    {"op": st.sampled_from(["spans", "attempt", "release", "no such"]) | ANY_JSON},
+    optional=dict.fromkeys(("spans", "rollout_id", "attempt_id", "fields", "rollout_ids"), ANY_JSON),
+)
+BODIES = st.one_of(
+    ANY_JSON,
+    st.fixed_dictionaries({"calls": st.lists(CALLS | ANY_JSON, max_size=3) | ANY_JSON}),
+    st.fixed_dictionaries({"server_instance_id": ANY_JSON, "after": ANY_JSON, "wait_s": st.none() | st.text()}),
+)
+
+
+async def test_whatever_is_sent_the_answer_is_typed():
+
+    with StoreService(store=BridgeStore()) as service:
+        bodies: list[bytes] = []
+
+        @settings(max_examples=150, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+        @given(BODIES)
+        def draw(body: object) -> None:
+            bodies.append(json.dumps(body).encode())
+
+        draw()
+        for body in bodies:
+            for path in (BATCH_PATH, FEED_PATH):
+                status, text = await post(service.url, path, body)
+                assert status in (200, 400), (path, body, text)
+
+
+async def test_a_follower_outlives_what_something_before_the_store_answers_while_that_is_away():
+    """A proxy's page, with status 200, and JSON that is no page of a feed."""
+
+    feed = {"server_instance_id": "one", "last": 1, "rollout_ids": ["r"], "missed": False}
+    answers = [web.Response(text="<html>back soon"), web.json_response({"hello": 1}), web.json_response(feed)]
+
+    async def answer(_: web.Request) -> web.Response:
+        return answers.pop(0)
+
+    app = web.Application()
+    app.router.add_post(FEED_PATH, answer)
+    async with listening(app, host="127.0.0.1", port=0, backlog=8) as url:
+        remote = RemoteStore(url)
+        async for page in remote.follow_finished(FeedPosition()):
+            assert page["rollout_ids"] == ["r"]
+            break
+        await remote.close()
