@@ -3,7 +3,8 @@ answer is that.
 
 Both names are random, so the only way to a reward is to call both tools, the second with what the first returned.
 
-    python train.py --agent agents/research.py:ResearchAgent
+    python scripts/make_demo_policy.py tiny agents/research.py:ResearchAgent
+    python train.py --agent agents/research.py:ResearchAgent --model-path tiny
 """
 
 from __future__ import annotations

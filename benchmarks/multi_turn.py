@@ -25,7 +25,6 @@ from rich.console import Console
 from rich.table import Table
 
 from agl_slime.demo.formats import LookupDemonstrations
-from agl_slime.demo.tokenizer import train_tokenizer
 from agl_slime.sglang.generation import Generation
 from agl_slime.support.agl import Rollout, Span
 from agl_slime.tokens.conversation import ChatContext
@@ -34,6 +33,7 @@ from agl_slime.trace.attributes import GENERATE_SPAN
 from agl_slime.trace.converter import convert_rollout
 from agl_slime.trace.span_codec import TurnEncoder
 from agl_slime.trace.turn import Turn
+from scripts.tiny_policy.tokenizer import train_tokenizer
 
 WORDS = (
     "look",

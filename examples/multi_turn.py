@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -52,13 +51,11 @@ def an_engine(url: str | None, model: Path | None) -> Iterator[tuple[str, Path]]
     if url is not None and model is not None:
         yield url, model
         return
-    from agl_slime.demo import make_policy
+    from agl_slime.demo import LOOKUP_POLICY
     from agl_slime.engine import EmbeddedEngine
 
-    with tempfile.TemporaryDirectory() as directory:
-        policy = make_policy(Path(directory) / "policy", seed=0)
-        with EmbeddedEngine(policy) as engine:
-            yield engine.url, policy
+    with EmbeddedEngine(LOOKUP_POLICY) as engine:
+        yield engine.url, LOOKUP_POLICY
 
 
 def marked(trajectory: dict[str, Any], tokenizer: Any) -> str:

@@ -1,26 +1,36 @@
-"""Makes the tiny policy that agl_slime/demo ships: python scripts/make_demo_policy.py [DIRECTORY]
+"""Makes a tiny policy that knows the format of an agent's answers, in some 10 seconds:
 
-The same machine and library versions give the same files to the last bit (tests/integration/test_policy_checkpoint.py).
-One of them, chat_template.jinja, is where every tiny policy has its chat template from: edit it there.
+    python scripts/make_demo_policy.py DIRECTORY [AGENT] [SEED]
+
+AGENT (module:Class or path/to/file.py:Class) has ``demonstrations``; by default it is the lookup agent of the first
+command, whose policy agl_slime/demo/lookup_policy ships. The same machine and library versions give the same files to
+the last bit (tests/integration/test_policy_checkpoint.py). One of the shipped ones, chat_template.jinja, is where every
+tiny policy has its chat template from: edit it there.
 """
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
-from agl_slime.demo.policy import SHIPPED, make_policy
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from agl_slime.errors import AglSlimeError
+from agl_slime.rollout.loading import DEFAULT_AGENT, load_agent
+from scripts.tiny_policy.warmup import make_policy
 
 
-def main(directory: Path) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        made = make_policy(Path(scratch) / "policy", anew=True)
-        directory.mkdir(parents=True, exist_ok=True)
-        for file in made.iterdir():
-            shutil.copyfile(file, directory / file.name)
+def main(directory: str, agent: str = DEFAULT_AGENT, seed: str = "0") -> None:
+    demonstrations = getattr(load_agent(agent), "demonstrations", None)
+    if demonstrations is None:
+        sys.exit(f"error: {agent} has no `demonstrations` that a tiny policy could learn its format from")
+    try:
+        print(make_policy(directory, seed=int(seed), demonstrations=demonstrations))
+    except AglSlimeError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else SHIPPED)
+    if not 2 <= len(sys.argv) <= 4:
+        sys.exit(__doc__)
+    main(*sys.argv[1:])

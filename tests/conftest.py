@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,15 +49,12 @@ def _as_utf8(value: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def policy_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny policy for the lookup task as a checkpoint directory. Read-only: copy it before changing anything. Kept
-    in pytest's cache, so that the next run need not train it."""
-    pytest.importorskip("torch", reason='the tiny policy needs torch: pip install "agl-slime[local]"')
-    from agl_slime.demo import make_policy
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny policy for the lookup task as a checkpoint directory, a copy of its own."""
+    pytest.importorskip("torch", reason='serving the tiny policy needs torch: pip install "agl-slime[local]"')
+    from agl_slime.demo import LOOKUP_POLICY
 
-    cache = getattr(request.config, "cache", None)
-    parent = Path(cache.mkdir("agl-slime-policy")) if cache is not None else tmp_path_factory.mktemp("policy")
-    return make_policy(parent / "seed-0", seed=0)
+    return Path(shutil.copytree(LOOKUP_POLICY, tmp_path_factory.mktemp("policy") / "seed-0"))
 
 
 @pytest.fixture(scope="session")

@@ -122,10 +122,6 @@ class ReverseDemonstrations:
         return conversations
 
 
-DEFAULT_SOURCES: tuple[DemonstrationSource, ...] = (LookupDemonstrations(), ReverseDemonstrations())
-"""The tokenizer always learns from these as well, so that policies of different agents share their prompts' words."""
-
-
 def _word(rng: random.Random, alphabet: str, length: int) -> str:
     # no symbol twice: what follows a repeated one is ambiguous to a model that copies
     return "".join(rng.sample(alphabet, length))

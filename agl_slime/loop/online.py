@@ -48,7 +48,8 @@ from agl_slime.metric_names import (
     WEIGHTS_VERSION,
 )
 from agl_slime.rollout.access import LLM_RESOURCE
-from agl_slime.runner.base import RunnerPlan, RunnerPool, make_runners
+from agl_slime.runner.base import RunnerPlan, RunnerPool
+from agl_slime.runner.make import make_runners
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources
 from agl_slime.support.threads import run_in_thread

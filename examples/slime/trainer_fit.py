@@ -22,8 +22,8 @@ import agentlightning as agl
 from agentlightning.execution.shared_memory import SharedMemoryExecutionStrategy
 
 from agl_slime import BridgeStore, ConcurrentRunner, SlimeAlgorithm
+from agl_slime.demo import LOOKUP_POLICY
 from agl_slime.demo.agent import LookupAgent
-from agl_slime.demo.policy import make_policy
 
 
 def main() -> None:
@@ -31,9 +31,12 @@ def main() -> None:
     train = [agent.make_task(rng) for _ in range(512)]
     val = [agent.make_task(rng) for _ in range(64)]
     with tempfile.TemporaryDirectory() as directory:
-        model = make_policy(Path(directory) / "policy", seed=0, demonstrations=agent.demonstrations)
         algorithm = SlimeAlgorithm(
-            model_path=model, trainer="local", num_iterations=10, eval_interval=10, output_dir=Path(directory) / "run"
+            model_path=LOOKUP_POLICY,
+            trainer="local",
+            num_iterations=10,
+            eval_interval=10,
+            output_dir=Path(directory) / "run",
         )
         trainer = agl.Trainer(
             algorithm=algorithm,

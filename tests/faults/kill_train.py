@@ -31,7 +31,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from agl_slime.demo.policy import SHIPPED
+from agl_slime.demo import LOOKUP_POLICY
 from agl_slime.engine.process import EmbeddedEngine
 
 _ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ class Run:
         self.output = directory / "run"
         self._directory, self._log, self._engine_url = directory, directory / "log", engine_url
         self._deadline = time.monotonic() + limit_s
-        policy = shutil.copytree(SHIPPED, directory / "policy")  # a path that tells this run's engines from others
+        policy = shutil.copytree(LOOKUP_POLICY, directory / "policy")  # tells this run's engines from others
         self._flags = [*flags.split(), "--model-path", str(policy), "--output-dir", str(self.output)]
 
     def start(self, *, iterations: int, cold: bool = False) -> BaseProcess:
@@ -150,7 +150,7 @@ def run(directory: Path, *, kills: int, seed: int, limit_s: float, max_staleness
     began = time.monotonic()
     leftovers: list[str] = []
     training = 0
-    with EmbeddedEngine(SHIPPED) as engine:
+    with EmbeddedEngine(LOOKUP_POLICY) as engine:
         flags = f"{_FLAGS} --max-staleness {max_staleness}"
         scene = Run(directory, flags=flags, limit_s=limit_s, engine_url=engine.url)
         for _ in range(kills):

@@ -185,7 +185,7 @@ def test_a_model_path_that_is_missing_or_no_checkpoint_is_named(here: Path, caps
         assert code == 2
         assert (
             text == f"error: --model-path {path}: there is no Hugging Face checkpoint (no config.json); "
-            "leave the flag out to make a tiny policy"
+            "leave the flag out for the tiny policy"
         )
 
 

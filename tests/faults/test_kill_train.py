@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime.demo.policy import SHIPPED
+from agl_slime.demo import LOOKUP_POLICY
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.tokens.codec import unpack_token_ids
@@ -36,7 +36,7 @@ async def test_what_was_sampled_before_a_kill_is_not_sampled_again(tmp_path: Pat
     """Every token that the second life trains on was in the checkpoint or was sampled by the engine since, once."""
     counter = TokenCounter()
     flags = "--rollout-batch-size 4 --n-samples-per-prompt 4 --max-staleness 2 --weight-pause retract --save-interval 1"
-    with EmbeddedEngine(SHIPPED) as engine:
+    with EmbeddedEngine(LOOKUP_POLICY) as engine:
         async with counter.before(engine.url) as url:
             scene = Run(tmp_path, flags=f"{flags} --eval-interval 0", limit_s=200, engine_url=url)
             calls: list[dict[str, Any]] = []

@@ -17,9 +17,9 @@ import pytest
 torch = pytest.importorskip("torch", reason='the tiny policy needs torch: pip install "agl-slime[local]"')
 transformers = pytest.importorskip("transformers")
 
-from agl_slime.demo import LookupDemonstrations, PolicySettings, ReverseDemonstrations, make_policy  # noqa: E402
-from agl_slime.demo.policy import SHIPPED, SPEC_FILE  # noqa: E402
+from agl_slime.demo import LOOKUP_POLICY, LookupDemonstrations  # noqa: E402
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
+from scripts.tiny_policy.warmup import SPEC_FILE, PolicySettings, make_policy, spec_of  # noqa: E402
 
 QUICK = PolicySettings(target=0.0, probe_every=1, imperfect_steps=1, batch_size=2, probe_size=2)
 """One step of each phase: for what does not depend on what was learned."""
@@ -41,15 +41,10 @@ def test_the_same_seed_gives_the_same_policy_and_another_seed_another(tmp_path: 
     assert weights(make_policy(tmp_path / "c", seed=2, settings=QUICK)) != weights(first)
 
 
-def test_a_directory_with_the_same_policy_is_left_alone_and_another_is_replaced(tmp_path: Path) -> None:
+def test_a_tiny_policy_in_the_directory_is_replaced(tmp_path: Path) -> None:
     directory = make_policy(tmp_path / "p", settings=QUICK)
-    before = (directory / "model.safetensors").stat().st_mtime_ns
-    assert make_policy(tmp_path / "p", settings=QUICK) == directory
-    assert (directory / "model.safetensors").stat().st_mtime_ns == before
-    make_policy(tmp_path / "p", settings=quick(steps=2))
-    assert (directory / "model.safetensors").stat().st_mtime_ns != before
     spec = (directory / SPEC_FILE).read_text()
-    make_policy(tmp_path / "p", settings=quick(steps=2), demonstrations=ReverseDemonstrations())
+    make_policy(directory, settings=QUICK, seed=1)
     assert (directory / SPEC_FILE).read_text() != spec
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
 
@@ -68,17 +63,13 @@ def test_a_warm_up_that_does_not_learn_is_an_error_and_leaves_nothing(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_first_commands_policy_is_shipped_and_needs_no_torch(tmp_path: Path) -> None:
+def test_the_shipped_policy_is_of_todays_demonstrations_and_needs_no_torch() -> None:
     """Fails when the demonstrations or settings have changed: run scripts/make_demo_policy.py."""
-    program = (
-        "import sys; from agl_slime.demo import make_policy; make_policy(sys.argv[1]); print('torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "p")], capture_output=True, text=True, timeout=60, check=True
-    )
+    program = "import sys; from agl_slime.demo import LOOKUP_POLICY; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
-    files = {path.name: path.read_bytes() for path in SHIPPED.iterdir()}
-    assert {path.name: path.read_bytes() for path in (tmp_path / "p").iterdir()} == files
+    files = {path.name: path.read_bytes() for path in LOOKUP_POLICY.iterdir()}
+    assert json.loads(files[SPEC_FILE])["spec"] == spec_of(0, LookupDemonstrations(), PolicySettings())
     assert sum(map(len, files.values())) < 600_000
     # transformers 4 reads another field than transformers 5
     config = json.loads(files["config.json"])
@@ -88,13 +79,13 @@ def test_the_first_commands_policy_is_shipped_and_needs_no_torch(tmp_path: Path)
 @pytest.mark.slow
 def test_the_script_gives_the_shipped_policy(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "scripts" / "make_demo_policy.py"
-    subprocess.run([sys.executable, str(script), str(tmp_path)], timeout=300, check=True)
-    made, shipped = (json.loads((directory / SPEC_FILE).read_text()) for directory in (tmp_path, SHIPPED))
+    subprocess.run([sys.executable, str(script), str(tmp_path / "p")], timeout=300, check=True)
+    made, shipped = (json.loads((directory / SPEC_FILE).read_text()) for directory in (tmp_path / "p", LOOKUP_POLICY))
     assert made["spec"] == shipped["spec"]
     assert made["warmup"]["clean_probe"] >= 0.9
     if made["made_with"] == shipped["made_with"]:  # sums round differently elsewhere
-        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
-            path.name: path.read_bytes() for path in SHIPPED.iterdir()
+        assert {path.name: path.read_bytes() for path in (tmp_path / "p").iterdir()} == {
+            path.name: path.read_bytes() for path in LOOKUP_POLICY.iterdir()
         }
 
 

@@ -18,8 +18,9 @@ import pytest
 
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.rollout.loading import load_agent
-from agl_slime.runner.base import RunnerPlan, make_runners
+from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
+from agl_slime.runner.make import make_runners
 from agl_slime.runner.processes import READY, ProcessPool, process_main
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.runner.worker import WorkerSpec
@@ -272,7 +273,7 @@ def test_a_plan_makes_its_runners() -> None:
 _SCRIPT = """
 import sys
 from agl_slime.support.agl import LitAgent
-from agl_slime.runner.base import make_runners
+from agl_slime.runner.make import make_runners
 from agl_slime.store.bridge import BridgeStore
 
 class Agent(LitAgent):

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from agl_slime.runner.base import RunnerPlan, make_runners
+from agl_slime.runner.base import RunnerPlan
+from agl_slime.runner.make import make_runners
 from agl_slime.support.agl import find_final_reward
 from tests.integration.test_pools_process import SETTINGS, EchoAgent, ends, gone, prepared
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.rollout.loading import DEFAULT_AGENT, load_agent
+from agl_slime.rollout.loading import load_agent
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -106,11 +106,6 @@ def test_every_agent_of_the_repository_is_loaded_by_its_file(tmp_path: Path, mon
     ):
         agent = load_agent(f"{REPOSITORY}/agents/{name.replace(':', '.py:')}")
         assert agent.make_task(random.Random(0))
-
-
-def test_the_agent_of_the_first_command_has_moved(caplog: pytest.LogCaptureFixture) -> None:
-    assert type(load_agent("agents.lookup:LookupAgent")) is type(load_agent(DEFAULT_AGENT))
-    assert DEFAULT_AGENT in caplog.text
 
 
 @pytest.mark.parametrize("directory", [REPOSITORY, Path("/")])

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+from agl_slime.demo import LOOKUP_POLICY
 from agl_slime.demo.agent import LookupAgent
 from tests.slime.support import model_flags
 
 
 def make_policy(directory: Path) -> Path:
     """The lookup agent's tiny policy, made once per directory."""
-    from agl_slime.demo.policy import make_policy
-
-    target = directory / "policy"
-    return (
-        target
-        if (target / "config.json").is_file()
-        else make_policy(target, seed=0, demonstrations=LookupAgent.demonstrations)
-    )
+    return Path(shutil.copytree(LOOKUP_POLICY, directory / "policy", dirs_exist_ok=True))
 
 
 def write_tasks(path: Path, n: int, *, seed: int = 0) -> Path:

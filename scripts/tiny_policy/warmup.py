@@ -8,10 +8,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,15 @@ import transformers
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
-from agl_slime.demo.formats import Demonstration, DemonstrationSource
-from agl_slime.demo.policy import PolicySettings
-from agl_slime.demo.tokenizer import make_tokenizer
-from agl_slime.errors import TrainerError
+from agl_slime.demo import Demonstration, DemonstrationSource
+from agl_slime.errors import ConfigError, TrainerError
+from agl_slime.support.files import whole_directory
+from scripts.tiny_policy.tokenizer import DEFAULT_SOURCES, make_tokenizer
+
+SPEC_FILE = "agl_slime_policy.json"
+"""Beside the checkpoint: the hash of what it was made from, where, and what the warm-up reported."""
+
+_FORMAT = 2  # raise when the code changes what the same spec gives
 
 # Two layers and hidden 64 are the smallest shape that learned to copy (one layer, or hidden 48, did not).
 # initializer_range is four times the usual one: at 0.02 the copying had not formed after 400 steps. A low rope_theta
@@ -42,6 +50,60 @@ _SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
     "bos_token_id": None,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings:
+    """How the model is warmed up. Steps are optimiser steps of ``batch_size``
+    conversations."""
+
+    batch_size: int = 16
+    learning_rate: float = 4e-3
+    lr_warmup_steps: int = 10
+    grad_clip: float = 0.3
+    probe_size: int = 64
+    """Conversations, drawn once and never trained on."""
+    probe_every: int = 5
+    target: float = 0.9
+    """Share of the probe's assistant turns in which every token is the model's first choice; reached, phase 1 ends."""
+    max_steps: int = 600
+    """Phase 1 gives up here with an error; it is a bound, not a schedule."""
+    decay_steps: int = 30
+    """Steps over which the learning rate then falls to 0, still on clean ones: the share of sampled turns that are
+    right rises from 0.6 to 0.9."""
+    imperfect_steps: int = 60
+    imperfect_learning_rate: float = 1e-3
+
+
+def make_policy(
+    directory: str | os.PathLike[str],
+    *,
+    seed: int = 0,
+    demonstrations: DemonstrationSource | None = None,
+    settings: PolicySettings | None = None,
+) -> Path:
+    """Make the tiny policy in ``directory``, which appears complete or not at all, and return its path.
+
+    ``demonstrations`` is what the warm-up trains on, by default the lookup task. The same seed, demonstrations and
+    settings give the same policy on one machine and library version. Raises ``ConfigError`` when the directory holds
+    something else, ``TrainerError`` when the warm-up does not pass its probe.
+    """
+    target = Path(directory).expanduser().resolve()
+    source, settings = demonstrations or DEFAULT_SOURCES[0], settings or PolicySettings()
+    if target.exists() and any(target.iterdir()) and not (target / SPEC_FILE).exists():
+        raise ConfigError(f"the policy's directory {target} holds no tiny policy: name another directory")
+    with whole_directory(target, durable=False) as fresh:
+        report = {"spec": spec_of(seed, source, settings), "seed": seed}
+        report |= train_policy(fresh, seed=seed, source=source, settings=settings)
+        (fresh / SPEC_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return target
+
+
+def spec_of(seed: int, source: DemonstrationSource, settings: PolicySettings) -> str:
+    """A hash of all that a policy is made from; the conversations themselves stand for the source."""
+    sample = [source.demonstrations(random.Random(1), 16, quality=quality) for quality in ("clean", "imperfect")]
+    text = json.dumps([_FORMAT, seed, asdict(settings), sample], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def train_policy(

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from agl_slime.demo.formats import DEFAULT_SOURCES, DemonstrationSource
-from agl_slime.demo.policy import SHIPPED
+from agl_slime.demo import LOOKUP_POLICY, DemonstrationSource, LookupDemonstrations, ReverseDemonstrations
 from agl_slime.errors import ConfigError
+
+DEFAULT_SOURCES: tuple[DemonstrationSource, ...] = (LookupDemonstrations(), ReverseDemonstrations())
+"""The tokenizer always learns from these as well, so that policies of different agents share their prompts' words."""
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _TOOL_MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>")
@@ -38,7 +40,7 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-CHAT_TEMPLATE = (SHIPPED / "chat_template.jinja").read_text(encoding="utf-8")
+CHAT_TEMPLATE = (LOOKUP_POLICY / "chat_template.jinja").read_text(encoding="utf-8")
 """Every tiny policy has the template of the shipped one."""
 
 

@@ -1,0 +1,31 @@
+"""The runners of a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agl_slime.runner.base import FinishedListener, RunnerPlan, RunnerPool
+from agl_slime.runner.thread import RunnerThread
+from agl_slime.support.agl import LightningStore, LitAgent
+
+
+def make_runners(
+    plan: RunnerPlan | str,
+    *,
+    agent: LitAgent[Any],
+    store: LightningStore,
+    on_finished: FinishedListener | None = None,
+) -> RunnerPool:
+    """The runners of a plan (``inproc``, ``process:N``, ``ray:N``), not started yet.
+
+    ``on_finished`` is told about each rollout that a thread of this process has executed; workers elsewhere tell the
+    ``store``, a ``BridgeStore`` (then served over HTTP) or a client of one.
+    """
+    plan = RunnerPlan.parse(plan) if isinstance(plan, str) else plan
+    if plan.kind == "inproc":
+        return RunnerThread(agent=agent, store=store, settings=plan.settings, on_finished=on_finished)
+    if plan.kind == "process":
+        from agl_slime.runner.processes import ProcessPool as Pool
+    else:
+        from agl_slime.runner.ray import RayPool as Pool
+    return Pool(plan=plan, agent=agent, store=store)
