@@ -63,13 +63,15 @@ class ThreadPool:
             a ``RolloutError`` (reason ``threads_hung``) until one returns; the first slow one is warned about. What
             would end more than its own rollout (``SystemExit``, ``KeyboardInterrupt``, ``StopIteration``) becomes a
             ``RolloutError`` whose reason is the name of its class.
+        lasting: a thread without work does not end before ``close``.
     """
 
-    def __init__(self, *, name: str, max_running: int, max_abandoned: int | None = None) -> None:
+    def __init__(self, *, name: str, max_running: int, max_abandoned: int | None = None, lasting: bool = False) -> None:
         self._name = name
         self._max_running = max_running
         self._max_abandoned = max_abandoned
-        self._work: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._lasting = lasting
+        self._work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads = 0  # those that are not abandoned
         self._outstanding = 0  # jobs that wait or run, and were not abandoned
@@ -108,6 +110,10 @@ class ThreadPool:
             self._start_thread_if_needed()
         self._work.put(job)
         return job
+
+    def close(self) -> None:
+        """End a thread that would wait for work, once what was submitted is done."""
+        self._work.put(None)
 
     def _start_thread_if_needed(self) -> None:
         if self._outstanding > self._threads and self._threads < self._max_running:
@@ -157,8 +163,10 @@ class ThreadPool:
         """The next job, started unless its caller is gone already; ``None`` when this thread is not needed any more."""
         while True:
             try:
-                job = self._work.get(timeout=_IDLE_S)
+                job = self._work.get(timeout=None if self._lasting else _IDLE_S)
             except queue.Empty:
+                job = None
+            if job is None:
                 with self._lock:
                     if self._outstanding < self._threads:
                         self._threads -= 1

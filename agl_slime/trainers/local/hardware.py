@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, Literal, Protocol, TypeVar
 
 import torch
+from typing_extensions import ParamSpec
 
 from agl_slime.errors import ConfigError
-from agl_slime.support.threads import usable_cores
+from agl_slime.support.threads import ThreadPool, usable_cores
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class HasThread(Protocol):
+    """What ``in_own_thread`` decorates methods of."""
+
+    thread: ThreadPool
+
+
+S = TypeVar("S", bound=HasThread)
 
 _SMALL_MODEL = 5_000_000  # parameters, below which more than one thread costs more than it brings
 
@@ -48,3 +63,13 @@ def set_threads(setting: int | Literal["auto"] | None, model: torch.nn.Module) -
         small = sum(parameter.numel() for parameter in model.parameters()) < _SMALL_MODEL
         setting = 1 if small else usable_cores()
     torch.set_num_threads(setting)
+
+
+def in_own_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """``method`` as one that runs in its object's ``thread``, whichever thread calls it."""
+
+    @wraps(method)
+    def call(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.thread.submit(method, self, *args, **kwargs).result()
+
+    return call

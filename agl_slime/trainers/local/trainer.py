@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import numpy as np
 
@@ -23,10 +24,11 @@ except ImportError as error:
     raise MissingDependencyError('the local trainer needs torch: pip install "agl-slime[local]"') from error
 
 from agl_slime.support.files import check_seal, seal, whole_directory
+from agl_slime.support.threads import ThreadPool
 from agl_slime.trainers.base import TokenScores
 from agl_slime.trainers.local import lora
 from agl_slime.trainers.local.batch import MicroBatch, TrainBatch, make_microbatches, split_minibatches
-from agl_slime.trainers.local.hardware import bfloat16_wanted, set_threads, torch_device
+from agl_slime.trainers.local.hardware import bfloat16_wanted, in_own_thread, set_threads, torch_device
 from agl_slime.trainers.local.loss import Objective, token_entropy, token_log_probs, token_weights
 from agl_slime.trainers.local.model import (
     allow_packing,
@@ -53,14 +55,17 @@ class _Seen(NamedTuple):
 
 
 class LocalTrainer:
-    """Clipped policy-gradient steps on slime's samples. Weights, optimizer and log-probs are float32. Methods are
-    synchronous and must not run at the same time as one another."""
+    """Clipped policy-gradient steps on slime's samples. Weights, optimizer and log-probs are float32. Any thread may
+    call the methods; they run in one of the trainer's own, one after another: the C library keeps the freed memory of
+    each thread for that thread, so that steps in ever other threads would need it several times."""
 
     def __init__(self, *, model_path: str | os.PathLike[str], settings: LocalTrainerSettings | None = None) -> None:
         """Load the start policy from the Hugging Face checkpoint in the directory ``model_path``; raises
         ``ConfigError`` when there is no usable one, or no such device, ``MissingDependencyError`` without peft for
         LoRA."""
         self.settings = settings or LocalTrainerSettings()
+        self.thread = ThreadPool(name="agl-slime-trainer", max_running=1, lasting=True)
+        finalize(self, self.thread.close)
         self._device = torch_device(self.settings.device)
         bfloat16 = bfloat16_wanted(self.settings.compute_dtype, self._device)
         self._computing = torch.autocast(self._device.type, dtype=torch.bfloat16) if bfloat16 else nullcontext()
@@ -101,6 +106,7 @@ class LocalTrainer:
 
     # -- training -----------------------------------------------------------------------------------------------------
 
+    @in_own_thread
     def train(self, batch: Sequence[Sample] | Sequence[Sequence[Sample]], *, iteration: int) -> dict[str, float]:
         """Take ``epochs * n_minibatches`` optimizer steps on ``batch``, samples that may be nested in groups.
 
@@ -312,6 +318,7 @@ class LocalTrainer:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
+    @in_own_thread
     def save_weights(self, directory: str | os.PathLike[str], *, dtype: WeightsDtype = "float32") -> None:
         """Write the weights (adapters merged into them) as a Hugging Face checkpoint, with the config and tokenizer
         files of ``model_path``. ``dtype`` is what they are rounded to: an engine that computes in bfloat16 would round
@@ -319,6 +326,7 @@ class LocalTrainer:
         cannot be written."""
         self._write(directory, state=None, dtype=dtype)
 
+    @in_own_thread
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write the weights as :meth:`save_weights` does, and the state of the optimizer and the counters with them,
         with the checksums of all, through to the disk."""
@@ -342,6 +350,7 @@ class LocalTrainer:
         except OSError as error:
             raise TrainerError(f"{directory} cannot be written: {error}") from error
 
+    @in_own_thread
     def load(self, directory: str | os.PathLike[str]) -> None:
         """Go on exactly where :meth:`save` was called: weights (or adapters, on the same weights), optimizer, counters
         and seed. The settings, learning rate included, stay those of this trainer, and so does the start policy of the
@@ -351,8 +360,7 @@ class LocalTrainer:
             TrainerError: ``directory`` does not hold what ``save`` writes, or it is of another model. Nothing has
                 changed then.
         """
-        path = Path(directory) / _STATE_FILE
-        if not path.is_file():
+        if not (path := Path(directory) / _STATE_FILE).is_file():
             raise TrainerError(f"{path} does not exist; give a directory that LocalTrainer.save wrote.")
         try:
             check_seal(Path(directory))
