@@ -10,7 +10,7 @@ from typing import Any
 
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.messages import Message
-from agl_slime.rollout.tool_parsers import BlockParser, ToolCall, ToolParser
+from agl_slime.rollout.tool_parsers import ToolCall, ToolParser
 from agl_slime.sglang.generation import Generation
 
 _THINK, _END_OF_THINKING = "<think>", "</think>"
@@ -94,25 +94,22 @@ def split_thinking(text: str, *, opened: bool | None) -> tuple[str, str, bool]:
     return thought.strip(), rest.lstrip("\n") if mark else "", not mark
 
 
-def visible(text: str, *, opened: bool | None, parser: ToolParser | None, stops: tuple[str, ...]) -> tuple[str, str]:
+def visible(text: str, *, opened: bool, parser: ToolParser | None, stops: tuple[str, ...]) -> tuple[str, str]:
     """Of an answer that is still being sampled, what its reasoning and its content begin with whatever follows."""
-    text = text.rstrip("\ufffd")
-    held = max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
-    text = text[: len(text) - held]
-    if opened is False and _THINK.startswith(begun := text.lstrip()) and begun != _THINK:
+    text = _before(text.rstrip("\ufffd"), stops)
+    if not opened and _THINK.startswith(begun := text.lstrip()) and begun != _THINK:
         return "", ""
     thought, content, is_open = split_thinking(text, opened=opened)
     if is_open:
-        begins = (n for n in range(1, len(_END_OF_THINKING)) if thought.endswith(_END_OF_THINKING[:n]))
-        return thought[: len(thought) - max(begins, default=0)].rstrip(), ""
-    if parser is None:
-        return thought, content
-    mark = parser.begin if isinstance(parser, BlockParser) else "{"
-    content = content.partition(mark)[0]
-    if not isinstance(parser, BlockParser):
-        content = content.partition("<|")[0]
-    begins = (n for n in range(1, len(mark)) if content.endswith(mark[:n]))
-    return thought, content[: len(content) - max(begins, default=0)].strip()
+        return _before(thought, (_END_OF_THINKING,)).rstrip(), ""
+    return thought, content if parser is None else _before(content, parser.marks()).strip()
+
+
+def _before(text: str, marks: tuple[str, ...]) -> str:
+    """``text`` up to the first of ``marks``, or to where one may begin at its end."""
+    text = text[: min((at for mark in marks if (at := text.find(mark)) >= 0), default=len(text))]
+    begun = (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n]))
+    return text[: len(text) - max(begun, default=0)]
 
 
 # -- reading settings -------------------------------------------------------------------------------------------------

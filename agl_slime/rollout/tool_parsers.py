@@ -55,6 +55,10 @@ class ToolParser(ABC):
     @abstractmethod
     def parse(self, text: str) -> ParsedAnswer: ...
 
+    def marks(self) -> tuple[str, ...]:
+        """What calls may begin with: of an answer that is still sampled, what follows one is not known to be text."""
+        return "{", "<|"
+
     def forced(self, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         """The grammar of an answer that is one or several calls of ``functions`` and nothing else, as a format of
         xgrammar's structural tags, which SGLang takes. ``None`` where there is none for this format."""
@@ -91,6 +95,9 @@ class BlockParser(ToolParser):
     @abstractmethod
     def read(self, block: str) -> ToolCall:
         """The call that a block holds; ``ValueError`` when it holds none."""
+
+    def marks(self) -> tuple[str, ...]:
+        return (self.begin,)
 
     def parse(self, text: str) -> ParsedAnswer:
         marks = re.compile("|".join(map(re.escape, (self.begin, _THINK, _END_OF_THINKING))))
@@ -191,20 +198,61 @@ class UntypedParser(BlockParser):
     """A format that writes all values as text."""
 
     def typed(self, call: ToolCall, parameters: Mapping[str, Any] | None) -> ToolCall:
-        schemas = (parameters or {}).get("properties") or {}
-        return replace(
-            call, arguments={name: _typed(value, schemas.get(name)) for name, value in call.arguments.items()}
-        )
+        root = parameters or {}
+        schemas = root.get("properties")
+        schemas = schemas if isinstance(schemas, Mapping) else {}
+        arguments = {name: _typed(value, types_of(schemas.get(name), root)) for name, value in call.arguments.items()}
+        return replace(call, arguments=arguments)
 
 
-def _typed(value: Any, schema: Any) -> Any:
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    if not isinstance(value, str) or kind in (None, "string") or (isinstance(kind, list) and "string" in kind):
+# JSON's, and those of Python, which templates write that have no JSON for them
+_CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+_JSON_TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string"}
+_JSON_TYPES |= {list: "array", dict: "object"}
+
+
+def types_of(schema: Any, root: Mapping[str, Any], _seen: set[int] | None = None) -> tuple[str, ...]:
+    """The JSON types that a schema allows, by ``type``, ``anyOf`` and its kin, ``$ref`` (within ``root``), ``enum`` and
+    ``const``; none where it does not say."""
+    seen = set() if _seen is None else _seen
+    if not isinstance(schema, Mapping) or id(schema) in seen:
+        return ()
+    seen.add(id(schema))
+    types = [kind for kind in _listed(schema.get("type")) if isinstance(kind, str)]
+    values = [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    if not types:
+        types = [_JSON_TYPES[type(value)] for value in values if type(value) in _JSON_TYPES]
+    types += ["null"] if schema.get("nullable") else []
+    inner = [each for name in ("anyOf", "oneOf", "allOf") for each in _listed(schema.get(name))]
+    if isinstance(reference := schema.get("$ref"), str):
+        target: Any = root
+        for key in reference.removeprefix("#/").split("/"):
+            target = target.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+        inner.append(target)
+    return tuple(dict.fromkeys([*types, *(kind for each in inner for kind in types_of(each, root, seen))]))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _typed(value: Any, types: tuple[str, ...]) -> Any:
+    """``value``, a text, as one of ``types``, where it reads as that and not as a string."""
+    if not isinstance(value, str) or not types:
         return value
-    try:
-        return json.loads(value)
-    except ValueError:
+    text = value.strip()
+    if text in _CONSTANTS:
+        read = _CONSTANTS[text]
+    elif "string" in types:
         return value
+    else:
+        try:
+            read = json.loads(text)
+        except (ValueError, RecursionError):
+            return value
+    numbers = {"integer", "number"}
+    kinds = numbers if (kind := _JSON_TYPES[type(read)]) in numbers else {kind}
+    return value if kinds.isdisjoint(types) else read
 
 
 @register_tool_parser("qwen_xml", "qwen3_coder")
@@ -265,6 +313,9 @@ class KimiParser(BlockParser):
     between = ""
     _sections = re.compile(r"<\|tool_calls_section_(?:begin|end)\|>")
     _id = re.compile(r"\s*(?:functions\.)?([\w-]+)(?::\d+)?\s*")
+
+    def marks(self) -> tuple[str, ...]:
+        return "<|tool_calls_section_begin|>", self.begin
 
     def read(self, block: str) -> ToolCall:
         head, mark, body = block.partition("<|tool_call_argument_begin|>")

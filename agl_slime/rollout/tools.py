@@ -25,7 +25,7 @@ from pydantic.errors import PydanticUserError
 from typing_extensions import NotRequired, TypedDict
 
 from agl_slime.errors import ConfigError, RolloutError
-from agl_slime.rollout.tool_parsers import ToolCall
+from agl_slime.rollout.tool_parsers import ToolCall, types_of
 from agl_slime.support.threads import call_user_code, run_blocking
 
 logger = logging.getLogger(__name__)
@@ -217,11 +217,11 @@ def _arguments_of_schema(parameters: Mapping[str, Any]) -> _Arguments:
     """Checks which arguments there are, and the types of the outermost level; the tool itself checks the rest."""
 
     def type_of(schema: Mapping[str, Any]) -> Any:
-        values, kinds = schema.get("enum") or (), schema.get("type") or ()
+        values = schema.get("enum") or ()
         if values and all(value is None or isinstance(value, (str, int)) for value in values):
             return Literal[tuple(values)]
-        kinds = [*([kinds] if isinstance(kinds, str) else kinds), *(["null"] if schema.get("nullable") else [])]
-        return Union[tuple(_PYTHON_TYPES.get(kind, Any) for kind in kinds)] if kinds else Any  # noqa: UP007
+        types = types_of(schema, parameters)
+        return Union[tuple(_PYTHON_TYPES.get(kind, Any) for kind in types)] if types else Any  # noqa: UP007
 
     hints = {name: type_of(schema) for name, schema in parameters.get("properties", {}).items()}
     required = parameters.get("required", ())

@@ -14,7 +14,6 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import aiohttp
@@ -39,6 +38,7 @@ from agl_slime.sglang.generation import (
     parse_generation,
 )
 from agl_slime.sglang.retry import check_event, context_limit
+from agl_slime.sglang.streamed import telling
 from agl_slime.sglang.transport import ClientSettings, HttpTransport
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.threads import run_in_thread
@@ -166,7 +166,7 @@ class SGLangClient:
         while not wanted.done:
             request = wanted.next_request()
             try:
-                told = on_text and partial(_tell, on_text, wanted.text)
+                told = on_text and telling(on_text, wanted.reader())
                 part = await self._send_part(request, rids, routing_key, deadline, on_event=told, top=top_log_probs)
             except ContextOverflowError as error:
                 limit, length = context_limit(error), len(request.input_ids)
@@ -384,11 +384,6 @@ class SGLangClient:
                 # unreachable, or a router, which does not pass aborts on: asking for the rest would be as vain
                 logger.debug("abort of %s not sent: %s", rid, error)
                 self._unwanted.clear()
-
-
-def _tell(on_text: Callable[[str], None], before: str, event: Any) -> None:
-    if isinstance(event, dict) and isinstance(text := event.get("text"), str):
-        on_text(before + text)
 
 
 def _request_ids(first: str) -> Iterator[str]:

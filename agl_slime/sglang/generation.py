@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import itemgetter
 from typing import Any, Literal
 
 from agl_slime.errors import EngineError, EngineProtocolError
+from agl_slime.sglang.streamed import CUT, DECODED_AFTER, growing_text
 from agl_slime.support.ranges import check_ranges
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -27,11 +29,6 @@ _NAN_MARK = "NaN happened"
 _GRAMMAR_KEYS = ("regex", "json_schema", "ebnf", "structural_tag")
 
 _first, _second = itemgetter(0), itemgetter(1)
-
-_DECODED_AFTER = 5  # SGLang's INIT_INCREMENTAL_DETOKENIZATION_OFFSET
-
-_CUT = "\ufffd"
-"""What decoding writes for bytes that are no whole character."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,15 +233,16 @@ class ResumableGeneration:
         """What has been sampled."""
         return replace(self._got, resumed=self.resumed)
 
-    @property
-    def text(self) -> str:
-        """The text of those."""
-        return self._got.text
+    def reader(self) -> Callable[[Mapping[str, Any]], str]:
+        """How the text so far is read from an event of the next part."""
+        decode = self._decode and partial(self._decode, skip_special_tokens=self._sampling.skip_special_tokens)
+        ids = [*self._prompt[-DECODED_AFTER:], *self._got.output_ids]
+        return growing_text(self._got.text, ids, decode if self.sampled else None)
 
     @property
     def _open_stop(self) -> bool:
         """The text ends in the beginning of a stop string; a character cut at its end may be the string's next one."""
-        whole = self._got.text.rstrip(_CUT)
+        whole = self._got.text.rstrip(CUT)
         cut = whole != self._got.text
         return self.sampled > 0 and any(
             whole.endswith(stop[:n]) and (not stop[n].isascii() if cut else n > 0)
@@ -302,6 +300,11 @@ class ResumableGeneration:
 
     def result(self, *, latency_s: float) -> Generation:
         assert self.done
+        ids = self._got.output_ids
+        if self._got.finish_reason == "length" and ids and ids[-1] in self._stop_ids:
+            # the engine looks at the limit first, and leaves the end token in the text
+            self._got = replace(self._got, matched_stop=ids[-1])
+            self._trim_stop(0)
         return replace(self._got, latency_s=latency_s, resumed=self.resumed)
 
     def _end_if_over(self, searched: int) -> None:
@@ -332,7 +335,7 @@ class ResumableGeneration:
 
     def _decoded(self, ids: Sequence[int], decode: Decode) -> str:
         # after the prompt's last tokens, as SGLang does: some tokenizers drop a blank at the very beginning
-        head, skip = list(self._prompt[-_DECODED_AFTER:]), self._sampling.skip_special_tokens
+        head, skip = list(self._prompt[-DECODED_AFTER:]), self._sampling.skip_special_tokens
         return decode([*head, *ids], skip_special_tokens=skip)[len(decode(head, skip_special_tokens=skip)) :]
 
 

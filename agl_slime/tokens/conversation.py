@@ -323,7 +323,9 @@ class ChatContext:
 
     def _stop_text(self, generation: Generation) -> str:
         """The text of the stop token that ends the answer; empty when it ended otherwise."""
-        if generation.finish_reason != "stop" or not generation.output_ids or isinstance(generation.matched_stop, str):
+        matched = generation.matched_stop  # at the token limit, too
+        ended = isinstance(matched, int) or (generation.finish_reason == "stop" and matched is None)
+        if not ended or not generation.output_ids:
             return ""
         return self._tokenizer.decode([generation.output_ids[-1]], skip_special_tokens=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import pairwise
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -142,3 +143,39 @@ def test_versions_of_both_parts_are_kept_at_their_places() -> None:
     assert joined.weight_versions == (WeightSpan("1", 0, 4), WeightSpan("2", 4, 9))
     assert joined.weight_version == "2"
     assert joined.resumed == 1
+
+
+@given(
+    prompt=prompts,
+    text=st.text(alphabet="ab é水😀日語。", max_size=12),
+    cuts=st.lists(st.integers(0, 40), max_size=4),
+    step=st.integers(1, 9),
+    lossy=st.booleans(),
+)
+@settings(max_examples=300)
+def test_the_text_of_a_stream_only_grows_wherever_its_parts_are_cut(
+    prompt: list[int], text: str, cuts: list[int], step: int, lossy: bool
+) -> None:
+    """Whatever the engine makes of a character that is cut: U+FFFD on both sides, or nothing."""
+    ids, errors = list(text.encode()), "replace" if lossy else "ignore"
+    wanted = ResumableGeneration(
+        prompt_ids=[97, *prompt[:1]],
+        sampling=SamplingParams(max_new_tokens=100),
+        decode=lambda ids, skip_special_tokens=False: bytes(ids).decode(errors="replace"),
+    )
+    told = ""
+    for start, end in pairwise(sorted({0, len(ids), *(min(cut, len(ids)) for cut in cuts)})):
+        wanted.next_request()
+        read, said = wanted.reader(), ""
+        for n in (*range(start + step, end, step), end):
+            said = bytes(ids[start:n]).decode(errors=errors)
+            pairs = [[-0.5, token, None] for token in ids[start:n]]
+            now = read({"text": said, "meta_info": {"output_token_logprobs": pairs}}).rstrip("\ufffd")
+            assert text.startswith(now)
+            assert now.startswith(told)
+            told = now
+        made = Generation(
+            output_ids=tuple(ids[start:end]), log_probs=(-0.5,) * (end - start), text=said, finish_reason="abort"
+        )
+        wanted.add(made)
+    assert told == text

@@ -258,3 +258,50 @@ def test_a_custom_parser_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -
         register_tool_parser("mine")(Mine)
     with pytest.raises(ConfigError, match=r"'other'.*hermes"):
         get_tool_parser("other")
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "many": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
+        "place": {"$ref": "#/$defs/Place"},
+        "size": {"oneOf": [{"type": "integer"}, {"type": "boolean"}]},
+        "level": {"enum": [1, 2]},
+        "on": {"type": ["boolean", "null"]},
+        "name": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "text": {"type": "string"},
+        "loop": {"$ref": "#/properties/loop", "anyOf": 3, "type": {}},
+    },
+    "$defs": {"Place": {"allOf": [{"$ref": "#/$defs/Point"}]}, "Point": {"type": "object"}},
+}
+
+
+@pytest.mark.parametrize("kind", ["qwen_xml", "glm"])
+@pytest.mark.parametrize(
+    ("name", "written", "read"),
+    [
+        ("many", '["a"]', ["a"]),
+        ("many", "null", None),
+        ("many", "a", "a"),
+        ("place", '{"x": 1}', {"x": 1}),
+        ("size", "3", 3),
+        ("size", "True", True),
+        ("level", "2", 2),
+        ("on", "false", False),
+        ("on", "None", None),
+        ("name", "3", "3"),
+        ("name", "null", None),
+        ("text", "null", "null"),
+        ("loop", "3", "3"),
+    ],
+)
+def test_values_are_of_the_types_that_the_schema_names_in_whatever_words(
+    kind: str, name: str, written: str, read: Any
+) -> None:
+    parser = get_tool_parser(kind)
+    text = {
+        "qwen_xml": f"<tool_call><function=f><parameter={name}>\n{written}\n</parameter></function></tool_call>",
+        "glm": f"<tool_call>f<arg_key>{name}</arg_key><arg_value>{written}</arg_value></tool_call>",
+    }[kind]
+    (call,) = parser.parse(text).calls
+    assert parser.typed(call, SCHEMA).arguments == {name: read}
