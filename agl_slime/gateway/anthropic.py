@@ -8,9 +8,9 @@ from typing import Any
 
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import Answered, Call, Choice, function_tool, json_constraint, number, strings
-from agl_slime.gateway.errors import anthropic_error
+from agl_slime.gateway.errors import THREADS_UNSUPPORTED, anthropic_error
 from agl_slime.gateway.messages import Message, read_messages, text_of
-from agl_slime.gateway.protocol import Decode, Protocol, Stream, sse
+from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
 
 _IMPOSED = ("temperature", "top_p", "top_k")
 _IGNORED = (
@@ -25,13 +25,16 @@ class AnthropicMessages(Protocol):
     prefix = "msg_"
     counts = False
 
-    def read(self, body: Mapping[str, Any]) -> Call:
+    def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
+        if body.get("thread"):  # tool runners send the whole conversation from now on when they are told so
+            told = "threads are not kept here: send the whole conversation without thread"
+            raise GatewayRequestError(told, code=THREADS_UNSUPPORTED, param="thread")
         self.check_fields(body)
         if body.get("max_tokens") is None and not self.counts:
             raise GatewayRequestError("max_tokens: Field required", param="max_tokens")
         messages: list[dict[str, Any]] = []
         if system := body.get("system"):
-            messages.append({"role": "system", "content": text_of(system, "system")})
+            messages.append({"role": "system", "content": text_of(system, "system", join="\n")})
         given = body.get("messages")
         if not isinstance(given, list) or not given:
             raise GatewayRequestError("messages: at least one message is required", param="messages")
@@ -167,7 +170,7 @@ def _read(message: Any, where: str) -> list[Message]:
     for at, block in enumerate(content):
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "tool_result":
-            text = text_of(block.get("content"), f"{where}.content.{at}")
+            text = text_of(block.get("content"), f"{where}.content.{at}", join="\n")
             results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": text})
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input")}
@@ -178,7 +181,8 @@ def _read(message: Any, where: str) -> list[Message]:
             read["content"].append(block)
     if results and not read["content"]:
         return results
-    return [*results, {**read, "content": text_of(read["content"], f"{where}.content")}]
+    join = "" if role == "assistant" else "\n"
+    return [*results, {**read, "content": text_of(read["content"], f"{where}.content", join=join)}]
 
 
 def _tools(tools: Any) -> tuple[dict[str, Any], ...]:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from agl_slime.errors import ContextOverflowError, GatewayRequestError
@@ -55,6 +55,8 @@ class Attempt:
     flush: Callable[[], Awaitable[None]] | None = None
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(18))
     closed: bool = False
+    kept: dict[str, list[Message]] = field(default_factory=dict)
+    """What responses may go on from, by their ids."""
     seen: Counter[str] = field(default_factory=Counter)
     """What came: requests by path, answers, retries, overridden settings, refusals by status."""
     _told: Counter[str] = field(default_factory=Counter)
@@ -64,7 +66,6 @@ class Attempt:
     _trees: dict[tuple[str, int], Tree] = field(default_factory=dict)
     _root: RolloutSession | None = None
     _answers: list[AnswerInTime] = field(default_factory=list)
-    _conversations: dict[str, list[Message]] = field(default_factory=dict)
     _clock: int = 0
     _empty: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -174,7 +175,6 @@ class Attempt:
         if not trained:
             untrained = f"role:{role}"
         reads = Reading(None if call.raw else template.opens_thinking, None if silent else parser, sampling.stop)
-        call = replace(call, messages=self._messages(call))
         match = tree.find(call.messages)
         self._clock += 1
         begun = self._clock
@@ -204,8 +204,8 @@ class Attempt:
             choice, ids = reads.choice(generation, call, session)
             served = served_message(choice, call.messages[-1])
             node = tree.answered(match, line, held=dict(session.messages[-1]), served=served, ids=ids)
-            if call.kept and index == 0:
-                self._conversations[work.id] = [*call.messages, served]
+            if call.kept is not None and index == 0:
+                self.kept[work.id] = [*call.messages[call.kept :], served]
             self._note(node, match, (id(tree), node.before), begun)
             self.seen["answers"] += 1
             self._emit({names.RESPONSE_ID: work.id, names.ROLE: role})
@@ -237,17 +237,6 @@ class Attempt:
         finish = "stop" if stopped.reason.value == "max_turns" else "length"
         choices = (Choice(finish=finish),) * call.n
         return Answered(id=work.id, created=work.created, model=call.model, choices=choices)
-
-    def _messages(self, call: Call) -> list[Message]:
-        """The whole conversation of a request that sends a part of it."""
-        if call.previous:
-            before = self._conversations.get(call.previous)
-            if before is None:
-                told = f"previous_response_id {call.previous!r} is no answer of this rollout"
-                raise GatewayRequestError(told, param="previous_response_id")
-            system = [message for message in call.messages if message["role"] == "system"]
-            return [*system, *(m for m in before if m["role"] != "system"), *call.messages[len(system) :]]
-        return call.messages
 
     async def count(self, call: Call) -> int:
         """How many tokens the prompt of a request would have."""

@@ -25,8 +25,8 @@ class Call:
     """One request. ``asked`` are the sampling settings that its client wants and the run may decide otherwise;
     ``constraint`` what the answer is held to, as SGLang's sampling parameters; ``tool_choice`` is ``auto``, ``none``,
     ``required`` or the name of a function. ``raw``: the only message's content is a text, or a tuple of token ids,
-    and no template is applied to it. ``previous``: the answer whose conversation these messages go on; ``kept``: its
-    answer may be gone on from in that way."""
+    and no template is applied to it. ``kept``: of a conversation that may be gone on from by
+    the answer's id, how many messages at its beginning are of this request alone."""
 
     messages: list[Message]
     model: str = ""
@@ -41,8 +41,7 @@ class Call:
     top_log_probs: int = 0
     stream: bool = False
     raw: bool = False
-    previous: str = ""
-    kept: bool = False
+    kept: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import IMPOSED, Answered, Call, Choice, json_constraint, number, read_tool, strings
 from agl_slime.gateway.messages import read_messages
-from agl_slime.gateway.protocol import Decode, Protocol, Stream, sse
+from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
 
 _IGNORED = """
     metadata user store service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention
@@ -27,7 +27,7 @@ class ChatCompletions(Protocol):
     honoured, ignored = frozenset((*_HONOURED.split(), *IMPOSED)), frozenset(_IGNORED.split())
     prefix = "chatcmpl-"
 
-    def read(self, body: Mapping[str, Any]) -> Call:
+    def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
         if body.get("functions") or body.get("function_call"):
             raise GatewayRequestError(
                 "functions and function_call are OpenAI's old form: send tools", param="functions"

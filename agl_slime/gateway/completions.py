@@ -8,7 +8,7 @@ from typing import Any
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import IMPOSED, Answered, Call, Choice, number, strings
 from agl_slime.gateway.chat import usage
-from agl_slime.gateway.protocol import Decode, Protocol, Stream, sse
+from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
 
 _HONOURED = "prompt model max_tokens max_completion_tokens max_new_tokens max_output_tokens stop n logprobs stream"
 _HONOURED += " stream_options regex ebnf json_schema"
@@ -20,7 +20,7 @@ class Completions(Protocol):
     honoured, ignored = frozenset((*_HONOURED.split(), *IMPOSED)), frozenset({"metadata", "user"})
     prefix = "cmpl-"
 
-    def read(self, body: Mapping[str, Any]) -> Call:
+    def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
         if (body.get("best_of") or 1) == 1:
             body = {key: value for key, value in body.items() if key != "best_of"}
         self.check_fields(body)

@@ -17,6 +17,7 @@ from agl_slime.errors import (
 )
 
 RETRY_AFTER_S = 1
+THREADS_UNSUPPORTED = "thread_unsupported_request"  # Anthropic's word, on which its tool runners do without
 
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
@@ -55,4 +56,7 @@ def openai_error(refusal: GatewayRequestError) -> dict[str, Any]:
 def anthropic_error(refusal: GatewayRequestError) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
     message = f"prompt is too long: {refusal}" if refusal.code == "context_length_exceeded" else str(refusal)
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if refusal.code == THREADS_UNSUPPORTED:
+        error["details"] = {"error_code": refusal.code, "unsupported": [refusal.param]}
+    return {"type": "error", "error": error}

@@ -8,6 +8,7 @@ An answer is known by the ids of its tool calls first, which are ours and surviv
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ _ROLES = {"developer": "system", "function": "tool"}
 _KNOWN_ROLES = frozenset({"system", "user", "assistant", "tool"})
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 _END_OF_THINKING = "</think>"
+HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
+_UNREADABLE = re.compile(f"{HALF_A_CHARACTER.pattern}|NaN|Infinity")
 
 
 def read_messages(messages: Any) -> list[Message]:
@@ -39,7 +42,8 @@ def _read(message: Any, where: str) -> Message:
     if role not in _KNOWN_ROLES:
         known = "system, developer, user, assistant or tool"
         raise GatewayRequestError(f"{where}.role must be {known}, got {said!r}", param=f"{where}.role")
-    read: Message = {"role": role, "content": text_of(message.get("content"), f"{where}.content")}
+    join = "" if role == "assistant" else " "  # an answer in parts is one answer
+    read: Message = {"role": role, "content": text_of(message.get("content"), f"{where}.content", join=join)}
     if message.get("function_call"):
         raise GatewayRequestError(f"{where}.function_call is OpenAI's old form: send tool_calls", param=where)
     if calls := message.get("tool_calls"):
@@ -61,7 +65,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
         raise GatewayRequestError(f"{where} must be a function call with a name", param=where)
     arguments = function.get("arguments")
     try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = encodable(json.loads(arguments)) if isinstance(arguments, str) else arguments
     except ValueError:
         pass  # as the model wrote it
     return {
@@ -71,8 +75,16 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     }
 
 
-def text_of(content: Any, where: str) -> str:
-    """A content, a string or a list of text parts, as one string."""
+def encodable(value: Any) -> Any:
+    """JSON as tokenizers and clients can read it: an escaped half of a character becomes U+FFFD, NaN null."""
+    text = json.dumps(value, ensure_ascii=False)
+    if not _UNREADABLE.search(text):
+        return value
+    return json.loads(HALF_A_CHARACTER.sub("\ufffd", text), parse_constant=lambda _: None)
+
+
+def text_of(content: Any, where: str, *, join: str = " ") -> str:
+    """A content, a string or a list of text parts, as one string; parts are joined as SGLang does."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
@@ -86,7 +98,7 @@ def text_of(content: Any, where: str) -> str:
         else:
             told = f"a part of type {kind!r}" if kind else type(part).__name__
             raise GatewayRequestError(f"{where} holds {told}; this policy reads text only", param=where)
-    return "".join(texts)
+    return join.join(texts)
 
 
 def _key_of(kind: str | None) -> str:

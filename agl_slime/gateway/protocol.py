@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
-
-import orjson
 
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import IMPOSED, Answered, Call, number
 from agl_slime.gateway.errors import openai_error
+from agl_slime.gateway.messages import Message
+from agl_slime.support.http import json_bytes
 
 Decode = Callable[[list[int]], str]
+Kept = Mapping[str, list[Message]]
+"""Conversations that may be gone on from, by the id of the answer that each ends with."""
+NOTHING_KEPT: Kept = MappingProxyType({})
 
 _OBJECTS = ("chat_template_kwargs", "stream_options", "text", "output_config")
 _LISTS = ("tools", "include")
@@ -20,7 +24,7 @@ _LISTS = ("tools", "include")
 
 def sse(data: Any, event: str | None = None) -> bytes:
     """One server-sent event."""
-    return (f"event: {event}\n".encode() if event else b"") + b"data: " + orjson.dumps(data) + b"\n\n"
+    return (f"event: {event}\n".encode() if event else b"") + b"data: " + json_bytes(data) + b"\n\n"
 
 
 class Stream(ABC):
@@ -71,7 +75,7 @@ class Protocol(ABC):
     prefix: str = ""
 
     @abstractmethod
-    def read(self, body: Mapping[str, Any]) -> Call:
+    def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
         """Raises ``GatewayRequestError``."""
 
     @abstractmethod

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agl_slime.gateway.calls import Call, Choice, split_thinking, visible
+from agl_slime.gateway.messages import encodable
 from agl_slime.rollout.session import RolloutSession
 from agl_slime.rollout.tool_parsers import ToolCall, ToolParser
 from agl_slime.tokens.template import Message
@@ -36,8 +37,9 @@ class Reading:
             parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in call.tools}
             for written in parsed.calls:
                 served = self.parser.typed(written, parameters.get(written.name))
+                name, arguments = encodable([served.name, dict(served.arguments)])
                 ids[served_id := f"call_{secrets.token_hex(8)}"] = written.id
-                calls.append(ToolCall(name=served.name, arguments=served.arguments, id=served_id))
+                calls.append(ToolCall(name=name, arguments=arguments, id=served_id))
                 known = written.name in parameters
                 stats.tool_calls[written.name] += known
                 stats.calls["unknown"] += not known

@@ -10,7 +10,7 @@ from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import Answered, Call, Choice, function_tool, json_constraint, number
 from agl_slime.gateway.chat import logprobs
 from agl_slime.gateway.messages import Message, read_messages, text_of
-from agl_slime.gateway.protocol import Decode, Protocol, Stream, sse
+from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
 from agl_slime.rollout.tool_parsers import ToolCall
 
 _IMPOSED = ("temperature", "top_p")
@@ -27,21 +27,26 @@ class Responses(Protocol):
     honoured, ignored = frozenset((*_HONOURED.split(), *_IMPOSED)), frozenset(_IGNORED.split())
     prefix = "resp_"
 
-    def read(self, body: Mapping[str, Any]) -> Call:
+    def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
         self.check_fields(body)
         messages: list[Message] = []
         if instructions := body.get("instructions"):
             messages.append({"role": "system", "content": text_of(instructions, "instructions")})
-        given = body.get("input")
+        own = len(messages)
+        if previous := body.get("previous_response_id"):
+            if not isinstance(previous, str) or previous not in kept:
+                told = f"previous_response_id {previous!r:.80} is no answer of this rollout"
+                raise GatewayRequestError(told, param="previous_response_id")
+            messages += kept[previous]
+        given = body.get("input") or []
         if isinstance(given, str):
             given = [{"role": "user", "content": given}]
-        if not isinstance(given, list):
-            raise GatewayRequestError("input must be a text or a list of items", param="input")
+        if not isinstance(given, list) or not (given or messages):
+            raise GatewayRequestError("input must be a text or a list of at least one item", param="input")
         tools = tuple(function_tool(name, *told) for name, _, _, *told in _tools(body))
         return Call(
-            messages=read_messages(_messages(messages, given)) if messages or given else [],
-            previous=str(body.get("previous_response_id") or ""),
-            kept=body.get("store") is not False,
+            messages=[*messages, *read_messages(_messages(given, kept))] if given else messages,
+            kept=own if body.get("store") is not False else None,
             model=str(body.get("model") or ""),
             tools=tools,
             tool_choice=_tool_choice(body.get("tool_choice"), bool(tools)),
@@ -175,13 +180,13 @@ def _items(made: str, choice: Choice, body: Mapping[str, Any], decode: Decode) -
         told = logprobs(choice, decode)["content"] if wanted else []
         yield _message(made, choice.content, "incomplete" if choice.finish == "length" else "completed", told)
     kinds = {name: (kind, namespace) for name, kind, namespace, *_ in _tools(body)}
-    for call in choice.calls:
-        yield _call(call, *kinds.get(call.name, ("function", "")))
+    for at, call in enumerate(choice.calls):
+        yield _call(f"fc_{made}_{at}", call, *kinds.get(call.name, ("function", "")))
 
 
-def _call(call: ToolCall, kind: str, namespace: str) -> dict[str, Any]:
+def _call(made: str, call: ToolCall, kind: str, namespace: str) -> dict[str, Any]:
     name = call.name.removeprefix(namespace + _JOIN) if namespace else call.name
-    head = {"id": f"fc_{call.id.removeprefix('call_')}", "call_id": call.id, "name": name, "status": "completed"}
+    head = {"id": made, "call_id": call.id, "name": name, "status": "completed"}
     if kind == "custom":
         head.pop("status")
         return {**head, "type": "custom_tool_call", "input": str(call.arguments.get("input", ""))}
@@ -216,18 +221,22 @@ def _usage(answered: Answered) -> dict[str, Any]:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _messages(messages: list[Message], items: list[Any]) -> list[Message]:
+def _messages(items: list[Any], kept: Kept) -> list[Message]:
     """Items as chat messages: what the model gave in one answer (reasoning, a text, calls) is one of those."""
+    messages: list[Message] = []
     answer: Message | None = None
     for at, item in enumerate(items):
         where = f"input[{at}]"
         kind = item.get("type", "message") if isinstance(item, Mapping) else None
+        if kind == "item_reference":
+            item = _referred(item.get("id"), kept, where)
+            kind = item["type"]
         ours = kind in ("reasoning", "function_call", "custom_tool_call")
         if ours or (kind == "message" and item.get("role") == "assistant"):
             if answer is None or (kind in ("message", "reasoning") and answer.get("tool_calls")):
                 answer = {"role": "assistant", "content": ""}
                 messages.append(answer)
-            _add(answer, item, kind, where)
+            _add(answer, item, str(kind), where)
             continue
         answer = None
         if kind == "message":
@@ -240,11 +249,26 @@ def _messages(messages: list[Message], items: list[Any]) -> list[Message]:
     return messages
 
 
+def _referred(made: Any, kept: Kept, where: str) -> dict[str, Any]:
+    """The item of an earlier answer that has this id, as ``_items`` gives them."""
+    kind, _, rest = made.partition("_") if isinstance(made, str) else ("", "", "")
+    answer, _, number = rest.rpartition("_") if kind == "fc" else (rest, "", "")
+    if answer in kept:
+        served = kept[answer][-1]
+        if kind == "msg":
+            return _message(answer, served["content"])
+        if kind == "rs":
+            return _reasoning(answer, served.get("reasoning_content", ""))
+        if number.isdecimal() and int(number) < len(calls := served.get("tool_calls", ())):
+            return {"type": "function_call", "call_id": calls[int(number)]["id"], **calls[int(number)]["function"]}
+    raise GatewayRequestError(f"{where} refers to {made!r:.80}, which is no item of this rollout", param=where)
+
+
 def _add(answer: Message, item: Mapping[str, Any], kind: str, where: str) -> None:
     if kind == "message":
         answer["content"] += text_of(item.get("content"), f"{where}.content")
     elif kind == "reasoning":
-        parts = item.get("content") or []
+        parts = item.get("content") or item.get("summary") or []
         if not isinstance(parts, list):
             raise GatewayRequestError(f"{where}.content must be a list of parts, got {parts!r:.80}", param=where)
         texts = (str(part.get("text") or "") for part in parts if isinstance(part, Mapping))

@@ -33,6 +33,7 @@ from agl_slime.gateway.calls import Answered, Call, Choice
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.completions import Completions
 from agl_slime.gateway.errors import RETRY_AFTER_S, refusal_of
+from agl_slime.gateway.messages import HALF_A_CHARACTER
 from agl_slime.gateway.protocol import Protocol
 from agl_slime.gateway.responses import Responses
 from agl_slime.gateway.settings import GatewaySettings
@@ -57,7 +58,6 @@ _PROTOCOLS: dict[str, Protocol] = {
 }
 # JSON of more than this is parsed in a thread: 1 MB takes about 5 ms.
 _PARSED_AT_ONCE = 256 * 1024
-_HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 _RETRY_HEADER = "x-stainless-retry-count"  # of the SDKs of OpenAI and Anthropic
 _STOP_S = 5.0
 _ENDED_KEPT = 10_000
@@ -295,7 +295,7 @@ class Gateway:
         raw = await request.read()
         parse = partial(_parsed, raw)
         body = parse() if len(raw) <= _PARSED_AT_ONCE else await run_in_thread(parse)
-        call = protocol.read(body)
+        call = protocol.read(body, attempt.kept)
         if isinstance(protocol, CountTokens):
             return json_response({"input_tokens": await attempt.count(call)})
         if call.model in (*attempt.settings.untrained_models, *attempt.settings.trained_models):
@@ -377,7 +377,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
         body = orjson.loads(raw)
     except ValueError as error:
         try:  # some clients send text that is cut within a character, which no tokenizer reads
-            body = orjson.loads(_HALF_A_CHARACTER.sub("\ufffd", json.dumps(json.loads(raw), ensure_ascii=False)))
+            body = orjson.loads(HALF_A_CHARACTER.sub("\ufffd", json.dumps(json.loads(raw), ensure_ascii=False)))
         except ValueError:
             raise GatewayRequestError(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):

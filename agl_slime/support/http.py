@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -108,7 +109,15 @@ def stop_signal() -> asyncio.Event:
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """An answer of strict JSON."""
-    return web.Response(body=orjson.dumps(value), status=status, headers=headers, content_type="application/json")
+    return web.Response(body=json_bytes(value), status=status, headers=headers, content_type="application/json")
+
+
+def json_bytes(value: Any) -> bytes:
+    """Strict JSON, of integers above 64 bit too, which orjson does not write."""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        return json.dumps(value, allow_nan=False).encode()
 
 
 async def ask(session: aiohttp.ClientSession, url: str, body: bytes | None = None, **options: Any) -> Any:
