@@ -38,6 +38,7 @@ COMMANDS = {
     "plot": "draw the reward.png of a run from its metrics",
     "view": "show a run in the browser, live while it goes on",
     "report": "write a run as one HTML page: trend, steps, rollouts, tokens",
+    "audit": "prove from the files of a run that they agree",
     "buffer": "serve a rollout buffer",
     "gateway": "serve the model to agents that other runners execute",
     "assign-instance-id": "give each line of a JSON-lines file an instance_id",
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return import_module(f"agl_slime.{home}").main(rest)
     if command in COMMANDS:
         functions = {"train": _train, "model": _model, "plot": _plot, "report": _report, "view": _view}
+        functions["audit"] = _audit
         functions["assign-instance-id"] = _assign_instance_ids
         return _reported(partial(functions[command], rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
@@ -178,6 +180,28 @@ def _view(arguments: list[str]) -> None:
         asyncio.run(view(run_dirs, host=host, port=port, follow=follow, browser=browser))
 
     tyro.cli(show, prog="agl-slime view", args=arguments)
+
+
+def _audit(arguments: list[str]) -> None:
+    def check(run_dir: tyro.conf.Positional[Path]) -> None:
+        """Prove from the files of a run that they agree: each task has one end, each sampled token was trained at most
+        once, by weights that were pushed. Exit code 1 where they do not.
+
+        Args:
+            run_dir: The directory of a run that nobody writes to.
+        """
+        from agl_slime.audit import audit
+
+        found = audit(run_dir)
+        for sentence in found.findings:
+            print(sentence)
+        counts = ", ".join(f"{n:,} {name}" for name, n in found.counts.items())
+        if found.findings:
+            raise AglSlimeError(f"{len(found.findings)} findings in {run_dir} ({counts})")
+        state = "" if found.finished else "; the run did not come to its end, so its last iteration may be incomplete"
+        print(f"The files of {run_dir} agree: {counts}{state}.")
+
+    tyro.cli(check, prog="agl-slime audit", args=arguments)
 
 
 def _assign_instance_ids(arguments: list[str]) -> None:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
 import shutil
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
 from pydantic_core import to_jsonable_python
 
+from agl_slime.audit import records
 from agl_slime.errors import ConfigError
-from agl_slime.support.files import whole_file, write_file
+from agl_slime.support.files import write_file
+
+logger = logging.getLogger(__name__)
 
 # Settings that say where or how to start and not what is run; they may differ between a run and its continuation.
 _NOT_COMPARED = frozenset({"output_dir", "overwrite", "resume"})
@@ -43,63 +49,75 @@ def dump(value: Any, indent: int | None = None) -> bytes:
 def read_object(path: Path) -> dict[str, Any] | None:
     """The JSON object in the file; ``None`` when it is not there or holds none."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return records.read_object(path)
+    except ValueError:
         return None
-    return value if isinstance(value, dict) else None
 
 
 def iter_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The records of the file in order. A last line that is no JSON object was torn by a kill and is left out; any
-    other such line is a ``ConfigError``."""
-    bad: int | None = None
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if bad is not None:
-                raise ConfigError(f"line {bad} of {os.fspath(path)} is not a JSON object; remove that line")
-            if line.strip():
-                try:
-                    record = json.loads(line)
-                except ValueError:  # JSONDecodeError, or UTF-8 cut in the middle of a character
-                    record = None
-                if isinstance(record, dict):
-                    yield record
-                else:
-                    bad = number
+    """The records of the file in order. Damaged lines are left out with a warning, and so is what follows the last
+    line's end: a kill has torn it. Raises ``ConfigError`` where there is no such file."""
+    damaged: list[tuple[int, str]] = []
+    try:
+        for line in records.read_lines(Path(path)):
+            if isinstance(line, records.Line):
+                yield line.record
+            else:
+                damaged.append(line)
+    except ValueError as error:
+        raise ConfigError(f"{os.fspath(path)} {error}") from None
+    if damaged:
+        (number, why), n = damaged[0], len(damaged)
+        logger.warning("%d damaged lines of %s are left out; line %d %s.", n, os.fspath(path), number, why)
+
+
+def size_of(iteration: int, lines: Sequence[Mapping[str, Any]]) -> int:
+    """The bytes that ``IterationFile.append`` writes, at most."""
+    return sum(len(dump({"iteration": iteration, **record})) + len(', "crc": 4294967295') for record in lines)
 
 
 class IterationFile:
     """Appends records that belong to an iteration, as JSON lines. Writing an iteration again replaces it and every
-    later one, so a resumed run leaves no duplicates. Nothing is touched before the first ``append``."""
+    later one, so a resumed run leaves no duplicates. Nothing is touched before the first ``append``.
+
+    Each line ends with ``crc``, the CRC-32 of all before it, in the line and in the file: a line that is changed, moved
+    or missing is found (``agl-slime audit``)."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file: IO[bytes] | None = None
         self._last = -math.inf
+        self._crc = 0
 
-    def append(self, iteration: int, records: Sequence[Mapping[str, Any]]) -> None:
+    def append(self, iteration: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Write the records, each with ``iteration`` first, and hand them to the operating system before returning."""
         if self._file is None or iteration <= self._last:
-            self.close()
-            self._file = self._open(iteration)
-        self._file.write(b"".join(dump({"iteration": iteration, **record}) for record in records))
+            self.rewind(iteration)
+        assert self._file is not None
+        for record in lines:
+            line = dump({"iteration": iteration, **record})[:-2]
+            self._crc = zlib.crc32(line, self._crc)
+            self._file.write(b'%b, "crc": %d}\n' % (line, self._crc))
         self._file.flush()
         self._last = iteration
+
+    def rewind(self, iteration: int) -> None:
+        """Keep the lines of earlier iterations, as they are, and those that are damaged among them."""
+        self.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._crc, end = 0, 0
+        for line in records.read_lines(self.path) if self.path.exists() else ():
+            if isinstance(line, records.Line):
+                if line.record["iteration"] >= iteration:
+                    break
+                self._crc, end = line.crc, line.at + line.size
+        self._file = self.path.open("ab")
+        self._file.truncate(end)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _open(self, iteration: int) -> IO[bytes]:
-        """Keep the whole records of earlier iterations, then append."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            with whole_file(self.path, durable=False) as kept:
-                for record in iter_jsonl(self.path):
-                    if record.get("iteration", iteration) < iteration:
-                        kept.write(dump(record))
-        return self.path.open("ab")
 
 
 class RunDir:
@@ -133,6 +151,13 @@ class RunDir:
         database = (self.ledger.with_name(self.ledger.name + suffix) for suffix in ("", "-wal", "-shm"))
         self.reports = (*reports, self.checkpoints, *database)
         """What a new run in the same place replaces."""
+
+    def rewind(self, iteration: int) -> None:
+        """The run goes on after ``iteration``: what its files say of later ones goes."""
+        for path in (self.metrics, self.trained, self.groups, self.rollouts, self.transcripts / "transcripts.jsonl"):
+            if path.is_file():
+                with closing(IterationFile(path)) as file:
+                    file.rewind(iteration + 1)
 
     def settings(self) -> dict[str, Any] | None:
         """What ``config.json`` holds; ``None`` when it is not there or no JSON object."""

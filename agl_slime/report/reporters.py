@@ -39,7 +39,7 @@ class Reporters:
         self._reporters: tuple[Reporter, ...] = tuple(reporters)
         self._backlog = backlog
         self._left_out = 0
-        self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="agl-slime-report", daemon=True)
         self._thread.start()
 
@@ -64,6 +64,12 @@ class Reporters:
         else:
             self._queue.put(event)
 
+    def flush(self, timeout_s: float = 30.0) -> bool:
+        """Wait until all that was passed on before is handled; False when that takes longer than ``timeout_s``."""
+        handled = threading.Event()
+        self._queue.put(handled)
+        return handled.wait(timeout_s)
+
     def close(self, timeout_s: float = 30.0) -> bool:
         """Handle what is left, close the reporters; False when that takes longer than ``timeout_s``."""
         self._queue.put(None)
@@ -72,6 +78,9 @@ class Reporters:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
             if isinstance(item, RunFinished) and self._left_out:
                 why = "because reporting fell behind; counts by outcome are too low by that many."
                 self.warn(f"{self._left_out} rollout events were left out {why}", "left_out")

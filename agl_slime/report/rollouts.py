@@ -8,6 +8,7 @@ without a further library. docs/report.md has the fields in a table.
 from __future__ import annotations
 
 import base64
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,8 +27,9 @@ from agl_slime.events import (
     RunFinished,
     RunStarted,
 )
+from agl_slime.groups.results import reward_of, rollout_of
 from agl_slime.report.alarms import find_alarms_of_step
-from agl_slime.report.files import IterationFile, RunDir, dump, iter_jsonl, jsonable
+from agl_slime.report.files import IterationFile, RunDir, iter_jsonl, jsonable, size_of
 from agl_slime.report.pieces import Pieces
 from agl_slime.report.transcripts import MOST_MESSAGES, MOST_SAMPLES, Room, choose_rollouts
 
@@ -156,10 +158,8 @@ class RolloutWriter:
             for rollout_id, (member, label) in group.members.items():
                 outcome = {"label": label, "outcome": outcomes[rollout_id]}
                 kept[rollout_id] = jsonable({**outcome, **self._describe(member, group)})
-        if kept and self._keep == "sampled":
-            size = sum(len(dump({"iteration": iteration, **record})) for record in kept.values())
-            if not self._room.take(size):
-                kept = {}
+        if kept and self._keep == "sampled" and not self._room.take(size_of(iteration, list(kept.values()))):
+            kept = {}
         # also where there is nothing to write: what a run that was cut off has left of this iteration goes
         lines = [{**group.line, "kept": [one for one in group.members if one in kept]} for group in groups]
         self._groups_file.append(iteration, lines)
@@ -233,10 +233,42 @@ def describe_group(result: Any, *, collected: int) -> dict[str, Any]:
         "tokens": [member.sampled_tokens for member in members],
         "turns": [member.turns for member in members],
         "samples": [len(member.samples) for member in members],
+        "sealed": [[seal_of(sample) for sample in member.samples] for member in members],
         "truncated": sum(any(s.status.value == "truncated" for s in member.samples) for member in members),
         "alike": len(answers) > 1 and len(set(answers)) == 1,
         "tools": _tools_of(members),
     }
+
+
+def seal_of(sample: Sample) -> list[Any]:
+    """What a Sample has to train on, as groups.jsonl and trained.jsonl say: a digest of its ids, its loss mask and the
+    engine's log-probs under it, the tokens under the mask, and how many of them each weight version has sampled."""
+    mask, versions = mask_of(sample), Counter[str]()
+    for version, start, end in (sample.metadata or {}).get("weight_spans") or ():
+        versions[str(version)] += int(mask[start:end].sum())
+    log_probs = np.asarray(sample.rollout_log_probs or (), dtype="<f4")
+    parts = np.asarray(sample.tokens, dtype="<i4"), mask, log_probs[mask] if len(log_probs) else log_probs
+    digest = hashlib.blake2b(b"".join(part.tobytes() for part in parts), digest_size=8).hexdigest()
+    return [digest, int(mask.sum()), {version: n for version, n in versions.items() if n}]
+
+
+def mask_of(sample: Sample) -> np.ndarray:
+    """Which of the response's tokens are trained."""
+    mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+    return np.asarray(mask, dtype=bool) & (not sample.remove_sample)
+
+
+def describe_batch(groups: Sequence[Sequence[Sample]]) -> list[dict[str, Any]]:
+    """The groups of a batch as lines of ``trained.jsonl``: the number of the task in the run, the rollouts with their
+    rewards, and of each Sample its rollout and what was trained of it."""
+    return [
+        {
+            "instance_id": group[0].metadata.get("instance_id"),
+            "rollouts": {str(rollout_of(sample)): reward_of(sample) for sample in group},
+            "samples": [[str(rollout_of(sample)), *seal_of(sample)] for sample in group],
+        }
+        for group in groups
+    ]
 
 
 def _sampled(sample: Sample) -> bytes:
@@ -277,8 +309,7 @@ def describe_tokens(sample: Sample, pieces: Pieces, *, scores: tuple[Any, Any] |
     the rest begins at the first response token. Raises ``TraceError`` when mask, response and ``scores`` (the trainer's
     log-probs and advantages of the tokens under the mask) differ in length."""
     tokens, length = sample.tokens[:MOST_TOKENS], sample.response_length
-    mask = np.asarray(sample.loss_mask if sample.loss_mask is not None else [1] * length, dtype=bool)
-    mask = mask & (not sample.remove_sample)
+    mask = mask_of(sample)
     metadata, start = sample.metadata or {}, len(sample.tokens) - length
     at = np.flatnonzero(mask)
     if len(mask) != length or (scores is not None and len(scores[0]) != len(at)):

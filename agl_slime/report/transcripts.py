@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from agl_slime.errors import TraceError
 from agl_slime.events import Event, GroupsCollected
-from agl_slime.report.files import IterationFile, dump, jsonable
+from agl_slime.report.files import IterationFile, jsonable, size_of
 
 if TYPE_CHECKING:
     from agl_slime.types import Sample
@@ -139,7 +139,7 @@ class TranscriptWriter:
         ]
         page = to_markdown(event.iteration, items).encode("utf-8", "backslashreplace")
         records = [shortened(item) for item in items]
-        size = len(page) + sum(len(dump({"iteration": event.iteration, **record})) for record in records)
+        size = len(page) + size_of(event.iteration, records)
         if not self._room.take(size):
             return
         self.path.mkdir(parents=True, exist_ok=True)

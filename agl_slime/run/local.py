@@ -26,12 +26,12 @@ from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
 from agl_slime.events import BatchTrained
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.policy import MinimumViableGroup, zero_variance
-from agl_slime.groups.results import reward_of, rollout_of
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.metric_names import TOKENS_TRAINED
 from agl_slime.report import open_run_dir
 from agl_slime.report.files import IterationFile, RunDir
+from agl_slime.report.rollouts import describe_batch
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.rollout.partial import PartialRollouts
 from agl_slime.run.models import find_model
@@ -131,6 +131,7 @@ async def run_training(
         groups = GroupSource(store=parts.store, tokenizer=tokenizer, settings=settings, ledger=ledger)
         source = stack.enter_context(groups)
         if checkpoint is not None:
+            await run_in_thread(run.rewind, start.iteration)
             checkpoint.rewind(ledger)
             source.restore(checkpoint.data_source)
 
@@ -146,10 +147,21 @@ async def run_training(
                 events.TrainingProgressed(iteration=iteration, share=share)
             )
             metrics = trainer.train(groups, iteration=iteration)
-            trained.append(iteration, [_origin(group) for group in groups])
+            trained.append(iteration, describe_batch(groups))
             reports.handle(_batch_trained(iteration, groups, trainer))
             metrics[TOKENS_TRAINED] = metrics.pop("train/tokens")
             return metrics
+
+        checkpoints_of_run = CheckpointWriter(
+            directory=run.checkpoints,
+            trainer=trainer,
+            source=source,
+            save_partial=lambda path: partial.save(path, base_url=url),
+        )
+
+        def save(state: LoopState) -> None:
+            reports.flush()  # no iteration that a checkpoint has is missing in the reports after a kill
+            checkpoints_of_run.save(state)
 
         val_engine = None
         if config.eval_sglang_url is not None:
@@ -168,12 +180,7 @@ async def run_training(
             data_source=source,
             slime_train_fn=train,
             weight_sync_fn=weights.push,
-            save_fn=CheckpointWriter(
-                directory=run.checkpoints,
-                trainer=trainer,
-                source=source,
-                save_partial=lambda path: partial.save(path, base_url=url),
-            ).save,
+            save_fn=save,
             start=start,
             observer=_Observers(reports, partial),
             check_alive=check_engine,
@@ -188,12 +195,6 @@ def _batch_trained(iteration: int, groups: Sequence[Sequence[Sample]], trainer: 
     if scores is None:
         return BatchTrained(iteration=iteration, samples=samples)
     return BatchTrained(iteration=iteration, samples=samples, log_probs=scores.log_probs, advantages=scores.advantages)
-
-
-def _origin(group: Sequence[Sample]) -> dict[str, Any]:
-    """Where a group comes from: the number of its task in the run, and its rollouts with their rewards."""
-    rewards = {str(rollout_of(sample)): reward_of(sample) for sample in group}
-    return {"instance_id": group[0].metadata.get("instance_id"), "rollouts": rewards}
 
 
 class _Observers:

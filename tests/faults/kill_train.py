@@ -1,7 +1,7 @@
 """kill -9 of a real ``train.py`` at random moments, going on with --resume each time; then: was each task trained on or
 dropped exactly once?
 
-python -m tests.faults.kill_train --kills 50 [--max-staleness 2]
+python -m tests.faults.kill_train --kills 50 [--max-staleness 2] [--flags=--drop-zero-variance]
 
 Each life is a process of its own. One in ten starts from nothing, with an embedded engine that must be gone soon after
 it. The others, to save time, are forked from a process that has imported what train.py imports, and use an engine that
@@ -31,6 +31,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from agl_slime.audit import audit as audit_files
 from agl_slime.demo import LOOKUP_POLICY
 from agl_slime.engine.process import EmbeddedEngine
 
@@ -75,12 +76,14 @@ class Result:
     reports_in_order: bool = False
     adds_up: bool = False
     leftovers: list[str] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
+    """What ``agl-slime audit`` said after each kill, and at the end."""
     seconds: float = 0.0
 
     @property
     def good(self) -> bool:
         whole = not self.lost and not self.twice and not self.leftovers and self.adds_up and self.reports_in_order
-        return whole and self.optimizer_steps[0] == self.optimizer_steps[1]
+        return whole and not self.findings and self.optimizer_steps[0] == self.optimizer_steps[1]
 
 
 class Run:
@@ -145,15 +148,16 @@ class Run:
         return found
 
 
-def run(directory: Path, *, kills: int, seed: int, limit_s: float, max_staleness: int = 0) -> Result:
+def run(directory: Path, *, kills: int, seed: int, limit_s: float, max_staleness: int = 0, flags: str = "") -> Result:
     rng = random.Random(seed)
     began = time.monotonic()
     leftovers: list[str] = []
+    findings: list[str] = []
     training = 0
     with EmbeddedEngine(LOOKUP_POLICY) as engine:
-        flags = f"{_FLAGS} --max-staleness {max_staleness}"
+        flags = f"{_FLAGS} --max-staleness {max_staleness} {flags}"
         scene = Run(directory, flags=flags, limit_s=limit_s, engine_url=engine.url)
-        for _ in range(kills):
+        for number in range(1, kills + 1):
             cold = rng.random() < _COLD
             process = scene.start(iterations=100_000, cold=cold)
             try:
@@ -167,6 +171,8 @@ def run(directory: Path, *, kills: int, seed: int, limit_s: float, max_staleness
                 process.kill()
                 process.join()
             leftovers += scene.leftovers()
+            if scene.rows():
+                findings += [f"after kill {number}: {said}" for said in audit_files(scene.output).findings]
         done = max([0, *(row["iteration"] for row in scene.rows())])
         last = scene.start(iterations=done + 4, cold=True)
         last.join(limit_s)
@@ -175,6 +181,8 @@ def run(directory: Path, *, kills: int, seed: int, limit_s: float, max_staleness
         result = audit(scene.output)
         result.kills, result.kills_while_training = kills, training
         result.leftovers = leftovers + scene.leftovers()
+        closing = audit_files(scene.output)
+        result.findings = findings + closing.findings + ([] if closing.finished else ["the run did not finish"])
         result.seconds = time.monotonic() - began
         return result
 
@@ -245,9 +253,10 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-staleness", type=int, default=0)
+    parser.add_argument("--flags", default="", help="further flags of train.py")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        limits = {"limit_s": 120 + 60 * options.kills, "max_staleness": options.max_staleness}
+        limits = {"limit_s": 120 + 60 * options.kills, "max_staleness": options.max_staleness, "flags": options.flags}
         result = run(Path(directory), kills=options.kills, seed=options.seed, **limits)
     print(
         f"{result.kills} kills of train.py ({result.kills_while_training} while it trained) "
@@ -263,6 +272,7 @@ def main() -> int:
         f"  ledger     {'adds up' if result.adds_up else 'does NOT add up'}; "
         f"reports {'in order' if result.reports_in_order else 'NOT in order'}"
     )
+    print(f"  audit      {len(result.findings)} findings {result.findings[:20]}")
     print(f"  left over  {len(result.leftovers)} processes {result.leftovers[:3]}")
     return 0 if result.good else 1
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.errors import ConfigError
 from agl_slime.events import IterationFinished, MetricValue
 from agl_slime.metric_names import REQUIRED_KEYS
 from agl_slime.report import MetricsWriter, read_metrics
@@ -44,7 +44,7 @@ def test_one_valid_object_per_iteration(tmp_path: Path) -> None:
     write(path, 1, 2, 3)
     lines = path.read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3]
-    assert json.loads(lines[0]) == {"iteration": 1, **METRICS}
+    assert json.loads(lines[0]) == {"iteration": 1, **METRICS, "crc": zlib.crc32(lines[0].split(', "crc"')[0].encode())}
 
 
 def test_required_keys_are_there_even_when_the_run_does_not_know_them(tmp_path: Path) -> None:
@@ -83,20 +83,28 @@ def test_a_torn_last_line_is_read_over_at_every_cut(tmp_path: Path) -> None:
     write(path, 1, 2)
     whole = path.read_bytes()
     first = whole.index(b"\n") + 1
-    for cut in range(
-        first, len(whole) - 1
-    ):  # the last cut but one leaves the object whole and only the newline missing
+    for cut in range(first, len(whole)):
         path.write_bytes(whole[:cut])
         assert [row["iteration"] for row in read_metrics(path)] == [1]
-    path.write_bytes(whole[:-1])
+    path.write_bytes(whole)
     assert [row["iteration"] for row in read_metrics(path)] == [1, 2]
 
 
-def test_a_broken_line_before_the_end_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_broken_line_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1}\n{"iterat\n{"iteration": 3}\n')
-    with pytest.raises(ConfigError, match=r"line 2 of .*metrics\.jsonl is not a JSON object"):
-        read_metrics(path)
+    assert [row["iteration"] for row in read_metrics(path)] == [1, 3]
+    assert "line 2 is not JSON" in caplog.text
+
+
+def test_a_broken_line_does_not_stop_a_run_that_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1, 2, 3)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], b"{nothing\n", *lines[2:]]))
+    write(path, 4)
+    assert [row["iteration"] for row in read_metrics(path)] == [1, 3, 4]
+    assert path.read_bytes().splitlines()[1] == b"{nothing"  # for people to see what it was
 
 
 def test_resume_after_a_torn_line_leaves_no_duplicate_and_no_rest(tmp_path: Path) -> None:

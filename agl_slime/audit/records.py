@@ -1,0 +1,205 @@
+"""The files of a run as they stand, read strictly: what is no regular file, no JSON object or of another shape than the
+package writes is a ``ValueError`` with one sentence, never another exception and never a wait."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import orjson
+
+_DEEPEST = 64
+_NUMBER = (int, float)
+_CHECKED = re.compile(rb'(.*), "crc": (\d+)\}\n?', re.DOTALL)
+SEAL = "agl_slime_checksums.json"
+_SAMPLE = {
+    "segment": int,
+    "prompt_length": int,
+    "tokens": str,
+    "pieces": [str],
+    "trained": [[int, int]],
+    "left_out": int,
+}
+_SAMPLE |= {"engine_log_probs": str, "trainer_log_probs": str, "advantages": str, "weight_versions": [[str, int, int]]}
+_SAMPLE |= {"turn_spans": [[int, int]]}
+_TURN = {"prompt_tokens": int, "tokens": int, "seconds": _NUMBER, "untrained": str, "kept_tokens": int}
+_GROUP = {"collected": int, "group_id": str, "instance_id": (str, None), "ready": bool, "code": str, "reason": str}
+_GROUP |= {"rollouts": [str], "rewards": [(*_NUMBER, None)], "outcomes": [str], "reasons": [str], "tokens": [int]}
+_GROUP |= {
+    "turns": [int],
+    "samples": [int],
+    "sealed": [[[str, int, {str: int}]]],
+    "kept": [str],
+    "weight_versions": [str],
+}
+_GROUP |= {"truncated": int, "source": (str, None)}
+_KEPT = {"collected": int, "rollout_id": str, "group_id": str, "instance_id": (str, None), "outcome": str}
+_KEPT |= {"reward": (*_NUMBER, None), "rewards": {str: _NUMBER}, "tokens": int, "messages": list, "turns": [_TURN]}
+_KEPT |= {"reason": str, "message": str, "label": str, "samples": [_SAMPLE], "timeline": (dict, None)}
+_KEPT |= {"stop_reason": str, "source": (str, None)}
+SHAPES: dict[str, dict[str, Any]] = {
+    "metrics.jsonl": {"weights/version": (str, *_NUMBER, None)},
+    "trained.jsonl": {
+        "instance_id": (str, None),
+        "rollouts": {str: (*_NUMBER, None)},
+        "samples": [[str, str, int, {str: int}]],
+    },
+    "groups.jsonl": _GROUP,
+    "rollouts.jsonl": _KEPT,
+}
+"""What each line of a file holds beside ``iteration``; a list of several shapes is one of so many entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line that holds what it has to, without its checksum, which is ``crc``; ``at`` and
+    ``size`` are its bytes in the file."""
+
+    number: int
+    at: int
+    size: int
+    crc: int
+    record: dict[str, Any]
+
+
+def parse(text: bytes) -> Any:
+    """The JSON value; ``ValueError`` for anything else, and for what is nested deeper than programs can follow. orjson
+    refuses lone surrogates, which Python's text may have."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        try:
+            value = json.loads(text, parse_constant=_refuse)
+        except RecursionError:
+            raise ValueError("is nested too deep") from None
+        except ValueError:
+            raise ValueError("is not JSON") from None
+    if text.count(b"[") + text.count(b"{") > _DEEPEST:
+        level = [value]
+        for _ in range(_DEEPEST):
+            level = [one for each in level for one in _parts(each)]
+        if level:
+            raise ValueError("is nested too deep")
+    return value
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a regular file: no FIFO, on which reading would hang."""
+    try:
+        if not path.is_file():
+            raise ValueError("is not a regular file" if path.exists() or path.is_symlink() else "is missing")
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that is the whole of a file."""
+    value = parse(read_regular(path))
+    if not isinstance(value, dict):
+        raise ValueError("is not a JSON object")
+    return value
+
+
+def read_lines(path: Path, *, at: int = 0, number: int = 0, whole: bool = False) -> Iterator[Line | tuple[int, str]]:
+    """The lines from byte ``at`` on, which follow line ``number``: each as what it holds, or with its number and the
+    sentence that says what is wrong with it; ``whole`` ones lack no field. What follows the last line's end is left
+    out: it is being written, or was torn by a kill."""
+    shape = {"iteration": int, **SHAPES.get(path.name, {})}
+    if not path.is_file():
+        read_regular(path)
+    with path.open("rb") as file:
+        file.seek(at)
+        for raw in file:
+            if not raw.endswith(b"\n"):
+                return
+            number += 1
+            try:
+                record = parse(raw)
+                if wrong := misfit(record, shape, whole=whole):
+                    raise ValueError(wrong)
+                crc = record.pop("crc", 0)
+                yield Line(number, at, len(raw), crc if isinstance(crc, int) else 0, record)
+            except ValueError as error:
+                yield number, str(error)
+            at += len(raw)
+
+
+def broken_chain(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines whose checksum, over their own bytes and all lines before, is another than the one that they carry;
+    after one that is broken, the next ones go on from what they say themselves."""
+    before = 0
+    for number, raw in enumerate(read_regular(path).splitlines(keepends=True), 1):
+        if (found := _CHECKED.fullmatch(raw)) is None:
+            if raw.endswith(b"\n"):
+                yield number, "carries no checksum"
+            continue
+        if zlib.crc32(found[1], before) != int(found[2]) or not raw.endswith(b"\n"):
+            yield number, "is not as it was written, or a line before it is missing"
+        before = int(found[2])
+
+
+def broken_seal(directory: Path) -> Iterator[tuple[str, str]]:
+    """The files of ``directory`` that are not as they were sealed."""
+    try:
+        sums = read_object(directory / SEAL)
+    except ValueError as error:
+        yield SEAL, str(error)
+        return
+    here = {path.name for path in directory.iterdir() if not path.is_dir() and path.name != SEAL}
+    for name in sorted(here - set(sums)):
+        yield name, "is not among the files that were sealed"
+    for name, known in sums.items():
+        try:
+            content = read_regular(directory / name)
+        except ValueError as error:
+            yield name, str(error)
+            continue
+        if known != [len(content), zlib.crc32(content)]:
+            yield name, "is not as it was written"
+
+
+def read_database(path: Path, *queries: str) -> list[list[tuple]]:
+    """The rows of each query, from a file that nothing is written to."""
+    read_regular(path)
+    try:
+        with sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True) as connection:
+            if connection.execute("PRAGMA integrity_check").fetchone() != ("ok",):
+                raise ValueError("is damaged, says SQLite")
+            return [connection.execute(query).fetchall() for query in queries]
+    except sqlite3.Error as error:
+        raise ValueError(f"cannot be read by SQLite: {error}") from None
+
+
+def misfit(value: Any, shape: Any, name: str = "", *, whole: bool = False) -> str:
+    """What is not as in ``shape``, empty where all is."""
+    if isinstance(shape, tuple):
+        return "" if any(not misfit(value, one, name or "it") for one in shape) else f"has a wrong type in {name}"
+    if isinstance(shape, list) and isinstance(value, list):
+        if len(shape) > 1 and len(value) != len(shape):
+            return f"has {len(value)} entries in {name}"
+        shapes = shape * len(value) if len(shape) == 1 else shape
+        found = (misfit(one, each, name, whole=whole) for one, each in zip(value, shapes, strict=True))
+    elif isinstance(shape, dict) and isinstance(value, dict):
+        fields = dict.fromkeys(value, shape[str]) if str in shape else shape
+        if whole and (missing := [key for key in fields if key not in value]):
+            return f"lacks {', '.join(missing)}"
+        found = (misfit(value[key], fields[key], key, whole=whole) for key in fields if key in value)
+    else:
+        fits = isinstance(value, shape) if isinstance(shape, type) else shape is None and value is None
+        found = [] if fits and isinstance(value, bool) == (shape is bool) else [f"has a wrong type in {name}"]
+    return next((wrong for wrong in found if wrong), "") if name or isinstance(value, dict) else "is not a JSON object"
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)
+
+
+def _parts(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -1,0 +1,93 @@
+"""``agl-slime audit``: nothing to say of runs as they are, and something of every change to their files."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
+
+from agl_slime.audit import audit
+from agl_slime.cli import main
+from agl_slime.demo import LOOKUP_POLICY
+from agl_slime.engine import EmbeddedEngine
+from agl_slime.run.local import run_training
+from agl_slime.run.settings import TrainConfig
+from tests.audit_mutations import damage, lie
+
+_FLAKY = "tests.faults.flaky_lookup:FlakyLookup"
+_KINDS: dict[str, dict[str, Any]] = {
+    "serial": {"keep_rollouts": "all"},
+    "overlapped": {"max_staleness": 2, "weight_pause": "in_place", "drop_zero_variance": True},
+    "gone on with": {"max_staleness": 1, "group_min_ratio": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small runs of a flaky agent: one after the other with all rollouts kept, beside training with groups dropped, and
+    one that went on from a checkpoint."""
+    made: dict[str, Path] = {}
+    with EmbeddedEngine(LOOKUP_POLICY) as engine:
+        for name, settings in _KINDS.items():
+            made[name] = tmp_path_factory.mktemp("run") / "out"
+            about = {"agent": _FLAKY, "model_path": LOOKUP_POLICY, "sglang_url": engine.url, "output_dir": made[name]}
+            about |= {"rollout_batch_size": 3, "eval_interval": 2, "eval_rollouts": 2, "save_interval": 2, **settings}
+            lives = (2, 4) if name == "gone on with" else (4,)
+            for iterations in lives:
+                config = TrainConfig(**about, num_iterations=iterations, resume=iterations != lives[0])
+                asyncio.run(run_training(config, console=Console(file=io.StringIO())))
+    return made
+
+
+@pytest.mark.parametrize("name", _KINDS)
+def test_the_files_of_a_run_agree(runs: dict[str, Path], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    result = audit(runs[name])
+    assert result.findings == []
+    assert result.finished
+    assert result.counts["iterations"] == 4
+    assert result.counts["tokens trained"] > 0
+    assert main(["audit", str(runs[name])]) == 0
+    assert "agree: 4 iterations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", [damage, lie], ids=["damage", "lie"])
+@pytest.mark.parametrize("n", [50, pytest.param(500, marks=pytest.mark.slow)])
+def test_every_change_is_found(runs: dict[str, Path], tmp_path: Path, change: Any, n: int) -> None:
+    copies = {name: shutil.copytree(run, tmp_path / name.replace(" ", "-")) for name, run in runs.items()}
+    missed: list[str] = []
+    for seed in range(n):
+        rng = random.Random(seed)
+        name = rng.choice(sorted(copies))
+        path, how = change(copies[name], rng)
+        origin = runs[name] / path.relative_to(copies[name])
+        if not audit(copies[name]).findings:
+            missed.append(f"seed {seed}: {path.name} of {name}, {how}")
+        if path.name == "loop.json":
+            shutil.copytree(origin.parent, path.parent, dirs_exist_ok=True)
+        shutil.copyfile(origin, path)
+    assert missed == []
+    assert not any(audit(copy).findings for copy in copies.values())  # each change was taken back
+
+
+def test_a_finding_names_file_and_line(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(runs["serial"], tmp_path / "run")
+    lines = (copy / "groups.jsonl").read_text().splitlines(keepends=True)
+    lines[2] = lines[2].replace('"ready": true', '"ready": false', 1)
+    (copy / "groups.jsonl").write_text("".join(lines))
+    assert main(["audit", str(copy)]) == 1
+    assert "groups.jsonl line 3: is not as it was written" in capsys.readouterr().out
+
+
+def test_what_holds_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
