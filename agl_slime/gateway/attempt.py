@@ -25,6 +25,7 @@ from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, sampling_of
 from agl_slime.rollout.session import RolloutSession, RolloutStopped
 from agl_slime.rollout.tool_parsers import get_tool_parser, parser_for_template
 from agl_slime.support.agl import LLM
+from agl_slime.tokens.codec import TokenArray
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate, Message
@@ -97,6 +98,11 @@ class Attempt:
             self._running -= 1
             if self.closed and not self._running:
                 self.quiet.set()
+
+    @property
+    def running(self) -> int:
+        """Requests under way."""
+        return self._running
 
     def end(self) -> bool:
         """No further requests. Whether none is under way; else ``cut`` ends those."""
@@ -180,7 +186,7 @@ class Attempt:
         begun = self._clock
         told_by_tools = self._changed_tools(role, tree, call.messages) if match.known == 0 else None
 
-        async def one(index: int) -> tuple[Choice, int, int]:
+        async def one(index: int) -> tuple[Choice, TokenArray, int]:
             line = tree.take(match)
             session = line.session
             session.stats.tools = tuple(
@@ -209,7 +215,7 @@ class Attempt:
             self._note(node, match, (id(tree), node.before), begun)
             self.seen["answers"] += 1
             self._emit({names.RESPONSE_ID: work.id, names.ROLE: role})
-            return choice, session.turns[-1].prompt_ids.size, generation.cached_tokens
+            return choice, session.turns[-1].prompt_ids, generation.cached_tokens
 
         try:
             done = await _all([one(index) for index in range(call.n)])
@@ -224,7 +230,7 @@ class Attempt:
             created=work.created,
             model=call.model or llm.model,
             choices=tuple(choice for choice, _, _ in done),
-            prompt_tokens=done[0][1],
+            prompt_ids=done[0][1],
             cached_tokens=done[0][2],
         )
 

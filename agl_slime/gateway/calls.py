@@ -12,7 +12,9 @@ from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.messages import Message
 from agl_slime.rollout.tool_parsers import ToolCall, ToolParser
 from agl_slime.sglang.generation import Generation
+from agl_slime.tokens.codec import TokenArray, token_array
 
+_NO_IDS = token_array([], name="prompt_ids")
 _THINK, _END_OF_THINKING = "<think>", "</think>"
 
 # What changes the distribution that tokens are sampled from; the run decides on these.
@@ -56,6 +58,11 @@ class Choice:
     generation: Generation | None = None
 
     @property
+    def token_ids(self) -> list[int]:
+        """The sampled ids, with the stop token."""
+        return list(self.generation.output_ids) if self.generation is not None else []
+
+    @property
     def output_tokens(self) -> int:
         return len(self.generation.output_ids) if self.generation is not None else 0
 
@@ -68,8 +75,12 @@ class Answered:
     created: int
     model: str
     choices: tuple[Choice, ...]
-    prompt_tokens: int = 0
+    prompt_ids: TokenArray = field(default_factory=lambda: _NO_IDS)
     cached_tokens: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
 
     @property
     def output_tokens(self) -> int:

@@ -18,7 +18,8 @@ _IGNORED = """
 """
 _HONOURED = """
     messages model tools tool_choice max_tokens max_completion_tokens max_output_tokens max_new_tokens stop n logprobs
-    top_logprobs stream stream_options response_format chat_template_kwargs regex ebnf json_schema modalities
+    top_logprobs return_token_ids stream stream_options response_format chat_template_kwargs regex ebnf json_schema
+    modalities
 """
 _MOST_CHOICES = 128
 
@@ -58,10 +59,13 @@ class ChatCompletions(Protocol):
                 "message": _message(choice),
                 "logprobs": logprobs(choice, decode) if body.get("logprobs") else None,
                 "finish_reason": choice.finish,
+                **({"token_ids": choice.token_ids} if body.get("return_token_ids") else {}),
             }
             for index, choice in enumerate(answered.choices)
         ]
         head = _head(answered, "chat.completion")
+        if body.get("return_token_ids"):
+            head["prompt_token_ids"] = answered.prompt_ids.tolist()
         return {**head, "choices": choices, "usage": usage(answered)}
 
     def stream(self, body: Mapping[str, Any], head: Answered, decode: Decode) -> Stream:
@@ -84,14 +88,29 @@ class _ChatStream(Stream):
             for at, call in enumerate(tool_calls(choice)):
                 yield self._chunk(index, {"tool_calls": [{"index": at, **call}]})
             told = logprobs(choice, self.decode) if self.body.get("logprobs") else None
-            yield self._chunk(index, {}, finish=choice.finish, logprobs=told)
+            more: dict[str, Any] = {"finish": choice.finish, "logprobs": told}
+            if self.body.get("return_token_ids"):
+                more |= {"ids": choice.token_ids, "prompt_ids": answered.prompt_ids.tolist()}
+            yield self._chunk(index, {}, **more)
         if (self.body.get("stream_options") or {}).get("include_usage"):
             yield sse({**_head(self.head, "chat.completion.chunk"), "choices": [], "usage": usage(answered)})
         yield b"data: [DONE]\n\n"
 
-    def _chunk(self, index: int, delta: dict[str, Any], *, finish: str | None = None, logprobs: Any = None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return sse({**_head(self.head, "chat.completion.chunk"), "choices": [choice]})
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        *,
+        finish: str | None = None,
+        logprobs: Any = None,
+        ids: list[int] | None = None,
+        prompt_ids: Any = None,
+    ) -> bytes:
+        choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        head = _head(self.head, "chat.completion.chunk")
+        if ids is not None:
+            choice["token_ids"], head["prompt_token_ids"] = ids, prompt_ids
+        return sse({**head, "choices": [choice]})
 
 
 def _head(answered: Answered, kind: str) -> dict[str, Any]:

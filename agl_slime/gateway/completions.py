@@ -11,7 +11,7 @@ from agl_slime.gateway.chat import usage
 from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
 
 _HONOURED = "prompt model max_tokens max_completion_tokens max_new_tokens max_output_tokens stop n logprobs stream"
-_HONOURED += " stream_options regex ebnf json_schema"
+_HONOURED += " return_token_ids stream_options regex ebnf json_schema"
 _DEFAULT_TOKENS = 16
 _MOST_IDS = 2**31  # what int32 holds; the engine knows its vocabulary
 
@@ -47,7 +47,10 @@ class Completions(Protocol):
 
     def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]:
         choices = [
-            _choice(index, choice.content, choice.finish, _logprobs(choice, decode) if wants(body) else None)
+            {
+                **_choice(index, choice.content, choice.finish, _logprobs(choice, decode) if wants(body) else None),
+                **_ids(body, choice, answered),
+            }
             for index, choice in enumerate(answered.choices)
         ]
         return {**_head(answered), "choices": choices, "usage": usage(answered)}
@@ -66,7 +69,8 @@ class _CompletionStream(Stream):
     def end(self, answered: Answered) -> Iterator[bytes]:
         for index, choice in enumerate(answered.choices):
             told = _logprobs(choice, self.decode) if wants(self.body) else None
-            yield sse({**_head(self.head), "choices": [_choice(index, "", choice.finish, told)]})
+            last = {**_choice(index, "", choice.finish, told), **_ids(self.body, choice, answered)}
+            yield sse({**_head(self.head), "choices": [last]})
         if (self.body.get("stream_options") or {}).get("include_usage"):
             yield sse({**_head(self.head), "choices": [], "usage": usage(answered)})
         yield b"data: [DONE]\n\n"
@@ -84,6 +88,13 @@ def _head(answered: Answered) -> dict[str, Any]:
 
 def _choice(index: int, text: str, finish: str | None, logprobs: Any) -> dict[str, Any]:
     return {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
+
+
+def _ids(body: Mapping[str, Any], choice: Choice, answered: Answered) -> dict[str, Any]:
+    """What vLLM adds for ``return_token_ids``."""
+    if not body.get("return_token_ids"):
+        return {}
+    return {"prompt_token_ids": answered.prompt_ids.tolist(), "token_ids": choice.token_ids}
 
 
 def _logprobs(choice: Choice, decode: Decode) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from agl_slime.store.bridge import FINISHED
 from agl_slime.store.client import RemoteStore
 from agl_slime.store.follow import listen_for_ends
 from agl_slime.store.server import TOKEN_VARIABLE as STORE_TOKEN_VARIABLE
-from agl_slime.support.agl import LLM, LightningStore, Span, SpanCoreFields, TraceStatus
+from agl_slime.support.agl import LLM, LightningStore, ProxyLLM, Span, SpanCoreFields, TraceStatus
 from agl_slime.support.http import json_response, stop_signal
 from agl_slime.support.net import require_token
 
@@ -74,7 +74,7 @@ class StoreGateway(Gateway):
         self,
         *,
         store: LightningStore,
-        llm: LLM,
+        llm: LLM | None,
         token: str | None = None,
         settings: GatewaySettings | None = None,
         access: EngineAccess | None = None,
@@ -119,6 +119,10 @@ class StoreGateway(Gateway):
         if rollout is None or attempt_id is None:
             told = "the address names no rollout: use ProxyLLM.get_base_url(rollout_id, attempt_id)"
             raise GatewayRequestError(told, status=404, code="unknown_rollout")
+        return await self._opened(rollout, attempt_id)
+
+    async def _opened(self, rollout: str, attempt_id: str) -> Attempt:
+        """An attempt of the store that runs; it is served from its first call on."""
         key = rollout, attempt_id
         if (known := self._attempts.get(key)) is not None:
             return known
@@ -140,12 +144,12 @@ class StoreGateway(Gateway):
             raise GatewayRequestError(f"rollout {rollout_id} has ended", status=410, code="rollout_ended")
         update = await self._store.get_resources_by_id(rollout.resources_id) if rollout.resources_id else None
         told = update.resources.get(LLM_RESOURCE) if update is not None else None
-        sampling = (told.sampling_parameters if isinstance(told, LLM) else None) or self._llm.sampling_parameters
+        llm = self._engine_of(told if isinstance(told, LLM) else None)
         spans = _Spans(self._store, rollout_id, attempt_id)
         attempt = Attempt(
             rollout_id=rollout_id,
             attempt_id=attempt_id,
-            roles={LLM_RESOURCE: self._llm.model_copy(update={"sampling_parameters": sampling})},
+            roles={LLM_RESOURCE: llm},
             settings=self.settings,
             access=self.access,
             write=spans.add,
@@ -154,13 +158,23 @@ class StoreGateway(Gateway):
         self._attempts[rollout_id, attempt_id] = attempt
         return attempt
 
+    def _engine_of(self, told: LLM | None) -> LLM:
+        """The model that a rollout is answered by, whose resources say ``told``."""
+        if told is not None and not isinstance(told, ProxyLLM):
+            return told  # the engine itself
+        if self._llm is None:
+            said = f"the rollout's resources name no engine as {LLM_RESOURCE}"
+            raise GatewayRequestError(said, status=503, code="no_engine")
+        sampling = (told.sampling_parameters if told is not None else None) or self._llm.sampling_parameters
+        return self._llm.model_copy(update={"sampling_parameters": sampling})
+
     async def _unnamed(self, request: web.Request, path: str, named: dict[str, str | None]) -> web.Response | None:
         """Where an agent of ours finds the engine itself; it needs nobody to translate."""
         if path != "/engine" or named.get("rollout") is not None or request.method != "GET":
             return None
         if not self._opens(self._shown(request, named)):
             return None
-        return json_response({"endpoint": self._llm.endpoint})
+        return json_response({"endpoint": self._llm.endpoint}) if self._llm is not None else None
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

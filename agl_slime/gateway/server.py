@@ -46,7 +46,10 @@ from agl_slime.support.threads import run_in_thread
 logger = logging.getLogger(__name__)
 
 _ADDRESS = re.compile(
-    r"(?:/k/(?P<secret>[^/]+))?(?:/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+))?(?:/role/(?P<role>[^/]+))?"
+    r"(?:/k/(?P<secret>[^/]+))?"
+    # the second form is Agent Lightning 1.0's
+    r"(?:(?:/proxy(?=/rollout))?/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+)"
+    r"(?:/mode/(?P<mode>[^/]+)/(?:openai|anthropic))?)?(?:/role/(?P<role>[^/]+))?"
     r"(?:/v1)*(?P<path>/.*)?"
 )
 _PROTOCOLS: dict[str, Protocol] = {
@@ -65,6 +68,9 @@ _ENDED_KEPT = 10_000
 
 class Gateway:
     """Serves the attempts that ``open`` was called for, from ``start`` to ``stop``. One per runner."""
+
+    defaults: Mapping[str, Mapping[str, Any]] = {}
+    """Fields of requests that say nothing of them, by what the protocol's ids begin with."""
 
     def __init__(self, settings: GatewaySettings | None = None, *, access: EngineAccess | None = None) -> None:
         self.settings = settings or GatewaySettings()
@@ -295,7 +301,7 @@ class Gateway:
         raw = await request.read()
         parse = partial(_parsed, raw)
         body = parse() if len(raw) <= _PARSED_AT_ONCE else await run_in_thread(parse)
-        call = protocol.read(body, attempt.kept)
+        call = protocol.read(body := {**self.defaults.get(protocol.prefix, {}), **body}, attempt.kept)
         if isinstance(protocol, CountTokens):
             return json_response({"input_tokens": await attempt.count(call)})
         if call.model in (*attempt.settings.untrained_models, *attempt.settings.trained_models):

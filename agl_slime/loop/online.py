@@ -133,7 +133,8 @@ class OnlineRLLoop:
         self._sync_fn = None if weight_sync_fn is None else taking_iteration(weight_sync_fn, "weight_sync_fn")
         self._save_fn = save_fn
         self._resources: NamedResources = {**(resources or {}), LLM_RESOURCE: llm}
-        self._observer, self._runners = observer, runners
+        self._observer = observer
+        self._plan = RunnerPlan.parse(runners) if isinstance(runners, str) else runners
         self._check_alive = check_alive
         parts = store, data_source, self.settings, self._raise_if_dead, self._wake
         self._overlapped = OverlappedSchedule(*parts, start=self._state) if self.settings.max_staleness else None
@@ -172,10 +173,10 @@ class OnlineRLLoop:
         reason = "interrupted"
         try:
             await self._publish_weights(self._state.version)
-            if self._agent is not None:
+            if self._agent is not None or self._plan.kind == "controller":
                 # a BridgeStore tells the data source itself
                 told = None if isinstance(self.store, BridgeStore) else self.data_source.notify
-                self._runner = make_runners(self._runners, agent=self._agent, store=self.store, on_finished=told)
+                self._runner = make_runners(self._plan, agent=self._agent, store=self.store, on_finished=told)
                 await run_in_thread(self._runner.start)
             done, interval = self._state.iteration, settings.eval_interval
             if self._validations is not None and self._state.validations < 1 + done // interval:

@@ -10,11 +10,12 @@ from typing import Literal, get_args
 
 from typing_extensions import Self
 
+from agl_slime.agl1.settings import ControllerSettings
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.support.ranges import check_ranges
 
-RunnerKind = Literal["inproc", "process", "ray"]
+RunnerKind = Literal["inproc", "process", "ray", "controller"]
 FinishedListener = Callable[[str], None]
 
 
@@ -60,24 +61,26 @@ class RunnerSettings:
 class RunnerPlan:
     """``count`` runners, each with its own event loop: one thread of this process, processes of this machine, or Ray
     actors. ``settings`` are those of each; ``store_host`` is the address on which the store is served to those that are
-    outside of this process."""
+    outside of this process. ``controller`` runners are those of Agent Lightning 1.0, as its settings say."""
 
     kind: RunnerKind = "inproc"
     count: int = 1
     settings: RunnerSettings | None = None
     store_host: str = "127.0.0.1"
+    controller: ControllerSettings | None = None
 
     @classmethod
     def parse(cls, text: str) -> RunnerPlan:
         """Read ``inproc``, ``process:N`` or ``ray:N``. Raises ``ConfigError``."""
         kind, colon, count = text.partition(":")
         number = int(count) if count.isascii() and count.isdigit() else 0
-        if kind not in get_args(RunnerKind) or (kind == "inproc") == bool(colon) or (colon and number < 1):
-            raise ConfigError(f"--runners {text!r}: expected inproc, process:N or ray:N with N at least 1")
+        alone = kind in ("inproc", "controller")
+        if kind not in get_args(RunnerKind) or alone == bool(colon) or (colon and number < 1):
+            raise ConfigError(f"--runners {text!r}: expected inproc, controller, process:N or ray:N with N at least 1")
         return cls(kind=kind, count=number or 1)  # type: ignore[arg-type]  # checked above
 
     def __str__(self) -> str:
-        return self.kind if self.kind == "inproc" else f"{self.kind}:{self.count}"
+        return self.kind if self.kind in ("inproc", "controller") else f"{self.kind}:{self.count}"
 
 
 class RunnerPool(ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from agl_slime.errors import ConfigError
 from agl_slime.runner.base import FinishedListener, RunnerPlan, RunnerPool
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.support.agl import LightningStore, LitAgent
@@ -12,16 +13,22 @@ from agl_slime.support.agl import LightningStore, LitAgent
 def make_runners(
     plan: RunnerPlan | str,
     *,
-    agent: LitAgent[Any],
+    agent: LitAgent[Any] | None,
     store: LightningStore,
     on_finished: FinishedListener | None = None,
 ) -> RunnerPool:
-    """The runners of a plan (``inproc``, ``process:N``, ``ray:N``), not started yet.
+    """The runners of a plan, not started yet; those of a controller find their agent themselves.
 
     ``on_finished`` is told about each rollout that a thread of this process has executed; workers elsewhere tell the
     ``store``, a ``BridgeStore`` (then served over HTTP) or a client of one.
     """
     plan = RunnerPlan.parse(plan) if isinstance(plan, str) else plan
+    if plan.kind == "controller":
+        from agl_slime.runner.controller import ControllerPool
+
+        return ControllerPool(plan=plan, store=store)
+    if agent is None:
+        raise ConfigError(f"runners {plan}: there is no agent for them to run")
     if plan.kind == "inproc":
         return RunnerThread(agent=agent, store=store, settings=plan.settings, on_finished=on_finished)
     if plan.kind == "process":

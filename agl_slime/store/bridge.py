@@ -20,6 +20,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any, get_args
 
 from agl_slime.store.collections import BridgeCollections, WatchList, do_not_measure
@@ -27,6 +28,7 @@ from agl_slime.store.retention import Retention, StoreUsage, estimate_span_bytes
 from agl_slime.support.agl import (
     Attempt,
     AttemptedRollout,
+    EnqueueRolloutRequest,
     InMemoryLightningStore,
     NamedResources,
     ResourcesUpdate,
@@ -105,6 +107,37 @@ class BridgeStore(InMemoryLightningStore):
                 self._finished_listeners.remove(listener)
 
         return unsubscribe
+
+    # -- for a controller, which says itself when a rollout begins ----------------------------------------------------
+
+    def waiting(self, limit: int) -> list[Rollout]:
+        """Up to ``limit`` rollouts that nobody has begun, in the order of the queue."""
+        with self.collections.lock:
+            return list(islice(self.collections.waiting(), max(0, limit)))
+
+    def running(self) -> list[Rollout]:
+        """The rollouts that run; costs as much as there are in flight."""
+        with self.collections.lock:
+            known = map(self.collections.rollout, self._running_rollout_ids)
+            return [rollout for rollout in known if rollout is not None and rollout.status in RUNNING]
+
+    async def begin(self, rollout_id: str, *, worker_id: str) -> AttemptedRollout:
+        """Start an attempt at a rollout that waits, wherever it stands in the queue."""
+        with self.collections.lock:
+            self.collections.unqueue(rollout_id)
+            return await self.start_attempt(rollout_id, worker_id)
+
+    async def enqueue_as(self, request: EnqueueRolloutRequest, *, rollout_id: str | None) -> Rollout:
+        """Enqueue under an id of the caller's, which must be new; ``None`` takes one of Agent Lightning's."""
+        fields = {name: getattr(request, name) for name in ("input", "mode", "resources_id", "config", "metadata")}
+        if rollout_id is None:
+            return await self.enqueue_rollout(**fields)
+        if fields["resources_id"] is None and (latest := await self.get_latest_resources()) is not None:
+            fields["resources_id"] = latest.resources_id
+        rollout = (await self._prepare_single_rollout(**fields)).model_copy(update={"rollout_id": rollout_id})
+        await self._enqueue_many_rollouts([rollout])
+        await self._post_update_rollout([(rollout, list(Rollout.model_fields))], skip_enqueue=True)
+        return rollout
 
     # -- retention ----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import heapq
 import inspect
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -91,6 +92,22 @@ class BridgeCollections(InMemoryLightningCollections):
     def put_rollout(self, rollout: Rollout) -> None:
         """Replace a rollout's record."""
         self._rollouts._items[rollout.rollout_id] = rollout
+
+    def waiting(self) -> Iterator[Rollout]:
+        """The rollouts of the queue, in its order; those at its front that do not wait any more are taken out."""
+        queue, front = self._rollout_queue._items, True
+        for rollout_id in queue.copy():
+            rollout = self.rollout(rollout_id)
+            if rollout is not None and rollout.status in ("queuing", "requeuing"):
+                front = False
+                yield rollout
+            elif front:
+                queue.popleft()
+
+    def unqueue(self, rollout_id: str) -> None:
+        """Take a rollout out of the queue, if it is there; one near the front is found at once."""
+        with suppress(ValueError):
+            self._rollout_queue._items.remove(rollout_id)
 
     def remove_rollout(self, rollout_id: str) -> None:
         """Forget a rollout, its attempts and its spans."""

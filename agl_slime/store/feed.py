@@ -79,6 +79,15 @@ class FinishedFeed:
             self._last += 1
         self._notify()
 
+    @property
+    def last(self) -> int:
+        """How many have ended since this feed began."""
+        return self._last
+
+    def position(self, after: int = 0) -> FeedPosition:
+        """Where a follower of this feed stands that has taken in the first ``after`` ends."""
+        return FeedPosition(self.server_instance_id, after)
+
     def read(self, position: FeedPosition) -> FeedPage:
         """What ended after ``position``, up to a page."""
         with self._lock:

@@ -1,0 +1,133 @@
+"""Events of Agent Lightning 1.0 and spans of the store: a reward event is a reward span, a model call's span is a
+``model_request`` event, and any other event is a span that keeps it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from agl_slime.agl1.schemas import ATTEMPT, EventCreate, RewardData
+from agl_slime.support.agl import Span, get_rewards_from_span, make_link_attributes
+from agl_slime.trace import attributes as names
+from agl_slime.trace.reward import REWARD_PREFIX
+from agl_slime.trace.span_codec import decode_turns, is_packed, parse_json
+from agl_slime.trace.turn import Turn
+
+EVENT_SPAN = "agl1.event"
+_TYPE, _DATA = "agl1.event.type", "agl1.event.data"
+_REWARD_SPAN = "agentlightning.annotation"
+
+
+def span_of(event: EventCreate) -> tuple[str, dict[str, Any]]:
+    """Name and attributes of the span that an event becomes. Raises ``pydantic.ValidationError`` for a reward that is
+    no finite number."""
+    if event.event_type != "reward":
+        return EVENT_SPAN, {_TYPE: event.event_type, _DATA: orjson.dumps(event.data).decode()}
+    reward = RewardData.model_validate(event.data)
+    named = reward.value if isinstance(reward.value, dict) else {"primary": reward.value}
+    attributes: dict[str, Any] = {_TYPE: "reward", _DATA: orjson.dumps(event.data).decode()}
+    for index, (name, value) in enumerate(named.items()):
+        attributes |= {f"{REWARD_PREFIX}.{index}.name": name, f"{REWARD_PREFIX}.{index}.value": float(value)}
+    if reward.response_id is not None:
+        attributes |= make_link_attributes({names.RESPONSE_ID: reward.response_id})
+    return _REWARD_SPAN, attributes
+
+
+def events_of(
+    rollout_id: str, spans: Sequence[Span], *, event_type: str | None = None, triplet: bool = False
+) -> list[dict[str, Any]]:
+    """The events that the ``spans`` of an attempt are, in their order; with ``triplet`` trimmed to what a trainer
+    reads: ids, log-probs, rewards, and of calls with the same prompt the last one."""
+    turns = iter(decode_turns(spans))
+    events = []
+    for span in spans:
+        if is_packed(span.attributes):
+            kind, data = "model_request", _model_request(next(turns), span.attributes, triplet=triplet)
+        elif (told := _told(span)) is not None:
+            kind, data = told
+            data = _trimmed(kind, data) if triplet else data
+        else:
+            continue
+        if event_type in (None, kind):
+            at = span.end_time or span.start_time or 0.0
+            event = {"event_type": kind, "rollout_id": rollout_id, "attempt_id": ATTEMPT, "timestamp": at, "data": data}
+            events.append(event)
+    return _last_of_each_prompt(events) if triplet else events
+
+
+def _told(span: Span) -> tuple[str, dict[str, Any]] | None:
+    """Type and data of an event that was posted, or of a reward that was emitted otherwise."""
+    if _TYPE in span.attributes:
+        return str(span.attributes[_TYPE]), parse_json(str(span.attributes[_DATA]), _DATA)
+    rewards = get_rewards_from_span(span) if any(name.startswith(REWARD_PREFIX) for name in span.attributes) else []
+    if not rewards:
+        return None
+    return "reward", {"value": rewards[0].value if len(rewards) == 1 else {one.name: one.value for one in rewards}}
+
+
+def _model_request(turn: Turn, attributes: Mapping[str, Any], *, triplet: bool) -> dict[str, Any]:
+    version = turn.weight_versions[-1].version if turn.weight_versions else None
+    server = {
+        "model": attributes.get(names.REQUEST_MODEL),
+        "version": int(version) if version is not None and version.isdecimal() else version,
+    }
+    log_probs = turn.log_probs.tolist() if turn.log_probs is not None else None
+    told: dict[str, Any] = {"server": server, "http_status": 200, "status": "ok"}
+    if triplet:
+        ids = {"prompt_token_ids": turn.prompt_ids.tolist(), "response_token_ids": turn.response_ids.tolist()}
+        return {**ids, "response_log_probs": log_probs, **told}
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": turn.text},
+        "token_ids": turn.response_ids.tolist(),
+        "logprobs": {"content": [{"logprob": value} for value in log_probs]} if log_probs is not None else None,
+        "finish_reason": turn.finish_reason,
+    }
+    prompt, sampled = len(turn.prompt_ids), len(turn.response_ids)
+    usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    return {
+        "model": server["model"],
+        "model_version": server["version"],
+        "request": {"messages": list(turn.messages or ())},
+        "response": {"prompt_token_ids": turn.prompt_ids.tolist(), "choices": [choice], "usage": usage},
+        "latency_ms": turn.latency_s * 1000,
+        "retry_count": 0,
+        "usage": usage,
+        "finish_reason": turn.finish_reason,
+        **told,
+    }
+
+
+def _trimmed(kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    """Of an event that was posted, what ``format=triplet`` leaves."""
+    if kind == "reward":
+        return {"value": data.get("value"), **{name: data[name] for name in ("source", "reason") if name in data}}
+    if kind != "model_request":
+        return data
+    response = data.get("response")
+    response = response if isinstance(response, dict) else {}
+    choices = response.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    server = data.get("server")
+    server = server if isinstance(server, dict) else {}
+    trimmed = {
+        "prompt_token_ids": response.get("prompt_token_ids") or first.get("prompt_token_ids") or [],
+        "response_token_ids": first.get("token_ids") or [],
+        "response_log_probs": None,
+        "server": {"model": server.get("model"), "version": server.get("version")},
+    }
+    return {**trimmed, **{name: data[name] for name in ("http_status", "status") if name in data}}
+
+
+def _last_of_each_prompt(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """1.0's way with a call that its client sent again."""
+    last: dict[Any, int] = {}
+    kept = list(events)
+    for place, event in enumerate(kept):
+        if event["event_type"] == "model_request":
+            ids = event["data"]["prompt_token_ids"]
+            last[tuple(ids) if isinstance(ids, list) else ()] = place
+    places = set(last.values())
+    return [event for n, event in enumerate(kept) if event["event_type"] != "model_request" or n in places]

@@ -1,0 +1,212 @@
+"""The rollouts of a store as Agent Lightning 1.0 knows them: its states, its one attempt, its order of ends.
+
+Nothing is kept twice: a rollout is the store's, what a controller says of it beside its state stands in the metadata of
+the attempt, and the order of ends is the store's feed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agl_slime.agl1.schemas import NEXT, TERMINAL, Config, Create, Metadata, RolloutView, State, Status, StatusPatch
+from agl_slime.errors import GatewayRequestError
+from agl_slime.store.bridge import FINISHED, RUNNING, BridgeStore
+from agl_slime.store.feed import FinishedFeed
+from agl_slime.support.agl import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig
+
+CONTROLLER = "agl-controller"
+"""What the store calls whoever runs these rollouts."""
+
+_TOLD = "agl1"  # in an attempt's metadata: what its controller said of it
+_CONFIG = "agl1.config"  # in a rollout's metadata: the configuration that it was created with
+_DELETED_KEPT = 10_000
+
+# How a controller words an end, and the reason that is counted.
+_REASONS = (
+    ("timed out", "timeout"),
+    ("DeadlineExceeded", "timeout"),
+    ("exited with code", "agent_failed"),
+    ("is not running", "agent_lost"),
+    ("Job disappeared", "agent_lost"),
+    ("shutdown", "controller_shutdown"),
+    ("spawn failed", "agent_not_started"),
+    ("Invalid Job spec", "agent_not_started"),
+    ("Job failed", "agent_failed"),
+)
+
+
+class Rollouts:
+    """The rollouts of ``store``. ``config`` is what its controller runs, for those that were created without one."""
+
+    def __init__(self, store: BridgeStore, *, config: Config) -> None:
+        self._store = store
+        self._config = config
+        self._feed = FinishedFeed()
+        self._deleted: OrderedDict[str, None] = OrderedDict()
+        self._unsubscribe: Callable[[], None] = lambda: None
+
+    def start(self) -> None:
+        self._unsubscribe = self._store.subscribe_finished(self._feed.append)
+
+    def stop(self) -> None:
+        self._unsubscribe()
+
+    async def create(self, wanted: Sequence[Create]) -> list[RolloutView]:
+        """One that names an id which is known gives back the rollout that is there."""
+        return [self._view(await self._created(one)) for one in wanted]
+
+    async def _created(self, wanted: Create) -> Rollout:
+        if wanted.rollout_id is not None and (known := await self._store.get_rollout_by_id(wanted.rollout_id)):
+            return known
+        config = wanted.config or self._config
+        metadata = {**(wanted.metadata or {}), **({_CONFIG: config.model_dump()} if wanted.config else {})}
+        request = EnqueueRolloutRequest(
+            input=wanted.input,
+            mode="train" if wanted.is_train else "val",
+            config=RolloutConfig(timeout_seconds=config.timeout_seconds or None),
+            metadata=metadata,
+        )
+        return await self._store.enqueue_as(request, rollout_id=wanted.rollout_id)
+
+    async def list(self, states: frozenset[State], limit: int) -> list[RolloutView]:
+        """Those that are queuing or running, oldest first; of ended ones ``terminal`` tells."""
+        found: list[Rollout] = []
+        if "running" in states:
+            found += sorted(self._store.running(), key=lambda rollout: rollout.start_time)[:limit]
+        if "queuing" in states:
+            found += self._store.waiting(limit - len(found))
+        ended = states & TERMINAL
+        if ended and len(found) < limit:
+            ids = self._feed.read(self._feed.position())["rollout_ids"]
+            known = [rollout for one in ids if (rollout := await self._store.get_rollout_by_id(one)) is not None]
+            found += [rollout for rollout in known if _state_of(rollout) in ended]
+        return [self._view(rollout) for rollout in found[:limit] if rollout.rollout_id not in self._deleted]
+
+    async def terminal(self, after: int, limit: int) -> dict[str, Any]:
+        """The ends after position ``after``, in their order."""
+        after, limit = max(0, after), max(1, limit)
+        page = self._feed.read(self._feed.position(after))
+        ids, first = page["rollout_ids"][:limit], page["last"] - len(page["rollout_ids"]) + 1
+        items = []
+        for rollout_id in ids:
+            rollout = await self._store.get_rollout_by_id(rollout_id)
+            if rollout is not None and rollout_id not in self._deleted:
+                task = rollout.input if isinstance(rollout.input, dict) else {}
+                told = {"rollout_id": rollout_id, "state": _state_of(rollout), "is_train": rollout.mode != "val"}
+                items.append({**told, "data_id": str(task.get("data_id") or task.get("instance_id") or "")})
+        return {
+            "items": items,
+            "next_after": first + len(ids) - 1 if ids else after,
+            "total_terminal": self._feed.last,
+        }
+
+    async def get(self, rollout_id: str) -> Rollout:
+        """Raises ``GatewayRequestError``."""
+        rollout = None if rollout_id in self._deleted else await self._store.get_rollout_by_id(rollout_id)
+        if rollout is None:
+            raise GatewayRequestError(f"Rollout not found: {rollout_id}", status=404, code="unknown_rollout")
+        return rollout
+
+    async def view(self, rollout_id: str) -> RolloutView:
+        return self._view(await self.get(rollout_id))
+
+    async def begin(self, rollout_id: str) -> Attempt:
+        """The attempt of a rollout, which begins where it has not: a controller starts the agent's process before it
+        says so, and the first call may come before. Raises ``GatewayRequestError`` when there is no such rollout, or it
+        has ended."""
+        rollout = await self.get(rollout_id)
+        if rollout.status in FINISHED:
+            raise GatewayRequestError(f"rollout {rollout_id} has ended", status=410, code="rollout_ended")
+        latest = await self._store.get_latest_attempt(rollout_id)
+        if latest is not None and rollout.status in RUNNING:
+            return latest
+        return (await self._store.begin(rollout_id, worker_id=CONTROLLER)).attempt
+
+    async def check(self, rollout_id: str, wanted: StatusPatch) -> State | None:
+        """The state that ``wanted`` brings, when it may follow. Raises ``GatewayRequestError`` (409)."""
+        rollout = await self.get(rollout_id)
+        now, new = _state_of(rollout), wanted.state
+        known = await self._told(rollout_id)
+        # begun by its first call, and said to run only now
+        catches_up = now == new == "running" and "last_attempt_id" not in known
+        if new is not None and new not in NEXT[now] and not catches_up:
+            told = f"Rollout {rollout_id}: cannot transition {now} -> {new}"
+            raise GatewayRequestError(told, status=409, code="invalid_transition")
+        return new
+
+    async def patch(self, rollout_id: str, wanted: StatusPatch) -> RolloutView:
+        """Note what a controller says, and begin or end the attempt by it; ``check`` it before."""
+        changes = wanted.model_dump(exclude_unset=True)
+        rollout = await self.get(rollout_id)
+        if not changes or rollout.status in FINISHED:
+            return self._view(rollout)
+        attempt = await self.begin(rollout_id)
+        known = await self._told(rollout_id)
+        told = {**known, **changes, "version": known.get("version", 1) + 1, "updated_at": time.time()}
+        told.setdefault("last_attempt_id", None)
+        metadata: dict[str, Any] = {**(attempt.metadata or {}), _TOLD: told}
+        if wanted.state in TERMINAL:
+            ended: Any = wanted.state
+            await self._store.update_attempt(rollout_id, attempt.attempt_id, status=ended, metadata=metadata)
+        else:
+            await self._store.update_attempt(rollout_id, attempt.attempt_id, status="running", metadata=metadata)
+        return await self.view(rollout_id)
+
+    async def delete(self, rollout_id: str) -> None:
+        """What runs is cancelled; nobody finds it any more."""
+        rollout = await self._store.get_rollout_by_id(rollout_id)
+        if rollout is None:
+            return
+        if rollout.status not in FINISHED:
+            await self._store.update_rollout(rollout_id, status="cancelled")
+        self._deleted[rollout_id] = None
+        while len(self._deleted) > _DELETED_KEPT:
+            self._deleted.popitem(last=False)
+
+    async def attempts(self, rollout_id: str) -> list[str]:
+        return [] if await self._store.get_latest_attempt(rollout_id) is None else ["0"]
+
+    async def _told(self, rollout_id: str) -> Mapping[str, Any]:
+        latest = await self._store.get_latest_attempt(rollout_id)
+        return ((latest.metadata or {}) if latest is not None else {}).get(_TOLD, {})
+
+    def _view(self, rollout: Rollout) -> RolloutView:
+        latest = self._store.collections.latest_attempt(rollout.rollout_id)
+        told = ((latest.metadata or {}) if latest is not None else {}).get(_TOLD, {})
+        state = _state_of(rollout)
+        status = {**told, "state": state}
+        if state == "failed" and rollout.status == "cancelled":
+            status.setdefault("error_message", "cancelled")
+        config = self._config
+        metadata = dict(rollout.metadata or {})
+        if given := metadata.pop(_CONFIG, None):
+            config = Config.model_validate(given)
+        elif rollout.config.timeout_seconds is not None:
+            config = config.model_copy(update={"timeout_seconds": math.ceil(rollout.config.timeout_seconds)})
+        begun = rollout.start_time
+        updated = rollout.end_time or (latest.start_time if latest is not None else begun)
+        return RolloutView(
+            rollout_id=rollout.rollout_id,
+            input=rollout.input,
+            is_train=rollout.mode != "val",
+            config=config,
+            metadata=Metadata.model_validate(metadata),
+            status=Status(**{"updated_at": updated, **status, "created_at": begun}),
+        )
+
+
+def reason_of(error_message: str) -> str:
+    """The reason by which a failure is counted, from a controller's words for it."""
+    return next((reason for words, reason in _REASONS if words in error_message), "controller")
+
+
+def _state_of(rollout: Rollout) -> State:
+    if rollout.status in RUNNING:
+        return "running"
+    if rollout.status in FINISHED:
+        return "succeeded" if rollout.status == "succeeded" else "failed"
+    return "queuing"

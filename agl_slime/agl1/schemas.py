@@ -1,0 +1,123 @@
+"""The JSON of Agent Lightning 1.0's API, as its server and clients of version 1.0.2 write and read it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+State = Literal["queuing", "running", "succeeded", "failed"]
+TERMINAL: frozenset[State] = frozenset({"succeeded", "failed"})
+NEXT: dict[State, frozenset[State]] = {
+    "queuing": frozenset({"running", "failed"}),
+    "running": TERMINAL,
+    "succeeded": frozenset(),
+    "failed": frozenset(),
+}
+"""The states that may follow each; ends are final."""
+ATTEMPT = "0"
+"""1.0 knows one attempt at a rollout, under this id; in the store it is the latest."""
+
+
+class LocalConfig(BaseModel):
+    """What the local controller starts: a class with ``run()``, and where in the input its environment comes from."""
+
+    agent_class: str | None = None
+    env_map: dict[str, str] = Field(default_factory=dict)
+
+
+class K8sConfig(BaseModel):
+    job_template: str | None = None
+
+
+class Config(BaseModel):
+    timeout_seconds: int = Field(default=3600, ge=0, le=10**9)
+    local: LocalConfig | None = None
+    k8s: K8sConfig | None = None
+
+
+class Create(BaseModel):
+    input: Any
+    is_train: bool = True
+    config: Config | None = None
+    metadata: dict[str, Any] | None = None
+    rollout_id: str | None = Field(default=None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._-]+$")
+
+
+class StatusPatch(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    state: State | None = None
+    k8s_job_name: str | None = None
+    last_attempt_id: str | None = None
+    error_message: str | None = None
+
+
+class Patch(BaseModel):
+    status: StatusPatch | None = None
+
+
+class Status(BaseModel):
+    state: State = "queuing"
+    k8s_job_name: str | None = None
+    last_attempt_id: str | None = None
+    error_message: str | None = None
+    version: int = 1
+    created_at: float
+    updated_at: float
+
+
+class Metadata(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    batch_idx: int | None = None
+    sample_idx_in_batch: int | None = None
+
+
+class RolloutView(BaseModel):
+    """A rollout of the store, as 1.0 shows it."""
+
+    rollout_id: str
+    input: Any
+    is_train: bool
+    config: Config
+    metadata: Metadata
+    status: Status
+
+
+class EventCreate(BaseModel):
+    event_type: str = Field(min_length=1, max_length=200)
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+class RewardData(BaseModel):
+    """``value`` is the reward, or several by name, of which the first is trained on. ``response_id`` makes it the
+    reward of one answer. 1.0 takes any JSON for a value and counts what it cannot read as 0.0."""
+
+    model_config = ConfigDict(extra="allow")
+
+    value: float | dict[str, float]
+    response_id: str | None = None
+
+    @field_validator("value", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        numbers = value.values() if isinstance(value, dict) else [value]
+        for number in numbers:
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+                raise ValueError(f"a reward must be a finite number, got {number!r:.80}")
+        if not numbers:
+            raise ValueError("a reward must name at least one number")
+        return value
+
+
+class Model(BaseModel):
+    model: str
+    endpoint: str
+    version: int = 0
+
+
+class Pause(BaseModel):
+    retry_after_seconds: int = Field(default=5, ge=0, le=86_400)
+    reason: str | None = Field(default=None, max_length=2000)

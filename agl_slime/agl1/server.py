@@ -1,0 +1,283 @@
+"""The API of Agent Lightning 1.0, on the address of a gateway over the same store.
+
+    /healthz                                                                          open
+    /api/rollouts…, /api/models, /api/rollouts/{id}/attempt/0/events                  what a controller and agents use
+    /proxy/pause, /proxy/resume, /proxy/state
+    /proxy/rollout/{id}/attempt/0/mode/{train|val}/openai/v1/…                        model calls: the gateway's
+
+More than 1.0's own server has: streams, ``/responses``, ``…/anthropic/v1/messages``, rewards by name and of single
+answers; a reward is a number or an error, and a call of a rollout that has ended is refused.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, get_args
+
+import orjson
+from aiohttp import web
+from pydantic import TypeAdapter, ValidationError
+
+from agl_slime.agl1.events import events_of, span_of
+from agl_slime.agl1.rollouts import Rollouts, reason_of
+from agl_slime.agl1.schemas import TERMINAL, Config, Create, EventCreate, Model, Patch, Pause, State
+from agl_slime.errors import GatewayRequestError
+from agl_slime.gateway.attempt import Attempt
+from agl_slime.gateway.remote import StoreGateway
+from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess
+from agl_slime.store.bridge import FINISHED, BridgeStore
+from agl_slime.support.agl import LLM
+from agl_slime.support.http import json_response
+from agl_slime.support.threads import run_in_thread
+from agl_slime.trace.attributes import FAILURE_REASON
+
+_STATES: frozenset[str] = frozenset(get_args(State))
+_MOST_LISTED = 1_000
+_CREATES = TypeAdapter(list[Create])
+_MODELS = TypeAdapter(list[Model])
+_EXCEPTION_SPAN = "agentlightning.exception"
+
+Handler = Callable[..., Awaitable[web.Response]]
+
+
+class ControllerGateway(StoreGateway):
+    """Serves the rollouts of ``store`` to a controller of Agent Lightning 1.0 and the agents that it runs. ``config``
+    is what the controller starts for rollouts that say nothing themselves, ``key`` what clients show; the engine is
+    what each rollout's resources name as ``main_llm``."""
+
+    # as 1.0's proxy asks for
+    defaults = {
+        "chatcmpl-": {"return_token_ids": True, "logprobs": True},
+        "cmpl-": {"return_token_ids": True, "logprobs": 0},
+    }
+
+    def __init__(
+        self,
+        *,
+        store: BridgeStore,
+        config: Config | None = None,
+        key: str | None = None,
+        settings: GatewaySettings | None = None,
+        access: EngineAccess | None = None,
+    ) -> None:
+        super().__init__(store=store, llm=None, token=key, settings=settings, access=access)
+        self._bridge = store
+        self.rollouts = Rollouts(store, config=config or Config())
+        self.asked = 0
+        """How often somebody has asked for rollouts to run."""
+        self._paused: Pause | None = None
+        self._api: list[tuple[str, re.Pattern[str], Handler]] = [
+            (method, re.compile(pattern), handler)
+            for method, pattern, handler in (
+                ("POST", r"/api/rollouts", self._create),
+                ("GET", r"/api/rollouts", self._list),
+                ("GET", r"/api/rollouts/terminal", self._terminal),
+                ("GET", r"/api/rollouts/(?P<rollout_id>[^/]+)", self._detail),
+                ("PATCH", r"/api/rollouts/(?P<rollout_id>[^/]+)", self._patch),
+                ("DELETE", r"/api/rollouts/(?P<rollout_id>[^/]+)", self._delete),
+                ("POST", r"/api/rollouts/(?P<rollout_id>[^/]+)/attempt/[^/]+/events", self._post_event),
+                ("GET", r"/api/rollouts/(?P<rollout_id>[^/]+)/events", self._events),
+                ("GET", r"/api/models", self._models_of_run),
+                ("POST", r"/api/models", self._register),
+                ("DELETE", r"/api/models", self._unregister),
+                ("POST", r"/proxy/pause", self._pause),
+                ("POST", r"/proxy/resume", self._resume),
+                ("GET", r"/proxy/state", self._pause_state),
+            )
+        ]
+
+    async def _begin(self) -> None:
+        await super()._begin()
+        self.rollouts.start()
+
+    async def _finish(self) -> None:
+        self.rollouts.stop()
+        await super()._finish()
+
+    # -- the API ------------------------------------------------------------------------------------------------------
+
+    async def _unnamed(self, request: web.Request, path: str, named: dict[str, str | None]) -> web.Response | None:
+        if path == "/healthz":
+            return json_response({"status": "ok"})
+        if named.get("rollout") is not None:
+            return self._held_back()
+        handler, arguments = next(
+            (
+                (handler, found.groupdict())
+                for method, pattern, handler in self._api
+                if method == request.method and (found := pattern.fullmatch(path)) is not None
+            ),
+            (None, {}),
+        )
+        if handler is None:
+            known = any(pattern.fullmatch(path) for _, pattern, _ in self._api)
+            return _refused(405, f"{path} takes no {request.method}") if known else None
+        if not self._opens(self._shown(request, named)):
+            return _refused(401, "Invalid or missing API key")
+        try:
+            return await handler(request, **arguments)
+        except ValidationError as error:
+            return json_response({"detail": _spelled(error)}, status=422)
+        except GatewayRequestError as error:
+            return _refused(error.status, str(error))
+
+    async def _create(self, request: web.Request) -> web.Response:
+        created = await self.rollouts.create(_CREATES.validate_python(await _body(request)))
+        return json_response([one.model_dump() for one in created], status=201)
+
+    async def _list(self, request: web.Request) -> web.Response:
+        states = request.query.getall("state_in", [])
+        if not states or not _STATES.issuperset(states):
+            told = f"state_in must be given, once or more often, as {', '.join(sorted(_STATES))}; got {states}"
+            raise GatewayRequestError(told, status=422)
+        self.asked += 1
+        limit = _number(request, "limit", 500)
+        found = await self.rollouts.list(frozenset(states), min(limit, _MOST_LISTED))  # type: ignore[arg-type]
+        return json_response([one.model_dump() for one in found])
+
+    async def _terminal(self, request: web.Request) -> web.Response:
+        after, limit = _number(request, "after", 0), _number(request, "limit", 1000)
+        return json_response(await self.rollouts.terminal(after, limit))
+
+    async def _detail(self, request: web.Request, rollout_id: str) -> web.Response:
+        view = await self.rollouts.view(rollout_id)
+        return json_response({"rollout": view.model_dump(), "attempts": await self.rollouts.attempts(rollout_id)})
+
+    async def _patch(self, request: web.Request, rollout_id: str) -> web.Response:
+        status = Patch.model_validate(await _body(request)).status
+        if status is None:
+            return json_response((await self.rollouts.view(rollout_id)).model_dump())
+        new = await self.rollouts.check(rollout_id, status)
+        if new in TERMINAL:
+            await self._wind_up(rollout_id, status.error_message if new == "failed" else None)
+        return json_response((await self.rollouts.patch(rollout_id, status)).model_dump())
+
+    async def _wind_up(self, rollout_id: str, error: str | None) -> None:
+        """The agent's process is over: what it asked for and did not wait for is cut off, and all is written that there
+        is to say of the attempt before it ends."""
+        attempt = await self._attempt_of(rollout_id)
+        if error is not None:
+            told = {FAILURE_REASON: reason_of(error), "exception.type": "Controller", "exception.message": error}
+            attempt.write(_EXCEPTION_SPAN, told, time.time())
+        await self.close(attempt)
+        assert attempt.flush is not None
+        await attempt.flush()
+
+    async def _delete(self, request: web.Request, rollout_id: str) -> web.Response:
+        await self.rollouts.delete(rollout_id)
+        return web.Response(status=204)
+
+    async def _post_event(self, request: web.Request, rollout_id: str) -> web.Response:
+        event = EventCreate.model_validate(await _body(request))
+        name, attributes = span_of(event)
+        attempt, at = await self._attempt_of(rollout_id), time.time()
+        attempt.write(name, attributes, at)
+        assert attempt.flush is not None
+        await attempt.flush()
+        return json_response({"rollout_id": rollout_id, "attempt_id": "0", "timestamp": at, **event.model_dump()})
+
+    async def _events(self, request: web.Request, rollout_id: str) -> web.Response:
+        await self.rollouts.get(rollout_id)
+        latest = await self._store.get_latest_attempt(rollout_id)
+        if latest is None:
+            return json_response([])
+        spans = await self._store.query_spans(rollout_id, latest.attempt_id)
+        kind, triplet = request.query.get("event_type"), request.query.get("format") == "triplet"
+        return await run_in_thread(
+            lambda: json_response(events_of(rollout_id, spans, event_type=kind, triplet=triplet))
+        )
+
+    async def _models_of_run(self, request: web.Request) -> web.Response:
+        llm = await self._llm_now()
+        return json_response([] if llm is None else [{"model": llm.model, "endpoint": llm.endpoint, "version": 0}])
+
+    async def _register(self, request: web.Request) -> web.Response:
+        models, llm = _MODELS.validate_python(await _body(request)), await self._llm_now()
+        for model in models:
+            if llm is None or (model.model, model.endpoint.rstrip("/")) != (llm.model, llm.endpoint.rstrip("/")):
+                told = f"{model.model} at {model.endpoint}: the run's own engine answers every call; register no other"
+                raise GatewayRequestError(told, status=409)
+        return json_response([model.model_dump() for model in models], status=201)
+
+    async def _unregister(self, request: web.Request) -> web.Response:
+        raise GatewayRequestError("the run's engine is not registered here and cannot be removed", status=409)
+
+    async def _llm_now(self) -> LLM | None:
+        update = await self._store.get_latest_resources()
+        main = update.resources.get(LLM_RESOURCE) if update is not None else None
+        return main if isinstance(main, LLM) else None
+
+    # -- pause --------------------------------------------------------------------------------------------------------
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        self._paused = Pause.model_validate(await _body(request))
+        return await self._pause_state(request)
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        self._paused = None
+        return await self._pause_state(request)
+
+    async def _pause_state(self, request: web.Request) -> web.Response:
+        told = self._paused or Pause()
+        running = sum(attempt.running for attempt in self._attempts.values())
+        return json_response({"paused": self._paused is not None, **told.model_dump(), "inflight": running})
+
+    def _held_back(self) -> web.Response | None:
+        """The answer to model calls while they are paused."""
+        if self._paused is None:
+            return None
+        headers = {"Retry-After": str(self._paused.retry_after_seconds), "X-Agl-Paused": "true"}
+        return json_response({"error": "gateway paused", "reason": self._paused.reason}, status=429, headers=headers)
+
+    # -- model calls --------------------------------------------------------------------------------------------------
+
+    async def _attempt(self, request: web.Request, named: dict[str, str | None]) -> Attempt:
+        """The attempt of the rollout that the address names; 1.0 calls it 0, whatever the store does."""
+        rollout_id = named.get("rollout")
+        if rollout_id is None or not self._opens(self._shown(request, named)):
+            return await super()._attempt(request, named)
+        rollout = await self.rollouts.get(rollout_id)
+        if (mode := named.get("mode")) is not None and mode != ("val" if rollout.mode == "val" else "train"):
+            told = f"rollout {rollout_id} is not of mode {mode}: use AGL_OPENAI_BASE_URL as it is"
+            raise GatewayRequestError(told, status=404, code="unknown_rollout")
+        return await self._attempt_of(rollout_id)
+
+    async def _attempt_of(self, rollout_id: str) -> Attempt:
+        begun = await self.rollouts.begin(rollout_id)
+        return await self._opened(rollout_id, begun.attempt_id)
+
+    async def end_all(self, *, reason: str) -> None:
+        """Fail what runs; nobody will end it any more."""
+        for rollout in self._bridge.running():
+            attempt = await self._store.get_latest_attempt(rollout.rollout_id)
+            if attempt is not None and rollout.status not in FINISHED:
+                await self._store.update_rollout(rollout.rollout_id, status="cancelled")
+
+
+def _refused(status: int, told: str) -> web.Response:
+    return json_response({"detail": told}, status=status)
+
+
+def _spelled(error: ValidationError) -> list[dict[str, Any]]:
+    """FastAPI's form of what does not fit, without the values: one may be what JSON cannot hold."""
+    return [
+        {"loc": [str(part) for part in one["loc"]], "msg": one["msg"], "type": one["type"]} for one in error.errors()
+    ]
+
+
+async def _body(request: web.Request) -> Any:
+    raw = await request.read()
+    try:
+        return orjson.loads(raw) if raw else {}
+    except orjson.JSONDecodeError as error:
+        raise GatewayRequestError(f"the body is not JSON: {error}", status=422) from None
+
+
+def _number(request: web.Request, name: str, default: int) -> int:
+    text = request.query.get(name, str(default))
+    if not re.fullmatch(r"-?\d{1,15}", text):
+        raise GatewayRequestError(f"{name} must be a whole number, got {text!r:.40}", status=422)
+    return int(text)

@@ -1,0 +1,131 @@
+"""Rollouts that a controller of Agent Lightning 1.0 runs: as processes of a machine, or as Kubernetes Jobs."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from dataclasses import replace
+
+from typing_extensions import Self
+
+from agl_slime.agl1.schemas import Config, K8sConfig, LocalConfig
+from agl_slime.agl1.server import ControllerGateway
+from agl_slime.errors import ConfigError, EngineError, LoopError
+from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.runner.base import RunnerPlan, RunnerPool, RunnerSettings
+from agl_slime.runner.controller_process import ControllerProcess, check_python, end_agents
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import LightningStore
+from agl_slime.support.threads import run_blocking
+
+logger = logging.getLogger(__name__)
+
+# Nobody has asked for rollouts that wait: said after so long.
+_LONELY_S = 30.0
+_LOOK_S = 0.2
+
+
+class ControllerPool(RunnerPool):
+    """Serves Agent Lightning 1.0's API for the rollouts of ``store``; its controller is started here where the plan
+    names a Python that has one, and is otherwise waited for."""
+
+    def __init__(self, *, plan: RunnerPlan, store: LightningStore) -> None:
+        if plan.controller is None:
+            raise ConfigError("runners controller: the plan needs ControllerSettings, which say what it is to run")
+        if not isinstance(store, BridgeStore):
+            raise ConfigError(f"runners controller need a BridgeStore, got a {type(store).__name__}")
+        self._store = store
+        settings = plan.controller
+        if settings.python is not None and settings.key is None:
+            settings = replace(settings, key=secrets.token_urlsafe(18))
+        self._settings = settings
+        self._limits = plan.settings or RunnerSettings()
+        template = settings.job_template.read_text() if settings.job_template is not None else None
+        self.gateway = ControllerGateway(
+            store=store,
+            key=settings.key,
+            config=Config(
+                local=LocalConfig(agent_class=settings.agent, env_map=dict(settings.env_map))
+                if settings.agent
+                else None,
+                k8s=K8sConfig(job_template=template) if template is not None else None,
+            ),
+            settings=replace(self._limits.gateway or GatewaySettings(), host=settings.host, port=settings.port),
+        )
+        self._child: ControllerProcess | None = None
+        self._stopping = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    @property
+    def command(self) -> str:
+        """How somebody starts the controller that is waited for."""
+        kind = "local" if self._settings.agent is not None else "k8s"
+        key = " agl_server.key=$AGL_KEY" if self._settings.key else ""
+        return f"agl-controller runner_type={kind} agl_server.url={self.gateway.url}{key}"
+
+    def start(self) -> Self:
+        if self._watcher is not None:
+            raise LoopError("The controller's pool was started already; make a new one to run again.")
+        if self._settings.python is not None:
+            check_python(self._settings.python)
+        self.gateway.start()
+        try:
+            if self._settings.python is not None:
+                self._child = self._new_child()
+        except BaseException:
+            self.gateway.stop()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="agl-slime-controller", daemon=True)
+        self._watcher.start()
+        if self._child is None:
+            logger.warning("Rollouts wait for a controller of Agent Lightning 1.0: %s", self.command)
+        return self
+
+    def wake(self) -> None:
+        """A controller looks by itself."""
+
+    def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not cancel and self._store.running() and time.monotonic() < deadline:
+            self._stopping.wait(_LOOK_S)
+        self._stopping.set()
+        if self._watcher is not None:
+            self._watcher.join()
+        if self._child is not None:
+            self._child.stop()
+            end_agents(self.gateway.url)
+        left = self._store.running()
+        for rollout in left:
+            run_blocking(self._store.update_rollout(rollout.rollout_id, status="cancelled"))
+        self.gateway.stop()
+        return not left or cancel
+
+    def _new_child(self) -> ControllerProcess:
+        child = ControllerProcess(self._settings, url=self.gateway.url)
+        child.start()
+        return child
+
+    def _watch(self) -> None:
+        restarts, waiting_since, told = self._settings.max_restarts, time.monotonic(), False
+        while not self._stopping.wait(_LOOK_S):
+            if self._child is not None and not self._child.alive:
+                words = self._child.last_words()
+                self._child.stop()
+                end_agents(self.gateway.url)
+                if not restarts:
+                    self.failure = LoopError(f"the controller has ended; its last words: {words}")
+                    return
+                restarts -= 1
+                logger.warning("The controller has ended and is started again; its last words: %s", words)
+                try:
+                    self._child = self._new_child()
+                except EngineError as error:
+                    self.failure = error
+                    return
+            if self.gateway.asked or not self._store.waiting(1):
+                waiting_since = time.monotonic()
+            elif not told and time.monotonic() - waiting_since > _LONELY_S:
+                told = True
+                logger.warning("No controller has asked for a rollout in %g s; start one: %s", _LONELY_S, self.command)

@@ -1,0 +1,112 @@
+"""A controller of Agent Lightning 1.0 as a child process, in a Python of its own.
+
+``python -m agl_slime.runner.controller_process`` is what stands between: it ends the controller, and the agents that
+this has started, with whoever started it; the controller itself would go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from agl_slime.agl1.settings import PYTHON_VARIABLE, ControllerSettings
+from agl_slime.engine.process import EngineProcess
+from agl_slime.errors import ConfigError
+
+_POLL_S = 0.25
+_TO_END_S = 2.0
+_VERSION = "from importlib.metadata import version; print(version('agentlightning'))"
+_EVENT_URL = "AGL_EVENT_URL"  # in the environment of each agent
+
+
+class ControllerProcess(EngineProcess):
+    """``agl-controller`` with its local runner, for the server at ``url``."""
+
+    def __init__(self, settings: ControllerSettings, *, url: str) -> None:
+        assert settings.python is not None
+        own = {"python": settings.python, "url": url, "parent-pid": os.getpid()}
+        command = [sys.executable, "-m", "agl_slime.runner.controller_process"]
+        command += [str(part) for name, value in own.items() for part in (f"--{name}", value)]
+        command += ["--", f"local_runner.maximum_size={settings.max_processes}"]
+        command += [f"local_runner.poll_interval={settings.poll_interval_s}"]
+        super().__init__(
+            command,
+            name="the controller",
+            model_path=settings.agent or "",
+            start_timeout_s=60.0,
+            env={**os.environ, "AGL_KEY": settings.key or ""},
+            log=settings.log,
+        )
+
+
+def check_python(python: Path) -> str:
+    """The version of its agentlightning. Raises ``ConfigError`` when it has none, or one without a controller."""
+    fix = "make one with `python3.12 -m venv DIR && DIR/bin/pip install 'agentlightning>=1.0'`: DIR/bin/python"
+    named = f"--controller-python ({PYTHON_VARIABLE}) {python}"
+    try:
+        asked = [str(python), "-c", _VERSION]
+        version = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    except subprocess.CalledProcessError:
+        raise ConfigError(f"{named}: this Python has no agentlightning; {fix}") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{named}: it cannot be run as a Python ({error}); {fix}") from None
+    if int(version.partition(".")[0]) < 1:
+        raise ConfigError(f"{named}: its agentlightning is {version}, which has no controller; {fix}")
+    return version
+
+
+def agents_of(url: str) -> Iterator[psutil.Process]:
+    """The processes that a controller of the server at ``url`` has started, as their environment says."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(_EVENT_URL, "").startswith(f"{url}/"):
+                yield process
+
+
+def end_agents(url: str) -> int:
+    """Kill what runs for the server at ``url``; returns how many."""
+    found = [process for process in agents_of(url) if process.pid != os.getpid()]
+    for process in found:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(found, timeout=_TO_END_S)
+    return len(found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m agl_slime.runner.controller_process")
+    parser.add_argument("--python", required=True)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("flags", nargs="*")
+    args = parser.parse_args()
+    command = [args.python, "-m", "agentlightning.controller", "runner_type=local", f"agl_server.url={args.url}"]
+    command += [f"agl_server.key={json.dumps(os.environ.get('AGL_KEY', ''))}"]
+    # Hydra makes a directory of outputs for every start otherwise
+    command += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    controller = subprocess.Popen([*command, *args.flags], stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: controller.terminate())
+    print(json.dumps({"url": args.url, "serving": f"agl-controller for {args.url}"}), flush=True)
+    try:
+        while controller.poll() is None and os.getppid() == args.parent_pid:
+            with suppress(subprocess.TimeoutExpired):
+                controller.wait(_POLL_S)
+        return controller.returncode or 0
+    finally:
+        controller.kill()
+        controller.wait()
+        end_agents(args.url)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""Agent Lightning 1.0's API over a store, an engine that says what a test wants, and a client that shows the key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from agl_slime.agl1.schemas import Config, LocalConfig
+from agl_slime.agl1.server import ControllerGateway
+from agl_slime.rollout.access import EngineAccess
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import LLM
+from agl_slime.support.threads import run_blocking
+from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.gateway_cases import QUICK, TEMPLATE, engine_saying
+from tests.trace_tokenizers import small_tokenizer
+
+KEY = "the-key"
+
+
+@dataclass
+class Api:
+    store: BridgeStore
+    gateway: ControllerGateway
+    engine: ScriptedEngine
+    tokenizer: Any
+    http: httpx.Client
+
+    def create(self, **fields: Any) -> str:
+        answer = self.http.post("/api/rollouts", json=[{"input": {"question": "2+2?"}, **fields}])
+        assert answer.status_code == 201, answer.text
+        return answer.json()[0]["rollout_id"]
+
+    def state(self, rollout_id: str) -> str:
+        return self.http.get(f"/api/rollouts/{rollout_id}").json()["rollout"]["status"]["state"]
+
+    def patch(self, rollout_id: str, **status: Any) -> httpx.Response:
+        return self.http.patch(f"/api/rollouts/{rollout_id}", json={"status": status})
+
+    def ask(
+        self, rollout_id: str, *, mode: str = "train", path: str = "openai/v1/chat/completions", **body: Any
+    ) -> Any:
+        said = {"messages": [{"role": "user", "content": "2+2?"}]} if not {"prompt", "input"} & body.keys() else {}
+        address = f"/proxy/rollout/{rollout_id}/attempt/0/mode/{mode}/{path}"
+        return self.http.post(address, json={"model": "auto", **said, **body})
+
+    def reward(self, rollout_id: str, value: Any, **more: Any) -> httpx.Response:
+        event = {"event_type": "reward", "data": {"value": value, **more}}
+        return self.http.post(f"/api/rollouts/{rollout_id}/attempt/0/events", json=event)
+
+    def events(self, rollout_id: str, **query: str) -> list[dict[str, Any]]:
+        return self.http.get(f"/api/rollouts/{rollout_id}/events", params=query).json()
+
+
+@contextmanager
+def serving_api(*says: str, key: str | None = KEY) -> Iterator[Api]:
+    tokenizer = small_tokenizer(TEMPLATE)
+    engine, store = engine_saying(tokenizer, says or ("four",)), BridgeStore()
+    access = EngineAccess(tokenizer=tokenizer, settings=QUICK)
+    config = Config(local=LocalConfig(agent_class="my_agent:Agent", env_map={"QUESTION": "input.question"}))
+    with in_thread(engine), ControllerGateway(store=store, key=key, config=config, access=access) as gateway:
+        sampling = {"temperature": 1.0, "max_new_tokens": 64}
+        llm = LLM(endpoint=engine.url, model="scripted", sampling_parameters=sampling)
+        run_blocking(store.add_resources({"main_llm": llm}))
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        with httpx.Client(base_url=gateway.url, headers=headers, timeout=20) as client:
+            yield Api(store, gateway, engine, tokenizer, client)

@@ -1,0 +1,292 @@
+"""Agent Lightning 1.0's API over our store and gateway: its states, events, model calls, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from agl_slime.datasource.read import collect
+from agl_slime.support.threads import run_blocking
+from tests.agl1_cases import Api, serving_api
+
+
+@pytest.fixture
+def api() -> Iterator[Api]:
+    with serving_api("four") as case:
+        yield case
+
+
+def member_of(api: Api, rollout_id: str) -> Any:
+    return run_blocking(collect(api.store, rollout_id, tokenizer=api.tokenizer, convert_validation=True))
+
+
+def test_a_rollout_from_the_queue_to_its_sample(api: Api) -> None:
+    rollout = api.create(metadata={"batch_idx": 3})
+    assert [one["rollout_id"] for one in api.http.get("/api/rollouts?state_in=queuing").json()] == [rollout]
+    assert api.patch(rollout, state="running", last_attempt_id="0").json()["status"]["state"] == "running"
+    said = api.ask(rollout).json()
+    assert said["choices"][0]["message"]["content"] == "four"
+    assert api.reward(rollout, 0.5).status_code == 200
+    assert api.patch(rollout, state="succeeded").json()["status"]["state"] == "succeeded"
+    member = member_of(api, rollout)
+    (sample,) = member.samples
+    assert member.reward == 0.5
+    assert sample.tokens == said["prompt_token_ids"] + said["choices"][0]["token_ids"]
+    assert sample.loss_mask == [1] * len(said["choices"][0]["token_ids"])
+    assert sample.rollout_log_probs == pytest.approx(
+        [one["logprob"] for one in said["choices"][0]["logprobs"]["content"]]
+    )
+    page = api.http.get("/api/rollouts/terminal").json()
+    assert page == {
+        "items": [{"rollout_id": rollout, "state": "succeeded", "data_id": "", "is_train": True}],
+        "next_after": 1,
+        "total_terminal": 1,
+    }
+
+
+def test_the_first_call_may_come_before_the_controller_says_running(api: Api) -> None:
+    rollout = api.create()
+    assert api.ask(rollout).status_code == 200
+    assert api.state(rollout) == "running"
+    assert api.patch(rollout, state="running", last_attempt_id="0").status_code == 200
+    assert api.patch(rollout, state="running", last_attempt_id="0").status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("before", "then"),
+    [
+        ([], "succeeded"),
+        ([], "queuing"),
+        (["running"], "queuing"),
+        (["running", "succeeded"], "failed"),
+        (["running", "failed"], "succeeded"),
+        (["failed"], "running"),
+        (["running", "succeeded"], "succeeded"),
+    ],
+)
+def test_a_transition_that_does_not_exist_is_a_conflict_and_changes_nothing(
+    api: Api, before: list[str], then: str
+) -> None:
+    rollout = api.create()
+    for state in before:
+        assert api.patch(rollout, state=state).status_code == 200
+    assert api.patch(rollout, state=then).status_code == 409
+    assert api.state(rollout) == (before[-1] if before else "queuing")
+
+
+@pytest.mark.parametrize(
+    "status",
+    [{"state": "cancelled"}, {"cancel_requested": True}, {"state": 3}, {"error_message": ["x"]}, {"version": 7}],
+)
+def test_other_fields_and_states_do_not_fit(api: Api, status: dict[str, Any]) -> None:
+    rollout = api.create()
+    assert api.http.patch(f"/api/rollouts/{rollout}", json={"status": status}).status_code == 422
+    assert api.state(rollout) == "queuing"
+
+
+@pytest.mark.parametrize("value", ["1.0", None, True, [1.0], {}, {"a": "b"}])
+def test_a_reward_that_is_no_number_is_refused_where_it_comes_in(api: Api, value: Any) -> None:
+    rollout = api.create()
+    api.ask(rollout)
+    answer = api.reward(rollout, value)
+    assert answer.status_code == 422
+    assert "reward" in answer.text or "value" in answer.text
+    api.patch(rollout, state="running")
+    api.patch(rollout, state="succeeded")
+    assert member_of(api, rollout).failure == "no_reward"  # nothing is filled in for it
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_a_reward_that_json_does_not_know_is_refused(api: Api, value: str) -> None:
+    rollout = api.create()
+    body = '{"event_type": "reward", "data": {"value": VALUE}}'.replace("VALUE", value)
+    assert api.http.post(f"/api/rollouts/{rollout}/attempt/0/events", content=body).status_code == 422
+
+
+def test_of_several_rewards_the_last_counts_and_names_are_kept(api: Api) -> None:
+    rollout = api.create()
+    api.ask(rollout)
+    api.reward(rollout, 0.0)
+    api.reward(rollout, {"correct": 1.0, "format": 0.25})
+    api.patch(rollout, state="running")
+    api.patch(rollout, state="succeeded")
+    member = member_of(api, rollout)
+    assert member.reward == 1.0
+    assert {name: member.rewards[name] for name in ("correct", "format")} == {"correct": 1.0, "format": 0.25}
+
+
+def test_the_reward_of_one_answer_is_that_turns(api: Api) -> None:
+    rollout = api.create()
+    first = api.ask(rollout).json()
+    messages = [
+        {"role": "user", "content": "2+2?"},
+        first["choices"][0]["message"],
+        {"role": "user", "content": "Are you sure?"},
+    ]
+    second = api.ask(rollout, messages=messages).json()
+    assert second["prompt_token_ids"][: len(first["prompt_token_ids"])] == first["prompt_token_ids"]
+    api.reward(rollout, 1.0, response_id=first["id"])
+    api.reward(rollout, 0.0, response_id=second["id"])
+    api.reward(rollout, 0.5)
+    api.patch(rollout, state="running")
+    api.patch(rollout, state="succeeded")
+    member = member_of(api, rollout)
+    assert member.failure is None
+    assert sorted(sample.reward for sample in member.samples) == [0.0, 1.0]
+
+
+def test_after_its_end_a_rollout_is_asked_and_rewarded_no_more(api: Api) -> None:
+    rollout = api.create()
+    api.ask(rollout)
+    api.reward(rollout, 1.0)
+    api.patch(rollout, state="running")
+    api.patch(rollout, state="succeeded")
+    assert api.ask(rollout).status_code == 410
+    assert api.reward(rollout, 0.0).status_code == 410
+    assert member_of(api, rollout).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("subprocess exited with code 1", "agent_failed"),
+        ("local subprocess timed out", "timeout"),
+        ("local subprocess is not running", "agent_lost"),
+        ("Job disappeared", "agent_lost"),
+        ("Job failed: BackoffLimitExceeded", "agent_failed"),
+        ("something of a controller to come", "controller"),
+    ],
+)
+def test_what_a_controller_says_of_a_failure_is_its_reason(api: Api, message: str, reason: str) -> None:
+    rollout = api.create()
+    api.ask(rollout)
+    api.patch(rollout, state="running")
+    api.patch(rollout, state="failed", error_message=message)
+    member = member_of(api, rollout)
+    assert (member.failure, member.failure_message) == (reason, message)
+    assert member.turns == 1  # what it had asked is there to look at
+
+
+def test_completions_take_ids_as_they_are_and_give_ids_back(api: Api) -> None:
+    rollout = api.create()
+    prompt = api.tokenizer.encode("2+2?")
+    choice = api.ask(rollout, path="openai/v1/completions", prompt=prompt).json()["choices"][0]
+    assert choice["prompt_token_ids"] == prompt
+    assert api.tokenizer.decode(choice["token_ids"]).startswith("four")
+    assert choice["logprobs"]["token_logprobs"]
+
+
+def test_ids_come_with_the_last_piece_of_a_stream(api: Api) -> None:
+    rollout = api.create()
+    lines = api.ask(rollout, stream=True).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    with_ids = [chunk for chunk in chunks if "prompt_token_ids" in chunk]
+    assert len(with_ids) == 1
+    assert (
+        with_ids[0]["choices"][0]["token_ids"] == api.events(rollout, format="triplet")[0]["data"]["response_token_ids"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("openai/v1/responses", {"input": "2+2?"}),
+        ("anthropic/v1/messages", {"max_tokens": 64}),
+    ],
+)
+def test_the_other_protocols_are_served_beside(api: Api, path: str, body: dict[str, Any]) -> None:
+    rollout = api.create()
+    assert "four" in api.ask(rollout, path=path, **body).text
+    assert [event["event_type"] for event in api.events(rollout)] == ["model_request"]
+
+
+def test_triplets_hold_what_the_engine_sampled(api: Api) -> None:
+    rollout = api.create()
+    said = api.ask(rollout).json()
+    api.reward(rollout, 0.5, reason="close")
+    call, reward = api.events(rollout, format="triplet")
+    assert call["data"]["prompt_token_ids"] == said["prompt_token_ids"]
+    assert call["data"]["response_token_ids"] == said["choices"][0]["token_ids"]
+    assert len(call["data"]["response_log_probs"]) == len(said["choices"][0]["token_ids"])
+    assert reward["data"] == {"value": 0.5, "reason": "close"}
+
+
+def test_validation_is_of_mode_val_and_of_no_other(api: Api) -> None:
+    rollout = api.create(is_train=False)
+    assert api.ask(rollout, mode="train").status_code == 404
+    assert api.ask(rollout, mode="val").status_code == 200
+
+
+def test_calls_wait_while_they_are_paused(api: Api) -> None:
+    rollout = api.create()
+    assert api.http.post("/proxy/pause", json={"retry_after_seconds": 9, "reason": "sync"}).json()["paused"] is True
+    refused = api.ask(rollout)
+    assert (refused.status_code, refused.headers["Retry-After"], refused.headers["X-Agl-Paused"]) == (429, "9", "true")
+    assert api.http.get("/proxy/state").json() == {
+        "paused": True,
+        "retry_after_seconds": 9,
+        "reason": "sync",
+        "inflight": 0,
+    }
+    api.http.post("/proxy/resume")
+    assert api.ask(rollout).status_code == 200
+
+
+def test_a_known_id_gives_back_the_rollout_that_is_there(api: Api) -> None:
+    assert api.create(rollout_id="mine") == "mine"
+    api.ask("mine")
+    again = api.http.post("/api/rollouts", json=[{"rollout_id": "mine", "input": "another"}]).json()[0]
+    assert (again["input"], again["status"]["state"]) == ({"question": "2+2?"}, "running")
+
+
+def test_a_deleted_rollout_is_cancelled_and_gone(api: Api) -> None:
+    rollout = api.create()
+    api.ask(rollout)
+    for _ in range(2):
+        assert api.http.delete(f"/api/rollouts/{rollout}").status_code == 204
+    assert api.http.get(f"/api/rollouts/{rollout}").status_code == 404
+    assert api.http.get("/api/rollouts?state_in=queuing&state_in=running").json() == []
+    assert member_of(api, rollout).failure == "cancelled"
+
+
+def test_nothing_but_health_is_open_without_the_key(api: Api) -> None:
+    bare = httpx.Client(base_url=api.gateway.url)
+    assert bare.get("/healthz").json() == {"status": "ok"}
+    for method, path in (
+        ("GET", "/api/rollouts?state_in=queuing"),
+        ("POST", "/api/rollouts"),
+        ("POST", "/proxy/pause"),
+    ):
+        assert bare.request(method, path).status_code == 401
+    assert bare.get("/api/rollouts?state_in=queuing", headers={"x-api-key": "the-key"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/api/rollouts", None, 422),
+        ("GET", "/api/rollouts?state_in=ended", None, 422),
+        ("GET", "/api/rollouts?state_in=queuing&limit=x", None, 422),
+        ("POST", "/api/rollouts", "{", 422),
+        ("POST", "/api/rollouts", '{"input": 1}', 422),
+        ("POST", "/api/rollouts", '[{"input": 1, "rollout_id": "a/b"}]', 422),
+        ("POST", "/api/rollouts", '[{"input": 1, "config": {"timeout_seconds": 1e400}}]', 422),
+        ("POST", "/api/rollouts", '["\\ud800"]', 422),
+        ("GET", "/api/rollouts/nobody", None, 404),
+        ("PATCH", "/api/rollouts/nobody", '{"status": {"state": "running"}}', 404),
+        ("GET", "/api/rollouts/nobody/events", None, 404),
+        ("POST", "/api/rollouts/nobody/attempt/0/events", '{"event_type": "reward", "data": {"value": 1}}', 404),
+        ("PUT", "/api/rollouts", "[]", 405),
+        ("POST", "/api/models", '[{"model": "other", "endpoint": "http://elsewhere/v1"}]', 409),
+        ("POST", "/proxy/pause", '{"retry_after_seconds": -1}', 422),
+        ("POST", "/proxy/rollout/nobody/attempt/0/mode/train/openai/v1/chat/completions", "{}", 404),
+    ],
+)
+def test_junk_is_refused_in_a_typed_way(api: Api, method: str, path: str, body: str | None, status: int) -> None:
+    answer = api.http.request(method, path, content=body)
+    assert answer.status_code == status
+    assert answer.json()

@@ -1,0 +1,125 @@
+"""The unmodified controller of Agent Lightning 1.x, as a child process, runs a store's rollouts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agl_slime.agl1.settings import PYTHON_VARIABLE, ControllerSettings
+from agl_slime.datasource.read import collect
+from agl_slime.errors import ConfigError
+from agl_slime.runner.base import RunnerPlan
+from agl_slime.runner.controller import ControllerPool
+from agl_slime.runner.controller_process import agents_of, check_python
+from agl_slime.store.bridge import FINISHED, BridgeStore
+from agl_slime.support.agl import LLM
+from agl_slime.support.threads import run_blocking
+from tests.agl1_cases import serving_api
+from tests.faults.scripted_engine import in_thread
+from tests.gateway_cases import TEMPLATE, engine_saying
+from tests.trace_tokenizers import small_tokenizer
+
+pytestmark = [
+    pytest.mark.controller,
+    pytest.mark.skipif(
+        not os.environ.get(PYTHON_VARIABLE), reason=f"{PYTHON_VARIABLE} names no Python with agentlightning 1.x"
+    ),
+]
+_AGENTS = "agl1_agents"
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    tokenizer = small_tokenizer(TEMPLATE)
+    tokenizer.save_pretrained(tmp_path / "model")
+    with in_thread(engine_saying(tokenizer, ["four"])) as served:
+        yield served.url, str(tmp_path / "model")
+
+
+def pool_of(agent: str, store: BridgeStore, log: Path, **settings: Any) -> ControllerPool:
+    controller = ControllerSettings(
+        agent=f"{_AGENTS}:{agent}",
+        env_map={"QUESTION": "input.question", "LABEL": "input.label"},
+        python=Path(os.environ[PYTHON_VARIABLE]),
+        log=log,
+        **settings,
+    )
+    return ControllerPool(plan=RunnerPlan(kind="controller", controller=controller), store=store)
+
+
+def run_rollouts(agent: str, engine: tuple[str, str], tmp_path: Path, count: int = 3) -> list[Any]:
+    url, model = engine
+    store = BridgeStore()
+    sampling = {"temperature": 1.0, "max_new_tokens": 32}
+    run_blocking(store.add_resources({"main_llm": LLM(endpoint=url, model=model, sampling_parameters=sampling)}))
+    task = {"question": "2+2?", "label": "four"}
+    ids = [run_blocking(store.enqueue_rollout(input=task, mode="train")).rollout_id for _ in range(count)]
+    with pool_of(agent, store, tmp_path / "controller.log") as pool:
+        ended = run_blocking(store.wait_for_rollouts(rollout_ids=ids, timeout=120))
+        assert len(ended) == count, (tmp_path / "controller.log").read_text()
+        address = pool.gateway.url
+    assert not list(agents_of(address))
+    return [run_blocking(collect(store, rollout_id)) for rollout_id in ids]
+
+
+@pytest.fixture(autouse=True)
+def agents_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", ""))))
+
+
+def test_rollouts_of_a_child_controller_become_samples(engine: tuple[str, str], tmp_path: Path) -> None:
+    for member in run_rollouts("TwoTurns", engine, tmp_path):
+        assert (member.failure, member.reward, member.turns) == (None, 1.0, 2)
+        (sample,) = member.samples
+        assert sum(sample.loss_mask) == member.sampled_tokens
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason"), [("WithoutReward", "no_reward"), ("Raises", "agent_failed"), ("Killed", "agent_failed")]
+)
+def test_what_an_agent_does_wrong_is_the_reason_of_its_rollout(
+    engine: tuple[str, str], tmp_path: Path, agent: str, reason: str
+) -> None:
+    (member,) = run_rollouts(agent, engine, tmp_path, count=1)
+    assert (member.failure, member.turns) == (reason, 1)
+
+
+def test_a_controller_that_dies_is_started_again_and_costs_what_it_ran(engine: tuple[str, str], tmp_path: Path) -> None:
+    url, model = engine
+    store = BridgeStore()
+    sampling = {"temperature": 1.0, "max_new_tokens": 32}
+    run_blocking(store.add_resources({"main_llm": LLM(endpoint=url, model=model, sampling_parameters=sampling)}))
+    task = {"question": "2+2?", "label": "four"}
+    ids = [run_blocking(store.enqueue_rollout(input=task, mode="train")).rollout_id for _ in range(12)]
+    with pool_of("TwoTurns", store, tmp_path / "controller.log", max_processes=3) as pool:
+        deadline = time.monotonic() + 60
+        while not store.running() and time.monotonic() < deadline:
+            time.sleep(0.05)  # of another process: there is no event to wait for
+        assert pool._child is not None
+        assert pool._child.pid is not None
+        for child in psutil.Process(pool._child.pid).children():
+            child.send_signal(signal.SIGKILL)
+        ended = run_blocking(store.wait_for_rollouts(rollout_ids=ids, timeout=180))
+        assert len(ended) == 12
+        assert pool.failure is None
+    assert all(rollout.status in FINISHED for rollout in ended)
+    assert any(rollout.status == "succeeded" for rollout in ended)
+
+
+def test_a_python_without_a_controller_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be run as a Python"):
+        check_python(tmp_path / "nowhere")
+
+
+def test_without_a_key_this_machine_is_served_and_no_other(tmp_path: Path) -> None:
+    with serving_api("four", key=None) as api:
+        assert api.http.get("/api/rollouts?state_in=queuing").status_code == 200
+    with pytest.raises(ConfigError, match="AGL_KEY"):
+        ControllerSettings(agent="a:B", host="0.0.0.0")
