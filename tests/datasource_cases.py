@@ -6,8 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from agl_slime import AGLDataSource
-from agl_slime.datasource.source import DataSourceSettings
+from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.groups.results import GroupResult, MemberResult, Outcome
 from agl_slime.types import Sample
 
@@ -17,7 +16,7 @@ QUICK = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
 class Told:
     """What a data source says to its listeners, and a way to wait for it."""
 
-    def __init__(self, source: AGLDataSource) -> None:
+    def __init__(self, source: GroupSource) -> None:
         self.members: list[MemberResult] = []
         self.groups: list[GroupResult] = []
         self._changed = threading.Condition()
@@ -45,11 +44,11 @@ class Told:
         return [member.failure for member in self.members if not member.ok]
 
 
-async def get(source: AGLDataSource, n: int) -> list[list[Sample]]:
+async def get(source: GroupSource, n: int) -> list[list[Sample]]:
     return await asyncio.to_thread(source.get_samples, n)
 
 
-def counts_of(source: AGLDataSource) -> dict[Outcome, int]:
+def counts_of(source: GroupSource) -> dict[Outcome, int]:
     counts = source.ledger.counts()
     assert counts.opened == counts.open + counts.ready + sum(counts.closed.values())
     return counts.closed

@@ -1,4 +1,4 @@
-"""From finished rollouts to finalized groups, and from those to delivery.
+"""From finished rollouts to finalized groups.
 
 Bookkeeping only: no threads, no store. A group is known from the moment it is announced, or from its first member. Its
 policy is asked whenever a member has ended, and when time has passed; the group is finalized once, with the members
@@ -9,21 +9,19 @@ be cancelled) and ``take_retries`` (to be enqueued again).
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+from agl_slime.groups.delivery import Delivery
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.policy import GroupAction, GroupFilter, GroupPolicy, GroupProgress, GroupVerdict
 from agl_slime.groups.results import STRAGGLER_REASONS, GroupResult, MemberResult, Outcome, instance_of
 from agl_slime.support.agl import Rollout
-from agl_slime.types import Sample, set_rollout_id
 
 # Groups that were finalized with members in flight; reports of those come within moments of their cancellation.
 _REMEMBERED_EARLY = 10_000
-
-_NUMBERS = "index", "group_index", "rollout_number"
 
 
 @dataclass(slots=True)
@@ -37,12 +35,11 @@ class _OpenGroup:
 
 
 class GroupAssembler:
-    """Groups from their announcement to their delivery. Not thread-safe.
+    """Groups from their announcement until they are ready, or dropped. Not thread-safe.
 
     Args:
         policy: says when a group is fit to train on; one with ``judge`` is asked before all members have ended, too.
         group_filter: looks at a group that the policy would train on.
-        max_staleness: most versions that tokens may be behind the policy; ``None`` is any number.
         clock: seconds that never go backwards.
     """
 
@@ -51,23 +48,19 @@ class GroupAssembler:
         *,
         policy: GroupPolicy,
         group_filter: GroupFilter | None = None,
-        max_staleness: int | None = None,
         ledger: Ledger | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ledger = ledger if ledger is not None else Ledger()
-        self.ready: deque[list[Sample]] = deque()
-        """The groups that wait to be trained on, in the order in which they were finalized."""
+        self.delivery = Delivery(self.ledger)
+        """The groups that are fit to train on."""
         self._policy, self._filter, self._clock = policy, group_filter, clock
         self._may_be_late = getattr(policy, "timeout_s", None) is not None
-        self._max_staleness = max_staleness
-        self._version: int | None = None
         self._open: dict[str, _OpenGroup] = {}
         self._held: set[str] = set()  # rollouts that have ended and wait for their groups
         self._early: OrderedDict[str, None] = OrderedDict()  # groups that were finalized with members in flight
         self._unwanted: list[str] = []
         self._retries: list[MemberResult] = []
-        self._next: dict[str, int] = dict.fromkeys(_NUMBERS, 0)
 
     def __len__(self) -> int:
         """Groups that are not finalized."""
@@ -98,9 +91,9 @@ class GroupAssembler:
         return rollout_id in self._held or self.ledger.has_ended(rollout_id)
 
     def add(self, member: MemberResult, *, default_size: int = 1) -> tuple[MemberResult, GroupResult | None] | None:
-        """Take a rollout that has ended in. Returns it as it counts (it may be too old), with its group when that is
-        finalized now; ``None`` when it has ended before, or its group was finalized without it. ``default_size`` is
-        that of a group that nobody announced."""
+        """Take a rollout that has ended in. Returns it with its group when that is finalized now; ``None`` when it has
+        ended before, or its group was finalized without it. ``default_size`` is that of a group that nobody
+        announced."""
         if not self.ledger.is_open(member.rollout_id):  # one that nobody announced is opened by its end
             if not self.ledger.open_many([(member.rollout_id, member.instance_id)]):
                 return None
@@ -110,7 +103,6 @@ class GroupAssembler:
             self.ledger.close_many([member.rollout_id], Outcome.CANCELLED, "group_finalized")
             return None
         group = self._open.setdefault(member.group_id, _OpenGroup(default_size, member.mode))
-        member = self._check_age(member) if group.mode == "train" else member
         if not member.ok:
             self.ledger.close_many([member.rollout_id], member.outcome_if_failed, member.failure or "")
         elif group.mode != "train":
@@ -126,40 +118,6 @@ class GroupAssembler:
             return []
         waiting = [(group_id, group) for group_id, group in self._open.items() if group.last_end is not None]
         return [done for group_id, group in waiting if (done := self._judge(group_id, group)) is not None]
-
-    def advance(self, versions: Iterable[str | int | None]) -> None:
-        """The policy has one of these versions, at least: what the loop says, or a sample has seen. Those that are no
-        whole numbers cannot be compared. Groups that are too old for it are not delivered any more."""
-        newest = max(_numbers(versions), default=-1)
-        if newest <= (-1 if self._version is None else self._version):
-            return
-        self._version = newest
-        if self._max_staleness is not None:
-            with self.ledger.batch():
-                for _ in range(len(self.ready)):
-                    samples = self.ready.popleft()
-                    if self._too_old(samples):
-                        self.ledger.close_many(_rollouts_of(samples), Outcome.STALE, "waited_too_long")
-                        self._finish(_instance_of(samples))
-                    else:
-                        self.ready.append(samples)
-
-    def deliver(self, n: int) -> list[list[Sample]]:
-        """Up to ``n`` groups to train on, oldest first; ``metadata["policy_version"]`` is the policy's, where known."""
-        groups = [self.ready.popleft() for _ in range(min(n, len(self.ready)))]
-        with self.ledger.batch():
-            for samples in groups:
-                for sample in samples:
-                    sample.metadata["policy_version"] = self._version
-                if self.ledger.close_many(_rollouts_of(samples), Outcome.TRAINED):  # not when it was given back
-                    self._finish(_instance_of(samples))
-        return groups
-
-    def reject(self, groups: Sequence[Sequence[Sample]], reason: str) -> None:
-        """These groups were delivered and are not trained on: filtered for ``reason``."""
-        with self.ledger.batch():
-            for samples in groups:
-                self.ledger.filter_trained(_rollouts_of(samples), reason)
 
     def abandon(self, rollout_ids: Iterable[str], *, group_ids: Iterable[str] = (), reason: str) -> None:
         """These rollouts are cancelled for ``reason``, if they are in flight, and these groups are given up."""
@@ -188,15 +146,6 @@ class GroupAssembler:
         retries, self._retries = self._retries, []
         return retries
 
-    def placeholders(self, n: int, size: int) -> list[list[Sample]]:
-        """Groups of unsampled (PENDING) samples: what slime's own data source gives without a data set."""
-        first = self._next["group_index"]
-        self._next["group_index"] += n
-        return [
-            [Sample(group_index=group, index=group * size + member) for member in range(size)]
-            for group in range(first, first + n)
-        ]
-
     def state(self) -> dict[str, Any]:
         """Where the groups stand, for JSON. ``closed`` counts ends by outcome and reason, where the ledger is not on
         disk; ``waiting`` names the finished rollouts whose groups wait, ``early`` the groups that were finalized with
@@ -207,51 +156,22 @@ class GroupAssembler:
         closed.subtract(end for member in waiting if (end := self.ledger.outcome_of(member.rollout_id)) is not None)
         ends = [[outcome.value, reason, n] for (outcome, reason), n in closed.items() if n]
         return {
-            "groups": [[sample.to_dict() for sample in samples] for samples in self.ready],
-            "members": [_rollouts_of(samples) for samples in self.ready],
-            "instances": [_instance_of(samples) for samples in self.ready],
+            **self.delivery.state(),
             "waiting": [member.rollout_id for member in waiting],
-            **self._next,
             "closed": None if self.ledger.on_disk else ends,
             "early": list(self._early),
-            "version": self._version,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from ``state``; raises ``KeyError``, ``TypeError`` or ``ValueError`` when it is none, and then nothing
         has changed."""
-        groups = [[Sample.from_dict(sample) for sample in samples] for samples in state["groups"]]
-        closed = [(Outcome(outcome), reason, n) for outcome, reason, n in state.get("closed") or []]
-        numbers = {name: max(self._next[name], state[name]) for name in _NUMBERS}
+        closed = [(Outcome(outcome), reason, n) for outcome, reason, n in state["closed"] or []]
+        early = dict.fromkeys(state["early"])
         with self.ledger.batch():
+            self.delivery.restore(state)
             if not self.ledger.on_disk:
                 self.ledger.carry_over(closed)
-            for samples in groups:
-                self.ready.append(samples)
-                rollout_ids, instance_id = _rollouts_of(samples), _instance_of(samples)
-                self.ledger.open_many([(rollout_id, instance_id) for rollout_id in rollout_ids])
-                self.ledger.ready_many(rollout_ids)
-        self.advance([state.get("version")])
-        self._early.update(dict.fromkeys(state.get("early") or []))
-        self._next = numbers
-
-    def _check_age(self, member: MemberResult) -> MemberResult:
-        """The member, as a failure when it was sampled by weights that are too old."""
-        if not member.ok:
-            return member
-        self.advance(_versions_of(member.samples))
-        if not self._too_old(member.samples):
-            return member
-        message = f"{self._lag(member.samples)} versions behind the policy, {self._max_staleness} are allowed"
-        return replace(member, failure="stale", failure_message=message, outcome_if_failed=Outcome.STALE, samples=())
-
-    def _lag(self, samples: Iterable[Sample]) -> int:
-        """Versions between the oldest token of ``samples`` and the policy; 0 where that is not known."""
-        oldest = min(_numbers(_versions_of(samples)), default=self._version)
-        return max(0, self._version - oldest) if self._version is not None and oldest is not None else 0
-
-    def _too_old(self, samples: Iterable[Sample]) -> bool:
-        return self._max_staleness is not None and self._lag(samples) > self._max_staleness
+        self._early.update(early)
 
     def _judge(self, group_id: str, group: _OpenGroup) -> GroupResult | None:
         if group.mode != "train":
@@ -333,38 +253,18 @@ class GroupAssembler:
         with self.ledger.batch():
             self._let_go([member.rollout_id for member in late], why)
             if ready:
-                self.ledger.ready_many(succeeded)
-                self.ready.append(self._numbered(result))
+                self.delivery.add(result)
             else:
                 self.ledger.close_many(succeeded, Outcome.FILTERED, code)
-                self._finish(result.instance_id)
+                if result.instance_id is not None:
+                    self.ledger.finish_instance(result.instance_id)
         return result
-
-    def _numbered(self, group: GroupResult) -> list[Sample]:
-        """The group's samples with slime's numbers: one ``group_index``, a ``rollout_id`` per member, an ``index``
-        each."""
-        numbers, samples = self._next, []
-        for member in group.succeeded:
-            for sample in member.samples:
-                sample.group_index, sample.index = numbers["group_index"], numbers["index"]
-                if group.instance_id is not None:
-                    sample.metadata["instance_id"] = group.instance_id
-                set_rollout_id(sample, numbers["rollout_number"])
-                numbers["index"] += 1
-                samples.append(sample)
-            numbers["rollout_number"] += 1
-        numbers["group_index"] += 1
-        return samples
 
     def _let_go(self, rollout_ids: list[str], reason: str) -> None:
         """Rollouts that nobody waits for any more."""
         if rollout_ids:
             self.ledger.close_many(rollout_ids, Outcome.CANCELLED, reason)
             self._unwanted.extend(rollout_ids)
-
-    def _finish(self, instance_id: str | None) -> None:
-        if instance_id is not None:
-            self.ledger.finish_instance(instance_id)
 
 
 def _straggler(rollout_id: str, member: MemberResult, reason: str) -> MemberResult:
@@ -380,21 +280,3 @@ def _straggler(rollout_id: str, member: MemberResult, reason: str) -> MemberResu
         task=member.task,
         instance_id=member.instance_id,
     )
-
-
-def _rollouts_of(samples: Iterable[Sample]) -> list[str]:
-    """The rollouts that a group's samples come from; samples that did not come from here name none."""
-    named = (sample.metadata.get("agl_rollout_id") for sample in samples)
-    return list(dict.fromkeys(rollout_id for rollout_id in named if rollout_id is not None))
-
-
-def _instance_of(samples: Sequence[Sample]) -> str | None:
-    return instance_of(samples[0].metadata) if samples else None
-
-
-def _versions_of(samples: Iterable[Sample]) -> set[str]:
-    return {name for sample in samples for name in getattr(sample, "weight_versions", None) or ()}
-
-
-def _numbers(versions: Iterable[str | int | None]) -> list[int]:
-    return [int(text) for text in map(str, versions) if text.isdecimal()]

@@ -27,13 +27,12 @@ class Outcome(str, Enum):
     """The one end of a rollout. Each has a reason beside it.
 
     ``TRAINED``: its samples were delivered to the trainer. ``FILTERED``: it worked, but its group was not trained on.
-    ``STALE``: sampled by weights that are too old. ``FAILED``: no reward, no trace, an exception, a time limit.
+    ``FAILED``: no reward, no trace, an exception, a time limit.
     ``CANCELLED``: stopped on purpose. ``VALIDATED``: a validation rollout, never trained on.
     """
 
     TRAINED = "trained"
     FILTERED = "filtered"
-    STALE = "stale"
     FAILED = "failed"
     CANCELLED = "cancelled"
     VALIDATED = "validated"

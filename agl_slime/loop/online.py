@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from agl_slime import events
-from agl_slime.datasource.source import GroupSource
+from agl_slime.datasource.source import GroupSource, HoldsGroups
 from agl_slime.errors import AglSlimeError, ConfigError, LoopError, spell_exception
 from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.loop.functions import StepFn, call_function, taking_iteration
@@ -95,7 +95,7 @@ class OnlineRLLoop:
         agent: LitAgent[Any] | None,
         tasks: Tasks,
         llm: LLM,
-        data_source: GroupSource,
+        data_source: GroupSource | HoldsGroups,
         slime_train_fn: StepFn,
         weight_sync_fn: StepFn | None = None,
         save_fn: Callable[[LoopState], Any] | None = None,
@@ -113,6 +113,7 @@ class OnlineRLLoop:
             fix = "use agl_slime.BridgeStore() or InMemoryLightningStore(thread_safe=True)"
             raise ConfigError(f"{type(store).__name__} is not thread-safe; {fix}: agents run in a thread of their own")
         self.store = store
+        data_source = data_source if isinstance(data_source, GroupSource) else data_source.groups
         self.data_source = data_source
         self._agent = agent
         self._state = start or LoopState()

@@ -25,11 +25,6 @@ class OverlappedSchedule(SerialSchedule):
     def __init__(self, *parts: Any, start: LoopState) -> None:
         super().__init__(*parts)
         settings = self._settings
-        if self._data_source.settings.max_staleness is not None:
-            raise ConfigError(
-                f"max_staleness of the data source is {self._data_source.settings.max_staleness}: leave it out, the "
-                f"loop's {settings.max_staleness} is kept by what is admitted"
-            )
         self._admission = Admission(
             batch_size=settings.rollout_batch_size,
             max_staleness=settings.max_staleness,

@@ -72,9 +72,8 @@ class PluginSettings(BaseModel):
     group_timeout_s: _Seconds | None = None
     """A group is replaced when so long after its last rollout ended others are still out."""
     max_staleness: _Count | None = None
-    """Most weight versions that tokens may be behind those that train on them. Groups are enqueued so far ahead of
-    training and no further; without it, only those that are asked for. Where others enqueue, groups that are further
-    behind the newest version that was seen are dropped."""
+    """Most weight versions that tokens may be behind those that train on them: groups are enqueued so far ahead of
+    training and no further; without it, only those that are asked for."""
     drop_zero_variance: bool = False
     """Groups whose rewards are all the same are replaced."""
     model: str | None = None

@@ -79,6 +79,9 @@ class Connection:
             raise ConfigError(
                 f"{settings.agent} has no tasks: set agl_tasks or --prompt-data, or give it make_task(rng)"
             )
+        if settings.max_staleness is not None and self.tasks is None:
+            why = "is kept by how many groups are enqueued, and here others enqueue them"
+            raise ConfigError(f"agl_max_staleness {settings.max_staleness} {why}: set agl_tasks, or leave it out")
         self._resources: dict[str, str] = {}
 
     def _cursor(self, given: Any, *, offset: int = 0) -> Any:
@@ -96,8 +99,6 @@ class Connection:
             blocking=settings.blocking,
             policy=RetryGroup(max_retries=retries, timeout_s=timeout_s) if retries else complete,
             group_filter=zero_variance if settings.drop_zero_variance else None,
-            # where tasks are enqueued here, it is kept by how many are: see Pacing
-            max_staleness=settings.max_staleness if self.tasks is None else None,
         )
 
     def tokenizer(self) -> Any:

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from agl_slime.datasource.intake import Producer
 from agl_slime.datasource.source import GroupSource
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.groups.results import MemberResult
@@ -81,16 +82,16 @@ class _Run:
     enqueued: list[str] = field(default_factory=list)
 
 
-class SingleRollouts(GroupSource):
+class SingleRollouts(Producer):
     """Runs rollouts and gives each result to whoever asked for it, from any thread, until ``stop``."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._runs: dict[str, _Run] = {}  # by group id
         tokenizer = connection.tokenizer()
-        super().__init__(store=connection.store, tokenizer=tokenizer, convert_validation=True)
-        self.listen(on_member=self._ended)
-        self._begin()
+        self.source = GroupSource(store=connection.store, tokenizer=tokenizer, convert_validation=True, producer=self)
+        self.source.listen(on_member=self._ended)
+        self.source.ends.begin()
         connection.start()
 
     def run(
@@ -100,24 +101,26 @@ class SingleRollouts(GroupSource):
         in the store."""
         run = _Run(TaskGroup(uuid.uuid4().hex, task), dict(sampling_params), mode)
         run.result.add_done_callback(lambda result: self._give_up(run) if result.cancelled() else None)
-        with self._changed:
-            self.raise_if_dead()
+        with self.source.changed:
+            self.source.raise_if_dead()
             self._runs[run.group.group_id] = run
-        self._submit(self._enqueue, run)
+        self.source.ends.submit(self._enqueue, run)
         return run.result
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the runner of this process and the thread; whoever still waits for a rollout gets ``DataSourceError``.
         Safe to call twice."""
         self._connection.stop()
-        super().stop(timeout_s)
+        self.source.stop(timeout_s)
         self._refuse("the rollouts of this process were stopped")
 
     async def _enqueue(self, run: _Run) -> None:
-        self.expect(run.group.group_id, size=1, mode="single")  # never in a group to be trained on
+        self.source.expect(run.group.group_id, size=1, mode="single")  # never in a group to be trained on
         enqueue = self._connection.enqueue
-        rollouts = await self._patiently(lambda: enqueue([run.group], size=1, mode=run.mode, sampling=run.sampling))
-        self.opened(rollouts)
+        rollouts = await self.source.ends.patiently(
+            lambda: enqueue([run.group], size=1, mode=run.mode, sampling=run.sampling)
+        )
+        self.source.opened(rollouts)
         run.enqueued.extend(rollout.rollout_id for rollout in rollouts)
         if run.result.cancelled():
             self._give_up(run)
@@ -125,26 +128,24 @@ class SingleRollouts(GroupSource):
     def _give_up(self, run: _Run) -> None:
         """Nobody waits for this rollout any more; one that is not in the store yet is given up when it is."""
         if run.enqueued and self._runs.pop(run.group.group_id, None) is not None:
-            self.abandon(run.enqueued, group_ids=[run.group.group_id], reason="aborted")
-            self._submit(self._cancel, run.enqueued)
+            self.source.abandon(run.enqueued, group_ids=[run.group.group_id], reason="aborted")
+            self.source.ends.submit(self.source.intake.cancel, run.enqueued)
 
     def _ended(self, member: MemberResult) -> None:
         run = self._runs.pop(member.group_id, None)
         if run is not None and not run.result.done() and run.result.set_running_or_notify_cancel():
             run.result.set_result(member)
 
-    def _store_restarted(self) -> None:
-        super()._store_restarted()
+    def store_restarted(self) -> None:
         self._connection.forget()
         for run in self._runs.values():
-            self._submit(self._enqueue, run)
+            self.source.ends.submit(self._enqueue, run)
 
-    def _fail(self, error: BaseException) -> None:
-        super()._fail(error)
-        self._refuse(f"the rollout's end cannot be learned: {self._failure}")
+    def failed(self, error: BaseException) -> None:
+        self._refuse(f"the rollout's end cannot be learned: {error}")
 
     def _refuse(self, reason: str) -> None:
-        with self._changed:
+        with self.source.changed:
             runs, self._runs = self._runs, {}
         for run in runs.values():
             if not run.result.done():

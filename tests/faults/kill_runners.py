@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agl_slime import AGLDataSource, SGLangLitAgent
-from agl_slime.datasource.source import DataSourceSettings
+from agl_slime import SGLangLitAgent
+from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.events import GroupsCollected, RolloutFinished
 from agl_slime.groups.results import Outcome
 from agl_slime.loop.online import OnlineRLLoop
@@ -199,7 +199,7 @@ def run(
     plan = plan_kills(rng, kills)
     store = WatchedStore()
     tokenizer: Any = small_tokenizer()
-    source = AGLDataSource(store=store, tokenizer=tokenizer, settings=DataSourceSettings(get_timeout_s=120))
+    source = GroupSource(store=store, tokenizer=tokenizer, settings=DataSourceSettings(get_timeout_s=120))
     recorder, trainer = Recorder(), Trainer(source, n=groups)
     numbers = iter(range(1_000_000))
     killer = Killer(rng=rng, store=store, plan=plan, size=groups * group_size)
@@ -264,7 +264,7 @@ def _check(
     result: Result,
     *,
     store: WatchedStore,
-    source: AGLDataSource,
+    source: GroupSource,
     recorder: Recorder,
     trained: Sequence[Sequence[Sample]],
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agl_slime import AGLDataSource, slime_hooks
-from agl_slime.datasource import events
+from agl_slime.datasource import ends
 from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.errors import DataSourceError
 from agl_slime.groups.results import Outcome
@@ -65,12 +65,12 @@ async def test_a_read_that_fails_while_the_store_restarts_is_made_again() -> Non
             await finish(store, rollout_id)
         groups = await get(source, 2)
         assert sorted(group[0].metadata["agl_rollout_id"] for group in groups) == sorted(ids)
-        assert source.ledger.counts().closed == {Outcome.TRAINED: 2}
+        assert source.groups.ledger.counts().closed == {Outcome.TRAINED: 2}
 
 
 # fault 2
 async def test_a_store_that_stays_away_ends_it_with_the_first_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(ends, "_PATIENCE_S", 0.5)
     store = Flaky(ConnectionError("the first cause"))
     store.forever = ConnectionError("what came later")
     with AGLDataSource(store=store, settings=QUICK) as source:
@@ -87,7 +87,7 @@ def test_a_store_server_that_restarts_between_an_end_and_its_read(monkeypatch: p
     """Agent Lightning's client answers "there is no such rollout" for a server that cannot be reached."""
     with service_with_runner() as (_, service):
         source = AGLDataSource(args_for(agl_store_url=service.url))
-        request = source._store._request_json
+        request = source.groups._store._request_json
         calls = 0
 
         async def interrupted(method: Any, path: str, **arguments: Any) -> Any:
@@ -98,7 +98,7 @@ def test_a_store_server_that_restarts_between_an_end_and_its_read(monkeypatch: p
                     raise ConnectionError("the server is restarting")
             return await request(method, path, **arguments)
 
-        monkeypatch.setattr(source._store, "_request_json", interrupted)
+        monkeypatch.setattr(source.groups._store, "_request_json", interrupted)
         ids = enqueue_over_http(service.url, "g", 2)
         with source:
             [group] = source.get_samples(1)
@@ -119,7 +119,7 @@ def test_groups_that_slimes_dynamic_filter_drops_are_counted_as_filtered() -> No
         args = Namespace(rollout_batch_size=2, dynamic_sampling_filter_path=f"{__name__}.keep_odd")
         output = slime_hooks.generate_rollout(args, 0, source)
         assert len(output.samples) == 2
-        counts = source.ledger.counts()
+        counts = source.groups.ledger.counts()
         assert counts.closed[Outcome.TRAINED] == 4
         assert counts.reasons[Outcome.FILTERED, "even"] == 4
         assert counts.opened == counts.open + counts.ready + sum(counts.closed.values())
@@ -139,12 +139,14 @@ def test_an_end_that_is_reported_twice_is_told_once_and_does_not_freeze_the_save
                 assert len(source.get_samples(1)) == 1
             wait_until(source, 10)
             follow: dict[str, Any] = {}
-            with source._changed:
-                source._changed.wait_for(lambda: follow.update(source.state()["follow"]) or follow["after"] >= 10, 20)
-                state = source.state()
+            with source.groups.changed:
+                source.groups.changed.wait_for(
+                    lambda: follow.update(source.groups.state()["follow"]) or follow["after"] >= 10, 20
+                )
+                state = source.groups.state()
             assert follow["after"] == 10
             assert len(state["ended"]) + len(state["follow"].get("settled", ())) == 0
-            assert source.ledger.counts().closed == {Outcome.TRAINED: 10}
+            assert source.groups.ledger.counts().closed == {Outcome.TRAINED: 10}
 
 
 # -- fault 8: a store that restarts during an evaluation -------------------------------------------------------------
@@ -168,7 +170,7 @@ def test_a_store_that_restarts_during_an_evaluation(tmp_path: Path) -> None:
         evaluating.join(30)
         assert not evaluating.is_alive(), "it waits for rollouts that the store has lost"
         assert evaluation["agl"]["rewards"] == [0.25] * 3
-        counts = source.ledger.counts()
+        counts = source.groups.ledger.counts()
         assert counts.reasons[Outcome.CANCELLED, "store_restarted"] == 3
         assert counts.closed[Outcome.VALIDATED] == 3
 
@@ -187,10 +189,10 @@ def test_states_taken_at_any_moment_have_each_group_in_one_place() -> None:
 
     def take_states() -> None:
         try:
-            while source.ledger.counts().closed.get(Outcome.TRAINED, 0) < 400:
-                with source._changed:
-                    source._changed.wait(0.1)  # woken by each group that is finalized
-                    state = source.state()
+            while source.groups.ledger.counts().closed.get(Outcome.TRAINED, 0) < 400:
+                with source.groups.changed:
+                    source.groups.changed.wait(0.1)  # woken by each group that is finalized
+                    state = source.groups.state()
                 under_way = set(state["demand"]["under_way"])
                 both.append(under_way & {group[0]["metadata"]["group_id"] for group in state["groups"]})
         except BaseException as error:

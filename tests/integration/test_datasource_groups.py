@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime import AGLDataSource
-from agl_slime.datasource.source import DataSourceSettings
+from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.errors import DataSourceError
 from agl_slime.groups.policy import CompleteGroup, MinimumViableGroup
 from agl_slime.groups.results import Outcome
@@ -25,7 +24,7 @@ from tests.store_cases import RESPONSE, a_turn, enqueue, finish
 
 async def test_groups_complete_in_any_order_and_each_member_counts_once() -> None:
     store = BridgeStore()
-    with AGLDataSource(store=store, settings=QUICK) as source:
+    with GroupSource(store=store, settings=QUICK) as source:
         ids: list[str] = []
         for group in range(6):
             source.expect(f"g{group}", size=3)
@@ -51,7 +50,7 @@ async def test_groups_complete_in_any_order_and_each_member_counts_once() -> Non
 
 async def test_a_group_with_too_many_failures_is_dropped_and_the_others_come() -> None:
     store = BridgeStore()
-    with AGLDataSource(store=store, settings=replace(QUICK, policy=MinimumViableGroup(drop_early=False))) as source:
+    with GroupSource(store=store, settings=replace(QUICK, policy=MinimumViableGroup(drop_early=False))) as source:
         told = Told(source)
         bad, good = [], []
         for group, ids in (("bad", bad), ("good", good)):
@@ -79,7 +78,7 @@ async def test_a_group_with_too_many_failures_is_dropped_and_the_others_come() -
 async def test_with_complete_groups_one_failure_drops_the_group() -> None:
     store = BridgeStore()
     settings = DataSourceSettings(get_timeout_s=0.2, policy=CompleteGroup())
-    with AGLDataSource(store=store, settings=settings) as source:
+    with GroupSource(store=store, settings=settings) as source:
         told = Told(source)
         source.expect("g", size=2)
         one, other = await enqueue(store, 2, group_id="g", size=2)
@@ -95,7 +94,7 @@ async def test_with_complete_groups_one_failure_drops_the_group() -> None:
 
 async def test_rollouts_that_nobody_announced_are_grouped_by_their_metadata() -> None:
     store = BridgeStore()
-    with AGLDataSource(store=store, n_samples_per_prompt=2, settings=QUICK) as source:
+    with GroupSource(store=store, n_samples_per_prompt=2, settings=QUICK) as source:
         by_size = await enqueue(store, 3, group_id="says-three", size=3)
         by_default = await enqueue(store, 2, group_id="says-nothing")
         for rollout_id in [by_size[0], by_default[0], by_size[1], by_default[1], by_size[2]]:
@@ -105,7 +104,7 @@ async def test_rollouts_that_nobody_announced_are_grouped_by_their_metadata() ->
 
 async def test_without_group_ids_each_rollout_is_a_group_of_its_own() -> None:
     store = BridgeStore()
-    with AGLDataSource(store=store, settings=QUICK) as source:
+    with GroupSource(store=store, settings=QUICK) as source:
         for rollout_id in await enqueue(store, 3):
             await finish(store, rollout_id)
         assert [len(group) for group in await get(source, 3)] == [1, 1, 1]
@@ -113,7 +112,7 @@ async def test_without_group_ids_each_rollout_is_a_group_of_its_own() -> None:
 
 async def test_it_waits_for_what_is_in_flight_and_no_longer() -> None:
     store = BridgeStore()
-    with AGLDataSource(store=store, settings=QUICK) as source:
+    with GroupSource(store=store, settings=QUICK) as source:
         ids = []
         for group in ("a", "b"):
             source.expect(group, size=1)
@@ -129,7 +128,7 @@ async def test_it_waits_for_what_is_in_flight_and_no_longer() -> None:
 
 async def test_a_surplus_is_kept_for_the_next_call_oldest_first() -> None:
     store = BridgeStore()
-    with AGLDataSource(store=store, settings=QUICK) as source:
+    with GroupSource(store=store, settings=QUICK) as source:
         told = Told(source)
         ids = await enqueue(store, 5)
         for number, rollout_id in enumerate(ids, 1):
@@ -142,7 +141,7 @@ async def test_a_surplus_is_kept_for_the_next_call_oldest_first() -> None:
 
 async def test_groups_given_back_come_first_and_in_order() -> None:
     store = BridgeStore()
-    with AGLDataSource(store=store, settings=QUICK) as source:
+    with GroupSource(store=store, settings=QUICK) as source:
         told = Told(source)
         for rollout_id in await enqueue(store, 4):
             await finish(store, rollout_id)
@@ -161,7 +160,7 @@ async def test_groups_given_back_come_first_and_in_order() -> None:
 
 async def test_nothing_at_the_deadline_is_an_error_that_says_where_rollouts_stand() -> None:
     store = BridgeStore()
-    with AGLDataSource(store=store, settings=DataSourceSettings(get_timeout_s=0.2)) as source:
+    with GroupSource(store=store, settings=DataSourceSettings(get_timeout_s=0.2)) as source:
         source.expect("g", size=1)
         source.opened(await enqueue(store, 1, group_id="g"))
         began = time.monotonic()
@@ -172,7 +171,7 @@ async def test_nothing_at_the_deadline_is_an_error_that_says_where_rollouts_stan
 
 async def test_some_at_the_deadline_are_handed_out() -> None:
     store = BridgeStore()
-    with AGLDataSource(store=store, settings=DataSourceSettings(get_timeout_s=0.5)) as source:
+    with GroupSource(store=store, settings=DataSourceSettings(get_timeout_s=0.5)) as source:
         told = Told(source)
         source.opened(await enqueue(store, 1, group_id="never"))
         [done] = await enqueue(store, 1)
@@ -183,14 +182,14 @@ async def test_some_at_the_deadline_are_handed_out() -> None:
 
 async def test_without_blocking_it_returns_at_once() -> None:
     store = BridgeStore()
-    with AGLDataSource(store=store, settings=DataSourceSettings(blocking=False)) as source:
+    with GroupSource(store=store, settings=DataSourceSettings(blocking=False)) as source:
         source.opened(await enqueue(store, 1))
         assert source.get_samples(4) == []
 
 
 async def test_validation_rollouts_are_scored_and_never_trained() -> None:
     store = BridgeStore()
-    with AGLDataSource(store=store, settings=QUICK) as source:
+    with GroupSource(store=store, settings=QUICK) as source:
         told = Told(source)
         source.expect("v", size=1, mode="val")
         ids = (
@@ -210,7 +209,7 @@ async def test_validation_rollouts_are_scored_and_never_trained() -> None:
 
 async def test_a_second_report_of_a_rollout_is_ignored() -> None:
     store = BridgeStore()
-    with AGLDataSource(store=store, settings=QUICK) as source:
+    with GroupSource(store=store, settings=QUICK) as source:
         told = Told(source)
         [rollout_id] = await enqueue(store, 1)
         attempt_id = await finish(store, rollout_id, status="failed", reward=None)
@@ -228,7 +227,7 @@ async def test_a_second_report_of_a_rollout_is_ignored() -> None:
 
 async def test_an_attempt_that_is_tried_again_counts_once_with_the_last_spans() -> None:
     store = BridgeStore()
-    with AGLDataSource(store=store, settings=QUICK) as source:
+    with GroupSource(store=store, settings=QUICK) as source:
         told = Told(source)
         [rollout_id] = await enqueue(store, 1, max_attempts=3)
         await finish(store, rollout_id, status="failed", reward=-5.0, number=1)
@@ -243,9 +242,9 @@ async def test_an_attempt_that_is_tried_again_counts_once_with_the_last_spans() 
 
 async def test_spans_that_the_store_dropped_fail_the_rollout_with_that_reason() -> None:
     store = InMemoryLightningStore(thread_safe=True, eviction_memory_threshold=3_000, safe_memory_threshold=100)
-    with AGLDataSource(store=store, settings=QUICK) as source:
+    with GroupSource(store=store, settings=QUICK) as source:
         told = Told(source)
-        source.demand(1)
+        source.ends.begin()
         [rollout_id] = await enqueue(store, 1)
         await finish(store, rollout_id, turns=[a_turn(i) for i in range(10)])
         await told.until(lambda: bool(told.groups))
@@ -266,7 +265,7 @@ async def test_a_conversion_that_breaks_fails_one_rollout_and_not_the_run() -> N
             return "hello"
 
     store = BridgeStore()
-    with AGLDataSource(store=store, settings=QUICK, tokenizer=BrokenTokenizer()) as source:
+    with GroupSource(store=store, settings=QUICK, tokenizer=BrokenTokenizer()) as source:
         told = Told(source)
         text_only, exact = await enqueue(store, 2)
         attempted = await store.start_attempt(text_only)
@@ -302,7 +301,7 @@ async def test_a_conversion_that_breaks_fails_one_rollout_and_not_the_run() -> N
 
 async def test_cancelled_rollouts_are_counted_as_such() -> None:
     store = BridgeStore()
-    with AGLDataSource(store=store, settings=QUICK) as source:
+    with GroupSource(store=store, settings=QUICK) as source:
         told = Told(source)
         source.expect("g", size=1)
         [rollout_id] = await enqueue(store, 1, group_id="g")
@@ -314,7 +313,7 @@ async def test_cancelled_rollouts_are_counted_as_such() -> None:
 
 async def test_a_rollout_that_waits_for_its_group_is_told_of_once_however_often_it_is_looked_at() -> None:
     store = BridgeStore()
-    with AGLDataSource(store=store, settings=QUICK) as source:
+    with GroupSource(store=store, settings=QUICK) as source:
         told = Told(source)
         ids = await enqueue(store, 2, group_id="g", size=2)
         source.opened(ids)

@@ -1,17 +1,17 @@
-"""What a data source does about groups that are late, failing, all alike or too old, over a real store."""
+"""What a data source does about groups that are late, failing, all alike or of foreign weights, over a real store."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import weakref
 from dataclasses import replace
 
 import pytest
 
-from agl_slime import AGLDataSource
-from agl_slime.datasource.source import DataSourceSettings
-from agl_slime.errors import ConfigError
+from agl_slime.datasource.source import DataSourceSettings, GroupSource
+from agl_slime.errors import DataSourceError
 from agl_slime.groups.policy import FailFast, GroupPolicy, MinimumViableGroup, RetryGroup, zero_variance
 from agl_slime.groups.results import Outcome
 from agl_slime.store.bridge import BridgeStore
@@ -22,15 +22,13 @@ from tests.store_cases import a_turn, enqueue, enqueue_group, finish
 SETTINGS = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
 
 
-def source_over(
-    store: BridgeStore, *, policy: GroupPolicy | None = None, max_staleness: int | None = None, filtered: bool = False
-) -> AGLDataSource:
-    settings = replace(SETTINGS, max_staleness=max_staleness, group_filter=zero_variance if filtered else None)
-    return AGLDataSource(store=store, settings=settings if policy is None else replace(settings, policy=policy))
+def source_over(store: BridgeStore, *, policy: GroupPolicy | None = None, filtered: bool = False) -> GroupSource:
+    settings = replace(SETTINGS, group_filter=zero_variance if filtered else None)
+    return GroupSource(store=store, settings=settings if policy is None else replace(settings, policy=policy))
 
 
 async def opened(
-    source: AGLDataSource, store: BridgeStore, group_id: str, *, size: int, instance_id: str | None = None
+    source: GroupSource, store: BridgeStore, group_id: str, *, size: int, instance_id: str | None = None
 ) -> list[str]:
     source.expect(group_id, size=size)
     rollouts = await enqueue_group(store, group_id, size=size, instance_id=instance_id)
@@ -133,49 +131,71 @@ async def test_groups_whose_rewards_are_all_the_same_can_be_left_out() -> None:
         assert source.ledger.counts().reasons[Outcome.FILTERED, "zero_variance"] == 2
 
 
-async def test_old_weights_are_refused_at_admission_and_at_hand_out() -> None:
+async def sampled(source: GroupSource, store: BridgeStore, group_id: str, *versions: str) -> list[str]:
+    """A group whose members were sampled by weights of these versions."""
+    ids = await opened(source, store, group_id, size=len(versions), instance_id=group_id)
+    for rollout_id, version in zip(ids, versions, strict=True):
+        await finish(store, rollout_id, turns=[a_turn(version=version)])
+    return ids
+
+
+async def test_tokens_of_weights_that_the_run_did_not_push_are_not_trained_on(caplog: pytest.LogCaptureFixture) -> None:
     store = BridgeStore()
-    with source_over(store, max_staleness=1) as source:
-        told = Told(source)
-        source.set_version("5")
-        fresh = await opened(source, store, "fresh", size=2, instance_id="0")
-        waits = await opened(source, store, "waits", size=2, instance_id="1")
-        old = await opened(source, store, "old", size=2, instance_id="2")
-        for ids, version in ((fresh, "5"), (waits, "4"), (old, "3")):
-            for rollout_id in ids:
-                await finish(store, rollout_id, turns=[a_turn(version=version)])
-        await told.until(lambda: len(told.groups) == 3)
-        assert told.failures == ["stale", "stale"] or told.failures == ["stale", "group_dropped"]
-        assert source.metrics()["agl/groups_ready"] == 2
-        source.set_version(6)  # "waits" is two versions behind now
-        [group] = await get(source, 1)
-        assert {sample.metadata["agl_rollout_id"] for sample in group} == set(fresh)
-        counts = source.ledger.counts()
-        assert counts.reasons[Outcome.STALE, "waited_too_long"] == 2
-        assert counts.reasons[Outcome.STALE, "stale"] >= 1
-        assert counts.closed[Outcome.TRAINED] == 2
-        assert sorted(source.ledger.finished_instances()) == ["0", "1", "2"]
-
-
-async def test_versions_are_learned_from_what_was_sampled_where_nobody_says_them() -> None:
-    store = BridgeStore()
-    with source_over(store, max_staleness=0) as source:
-        told = Told(source)
-        first, second = await enqueue(store, 2)
-        await finish(store, first, turns=[a_turn(version="1")])
-        await finish(store, second, turns=[a_turn(version="2")])
-        await told.until(lambda: len(told.members) == 2)
-        [group] = await get(source, 1)
-        assert group[0].metadata["agl_rollout_id"] == second
-
-
-async def test_versions_that_are_no_numbers_are_never_too_old() -> None:
-    store = BridgeStore()
-    with source_over(store, max_staleness=0) as source:
-        source.set_version("after-lunch")
-        for rollout_id in await enqueue(store, 1):
-            await finish(store, rollout_id, turns=[a_turn(version="default")])
+    with source_over(store) as source:
+        source.set_version("0")
+        await sampled(source, store, "a", "0", "0")
         assert len(await get(source, 1)) == 1
+        source.set_version("1")
+        await sampled(source, store, "b", "1", "evil")
+        kept = await sampled(source, store, "c", "0", "1")  # both are the run's own
+        groups = await get(source, 2)
+        assert [{sample.metadata["agl_rollout_id"] for sample in group} for group in groups] == [set(kept)]
+        counts = source.ledger.counts()
+        assert counts.reasons[Outcome.FAILED, "foreign_weights"] == 2
+        assert counts.closed[Outcome.TRAINED] == 4
+        assert sorted(source.ledger.finished_instances()) == ["a", "b", "c"]
+        assert "'evil'" in caplog.text
+        assert "'1'" in caplog.text
+        await sampled(source, store, "d", "evil", "evil")
+        with pytest.raises(DataSourceError, match=r"version 'evil', which this run did not push \(its last are '1'"):
+            await get(source, 1)
+
+
+async def test_what_was_pushed_before_a_restart_is_the_run_s_own_after_it() -> None:
+    store = BridgeStore()
+    with source_over(store) as first:
+        for version in ("0", "1", "2"):
+            first.set_version(version)
+        state = json.loads(json.dumps(first.state()))
+    with source_over(store) as source:
+        source.restore(state)
+        source.set_version("2")
+        await sampled(source, store, "a", "1", "2")
+        assert len(await get(source, 1)) == 1
+        await sampled(source, store, "b", "default", "2")
+        with pytest.raises(DataSourceError, match="'default'"):
+            await get(source, 1)
+
+
+async def test_an_engine_names_the_weights_that_it_begins_with_as_it_likes() -> None:
+    store = BridgeStore()
+    with source_over(store) as source:
+        source.set_version("0")  # a program that pushes nothing before the first step
+        await sampled(source, store, "a", "default", "default")
+        assert len(await get(source, 1)) == 1
+        source.set_version("1")
+        await sampled(source, store, "b", "default", "1")
+        assert len(await get(source, 1)) == 1
+
+
+async def test_the_policy_s_version_is_learned_from_what_was_sampled_where_nobody_says_it() -> None:
+    store = BridgeStore()
+    with source_over(store) as source:
+        told = Told(source)
+        for rollout_id, version in zip(await enqueue(store, 2), ("1", "2"), strict=True):
+            await finish(store, rollout_id, turns=[a_turn(version=version)])
+        await told.until(lambda: len(told.members) == 2)
+        assert [group[0].metadata["policy_version"] for group in await get(source, 2)] == [2, 2]
 
 
 async def test_groups_that_are_given_back_keep_their_rollouts_and_their_instance() -> None:
@@ -205,11 +225,6 @@ async def test_samples_that_were_handed_out_are_not_kept() -> None:
         await get(source, 1)  # asyncio keeps the result of the last call
         gc.collect()
         assert [sample() for sample in samples] == [None, None]
-
-
-def test_a_negative_staleness_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_staleness must be 0 or more"):
-        DataSourceSettings(max_staleness=-1)
 
 
 async def _next_queued(store: BridgeStore, *, not_among: list[str]) -> Rollout:

@@ -43,9 +43,11 @@ async def settled(source: AGLDataSource, n: int) -> None:
     """Until ``n`` rollouts have been taken in."""
 
     def taken_in() -> int:
-        counts = source.ledger.counts()
+        counts = source.groups.ledger.counts()
         # a failed member of a group that waits is closed in the ledger already
-        return counts.ready + sum(counts.closed.values()) + sum(member.ok for member in source._groups.waiting())
+        return (
+            counts.ready + sum(counts.closed.values()) + sum(member.ok for member in source.groups.assembler.waiting())
+        )
 
     for _ in range(2_000):
         if taken_in() >= n:
@@ -70,17 +72,17 @@ async def test_ready_groups_half_groups_and_numbers_go_on_where_they_were(tmp_pa
     await finish(store, groups["half"][0])
     await settled(first, 5)
     first.save(3)
-    for sample in first._groups.ready[0]:
+    for sample in first.groups.delivery.ready[0]:
         sample.metadata["policy_version"] = 0  # as its delivery will: the newest version that was seen
     before = [
         (sample.index, sample.group_index, get_rollout_id(sample), sample.to_dict())
-        for sample in first._groups.ready[0]
+        for sample in first.groups.delivery.ready[0]
     ]
     first.stop()
 
     with source_over(store, tmp_path) as second:
         second.load(3)
-        assert second.ledger.counts().ready == 2
+        assert second.groups.ledger.counts().ready == 2
         for rollout_id in (groups["half"][1], *groups["open"]):
             await finish(store, rollout_id)
         later = await get(second, 3)
@@ -94,7 +96,7 @@ async def test_ready_groups_half_groups_and_numbers_go_on_where_they_were(tmp_pa
         ]
         assert [sample.index for group in [taken, *later] for sample in group] == list(range(8))
         assert [group[0].group_index for group in [taken, *later]] == [0, 1, 2, 3]
-        counts = second.ledger.counts()
+        counts = second.groups.ledger.counts()
         assert (counts.opened, counts.open, counts.ready, counts.closed) == (8, 0, 0, {Outcome.TRAINED: 8})
 
 
@@ -107,22 +109,22 @@ async def test_counts_and_the_policy_version_go_on_and_nothing_is_counted_twice(
     for rollout_id in whole:
         await finish(store, rollout_id, status="failed", reward=None)
     await settled(first, 3)
-    first.set_version(7)
+    first.groups.set_version(7)
     first.save(1)
     first.stop()
-    assert first.ledger.counts().closed == {Outcome.FAILED: 3}
+    assert first.groups.ledger.counts().closed == {Outcome.FAILED: 3}
 
     with source_over(store, tmp_path, policy=CompleteGroup()) as second:
         second.load(1)
         await finish(store, half[1], status="failed", reward=None)
         await settled(second, 4)
-        counts = second.ledger.counts()
+        counts = second.groups.ledger.counts()
         assert (counts.opened, counts.closed, counts.reasons) == (
             4,
             {Outcome.FAILED: 4},
             {(Outcome.FAILED, "failed"): 4},
         )
-        assert second.state()["version"] == 7
+        assert second.groups.delivery.versions.newest == 7
 
 
 async def test_a_late_end_is_recognised_after_a_restart_too(tmp_path: Path) -> None:
@@ -138,11 +140,11 @@ async def test_a_late_end_is_recognised_after_a_restart_too(tmp_path: Path) -> N
         for rollout_id in ids[1:]:
             await finish(store, rollout_id)
         await settled(second, 3)
-        assert second.ledger.counts().reasons == {
+        assert second.groups.ledger.counts().reasons == {
             (Outcome.FAILED, "failed"): 1,
             (Outcome.CANCELLED, "group_finalized"): 2,
         }
-        assert len(second._groups) == 0
+        assert len(second.groups.assembler) == 0
 
 
 async def test_a_plain_store_does_not_give_again_what_was_trained_before_the_checkpoint(tmp_path: Path) -> None:
@@ -239,7 +241,7 @@ async def test_what_json_cannot_hold_is_said_and_the_old_file_stays(tmp_path: Pa
         source.save(0)
         [file] = (tmp_path / "rollout").iterdir()
         before = file.read_text()
-        source._groups.ready[0][0].metadata["odd"] = object()
+        source.groups.delivery.ready[0][0].metadata["odd"] = object()
         with pytest.raises(DataSourceError, match="is not JSON"):
             source.save(0)
         assert file.read_text() == before

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agl_slime import AGLDataSource
-from agl_slime.datasource.source import DataSourceSettings
+from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.groups.results import Outcome
 from agl_slime.store.bridge import BridgeStore
@@ -22,7 +22,7 @@ from tests.store_cases import enqueue, finish
 
 async def test_stop_wakes_whoever_waits() -> None:
     store = BridgeStore()
-    source = AGLDataSource(store=store, settings=DataSourceSettings(get_timeout_s=600))
+    source = GroupSource(store=store, settings=DataSourceSettings(get_timeout_s=600))
     source.opened(await enqueue(store, 1))
     began = time.monotonic()
     waiting = asyncio.ensure_future(get(source, 1))
@@ -32,12 +32,12 @@ async def test_stop_wakes_whoever_waits() -> None:
     with pytest.raises(DataSourceError, match="was stopped"):
         await asyncio.wait_for(waiting, 10)
     assert time.monotonic() - began < 10
-    assert not [thread for thread in threading.enumerate() if thread is source._thread]
+    assert not [thread for thread in threading.enumerate() if thread is source.ends.thread._thread]
 
 
 async def test_after_stop_the_store_does_not_call_it_any_more() -> None:
     store = BridgeStore()
-    source = AGLDataSource(store=store)
+    source = GroupSource(store=store)
     source.stop()
     assert store._finished_listeners == []
     [rollout_id] = await enqueue(store, 1)
@@ -52,7 +52,7 @@ async def test_a_store_that_breaks_surfaces_where_samples_are_waited_for() -> No
             raise OSError("the disk is gone")
 
     store = Breaking()
-    with AGLDataSource(store=store, settings=DataSourceSettings(get_timeout_s=600)) as source:
+    with GroupSource(store=store, settings=DataSourceSettings(get_timeout_s=600)) as source:
         source.opened(await enqueue(store, 1))
         waiting = asyncio.ensure_future(get(source, 1))
         [rollout_id] = await enqueue(store, 1)
@@ -67,7 +67,7 @@ async def test_a_thread_that_cannot_start_surfaces_too() -> None:
             raise RuntimeError("no subscriptions today")
 
     with (
-        AGLDataSource(store=NoSubscription()) as source,
+        GroupSource(store=NoSubscription()) as source,
         pytest.raises(DataSourceError, match="no subscriptions today"),
     ):
         source.get_samples(1)
@@ -75,8 +75,8 @@ async def test_a_thread_that_cannot_start_surfaces_too() -> None:
 
 def test_it_may_be_made_in_any_thread_and_used_in_another() -> None:
     store = BridgeStore()
-    made: list[AGLDataSource] = []
-    maker = threading.Thread(target=lambda: made.append(AGLDataSource(store=store, settings=QUICK)))
+    made: list[GroupSource] = []
+    maker = threading.Thread(target=lambda: made.append(GroupSource(store=store, settings=QUICK)))
     maker.start()
     maker.join(10)
     [source] = made
@@ -94,7 +94,7 @@ def test_it_may_be_made_in_any_thread_and_used_in_another() -> None:
 
 async def test_a_plain_store_without_notifications_is_looked_at() -> None:
     store = InMemoryLightningStore(thread_safe=True)
-    with AGLDataSource(store=store, n_samples_per_prompt=2, settings=QUICK) as source:
+    with GroupSource(store=store, n_samples_per_prompt=2, settings=QUICK) as source:
         unannounced = await enqueue(store, 2, group_id="a", size=2)
         for rollout_id in unannounced:
             await finish(store, rollout_id)
@@ -111,7 +111,7 @@ async def test_a_plain_store_without_notifications_is_looked_at() -> None:
 async def test_a_plain_store_hands_out_each_rollout_once() -> None:
     store = InMemoryLightningStore(thread_safe=True)
     settings = DataSourceSettings(get_timeout_s=0.3, poll_interval_s=0.01)
-    with AGLDataSource(store=store, settings=settings) as source:
+    with GroupSource(store=store, settings=settings) as source:
         [rollout_id] = await enqueue(store, 1)
         await finish(store, rollout_id)
         assert len(await get(source, 1)) == 1
@@ -122,7 +122,7 @@ async def test_a_plain_store_hands_out_each_rollout_once() -> None:
 
 async def test_a_thousand_rollouts_take_about_a_second() -> None:
     store = BridgeStore()
-    with AGLDataSource(store=store, settings=QUICK) as source:
+    with GroupSource(store=store, settings=QUICK) as source:
         ids: list[str] = []
         for group in range(125):
             source.expect(f"g{group}", size=8)
@@ -162,4 +162,4 @@ def test_the_group_size_comes_from_the_argument_then_from_args_then_is_one() -> 
         (None, None, 1),
     ):
         with AGLDataSource(args, store=store, n_samples_per_prompt=given) as source:
-            assert source.n_samples_per_prompt == expected
+            assert source.groups.n_samples_per_prompt == expected

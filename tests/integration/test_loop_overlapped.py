@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.events import IterationFinished
 from agl_slime.groups.results import Outcome
@@ -264,8 +263,6 @@ async def test_validations_on_an_engine_of_their_own_have_the_weights_they_began
 
 def test_what_cannot_be_kept_is_refused() -> None:
     with hello_engine() as engine:
-        with pytest.raises(ConfigError, match="max_staleness of the data source is 2"):
-            overlapped(engine, source_settings=DataSourceSettings(max_staleness=2))
         with pytest.raises(ConfigError, match="max_staleness must be 0"):
             overlapped(engine, max_staleness=-1)
         with pytest.raises(ConfigError, match="val_engine is of use beside training only"):

@@ -137,7 +137,7 @@ def test_a_group_with_a_failed_rollout_is_replaced():
         groups = source.get_samples(12)
         check(groups)
         assert len(groups) == 12
-        counts = source.ledger.counts()
+        counts = source.groups.ledger.counts()
         assert counts.closed[Outcome.FAILED] > 0
         assert counts.opened == counts.open + counts.ready + sum(counts.closed.values())
 
@@ -178,7 +178,7 @@ def test_evaluation_runs_validation_rollouts_through_the_same_hook(tmp_path: Pat
         assert entry["rewards"] == [0.25] * 4
         assert entry["truncated"] == [False] * 4
         assert len(entry["samples"]) == 4
-        assert source.ledger.counts().closed == {Outcome.VALIDATED: 4}
+        assert source.groups.ledger.counts().closed == {Outcome.VALIDATED: 4}
         assert len(source) == 0
 
 
@@ -233,12 +233,12 @@ def enqueue(url: str, group_id: str, n: int, *, size: int = 2) -> list[str]:
 
 def wait_until(source: AGLDataSource, settled: int) -> None:
     """Until the source knows of so many rollouts."""
-    with source._changed:
+    with source.groups.changed:
         for _ in range(400):
-            if source.ledger.counts().opened >= settled:
+            if source.groups.ledger.counts().opened >= settled:
                 return
-            source._changed.wait(0.05)
-    pytest.fail(f"only {source.ledger.counts().opened} of {settled} rollouts became known")
+            source.groups.changed.wait(0.05)
+    pytest.fail(f"only {source.groups.ledger.counts().opened} of {settled} rollouts became known")
 
 
 def test_a_checkpoint_says_exactly_what_was_handed_out(tmp_path: Path):
@@ -265,7 +265,7 @@ def test_a_checkpoint_says_exactly_what_was_handed_out(tmp_path: Path):
         check(groups)
         assert sorted(names(groups)) == sorted(ready + half + other_half + after)
         assert len({group[0].group_index for group in groups} | {0}) == 4  # numbered on, not anew
-        counts = second.ledger.counts()
+        counts = second.groups.ledger.counts()
         assert (
             counts.opened == counts.open + counts.ready + sum(counts.closed.values()) == 8
         )  # those of the first life, too
@@ -292,7 +292,7 @@ def test_a_store_that_restarts_gets_the_tasks_in_flight_again(tmp_path: Path):
         check(groups)
         again = [rollout.input for rollout in asyncio.run(store.query_rollouts())]
         assert sorted(task["prompt"] for task in again) == sorted(task["prompt"] for task in lost)
-        counts = source.ledger.counts()
+        counts = source.groups.ledger.counts()
         assert counts.reasons[Outcome.CANCELLED, "store_restarted"] == 4
         assert counts.opened == counts.open + counts.ready + sum(counts.closed.values())
         source.stop()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agl_slime import AGLDataSource, slime_hooks
-from agl_slime.datasource.events import EndTable
+from agl_slime.datasource.ends import EndTable
 from agl_slime.errors import DataSourceError
 from agl_slime.groups.results import Outcome
 from agl_slime.slime.generate import stop_rollouts
@@ -88,7 +88,7 @@ async def test_a_manager_that_takes_the_journal_over_loses_and_doubles_nothing(
         accepted += names(batch.samples)  # type: ignore[union-attr]
         journal = pickle.dumps(source.state_dict())
     assert len(accepted) == len({*accepted}) == 8 * 3 * SIZE
-    counts = source.ledger.counts()
+    counts = source.groups.ledger.counts()
     assert (counts.open, counts.ready, counts.closed) == (0, 0, {Outcome.TRAINED: 8 * 3 * SIZE})
     source.close()
     with pytest.raises(DataSourceError, match="stopped"):
@@ -132,7 +132,7 @@ async def test_the_batch_of_a_step_is_the_same_for_the_manager_that_follows(
     ]
     taken = names([*first[0], *first[1], *again[1]])
     assert len(taken) == len({*taken}) == 9 * SIZE
-    assert source.ledger.counts().closed == {Outcome.TRAINED: 9 * SIZE}
+    assert source.groups.ledger.counts().closed == {Outcome.TRAINED: 9 * SIZE}
     source.stop()
 
 
@@ -252,7 +252,7 @@ async def test_tasks_that_were_drawn_after_the_last_state_are_found_in_the_store
         source = AGLDataSource(args)
         source.load_state_dict(state)
         source.demand(3)
-        await soon(lambda source=source: source.ledger.counts().open > 0)
+        await soon(lambda source=source: source.groups.ledger.counts().open > 0)
         for rollout in queued[SIZE + step :]:
             await finish(store, rollout.rollout_id)
         batch = await asyncio.to_thread(slime_hooks.generate_rollout, args, step, source)
@@ -262,7 +262,7 @@ async def test_tasks_that_were_drawn_after_the_last_state_are_found_in_the_store
     tasks = [rollout.input["prompt"] for rollout in await in_store(store)]
     assert len(accepted) == len({*accepted}) == len(tasks) == 9 * SIZE
     assert len({*tasks}) == 9
-    counts = source.ledger.counts()
+    counts = source.groups.ledger.counts()
     assert (counts.open, counts.ready, counts.closed) == (0, 0, {Outcome.TRAINED: 9 * SIZE})
     source.close()
 
@@ -273,7 +273,7 @@ async def test_tasks_of_a_state_that_never_got_to_the_store_are_enqueued(
     store, url = served
     args = args_for(agl_store_url=url, agl_tasks=write_tasks(tmp_path / "t.jsonl", 9))
     source = AGLDataSource(args)
-    taken = source._cursor.take(2)  # and it is killed before the store has them
+    taken = source._demand._cursor.take(2)  # and it is killed before the store has them
     state = source.state_dict()
     source.stop()
     with AGLDataSource(args) as source:

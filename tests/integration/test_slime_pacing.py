@@ -35,15 +35,15 @@ def paced(engine: ScriptedEngine, max_staleness: int, **settings: Any) -> Namesp
 
 def until(condition: Callable[[], bool], source: AGLDataSource) -> None:
     deadline = time.monotonic() + 10
-    with source._changed:
+    with source.groups.changed:
         while not condition():
             assert time.monotonic() < deadline
-            source._changed.wait(0.02)
+            source.groups.changed.wait(0.02)
 
 
 def opened(source: AGLDataSource) -> int:
     """Groups that were enqueued so far."""
-    return source.ledger.counts().opened // 2
+    return source.groups.ledger.counts().opened // 2
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
@@ -60,9 +60,9 @@ def test_groups_are_enqueued_so_far_ahead_of_training_and_none_is_dropped(
             trained += names(output.samples)
             ahead = (rollout_id + max_staleness + 1) * 2
             until(lambda ahead=ahead: opened(source) == ahead, source)
-        counts = source.ledger.counts()
+        counts = source.groups.ledger.counts()
         assert counts.closed == {Outcome.TRAINED: 16}
-        until(lambda: len(source._groups.ready) == max_staleness * 2, source)
+        until(lambda: len(source.groups.delivery.ready) == max_staleness * 2, source)
         assert opened(source) == (3 + max_staleness + 1) * 2
         assert len(set(trained)) == 16
 
@@ -109,9 +109,9 @@ def test_ages_outlive_a_restart(engine: ScriptedEngine, tmp_path: Path) -> None:
     args = paced(engine, 2, save=str(tmp_path), load=str(tmp_path))
     with AGLDataSource(args) as source:
         slime_hooks.generate_rollout(args, 0, source)
-        until(lambda: len(source._groups.ready) == 4, source)
+        until(lambda: len(source.groups.delivery.ready) == 4, source)
         source.save(0)
-        kept = {name for group in source._groups.ready for name in names([group])}
+        kept = {name for group in source.groups.delivery.ready for name in names([group])}
     state = json.loads((tmp_path / "rollout" / "agl_datasource_0.json").read_text())
     assert [at for _, at in state["pacing"]] == [0, 0, 0, 0]
     engine.weight_version = "2"
@@ -120,7 +120,7 @@ def test_ages_outlive_a_restart(engine: ScriptedEngine, tmp_path: Path) -> None:
         first = slime_hooks.generate_rollout(args, 1, again)
         assert set(names(first.samples)) < kept
         until(lambda: opened(again) == 2 + 4 + 2, again)  # trained, kept, new
-        assert [at for _, at in again._pacing.state()] == [0, 0, 1, 1]  # type: ignore[union-attr]
+        assert [at for _, at in again._demand._pacing.state()] == [0, 0, 1, 1]  # type: ignore[union-attr]
 
 
 def test_it_needs_to_know_the_size_of_a_batch(engine: ScriptedEngine) -> None:

@@ -8,7 +8,7 @@ import json
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agl_slime.datasource.events import EndTable
+from agl_slime.datasource.ends import EndTable
 from agl_slime.store.feed import FeedPage
 
 SERVER = "server"

@@ -8,6 +8,7 @@ import json
 from collections.abc import Coroutine, Generator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -43,44 +44,55 @@ class Store:
         self.released += rollout_ids
 
 
-class Still(GroupSource):
+class Steps:
+    """Stands in for the thread: what it would run is done step by step."""
+
+    def __init__(self, main: Any, *, name: str) -> None:
+        self.looks: list[Coroutine[Any, Any, None]] = []
+
+    def start(self) -> None:
+        """No thread."""
+
+    def call(self, callback: Any, *work: Any) -> None:
+        if work:
+            self.looks.append(work[0](*work[1:]))
+
+
+class Still:
     """A data source whose thread is never started."""
 
     def __init__(self, store: Store) -> None:
-        super().__init__(store=store, n_samples_per_prompt=SIZE, settings=SETTINGS, hold=True)  # type: ignore[arg-type]
-        self.looks: list[Coroutine[Any, Any, None]] = []
-        self._collect = self._result
-
-    def _start(self) -> None:
-        """No thread."""
-
-    def _submit(self, work: Any, *args: Any) -> None:
-        self.looks.append(work(*args))
+        with patch("agl_slime.datasource.ends.LoopThread", Steps):
+            self.source = GroupSource(store=store, n_samples_per_prompt=SIZE, settings=SETTINGS, hold=True)  # type: ignore[arg-type]
+        self.source.intake.read = self._result
+        self.looks: list[Coroutine[Any, Any, None]] = self.source.ends.thread.looks  # type: ignore[attr-defined]
+        self._store = store
 
     def page(self) -> None:
-        page = self._store.feed.read(self._ends.position)
-        for rollout_id in self._ends.told(page):
-            self._submit(self._look, rollout_id)
+        page = self._store.feed.read(self.source.ends.table.position)
+        self.source.ends.take(page)
 
     def step(self, index: int) -> None:
         """Let one look at a rollout go on, up to where it waits for the store."""
+        look = self.looks[index]
         try:
-            self.looks[index].send(None)
+            look.send(None)
         except StopIteration:
-            del self.looks[index]
+            self.looks.remove(look)
 
     def kill(self) -> None:
         for look in self.looks:
             look.close()
 
     def saved(self) -> str:
-        state = self.state()
-        self._ends.saved(state["waiting"])
+        state = self.source.state()
+        self.source.saved(state)
         return json.dumps(state)
 
     async def _result(self, rollout_id: str) -> MemberResult | None:
-        await Pause()
-        if (fails := self._store.fails.get(rollout_id)) is None:
+        fails = self._store.fails.get(rollout_id)
+        await Pause()  # it may end after the store was asked
+        if fails is None:
             return None
         group = rollout_id.split(".")[0]
         sample = Sample(tokens=[1, 2], response_length=1, metadata={"agl_rollout_id": rollout_id})
@@ -140,11 +152,17 @@ class Restarts(RuleBasedStateMachine):
         rollout_id = data.draw(st.sampled_from(sorted(self.ended)))
         self.store.feed.append(SimpleNamespace(rollout_id=rollout_id))  # type: ignore[arg-type]
 
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def too_early(self, data: st.DataObject) -> None:
+        """Looked at before it has ended, as a runner does between two tries."""
+        self.source.source.notify(data.draw(st.sampled_from(sorted(self.running))))
+
     @rule()
     def notice(self) -> None:
         """Before the feed has told of them."""
-        for rollout_id in self.store.feed.read(self.source._ends.position)["rollout_ids"][:2]:
-            self.source.notify(rollout_id)
+        for rollout_id in self.store.feed.read(self.source.source.ends.table.position)["rollout_ids"][:2]:
+            self.source.source.notify(rollout_id)
 
     @rule()
     def page(self) -> None:
@@ -162,7 +180,7 @@ class Restarts(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 3))
     def deliver(self, n: int) -> None:
-        for group in self.source.get_samples(n):
+        for group in self.source.source.get_samples(n):
             self.accepted += [sample.metadata["agl_rollout_id"] for sample in group]
 
     @rule()
@@ -174,7 +192,7 @@ class Restarts(RuleBasedStateMachine):
         for _ in range(2):
             self.deliver(1)
             self.save()
-        complete(self.source._release_due(at_least=1))
+        complete(self.source.source.ends.release_due(at_least=1))
         self.save()
         if forget:
             for rollout_id in self.store.released:
@@ -192,7 +210,7 @@ class Restarts(RuleBasedStateMachine):
         del self.accepted[taken:]
         self.source.kill()
         self.source = Still(self.store)
-        self.source.restore(json.loads(state))
+        self.source.source.restore(json.loads(state))
 
     @rule(paged=st.booleans())
     def short_life(self, paged: bool) -> None:
@@ -205,7 +223,7 @@ class Restarts(RuleBasedStateMachine):
 
     @invariant()
     def it_adds_up(self) -> None:
-        counts = self.source.ledger.counts()
+        counts = self.source.source.ledger.counts()
         assert counts.opened == counts.open + counts.ready + sum(counts.closed.values())
 
     def end(self, rollout_id: str) -> None:
@@ -218,7 +236,7 @@ class Restarts(RuleBasedStateMachine):
         self.source.page()
         self.look_at_all()
         self.deliver(self.groups)
-        counts = self.source.ledger.counts()
+        counts = self.source.source.ledger.counts()
         failed = {name for name, fails in self.ended.items() if fails}
         dropped = {name for name in self.ended if any(name.split(".")[0] == other.split(".")[0] for other in failed)}
         assert sorted(self.accepted) == sorted({*self.ended} - dropped)
@@ -227,14 +245,14 @@ class Restarts(RuleBasedStateMachine):
             Outcome.FILTERED: len(dropped) - len(failed),
             Outcome.FAILED: len(failed),
         }
-        assert (counts.open, counts.ready) == (0, 0), self.source.ledger.open_ids()
+        assert (counts.open, counts.ready) == (0, 0), self.source.source.ledger.open_ids()
         assert counts.closed == {outcome: n for outcome, n in expected.items() if n}
-        complete(self.source._release_due(at_least=1))
+        complete(self.source.source.ends.release_due(at_least=1))
         for _ in range(2):
             self.source.saved()
-        state = self.source.state()
+        state = self.source.source.state()
         assert (state["ended"], state["waiting"]) == ([], []), "what was read is remembered for ever"
-        assert not self.source._ends._ends
+        assert not self.source.source.ends.table._ends
 
 
 Restarts.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
@@ -254,18 +272,18 @@ def test_what_is_trained_before_the_feed_names_it_is_not_read_again() -> None:
     for look in first.looks[1:]:
         look.send(None)  # both are being read, and the one before them is not
     second = Still(store)
-    second.restore(json.loads(first.saved()))
+    second.source.restore(json.loads(first.saved()))
     first.kill()
     while second.looks:
         second.step(0)
-    assert len(second.get_samples(1)) == 1
+    assert len(second.source.get_samples(1)) == 1
     for _ in range(2):
         second.saved()
-    complete(second._release_due(at_least=1))
+    complete(second.source.ends.release_due(at_least=1))
     third = Still(store)
-    third.restore(json.loads(second.saved()))
+    third.source.restore(json.loads(second.saved()))
     third.page()
     while third.looks:
         third.step(0)
-    counts = third.ledger.counts()
+    counts = third.source.ledger.counts()
     assert (counts.open, counts.ready, counts.closed) == (1, 0, {Outcome.TRAINED: SIZE})

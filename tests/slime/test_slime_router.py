@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime import AGLDataSource, BridgeStore, DiskWeightSync, RunnerThread, SamplingParams, SGLangClient
+from agl_slime import BridgeStore, DiskWeightSync, RunnerThread, SamplingParams, SGLangClient
+from agl_slime.datasource.source import GroupSource
 from agl_slime.demo.agent import LookupAgent
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.groups.results import Outcome
@@ -97,7 +98,7 @@ def test_a_worker_that_dies_in_the_middle_of_a_run_loses_nothing(engines: list[E
             for number, task in enumerate(agent.make_task(rng) for _ in range(groups))
             for _ in range(size)
         ]
-        with AGLDataSource(store=store, tokenizer=load_tokenizer(policy_dir), n_samples_per_prompt=size) as source:
+        with GroupSource(store=store, tokenizer=load_tokenizer(policy_dir), n_samples_per_prompt=size) as source:
             rollouts = asyncio.run(store.enqueue_many_rollouts(requests))
             source.opened([rollout.rollout_id for rollout in rollouts])
             with RunnerThread(agent=agent, store=store):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime import AGLDataSource
-from agl_slime.datasource.events import EndTable
+from agl_slime.datasource.ends import EndTable
 from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.retention import Retention

@@ -70,7 +70,7 @@ def run_fully_async(args: Any) -> dict[str, Any]:
 
 
 def judge(batches: list[Any], source: AGLDataSource) -> dict[str, Any]:
-    counts = source.ledger.counts()
+    counts = source.groups.ledger.counts()
     names = [sample.metadata["agl_rollout_id"] for batch in batches for group in batch for sample in group]
     indices = [sample.index for batch in batches for group in batch for sample in group]
     return {

@@ -108,7 +108,7 @@ def run_manager(directory: Path, store_url: str, steps: int, plan: dict[str, Any
         maybe_die(step, "completed")
         write_file(directory / "journal.json", json.dumps({"next": step + 1}))
         maybe_die(step, "journalled")
-    counts = source.ledger.counts()
+    counts = source.groups.ledger.counts()
     batches = [accepted(store, queue, step) for step in range(steps)]
     names = [sample["metadata"]["agl_rollout_id"] for batch in batches for group in batch for sample in group]
     result = {

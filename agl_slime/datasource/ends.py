@@ -1,4 +1,4 @@
-"""Which rollouts have ended: one follower for every kind of store, and one table of what was read.
+"""Which rollouts have ended: a follower for every kind of store, and the table of what was read.
 
 A ``BridgeStore`` tells of each end, a ``RemoteStore`` is followed from a position in its feed, any other store is
 polled about the rollouts in flight and, where nobody announces them, looked through. What has been read is released in
@@ -11,16 +11,18 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from agl_slime.errors import DataSourceError, spell_exception
 from agl_slime.store.bridge import FINISHED, BridgeStore
 from agl_slime.store.feed import FeedPage, FeedPosition
+from agl_slime.store.follow import follow_feed
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.http import may_pass
+from agl_slime.support.threads import LoopThread
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +34,12 @@ _PATIENCE_S = 120.0
 _RELEASE_BATCH = 256
 _TICK_S = 1.0
 _POLL_OPEN_S = 5.0
+_LOOKUPS_AT_ONCE = 64
 
 
 @dataclass(slots=True)
 class _End:
-    number: int = 0  # place in the store's feed; 0: not named yet, -1: named before the position that was loaded
+    number: int = 0  # position in the feed; 0 = not listed yet, -1 = listed before the restored position
     read: bool = False
     saved: bool = False  # a state was saved after it was read
     released: bool = False
@@ -59,10 +62,10 @@ class EndTable:
         self._ends: dict[str, _End] = {}  # in the order of the feed
         self._known: set[str] = set()  # read before the feed named them, or before a restart; they come once more
 
-    def told(self, page: FeedPage, *, missed: Sequence[str] = ()) -> list[str]:
+    def told(self, page: FeedPage, *, missed: Collection[str] = ()) -> list[str]:
         """Move the position to the end of ``page``; returns the rollouts to look at, each once however often the feed
         names it. ``missed`` are those that may have ended before it, unseen."""
-        self.position.server_instance_id, self.position.after = page["server_instance_id"], page["last"]
+        self.position.move(page)
         fresh = []
         for number, rollout_id in enumerate(page["rollout_ids"], page["last"] - len(page["rollout_ids"]) + 1):
             known = rollout_id in self._known
@@ -132,65 +135,76 @@ class EndTable:
                 self._known.add(first)  # it may have been trained on, and is told of yet
 
 
+class EndListener(Protocol):
+    """Whom an ``EndFollower`` tells of ends."""
+
+    async def look(self, rollout_id: str) -> None:
+        """Read a rollout that may have ended."""
+
+    def in_flight(self) -> list[str] | None:
+        """Those to poll a store about; ``None`` when nobody announces any."""
+
+    async def before_following(self) -> None:
+        """A remote store is followed from now on."""
+
+    def store_restarted(self) -> None:
+        """All that was in flight there is lost; called under the lock."""
+
+    def time_passed(self) -> None:
+        """Now and then."""
+
+    def failed(self, error: BaseException) -> None:
+        """Something that runs on the thread has failed, which ends it all."""
+
+
 class EndFollower:
-    """A thread with an event loop that learns of ends and has each looked at; a subclass says how. The first error of
-    anything that runs there ends it. ``store=None`` has no thread.
+    """A thread with an event loop that learns of ends and has each looked at. The first error of anything that runs
+    there ends it. ``store=None`` has no thread. ``changed`` guards the table."""
 
-    Of the subclass: ``_look`` reads a rollout that may have ended; ``_in_flight`` names those to poll a store about,
-    ``None`` when nobody announces any; ``_store_restarted`` is called under the lock, ``_time_passed`` now and then.
-    """
-
-    _look: Callable[[str], Coroutine[Any, Any, None]]
-    _in_flight: Callable[[], list[str] | None]
-    _store_restarted: Callable[[], None]
-    _time_passed: Callable[[], None]
-
-    def __init__(self, store: Any, *, hold: bool, release: bool, poll_interval_s: float, tick_s: float) -> None:
-        self._store = store
-        self._changed = threading.Condition()
-        """Guards everything but the ledger, which is safe by itself."""
-        self._failure: BaseException | None = None
-        self._tells = hasattr(store, "subscribe_finished")
-        self._feeds = not self._tells and hasattr(store, "follow_finished")
-        self._ends = EndTable(hold=hold and not self._tells)
+    def __init__(
+        self,
+        store: Any,
+        listener: EndListener,
+        *,
+        changed: threading.Condition,
+        hold: bool,
+        release: bool,
+        poll_interval_s: float,
+        tick_s: float,
+    ) -> None:
+        self._store, self._listener, self._changed = store, listener, changed
+        self.tells = hasattr(store, "subscribe_finished")
+        """Whether the store calls for each end; ``feeds``: whether it has a feed of them."""
+        self.feeds = not self.tells and hasattr(store, "follow_finished")
+        self.table = EndTable(hold=hold and not self.tells)
+        self.to_read: set[str] = set()
+        """Of a restored state, or missed, until they are looked at."""
         self._poll_interval_s, self._tick_s = poll_interval_s, min(tick_s, _TICK_S)
         self._release = getattr(store, "release", None) if release else None
         self._release_batch = 1 if isinstance(store, BridgeStore) else _RELEASE_BATCH
-        self._to_read: set[str] = set()  # of a loaded state, or missed, until they are looked at
         self._away: Exception | None = None  # why the store does not answer
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._begun, self._stop_asked = asyncio.Event(), asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._running = threading.Event()
-        self._thread = threading.Thread(target=self._main, name="agl-slime-datasource", daemon=True)
+        self.thread = LoopThread(self._serve, name="agl-slime-datasource")
 
-    def _fail(self, error: BaseException) -> None:
-        """It cannot go on; what came first is what is told."""
-        with self._changed:
-            self._failure = self._failure or error
-            self._changed.notify_all()
-        logger.debug("The data source failed.", exc_info=error)
-
-    def _start(self) -> None:
+    def start(self) -> None:
         if self._store is not None:
-            self._thread.start()
-            self._running.wait()
+            self.thread.start()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """Follow a remote store from the position that is known now, or look through a plain one: until then a saved
-        state may be loaded."""
-        self._on_loop(self._begun.set)
+        state may be restored."""
+        self.thread.call(self._begun.set)
 
-    def _submit(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
+    def submit(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
         """Run ``work(*args)`` on the loop. From any thread."""
-        self._on_loop(self._spawn, work, *args)
+        self.thread.call(self._spawn, work, *args)
 
-    def _join(self, timeout_s: float) -> None:
-        self._on_loop(self._stop_asked.set)
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
+    def stop(self, timeout_s: float) -> None:
+        self.thread.call(self._stop_asked.set)
+        self.thread.join(timeout_s)
 
-    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def patiently(self, call: Callable[[], Awaitable[T]]) -> T:
         """The result of a call to the store, made again while it is away. Raises ``DataSourceError`` when it stays
         away, with the first cause, whichever call met it."""
         backoff = Backoff("", patience_s=_PATIENCE_S)
@@ -209,10 +223,19 @@ class EndFollower:
                 self._away = None
                 return result
 
-    def _on_loop(self, callback: Callable[..., Any], *args: Any) -> None:
-        with suppress(RuntimeError):  # the loop has ended, which whoever waits is told elsewhere
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(callback, *args)
+    async def release_due(self, *, at_least: int | None = None) -> None:
+        """Have the store release what was read, some at a time."""
+        with self._changed:
+            due = self.table.due if len(self.table.due) >= (at_least or self._release_batch) else []
+            if due:
+                self.table.due = []
+        if due and self._release is not None:
+            try:
+                await self._release(due)
+            except Exception as error:  # the store keeps them: memory, not data, is at stake
+                with self._changed:
+                    self.table.due[:0] = due
+                logger.warning("%d rollouts could not be released in the store: %s", len(due), error)
 
     def _spawn(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
         task = asyncio.ensure_future(work(*args))
@@ -222,25 +245,22 @@ class EndFollower:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
+            self._listener.failed(error)
 
-    def _main(self) -> None:
+    async def _serve(self, ready: Callable[[], None]) -> None:
         try:
-            asyncio.run(self._serve())
+            await self._run(ready)
         except BaseException as error:  # the thread has no caller; whoever waits for samples must hear of it
-            self._fail(error)
-        finally:
-            self._running.set()
+            self._listener.failed(error)
 
-    async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        unsubscribe = None
-        if self._tells:
-            unsubscribe = self._store.subscribe_finished(lambda rollout: self._submit(self._look, rollout.rollout_id))
-        self._spawn(self._follow if self._feeds else self._poll)
+    async def _run(self, ready: Callable[[], None]) -> None:
+        look, unsubscribe = self._listener.look, None
+        if self.tells:
+            unsubscribe = self._store.subscribe_finished(lambda rollout: self.submit(look, rollout.rollout_id))
+        self._spawn(self._follow if self.feeds else self._poll)
         self._spawn(self._tick)
         endless = set(self._tasks)
-        self._running.set()
+        ready()
         await self._stop_asked.wait()
         if unsubscribe is not None:
             unsubscribe()
@@ -248,66 +268,69 @@ class EndFollower:
             task.cancel()
         if reading := self._tasks - endless:
             await asyncio.wait(reading, timeout=1.0)
-        if self._feeds:
+        if self.feeds:
             await self._store.close()
 
     async def _follow(self) -> None:
-        """A remote store's feed, from the loaded position on; what comes twice is recognised by the ledger."""
+        """A remote store's feed, from the restored position on; what comes twice is recognised by the ledger."""
         await self._begun.wait()
-        position = self._ends.position
-        async for page in self._store.follow_finished(position):
-            missed = []
-            if page["missed"]:
-                logger.warning("The store's feed has gone on without this data source; the whole store is looked at.")
-                missed = await self._finished_ids()
-            with self._changed:
-                if position.server_instance_id not in ("", page["server_instance_id"]):
-                    self._ends.reset()
-                    self._store_restarted()
-                fresh = self._ends.told(page, missed=missed)
-                self._to_read.update(missed)
-            for rollout_id in fresh:
-                self._spawn(self._look, rollout_id)
+        await self._listener.before_following()
+        await follow_feed(self._store, self.table.position, self.take, self._catch_up, patience_s=_PATIENCE_S)
+
+    async def _catch_up(self, page: FeedPage) -> Sequence[str]:
+        if not page["missed"]:
+            return ()
+        logger.warning("The store's feed has gone on without this data source; the whole store is looked at.")
+        return await self._finished_ids()
+
+    def take(self, page: FeedPage, missed: Collection[str] = ()) -> None:
+        """A page of the feed, and what may have ended unseen before it."""
+        with self._changed:
+            if self.table.position.restarted(page):
+                self.table.reset()
+                self._listener.store_restarted()
+            fresh = self.table.told(page, missed=missed)
+            self.to_read.update(missed)
+        for rollout_id in fresh:
+            self.submit(self._listener.look, rollout_id)
 
     async def _poll(self) -> None:
         """Ask about the rollouts in flight, and look through a store that tells of nothing for rollouts that nobody
         announced. Under a subscription it is a safety net: the store's watchdog runs, and nothing that ended unseen is
         waited for."""
-        pause_s = max(_POLL_OPEN_S, self._poll_interval_s) if self._tells else self._poll_interval_s
+        pause_s = max(_POLL_OPEN_S, self._poll_interval_s) if self.tells else self._poll_interval_s
         seen: set[str] = set()
         cost_s = 0.0
         while True:
             await asyncio.sleep(max(pause_s, 9 * cost_s))
             began = time.monotonic()
-            ids = self._in_flight()
-            if ids is None and not self._tells and self._begun.is_set():
+            ids = self._listener.in_flight()
+            if ids is not None:
+                ended = await self._ended_among(ids)
+            elif not self.tells and self._begun.is_set():
                 # walks every rollout that the store holds: for small runs and tests
-                ids = [rollout_id for rollout_id in await self._finished_ids() if rollout_id not in seen]
-                seen.update(ids)
-            for rollout_id in ids or ():
-                self._spawn(self._look, rollout_id)
+                ended = [rollout_id for rollout_id in await self._finished_ids() if rollout_id not in seen]
+                seen.update(ended)
+            else:
+                ended = []
+            for rollout_id in ended:
+                self._spawn(self._listener.look, rollout_id)
             cost_s = time.monotonic() - began
 
+    async def _ended_among(self, rollout_ids: Sequence[str]) -> list[str]:
+        ended: list[str] = []
+        for first in range(0, len(rollout_ids), _LOOKUPS_AT_ONCE):
+            few = rollout_ids[first : first + _LOOKUPS_AT_ONCE]
+            found = await asyncio.gather(*(self.patiently(partial(self._store.get_rollout_by_id, one)) for one in few))
+            ended += [rollout.rollout_id for rollout in found if rollout is not None and rollout.status in FINISHED]
+        return ended
+
     async def _finished_ids(self) -> list[str]:
-        found = await self._patiently(lambda: self._store.query_rollouts(status_in=sorted(FINISHED)))
+        found = await self.patiently(lambda: self._store.query_rollouts(status_in=sorted(FINISHED)))
         return [rollout.rollout_id for rollout in found]
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._tick_s)
-            self._time_passed()
-            await self._release_due(at_least=1)
-
-    async def _release_due(self, *, at_least: int | None = None) -> None:
-        """Have the store release what was read, some at a time."""
-        with self._changed:
-            due = self._ends.due if len(self._ends.due) >= (at_least or self._release_batch) else []
-            if due:
-                self._ends.due = []
-        if due and self._release is not None:
-            try:
-                await self._release(due)
-            except Exception as error:  # the store keeps them: memory, not data, is at stake
-                with self._changed:
-                    self._ends.due[:0] = due
-                logger.warning("%d rollouts could not be released in the store: %s", len(due), error)
+            self._listener.time_passed()
+            await self.release_due(at_least=1)
