@@ -1,0 +1,142 @@
+"""Histories of every shape under the templates of current models: a prompt or a typed error, what is held or a
+classified fork, never anything else."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agl_slime.errors import PromptError
+from agl_slime.tokens.conversation import ChatContext
+from agl_slime.tokens.forks import ForkReason
+from agl_slime.tokens.template import ChatTemplate, squash
+from tests.conversations import answer
+from tests.model_templates import MODELS, Ways, template_of
+from tests.trace_tokenizers import small_tokenizer
+
+REAL = os.environ.get("AGL_SLIME_CHAT_TEMPLATES", "")
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+Messages = list[dict[str, Any]]
+
+words = st.sampled_from(["ok", "", " x ", "\ud800 half", "Error: no file", "a </think> b"])
+arguments = st.sampled_from([{"x": 1}, {}, {"x": {"y": [None]}}, {"x": "\udcff"}, '{"x": 1}', '{"x": ', "", None])
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> Messages:
+    """What a client sends first: any system messages, then questions, answers, calls and results of others."""
+    system = st.builds(
+        lambda role, said: {"role": role, "content": said}, st.sampled_from(["system", "developer"]), words
+    )
+    messages: Messages = draw(st.lists(system, max_size=2))
+    messages.append({"role": "user", "content": draw(words)})
+    for _ in range(draw(st.integers(0, 2))):
+        said: dict[str, Any] = {"role": "assistant", "content": draw(words | st.none())}
+        messages.append(said)
+        if draw(st.booleans()):
+            said["reasoning_content"] = draw(words)
+        n = draw(st.sampled_from([0, 0, 1, 2]))
+        if n:
+            said["tool_calls"] = [call(i, draw(arguments)) for i in range(n)]
+            messages += [
+                {"role": "tool", "tool_call_id": f"call{i:05}", "name": "f", "content": draw(words)} for i in range(n)
+            ]
+        messages += draw(st.lists(system, max_size=1))
+        if not n or draw(st.booleans()):
+            messages.append({"role": "user", "content": draw(words)})
+    return messages
+
+
+def call(number: int, written: Any) -> dict[str, Any]:
+    return {"id": f"call{number:05}", "type": "function", "function": {"name": "f", "arguments": written}}
+
+
+said_next = st.sampled_from(
+    [
+        [{"role": "user", "content": "next"}],
+        [{"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "r"}],
+        [{"role": "tool", "tool_call_id": f"call{i:05}", "name": "f", "content": "r"} for i in range(2)],
+        [{"role": "system", "content": "Reminder."}, {"role": "user", "content": "next"}],
+    ]
+)
+answered = st.sampled_from(
+    ["Fine.", "t\n</think>\n\nFine.", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>']
+)
+
+
+def tokenizer_with(source: str) -> Any:
+    plain = small_tokenizer()
+    tokenizer = copy.deepcopy(plain, {id(plain.backend_tokenizer): plain.backend_tokenizer})
+    tokenizer.bos_token, tokenizer.chat_template = "<|endoftext|>", source
+    return tokenizer
+
+
+def drive(data: st.DataObject, tokenizer: Any) -> list[ForkReason | None] | None:
+    """A conversation of up to four turns: why each forked. ``None`` where the template refused the first prompt."""
+    template = ChatTemplate(tokenizer=tokenizer, tools=data.draw(st.sampled_from([None, TOOLS])))
+    context = ChatContext(template=template, messages=data.draw(histories()))
+    came: list[ForkReason | None] = []
+    text = ""
+    for turn in range(data.draw(st.integers(1, 4))):
+        held = context.token_ids.tolist()
+        try:
+            asked = template.render(context.messages, opening=True)
+            said = data.draw(answered)
+            if template.opens_thinking and "</think>" not in said:
+                said = "t\n</think>\n\n" + said
+            prompt, _ = answer(context, tokenizer, said)
+        except PromptError:
+            return came or None
+        came.append(context.fork)
+        assert (prompt[: len(held)] == held) == (context.fork is None)
+        if turn:
+            stands = squash(asked).startswith(squash(text))
+            assert context.fork is (None if stands else ForkReason.TEMPLATE)
+        text = asked + said
+        context.add(*data.draw(said_next))
+    return came
+
+
+@pytest.mark.parametrize("model", MODELS)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_history_under_the_templates_of_current_models(model: str, data: st.DataObject) -> None:
+    drive(data, tokenizer_with(template_of(MODELS[model])))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    data=st.data(),
+    ways=st.builds(
+        Ways,
+        system=st.sampled_from(["written", "refused", "dropped", "collected", "never"]),
+        developer=st.sampled_from(["written", "refused", "dropped"]),
+        alternate=st.booleans(),
+        calls=st.sampled_from(["json", "items", "text", "one", "either"]),
+        results=st.sampled_from(["role", "grouped", "after_a_call"]),
+        thinking=st.sampled_from(["kept", "last", "none"]),
+        opening=st.sampled_from(["", "<think>\n", "<think>\n\n</think>\n\n"]),
+        needs_question=st.booleans(),
+    ),
+)
+def test_any_history_under_a_template_that_nobody_has_written_yet(data: st.DataObject, ways: Ways) -> None:
+    drive(data, tokenizer_with(template_of(ways)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL, reason="AGL_SLIME_CHAT_TEMPLATES names no directory of models' own *.jinja files")
+@pytest.mark.parametrize("file", sorted(Path(REAL).glob("*.jinja")) if REAL else [], ids=lambda file: file.stem)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_history_under_templates_as_they_are_published(file: Path, data: st.DataObject) -> None:
+    source = file.read_text(encoding="utf-8")
+    tokenizer = copy.deepcopy(tokenizer_with(source))
+    tokenizer.add_tokens(sorted({*re.findall(r"<\|\w+\|>", source)}), special_tokens=True)
+    drive(data, tokenizer)
