@@ -29,6 +29,7 @@ ROLL_S = "perf/roll_s"  # overlapped: seconds of the iteration in which training
 TRAINER_WAITED = "perf/trainer_waited"  # overlapped: share of the iteration in which training waited for rollouts
 ENGINE_WAITED = "perf/engine_waited"  # overlapped: share of it in which no rollout was in flight, for want of a place
 CPU_BUSY = "perf/cpu_busy"  # overlapped: share of this machine's CPU that was busy in the iteration, with all programs
+VAL_EARLIER_REWARD_MEAN = "val/earlier_reward_mean"  # of one that was still under way when the last one began
 VAL_LAG = "val/lag"  # overlapped: versions that came while the validation ran; 0 on an engine of its own
 WEIGHTS_VERSION = "weights/version"
 

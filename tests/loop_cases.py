@@ -13,7 +13,7 @@ from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.events import Event, IterationFinished, RolloutFinished, RunFinished
 from agl_slime.groups.policy import MinimumViableGroup
 from agl_slime.loop.online import OnlineRLLoop
-from agl_slime.loop.settings import LoopSettings
+from agl_slime.loop.settings import LoopSettings, LoopState
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.sglang.transport import ClientSettings
@@ -34,6 +34,7 @@ SMALL = {
     "n_samples_per_prompt": 2,
     "rollout_timeout_s": 20.0,
     "max_replaced_groups": 0,
+    "failure_patience_s": 0,
 }
 # waits for every member of a group, so that all failures are counted
 PATIENT = DataSourceSettings(get_timeout_s=20, policy=MinimumViableGroup(drop_early=False))
@@ -113,6 +114,9 @@ class LoopCase:
         max_concurrent: int = 64,
         on_event: Callable[[Event], None] | None = None,
         val_engine: Any = None,
+        start: LoopState | None = None,
+        save: Callable[[LoopState], Any] | None = None,
+        val_tasks: Any = None,
         **settings: Any,
     ) -> None:
         self.store = store if store is not None else BridgeStore()
@@ -139,6 +143,9 @@ class LoopCase:
                 ),
                 observer=self.recorder,
                 val_engine=val_engine,
+                start=start,
+                save_fn=save,
+                val_tasks=val_tasks,
             )
         except Exception:
             self.source.stop()

@@ -9,6 +9,8 @@ steps at the latest: its tokens are then at most ``max_staleness`` versions behi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from agl_slime.errors import ConfigError
 
 
@@ -89,11 +91,13 @@ class Admission:
         """For each group that was not taken, by its number as text, the step at which it was admitted."""
         return {str(number): at for number, at in sorted({**self._in_flight, **self._ended}.items())}
 
-    def check(self) -> None:
-        """Raise ``ConfigError`` when groups that were admitted before a restart cannot all be trained on in time, or
-        are more than may be admitted: the limit was a higher one then."""
-        order = sorted({**self._in_flight, **self._ended}.items())
+    def check(self, *, cut_off: Mapping[str, int] | None = None) -> None:
+        """Raise ``ConfigError`` when groups that were admitted before a restart, those among them that it has
+        ``cut_off`` and that are admitted again, cannot all be trained on in time, or are more than may be admitted:
+        the limit was a higher one then."""
+        again = {int(number): at for number, at in (cut_off or {}).items()}
+        order = sorted({**again, **self._in_flight, **self._ended}.items())
         turns = ((at, (self.taken + place) // self._batch_size) for place, (_, at) in enumerate(order))
-        if self.free < 0 or any(turn - at > self._max_staleness for at, turn in turns):
+        if self.free < len(again) or any(turn - at > self._max_staleness for at, turn in turns):
             why = f"the checkpoint holds {len(order)} groups that were admitted under a higher limit"
             raise ConfigError(f"max_staleness {self._max_staleness}: {why}; go on with the one that it was saved under")

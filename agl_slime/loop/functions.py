@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from agl_slime.errors import ConfigError
 from agl_slime.support.threads import run_in_thread
+
+logger = logging.getLogger(__name__)
 
 StepFn = Callable[..., Any]
 
@@ -48,3 +52,19 @@ async def call_function(function: Callable[[], Any]) -> Any:
         return await function()
     result = await run_in_thread(function)
     return await result if inspect.isawaitable(result) else result
+
+
+async def to_its_end(step: asyncio.Future[Any], *, timeout_s: float) -> bool:
+    """Wait for a step of the trainer. When this is cancelled meanwhile, the step may go on for ``timeout_s``, for there
+    is no checkpoint in the middle of one, and whether that was enough is returned as ``True``; else it is given up."""
+    try:
+        await asyncio.shield(step)
+    except asyncio.CancelledError:
+        if not step.done() and timeout_s:
+            logger.warning("Interrupted: the training step under way is finished first; Ctrl-C again ends at once.")
+            await asyncio.wait({step}, timeout=timeout_s)
+        if not step.done():
+            step.cancel()
+            raise
+        return True
+    return False

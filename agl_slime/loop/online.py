@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,13 +25,13 @@ from agl_slime import events
 from agl_slime.datasource.source import GroupSource, HoldsGroups
 from agl_slime.errors import AglSlimeError, ConfigError, LoopError, spell_exception
 from agl_slime.groups.results import GroupResult, MemberResult
-from agl_slime.loop.functions import StepFn, call_function, taking_iteration
-from agl_slime.loop.metrics import collect_metrics, eval_metrics, fork_examples, spell_failures, staleness_metrics
-from agl_slime.loop.overlapped import OverlappedSchedule
-from agl_slime.loop.schedule import SerialSchedule
+from agl_slime.loop.failures import Failures
+from agl_slime.loop.functions import StepFn, call_function, taking_iteration, to_its_end
+from agl_slime.loop.metrics import collect_metrics, fork_examples, staleness_metrics
+from agl_slime.loop.schedule import Schedule
 from agl_slime.loop.settings import LoopSettings, LoopState, RunResult
 from agl_slime.loop.tasks import TaskCursor, Tasks, as_task_source
-from agl_slime.loop.validation import SideValidations
+from agl_slime.loop.validation import Validations
 from agl_slime.metric_names import (
     CPU_BUSY,
     ENGINE_WAITED,
@@ -42,9 +42,6 @@ from agl_slime.metric_names import (
     TOKENS_PER_S,
     TRAIN_S,
     TRAINER_WAITED,
-    VAL_LAG,
-    VAL_REWARD_MEAN,
-    VAL_START_REWARD_MEAN,
     WEIGHTS_VERSION,
 )
 from agl_slime.rollout.access import LLM_RESOURCE
@@ -55,6 +52,9 @@ from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources
 from agl_slime.support.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
+
+# A training step that is under way when a run is interrupted may take so long to end.
+_STEP_TIMEOUT_S = 30.0
 
 
 class OnlineRLLoop:
@@ -123,13 +123,6 @@ class OnlineRLLoop:
         ready = [group.instance_id for group in data_source.ready_groups()]
         dealt_with = [*data_source.ledger.finished_instances(), *(name for name in ready if name is not None)]
         self.tasks = TaskCursor(source, finished=dealt_with)
-        if val_tasks is None and callable(tasks) and not hasattr(tasks, "next_batch"):
-            val_tasks = tasks
-        if val_tasks is None and self.settings.eval_interval:
-            raise ConfigError("val_tasks is None and eval_interval is set; pass val_tasks, or set eval_interval to 0")
-        val_source = source if val_tasks is None else as_task_source(val_tasks, seed=self.settings.seed + 1)
-        self._val_tasks = TaskCursor(val_source, named=False)
-        self._val_tasks.skip_to(self._state.validations * self.settings.eval_tasks)
         self._train_fn = taking_iteration(slime_train_fn, "slime_train_fn")
         self._sync_fn = None if weight_sync_fn is None else taking_iteration(weight_sync_fn, "weight_sync_fn")
         self._save_fn = save_fn
@@ -137,22 +130,42 @@ class OnlineRLLoop:
         self._observer = observer
         self._plan = RunnerPlan.parse(runners) if isinstance(runners, str) else runners
         self._check_alive = check_alive
-        parts = store, data_source, self.settings, self._raise_if_dead, self._wake
-        self._overlapped = OverlappedSchedule(*parts, start=self._state) if self.settings.max_staleness else None
-        if self._overlapped is None and self._state.admitted:
-            why = f"the checkpoint holds {len(self._state.admitted)} groups that were admitted ahead"
-            raise ConfigError(f"max_staleness 0: {why}; go on with the one that it was saved under")
-        self._schedule = self._overlapped or SerialSchedule(*parts)
-        self._val_engine = val_engine
-        beside = self._overlapped is not None and self.settings.eval_interval
-        self._validations = SideValidations(self._evaluate_beside) if beside else None
-        if val_engine is not None and not beside:
+        self._schedule = Schedule(
+            store,
+            data_source,
+            self.settings,
+            start=self._state,
+            raise_if_dead=self._raise_if_dead,
+            wake=self._wake,
+        )
+        self._failures = Failures(self.settings, worked=any(mean is not None for mean in self._reward_means))
+        if val_tasks is None and callable(tasks) and not hasattr(tasks, "next_batch"):
+            val_tasks = tasks
+        if val_engine is not None and not (self.settings.max_staleness and self.settings.eval_interval):
             raise ConfigError(
                 "val_engine is of use beside training only: set max_staleness and eval_interval, or leave it"
             )
+        self._validations: Validations | None = None
+        if self.settings.eval_interval:
+            if val_tasks is None:
+                why = "val_tasks is None and eval_interval is set"
+                raise ConfigError(f"{why}; pass val_tasks, or set eval_interval to 0")
+            self._validations = Validations(
+                tasks=TaskCursor(as_task_source(val_tasks, seed=self.settings.seed + 1), named=False),
+                settings=self.settings,
+                schedule=self._schedule,
+                count=self._state.validations,
+                version=lambda: self._state.version,
+                emit=self._emit,
+                sync_engine=None if val_engine is None else partial(self._sync_val_engine, *val_engine),
+            )
         self._runner: RunnerPool | None = None
-        self._empty_in_a_row = 0
         self._last_metrics: dict[str, Any] = {}
+        self._iteration = self._state.iteration
+        """The one under way; that of ``_state`` is the last that was finished."""
+        self._saved = start.iteration if start is not None else None
+        self._in_step = False
+        """Whether the trainer stands between two iterations."""
 
     def run(self) -> RunResult:
         """``run_async`` from a program without an event loop."""
@@ -179,13 +192,12 @@ class OnlineRLLoop:
                 told = None if isinstance(self.store, BridgeStore) else self.data_source.notify
                 self._runner = make_runners(self._plan, agent=self._agent, store=self.store, on_finished=told)
                 await run_in_thread(self._runner.start)
-            done, interval = self._state.iteration, settings.eval_interval
-            if self._validations is not None and self._state.validations < 1 + done // interval:
-                self._validations.begin(done)  # the first one, or one that a restart has cut off
-            if done == 0:
+            if self._validations is not None:
+                self._validations.start(self._state.iteration)
+            if self._state.iteration == 0:
                 await self._save()
             for iteration in range(self._state.iteration + 1, settings.num_iterations + 1):
-                self._state = replace(self._state, iteration=iteration)
+                self._iteration = iteration
                 await self._iterate(iteration)
                 if iteration % settings.save_interval == 0 or iteration == settings.num_iterations:
                     await self._save()
@@ -194,13 +206,14 @@ class OnlineRLLoop:
             reason = str(error)
             raise
         except Exception as error:  # of a task source, an observer, the store: one sentence, and the cause is kept
-            where = f"iteration {self._state.iteration}: " if self._state.iteration else "the run "
+            where = f"iteration {self._iteration}: " if self._iteration else "the run "
             reason = f"{where}failed with {spell_exception(error)}"
             raise LoopError(reason) from error
         finally:
             if self._validations is not None:
                 self._validations.cancel()
             try:
+                await self._save_at_end()
                 # before the runner stops: what that leaves unfinished is no failure of its task
                 await self._schedule.cancel_outstanding()
             finally:
@@ -212,112 +225,111 @@ class OnlineRLLoop:
         )
 
     async def _iterate(self, iteration: int) -> None:
-        settings = self.settings
         metrics: dict[str, Any] = {}
         began = time.monotonic()
         idle_s = self._schedule.idle_s
         psutil.cpu_percent()  # each call is of the time since the one before it
-        if iteration == 1 and settings.eval_interval and self._validations is None:
-            metrics[VAL_START_REWARD_MEAN] = (await self._evaluate(iteration))[VAL_REWARD_MEAN]
+        if self._validations is not None:
+            metrics.update(await self._validations.before(iteration))
         self._emit(events.PhaseStarted(iteration=iteration, phase="collect"))
         collecting = time.monotonic()
         self._schedule.metadata = {"iteration": iteration, "weight_version": self._state.version}
-        groups = await self._schedule.collect(self.tasks)
+        groups = await self._collect(iteration)
         collect_s = time.monotonic() - collecting
         metrics.update(collect_metrics(groups, collect_s=collect_s))
-        self._emit(events.GroupsCollected(iteration=iteration, groups=groups))
         for kind, text in fork_examples([member for group in groups for member in group.succeeded]).items():
             self._emit(events.Warning(text=text, key=f"fork:{kind}"))
-        self._stop_if_hopeless(iteration, groups)
         metrics.update(staleness_metrics(groups, self._state.version))
-        training = time.monotonic()
+        interrupted = False
         synced_s = idle_in_sync_s = 0.0
         if any(group.ready for group in groups):
-            self._emit(events.PhaseStarted(iteration=iteration, phase="train"))
-            metrics.update(await self._step("training", self._train_fn(iteration), iteration) or {})
-            train_s = time.monotonic() - training
-            self._emit(events.PhaseStarted(iteration=iteration, phase="sync"))
-            syncing, idle_before_s = time.monotonic(), self._schedule.idle_s
-            version = None
-            if self._sync_fn is not None:
-                version = await self._step("weight sync", self._sync_fn(iteration), iteration)
-            await self._publish_weights(str(iteration if version is None else version))
-            synced_s, idle_in_sync_s = time.monotonic() - syncing, self._schedule.idle_s - idle_before_s
-            metrics.update({TRAIN_S: train_s, SYNC_S: synced_s})
+            learning = asyncio.ensure_future(self._learn(iteration))
+            interrupted = await to_its_end(learning, timeout_s=_STEP_TIMEOUT_S if self._save_fn is not None else 0.0)
+            metrics.update(learning.result())
+            synced_s, idle_in_sync_s = metrics[SYNC_S], self._idle_in_sync_s
         self._schedule.metadata = {"iteration": iteration + 1, "weight_version": self._state.version}
         self._schedule.advance()
         iteration_s = time.monotonic() - began
-        if self._overlapped is not None:
+        if self.settings.max_staleness:
             waited_s = self._schedule.idle_s - idle_s - idle_in_sync_s
             metrics |= {TRAINER_WAITED: collect_s / iteration_s, ENGINE_WAITED: waited_s / iteration_s}
             metrics[ROLL_S] = max(0.0, iteration_s - waited_s - synced_s)
             metrics[CPU_BUSY] = psutil.cpu_percent() / 100
             if (rate := metrics[TOKENS_PER_S]) is not None:  # sampled during the whole iteration, not while it waited
                 metrics[TOKENS_PER_S] = rate * collect_s / iteration_s
-        metrics.update(await self._validation_due(iteration))
-        if self._overlapped is None:
-            iteration_s = time.monotonic() - began
-        metrics |= {"perf/collect_s": collect_s, "iteration": iteration, ITERATION_S: iteration_s}
-        metrics[WEIGHTS_VERSION] = self._state.version
-        self._reward_means.append(metrics[REWARD_MEAN])
-        self._last_metrics = metrics
-        self._emit(events.IterationFinished(iteration=iteration, metrics=metrics))
+        try:
+            if self._validations is not None and not interrupted:
+                metrics.update(await self._validations.after(iteration))
+        finally:  # what was trained on is told of, whatever becomes of the validation
+            if not self.settings.max_staleness:
+                iteration_s = time.monotonic() - began
+            metrics |= {"perf/collect_s": collect_s, "iteration": iteration, ITERATION_S: iteration_s}
+            metrics[WEIGHTS_VERSION] = self._state.version
+            self._state = replace(self._state, iteration=iteration)
+            self._reward_means.append(metrics[REWARD_MEAN])
+            self._last_metrics = metrics
+            self._emit(events.IterationFinished(iteration=iteration, metrics=metrics))
+        if interrupted:
+            raise asyncio.CancelledError
 
-    async def _validation_due(self, iteration: int) -> dict[str, Any]:
-        """The metrics of a validation that belong to this iteration, if there are any."""
-        interval, last = self.settings.eval_interval, iteration == self.settings.num_iterations
-        due = interval > 0 and (iteration % interval == 0 or last)
-        if self._validations is None:
-            return await self._evaluate(iteration) if due else {}
-        if due and last:
-            return await self._validations.last(iteration)
-        metrics = self._validations.ended()
-        if due:
-            self._validations.begin(iteration)
-        return metrics
+    async def _collect(self, iteration: int) -> list[GroupResult]:
+        """The next batch; while all rollouts fail that worked before, others are tried after a pause."""
+        groups: list[GroupResult] = []
+        try:
+            while True:
+                groups += (batch := await self._schedule.collect(self.tasks))
+                if (pause_s := self._failures.pause_after(iteration, batch)) is None:
+                    return groups
+                text = f"{self._failures.why}; trying again in {pause_s:.0f} s"
+                self._emit(events.Warning(text=text, key=f"all_failed:{iteration}:{len(groups)}"))
+                await self._schedule.while_alive(asyncio.ensure_future(asyncio.sleep(pause_s)))
+                self._schedule.reject()
+        finally:
+            if groups:
+                self._emit(events.GroupsCollected(iteration=iteration, groups=groups))
 
-    async def _evaluate(self, iteration: int) -> dict[str, Any]:
-        n = self.settings.eval_tasks
-        self._emit(events.PhaseStarted(iteration=iteration, phase="eval", rollouts=n))
-        self._state = replace(self._state, validations=self._state.validations + 1)
-        self._schedule.metadata = {"iteration": iteration, "weight_version": self._state.version}
-        return eval_metrics(await self._schedule.validate(self._val_tasks, n))
+    async def _learn(self, iteration: int) -> dict[str, Any]:
+        """Train on what was collected, and bring the new weights to the engine."""
+        self._in_step = True
+        began = time.monotonic()
+        self._emit(events.PhaseStarted(iteration=iteration, phase="train"))
+        metrics = await self._step("training", self._train_fn(iteration), iteration) or {}
+        self._emit(events.PhaseStarted(iteration=iteration, phase="sync"))
+        syncing, idle_before_s = time.monotonic(), self._schedule.idle_s
+        version = None
+        if self._sync_fn is not None:
+            version = await self._step("weight sync", self._sync_fn(iteration), iteration)
+        await self._publish_weights(str(iteration if version is None else version))
+        self._in_step = False
+        self._idle_in_sync_s = self._schedule.idle_s - idle_before_s
+        return {**metrics, TRAIN_S: syncing - began, SYNC_S: time.monotonic() - syncing}
 
-    async def _evaluate_beside(self, iteration: int) -> dict[str, Any]:
-        """A validation with the weights of now, on an engine of its own if there is one, else beside the queue."""
-        version, resources_id = self._state.version, None
-        if self._val_engine is not None:
-            llm, push = self._val_engine
-            await self._step("weight sync of the validation engine", call_function(partial(push, version)), iteration)
-            resources_id = (await self.store.add_resources({**self._resources, LLM_RESOURCE: llm})).resources_id
-        groups = await self._schedule.validate(self._val_tasks, self.settings.eval_tasks, resources_id=resources_id)
-        self._state = replace(self._state, validations=self._state.validations + 1)
-        metrics = eval_metrics(groups)
-        if iteration == 0:
-            metrics = {VAL_START_REWARD_MEAN: metrics[VAL_REWARD_MEAN]}
-        now = self._state.version if self._val_engine is None else version
-        if version.isdecimal() and now.isdecimal():
-            metrics[VAL_LAG] = int(now) - int(version)
-        return metrics
+    async def _sync_val_engine(self, llm: LLM, push: Callable[[str], Any], version: str) -> str:
+        name = "weight sync of the validation engine"
+        await self._step(name, call_function(partial(push, version)), self._iteration)
+        return (await self.store.add_resources({**self._resources, LLM_RESOURCE: llm})).resources_id
 
-    def _stop_if_hopeless(self, iteration: int, groups: Sequence[GroupResult]) -> None:
-        members = [member for group in groups for member in group.members if not member.straggler]
-        if not any(member.ok for member in members):
-            raise LoopError(f"iteration {iteration}: all {len(members)} rollouts failed: {spell_failures(members)}")
-        if any(group.ready for group in groups):
-            self._empty_in_a_row = 0
-            return
-        self._empty_in_a_row += 1
-        reasons = "; ".join(sorted({group.reason for group in groups}))
-        if self._empty_in_a_row >= self.settings.max_empty_iterations:
-            empty = f"no group was fit to train on in {self._empty_in_a_row} iterations in a row ({reasons})"
-            raise LoopError(f"iteration {iteration}: {empty}; failures: {spell_failures(members)}")
-        logger.warning("Iteration %d: no group was fit to train on (%s).", iteration, reasons)
+    def _where(self) -> LoopState:
+        """Where the loop stands."""
+        done = self._state.validations if self._validations is None else self._validations.count
+        means, admitted = tuple(self._reward_means), self._schedule.admitted()
+        return replace(self._state, validations=done, reward_means=means, admitted=admitted)
 
     async def _save(self) -> None:
         if self._save_fn is not None:
-            state = replace(self._state, reward_means=tuple(self._reward_means), admitted=self._schedule.admitted())
+            state = self._where()
             await self._step("writing the checkpoint", call_function(partial(self._save_fn, state)), state.iteration)
+            self._saved = state.iteration
+
+    async def _save_at_end(self) -> None:
+        """A checkpoint of a run that ends before its time, unless its trainer is in the middle of a step."""
+        state = self._where()
+        if self._save_fn is None or self._in_step or state.iteration == (self._saved or 0):
+            return
+        try:
+            await call_function(partial(self._save_fn, state))
+        except Exception as error:  # the run ends for another reason, which is told
+            logger.warning("There is no checkpoint of iteration %d: %s", state.iteration, spell_exception(error))
 
     async def _step(self, name: str, work: Awaitable[Any], iteration: int) -> Any:
         """Wait for a function of the program's; an error says where it comes from."""
@@ -348,7 +360,7 @@ class OnlineRLLoop:
     def _on_member(self, member: MemberResult) -> None:
         self._emit(
             events.RolloutFinished(
-                iteration=self._state.iteration,
+                iteration=self._iteration,
                 rollout_id=member.rollout_id,
                 outcome="succeeded" if member.ok else member.outcome_if_failed.value,
                 reason=member.failure or "",

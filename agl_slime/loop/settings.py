@@ -16,11 +16,12 @@ class LoopSettings:
 
     ``eval_interval``: a validation of ``eval_tasks`` rollouts before the first iteration, after every so many, and at
     the end; 0 is never. ``max_empty_iterations``: iterations in a row that give nothing to train on before the run
-    stops. ``max_replaced_groups``: dropped groups that are replaced in an iteration; by default ``rollout_batch_size``,
-    and 0 replaces none. While every rollout fails, nothing is replaced. ``save_interval``: ``save_fn`` is called after
-    every so many iterations and at the end. ``max_staleness``: most weight versions that tokens may be behind those
-    that train on them; above 0 rollouts and training run side by side, and ``slime_train_fn`` has to take each batch
-    whole.
+    stops. ``failure_patience_s``: how long other tasks are tried, with pauses, while all rollouts fail that worked
+    before. ``max_replaced_groups``: dropped groups that are replaced in an iteration; by default
+    ``rollout_batch_size``, and 0 replaces none. While every rollout fails, nothing is replaced. ``save_interval``:
+    ``save_fn`` is called after every so many iterations and when the run ends. ``max_staleness``: most weight versions
+    that tokens may be behind those that train on them; above 0 rollouts and training run side by side, and
+    ``slime_train_fn`` has to take each batch whole.
     """
 
     num_iterations: int = 40
@@ -31,6 +32,7 @@ class LoopSettings:
     eval_interval: int = 0
     eval_tasks: int = 32
     max_empty_iterations: int = 3
+    failure_patience_s: float = 600.0
     max_replaced_groups: int | None = None
     save_interval: int = 10
     max_staleness: int = 0
@@ -44,6 +46,7 @@ class LoopSettings:
             ("max_replaced_groups", lambda value: value >= 0, "0 (none) or more"),
             ("eval_interval", lambda value: value >= 0, "0 (never) or more"),
             ("max_staleness", lambda value: value >= 0, "0 (serial) or more"),
+            ("failure_patience_s", lambda value: value >= 0, "0 (none) or more seconds"),
             ("rollout_timeout_s", lambda value: value > 0, "above 0 seconds"),
         )
 

@@ -94,13 +94,19 @@ class TaskCursor:
 
     def _draw(self, n: int) -> list[TaskGroup]:
         groups = []
-        for task in self._source.next_batch(n):
+        for task in self._next(n):
             number, self.drawn = str(self.drawn), self.drawn + 1
             if self._finished[number]:
                 self._finished[number] -= 1
             else:
                 groups.append(TaskGroup(f"{self._name}-{number}", task, number if self._named else None))
         return groups
+
+    def _next(self, n: int) -> list[Task]:
+        if tasks := self._source.next_batch(n):
+            return tasks
+        given = f"{type(self._source).__name__}.next_batch({n}) gave none after {self.drawn}"
+        raise ConfigError(f"there are no more tasks: {given}; it must begin again, or give at least one")
 
     def done(self, group_id: str) -> bool:
         """This group is not under way any more; whether it was."""
@@ -123,9 +129,8 @@ class TaskCursor:
 
     def skip_to(self, drawn: int) -> None:
         """Go on as if ``drawn`` tasks had been drawn; does nothing when there were more."""
-        if drawn > self.drawn:
-            self._source.next_batch(drawn - self.drawn)
-            self.drawn = drawn
+        while drawn > self.drawn:
+            self.drawn += len(self._next(drawn - self.drawn))
 
     def state(self) -> dict[str, Any]:
         """For JSON: tasks that were drawn, those under way by group, and those to be taken again."""

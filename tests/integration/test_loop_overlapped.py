@@ -224,11 +224,9 @@ async def test_validations_run_beside_training_and_say_how_far_it_went_meanwhile
             tasks=lambda rng: {"prompt": "say hello"},
             eval_interval=100,
             eval_tasks=2,
+            val_tasks=[{"prompt": "v", "val": True}],
             on_event=on_event,
         )
-        case.loop._val_tasks._source = type(
-            "Val", (), {"next_batch": lambda self, n: [{"prompt": "v", "val": True}] * n}
-        )()
         with case:
             await case.loop.run_async()
             case.check_ledger()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,21 @@ def test_a_cursor_that_is_restored_draws_nothing_again_that_the_store_has() -> N
     again = second.take(4)
     assert [group.task for group in again] == [tasks[name] for name in (lost, later[0], later[2], later[4])]
     assert not {group.group_id for group in again[:3]} & {*tasks}  # late reports are of the old groups
+
+
+@pytest.mark.parametrize("call", [lambda cursor: cursor.take(4), lambda cursor: cursor.skip_to(4)])
+def test_a_source_that_has_run_out_is_said(call: Callable[[TaskCursor], Any]) -> None:
+    class Three:
+        def __init__(self) -> None:
+            self.asked = 0
+
+        def next_batch(self, n: int) -> list[dict[str, Any]]:
+            self.asked += 1
+            assert self.asked < 9, "it is asked again and again"
+            return [{"n": self.asked}] if self.asked <= 3 else []
+
+    with pytest.raises(ConfigError, match=r"no more tasks: Three\.next_batch\(1\) gave none after 3"):
+        call(TaskCursor(Three()))
 
 
 def test_no_tasks_is_said_at_once() -> None:
