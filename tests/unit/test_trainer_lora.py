@@ -10,12 +10,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft", reason='adapters need peft: pip install "agl-slime[lora]"')
 
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, GPT2Config  # noqa: E402
 
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
-from tests.trainer_policy import make_model, make_samples, response_log_probs, save_policy  # noqa: E402
+from tests.trainer_policy import VOCABULARY, make_model, make_samples, response_log_probs, save_policy  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +84,8 @@ def test_training_goes_on_exactly_where_it_was_saved(
 def test_the_start_policy_is_the_model_without_its_adapters(policy: Path, samples: list[Sample]) -> None:
     ours = trainer(policy, kl_coef=0.5)
     assert ours._start_model is ours.model
-    first = ours.train(samples, iteration=0)["train/kl_start"]
-    assert ours.train(samples, iteration=1)["train/kl_start"] > first > 0
+    first = ours.train(samples, iteration=0)["train/reference_kl"]
+    assert ours.train(samples, iteration=1)["train/reference_kl"] > first > 0
     assert adapters(ours).numel() > 0
 
 
@@ -113,3 +113,55 @@ def test_adapters_only_where_they_are_asked_for(policy: Path) -> None:
     names = [name for name, parameter in ours.model.named_parameters() if parameter.requires_grad]
     assert names
     assert all(".q_proj.lora_" in name or ".v_proj.lora_" in name for name in names)
+
+
+CASES = [
+    (tied, settings)
+    for tied in (True, False)
+    for settings in (
+        {"lora_rank": 0},
+        {"lora_rank": 0, "kl_coef": 0.5, "weight_decay": 0.1},
+        {},
+        {"lora_alpha": 3.0, "gradient_checkpointing": True},
+        {"lora_targets": ("q_proj", "down_proj")},
+        {"lora_targets": ("q_proj", "lm_head")},
+        {"lora_targets": ("embed_tokens", "v_proj")},
+        {"lora_targets": ("embed_tokens", "lm_head")},
+        {"lora_targets": ("lm_head",)},
+        {"lora_targets": ("embed_tokens",)},
+    )
+]
+
+
+@pytest.mark.parametrize(("tied", "settings"), CASES, ids=str)
+def test_what_the_engine_loads_is_what_was_trained_or_it_is_refused_at_the_start(
+    tied: bool, settings: dict[str, Any], samples: list[Sample], tmp_path: Path
+) -> None:
+    source, targets = save_policy(tmp_path / "source", tied=tied), settings.get("lora_targets", ())
+    if targets == ("lm_head",) or (tied and {"lm_head", "embed_tokens"} & {*targets}):
+        with pytest.raises(ConfigError, match=r"lora_targets is .*(same weights|output layer alone)"):
+            trainer(source, **settings)
+        return
+    ours = trainer(source, **settings)
+    for iteration in range(2):
+        ours.train(samples, iteration=iteration)
+    ours.save_weights(tmp_path / "weights")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "weights").eval()
+    for sample in samples[:3]:
+        n = sample.response_length
+        trained = response_log_probs(ours.model, sample.tokens, n)
+        assert response_log_probs(loaded, sample.tokens, n) == pytest.approx(trained, abs=1e-5)
+        assert response_log_probs(make_model(tied=tied), sample.tokens, n) != pytest.approx(trained, abs=1e-2)
+
+
+def test_gpt2s_transposed_layers_are_merged_too(samples: list[Sample], tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    ours = trainer(tmp_path / "source", lora_targets=("c_attn", "c_fc"), old_log_probs="recompute")
+    for iteration in range(2):
+        ours.train(samples, iteration=iteration)
+    ours.save_weights(tmp_path / "weights")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "weights").eval()
+    for sample in samples[:3]:
+        trained = response_log_probs(ours.model, sample.tokens, sample.response_length)
+        assert response_log_probs(loaded, sample.tokens, sample.response_length) == pytest.approx(trained, abs=1e-5)

@@ -22,7 +22,8 @@ def add_adapters(model: PreTrainedModel, settings: LocalTrainerSettings) -> None
 
     Raises:
         MissingDependencyError: peft is not installed.
-        ConfigError: ``lora_targets`` names no layer of the model.
+        ConfigError: ``lora_targets`` names no layer of the model, one whose weights another layer has as well, or
+            the output layer alone.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -40,6 +41,16 @@ def add_adapters(model: PreTrainedModel, settings: LocalTrainerSettings) -> None
         except ValueError as error:
             raise ConfigError(f"lora_targets is {settings.lora_targets!r}: {error}") from error
     model.eval()
+    layers = [layer.get_base_layer() for _, layer in _adapted(model)]
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name.replace(".base_layer.", "."))
+    for layer in layers:
+        if len(same := names[id(layer.weight)]) > 1:
+            why = f"{' and '.join(same)} are the same weights, and adapters would change one of them only"
+            raise ConfigError(f"lora_targets is {settings.lora_targets!r}: {why}; leave that layer out.")
+    if layers == [output := model.get_output_embeddings()] or layers == [getattr(output, "base_layer", None)]:
+        raise ConfigError(f"lora_targets is {settings.lora_targets!r}, the output layer alone; name others as well.")
 
 
 def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
