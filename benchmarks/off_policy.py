@@ -108,7 +108,7 @@ def run(
             for sample in batch:
                 sample.metadata["policy_version"] = version
             told.append(trainer.train(batch, iteration=version))
-    names = ("train/engine_kl", "train/off_policy_cut", "train/clip_fraction")
+    names = ("train/engine_kl", "train/off_policy_clipped", "train/clip_fraction")
     return rewards, {name: fmean(metrics.get(name, 0.0) for metrics in told) for name in names}
 
 

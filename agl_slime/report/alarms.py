@@ -169,7 +169,7 @@ def alike(steps: Sequence[_Step], *, best: float | None = None) -> Iterator[Alar
 
 def kl_jumps(steps: Sequence[_Step]) -> Iterator[Alarm]:
     """The policy moved much further in one iteration than before."""
-    for name in ("train/kl", "train/kl_start"):
+    for name in ("train/kl", "train/reference_kl"):
         for step, value, before in _jumps(steps, name, JUMP):
             if value > KL_LEAST:
                 advice = "a lower --local.lr, fewer --local.epochs, a smaller --local.grad-clip"

@@ -110,7 +110,7 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, LocalTraine
     chunk=st.sampled_from([1, 3, 100_000]),
     checkpointing=st.booleans(),
     recompute=st.booleans(),
-    aggregation=st.sampled_from(["token", "sequence"]),
+    aggregation=st.sampled_from(["token", "rollout"]),
 )
 def test_loss_gradient_and_metrics_are_those_of_one_sample_at_a_time(
     trainers: dict[bool, LocalTrainer],

@@ -238,7 +238,7 @@ def test_without_advantage_and_momentum_nothing_moves(policy: Path, samples: lis
 def test_the_kl_term_holds_the_policy_near_its_start(policy: Path, samples: list[Sample]):
     def drift(kl_coef: float) -> float:
         ours = trainer(policy, kl_coef=kl_coef)
-        return [ours.train(samples, iteration=i) for i in range(6)][-1]["train/kl_start"]
+        return [ours.train(samples, iteration=i) for i in range(6)][-1]["train/reference_kl"]
 
     assert drift(10.0) < 0.5 * drift(1e-9)
 

@@ -7,7 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from agl_slime.trainers.local.loss import kl_k3, policy_terms, token_entropy, token_log_probs, token_weights  # noqa: E402
+from agl_slime.trainers.local.loss import Objective, kl_k3, policy_terms, token_entropy, token_log_probs, token_weights  # noqa: E402
+from agl_slime.trainers.local.settings import LocalTrainerSettings  # noqa: E402
 
 
 def doubles(*values: float) -> torch.Tensor:
@@ -90,7 +91,7 @@ def test_k3_is_zero_for_equal_policies_and_averages_to_the_divergence():
     assert (p * k3).sum().item() == pytest.approx((p * (p / q).log()).sum().item())
 
 
-def weights(aggregation: Literal["token", "sequence"], **counts: int) -> list[float]:
+def weights(aggregation: Literal["token", "rollout"], **counts: int) -> list[float]:
     # Rollout 0 has tokens 0 and 1, rollout 1 has token 2.
     return token_weights(
         aggregation, rollout_mask_sums=torch.tensor([2, 2, 1]), n_tokens=3, n_rollouts=2, **counts
@@ -103,5 +104,31 @@ def test_token_weights_are_all_alike():
 
 
 def test_sequence_weights_give_every_rollout_the_same_say():
-    assert weights("sequence", n_minibatches=1) == pytest.approx([1 / 4, 1 / 4, 1 / 2])
-    assert weights("sequence", n_minibatches=2) == pytest.approx([1 / 2, 1 / 2, 1])
+    assert weights("rollout", n_minibatches=1) == pytest.approx([1 / 4, 1 / 4, 1 / 2])
+    assert weights("rollout", n_minibatches=2) == pytest.approx([1 / 2, 1 / 2, 1])
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+@pytest.mark.parametrize(("now", "old"), [(-1.0, -120.0), (-120.0, -1.0)])
+@pytest.mark.parametrize("off_policy", ["none", "tis", "icepop"])
+def test_a_log_prob_far_from_the_engines_is_bounded_and_counted(
+    advantage: float, now: float, old: float, off_policy: str
+) -> None:
+    given = torch.tensor([old, -2.0])
+    objective = Objective(
+        settings=LocalTrainerSettings(kl_coef=0.1, old_log_probs="recompute", off_policy=off_policy),  # type: ignore[arg-type]
+        old_log_probs=given,
+        engine_log_probs=given.flip(0),
+        start_log_probs=given,
+        advantages=torch.tensor([advantage, 1.0]),
+        weights=torch.tensor([0.5, 0.5]),
+    )
+    log_probs = torch.tensor([now, -2.0], requires_grad=True)
+    loss = objective.loss(torch.arange(2), log_probs)
+    loss.backward()
+    assert math.isfinite(loss.item())
+    assert log_probs.grad is not None
+    assert log_probs.grad.isfinite().all()
+    assert log_probs.grad.abs().max() <= 1.0
+    assert all(math.isfinite(value) for value in objective.metrics().values())
+    assert objective.metrics()["train/log_ratio_clamped"] == 0.5

@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from agl_slime.trainers.local.batch import TrainBatch  # noqa: E402
-from agl_slime.trainers.local.loss import MAX_LAG, Objective  # noqa: E402
+from agl_slime.trainers.local.loss import MAX_STALENESS, Objective  # noqa: E402
 from agl_slime.trainers.local.settings import LocalTrainerSettings  # noqa: E402
-from agl_slime.trainers.local.staleness import token_lags  # noqa: E402
+from agl_slime.trainers.local.staleness import token_staleness  # noqa: E402
 from agl_slime.trainers.local.trainer import LocalTrainer  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.trainer_policy import make_model, make_samples, response_log_probs, save_policy  # noqa: E402
@@ -76,37 +76,37 @@ def test_the_loss_and_its_slope_are_those_of_the_formula_written_down_plainly(of
 def test_what_is_cut_and_how_far_the_trainer_is_from_the_engine_is_told_by_age(off_policy: str, cut: Any):
     given = tokens()
     lags = torch.arange(N) % 7 - 1  # -1 is not known; 4 and 5 are both "4 or more"
-    told = objective(off_policy, given, lags=lags)
+    told = objective(off_policy, given, staleness=lags)
     told.loss(torch.arange(N // 2), given["now"][: N // 2])
     told.loss(torch.arange(N // 2, N), given["now"][N // 2 :])
     metrics = told.metrics()
     k = (given["old"] - given["engine"]).exp().tolist()
     cuts = [float(cut(value)) for value in k]
     kl = [value - 1 - math.log(value) for value in k]  # k3 of the engine's policy, which sampled, from the trainer's
-    assert 0 < metrics["train/off_policy_cut"] == pytest.approx(sum(cuts) / N)
+    assert 0 < metrics["train/off_policy_clipped"] == pytest.approx(sum(cuts) / N)
     assert metrics["train/engine_kl"] == pytest.approx(sum(kl) / N)
     assert metrics["train/off_policy_weight"] == pytest.approx(
         sum(weight_of(value, off_policy=off_policy) for value in k) / N
     )
-    aged = [min(lag, MAX_LAG) for lag in lags.tolist()]
+    aged = [min(lag, MAX_STALENESS) for lag in lags.tolist()]
     known = sum(lag >= 0 for lag in aged)
-    for lag in range(MAX_LAG + 1):
+    for lag in range(MAX_STALENESS + 1):
         of = [i for i in range(N) if aged[i] == lag]
-        assert metrics[f"train/staleness/lag_{lag}"] == pytest.approx(len(of) / known)
-        assert metrics[f"train/engine_kl/lag_{lag}"] == pytest.approx(sum(kl[i] for i in of) / len(of))
-        assert metrics[f"train/off_policy_cut/lag_{lag}"] == pytest.approx(sum(cuts[i] for i in of) / len(of))
-    assert f"train/engine_kl/lag_{MAX_LAG + 1}" not in metrics
+        assert metrics[f"train/share/staleness_{lag}"] == pytest.approx(len(of) / known)
+        assert metrics[f"train/engine_kl/staleness_{lag}"] == pytest.approx(sum(kl[i] for i in of) / len(of))
+        assert metrics[f"train/off_policy_clipped/staleness_{lag}"] == pytest.approx(sum(cuts[i] for i in of) / len(of))
+    assert f"train/engine_kl/staleness_{MAX_STALENESS + 1}" not in metrics
 
 
 def test_ages_that_do_not_occur_have_no_series():
     given = tokens()
-    told = objective("tis", given, lags=torch.full((N,), 2))
+    told = objective("tis", given, staleness=torch.full((N,), 2))
     told.loss(torch.arange(N), given["now"])
-    assert [name for name in told.metrics() if "/lag_" in name] == [
-        "train/engine_kl/lag_2",
-        "train/off_policy_weight/lag_2",
-        "train/off_policy_cut/lag_2",
-        "train/staleness/lag_2",
+    assert [name for name in told.metrics() if "/staleness_" in name] == [
+        "train/engine_kl/staleness_2",
+        "train/off_policy_weight/staleness_2",
+        "train/off_policy_clipped/staleness_2",
+        "train/share/staleness_2",
     ]
 
 
@@ -134,7 +134,7 @@ def test_of_samples_of_the_same_weights_the_correction_changes_nothing(policy: P
     for a, b in zip(without, corrected, strict=True):
         # of a step of 1e-4 in each weight; AdamW's first step is the sign of the gradient, but for the smallest
         assert (a - b).abs().mean() < 1e-6
-    assert metrics["train/off_policy_cut"] == 0.0
+    assert metrics["train/off_policy_clipped"] == 0.0
     assert metrics["train/off_policy_weight"] == pytest.approx(1.0, abs=1e-4)
     assert metrics["train/engine_kl"] == pytest.approx(0.0, abs=1e-6)
 
@@ -165,12 +165,12 @@ def test_each_token_knows_how_old_the_weights_were_that_sampled_it(policy: Path)
     samples[1].metadata = {"policy_version": 7, "weight_spans": [["default", 0, 3], ["8", 3, 6]]}
     samples[2].metadata = {"weight_spans": [["5", 0, 6]]}
     samples[0].loss_mask = [1, 1, 1, 0, 1, 1]
-    lags = token_lags(samples, TrainBatch.from_samples(samples))
+    lags = token_staleness(samples, TrainBatch.from_samples(samples))
     # "default" is no number, a token cannot be younger than the policy, and without a policy there is no age
     assert lags.tolist() == [2, 2, 0, 0, 0] + [-1] * 3 + [0] * 3 + [-1] * 6
     _, metrics = stepped(policy, samples)
-    assert metrics["train/staleness/lag_0"] == pytest.approx(6 / 8)
-    assert metrics["train/staleness/lag_2"] == pytest.approx(2 / 8)
+    assert metrics["train/share/staleness_0"] == pytest.approx(6 / 8)
+    assert metrics["train/share/staleness_2"] == pytest.approx(2 / 8)
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,18 @@ def test_in_bfloat16_training_is_nearly_the_same(policy: Path, samples: list[Sam
     assert {parameter.dtype for parameter in ours.model.parameters()} == {torch.float32}
 
 
+def test_in_bfloat16_logits_are_not_rounded(policy: Path, samples: list[Sample]) -> None:
+    if not bfloat16_wanted("bfloat16", torch.device("cpu")):
+        pytest.skip("this CPU has no bfloat16 instructions")
+    ours, seen = trainer(policy, compute_dtype="bfloat16", old_log_probs="recompute"), []
+    ours.model.lm_head.register_forward_hook(lambda _module, _args, logits: seen.append(logits.detach()))
+    ours.train(samples, iteration=0)
+    assert seen
+    for logits in seen:
+        assert logits.dtype == torch.float32
+        assert not torch.equal(logits, logits.bfloat16().float())
+
+
 def test_bfloat16_is_refused_where_it_would_be_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     with pytest.raises(ConfigError, match="compute_dtype is 'bfloat16'"):

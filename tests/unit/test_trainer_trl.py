@@ -92,7 +92,7 @@ def trl_inputs(samples: list[Sample], *, start: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("loss_type", "aggregation"), [("dapo", "token"), ("grpo", "sequence")])
+@pytest.mark.parametrize(("loss_type", "aggregation"), [("dapo", "token"), ("grpo", "rollout")])
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_loss_and_gradient_equal_trls(tmp_path: Path, loss_type: str, aggregation: Any, beta: float):
     samples = make_samples(

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 
-MAX_LAG = 4
+MAX_STALENESS = 4
 """Ages of weights are told apart up to here: metrics have so many series and one more, however stale tokens are."""
+MAX_LOG_RATIO = 20.0
+"""Ratios of probabilities are clamped to ``exp`` of this, beyond which float32 soon has only infinity."""
 
 
 class PolicyTerms(NamedTuple):
@@ -49,7 +51,7 @@ def policy_terms(
     ``clip_high`` above ``clip_low`` is the "clip-higher" of DAPO (arXiv:2503.14476, section 3.1). All arguments and
     results are ``[N]``.
     """
-    ratio = (log_probs - old_log_probs).exp()
+    ratio = _ratio(log_probs, old_log_probs)
     free = -ratio * advantages
     bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     return PolicyTerms(loss=torch.maximum(free, bounded), ratio=ratio, clipped=(bounded > free).to(ratio.dtype))
@@ -72,7 +74,7 @@ def off_policy_weights(
 
     All of ``k``, as decoupled PPO has it, is ``tis`` with a ``tis_clip`` that nothing reaches.
     """
-    ratio = (old_log_probs - engine_log_probs).exp()
+    ratio = _ratio(old_log_probs, engine_log_probs)
     if settings.off_policy == "tis":
         weights = ratio.clamp(max=settings.tis_clip)
     else:
@@ -88,12 +90,12 @@ def kl_k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     Unbiased and never negative (http://joschu.net/blog/kl-approx.html); GRPO's penalty (arXiv:2402.03300, eq. 4).
     ``[N]``.
     """
-    d = reference_log_probs - log_probs
+    d = (reference_log_probs - log_probs).clamp(max=MAX_LOG_RATIO)
     return d.expm1() - d
 
 
 def token_weights(
-    aggregation: Literal["token", "sequence"],
+    aggregation: Literal["token", "rollout"],
     *,
     rollout_mask_sums: Tensor,
     n_tokens: int,
@@ -104,7 +106,7 @@ def token_weights(
     tokens under the mask in all samples of the token's rollout.
 
     ``"token"``: ``n_minibatches / n_tokens``, every token alike, as in DAPO (arXiv:2503.14476, section 3.3).
-    ``"sequence"``: ``n_minibatches / (n_rollouts * max(rollout_mask_sum, 1))``, every rollout alike whatever its length
+    ``"rollout"``: ``n_minibatches / (n_rollouts * max(rollout_mask_sum, 1))``, every rollout alike whatever its length
     and the number of samples it became; slime's default reducer.
 
     The denominators are those of an average minibatch, so the losses of the minibatches average to that of the batch.
@@ -127,7 +129,7 @@ class Objective:
     """Log-probs under the start policy; needed when ``kl_coef`` is above 0."""
     engine_log_probs: Tensor | None = None
     """Those of the engine that sampled; needed unless ``off_policy`` is "none"."""
-    lags: Tensor | None = None
+    staleness: Tensor | None = None
     """int64: versions between the weights that sampled the token and those that train on it; below 0 if not known."""
 
     tokens: int = 0
@@ -135,7 +137,7 @@ class Objective:
     ratio_dev_max: float = 0.0
     """Largest ``|ratio - 1|`` so far."""
     _sums: dict[str, float] = field(default_factory=dict)
-    _by_lag: dict[str, Tensor] = field(default_factory=dict)
+    _by_staleness: dict[str, Tensor] = field(default_factory=dict)
     _off_policy: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -156,23 +158,24 @@ class Objective:
             self.tokens += len(index)
             self.ratio_dev_max = max(self.ratio_dev_max, float((terms.ratio - 1).abs().max()))
             self._add("train/clip_fraction", terms.clipped)
+            self._add("train/log_ratio_clamped", ((log_probs - old).abs() > MAX_LOG_RATIO).to(log_probs.dtype))
             self._add("train/kl", kl_k3(old, log_probs))  # the tokens were sampled from the old policy
             self._compare(index, log_probs if self.settings.old_log_probs == "engine" else old)
         if self.start_log_probs is not None:
             kl = kl_k3(log_probs, self.start_log_probs[index])
             per_token = per_token + self.settings.kl_coef * kl
-            self._add("train/kl_start", kl.detach())
+            self._add("train/reference_kl", kl.detach())
         return (self.weights[index] * per_token).sum()
 
     def metrics(self) -> dict[str, float]:
-        """Means over the tokens that have gone through the loss; with ``/lag_k`` over those that weights of ``k``
-        versions back have sampled (``MAX_LAG`` stands for all above). ``train/staleness/lag_k`` is their share."""
+        """Means over the tokens that have gone through the loss; with ``/staleness_k`` over those that weights of ``k``
+        versions back have sampled (``MAX_STALENESS`` stands for all above); ``train/share`` is how many those are."""
         means = {name: total / self.tokens for name, total in self._sums.items()}
-        counts = self._by_lag.get("train/staleness")
+        counts = self._by_staleness.get("train/share")
         if counts is not None:
-            for name, sums in self._by_lag.items():
-                of = counts.sum() if name == "train/staleness" else counts
-                means |= {f"{name}/lag_{k}": float(v) for k, v in enumerate(sums / of) if counts[k]}
+            for name, sums in self._by_staleness.items():
+                of = counts.sum() if name == "train/share" else counts
+                means |= {f"{name}/staleness_{k}": float(v) for k, v in enumerate(sums / of) if counts[k]}
         return means
 
     def _compare(self, index: Tensor, log_probs: Tensor) -> None:
@@ -181,18 +184,24 @@ class Objective:
             return
         found = {"train/engine_kl": kl_k3(self.engine_log_probs[index], log_probs)}
         if self._off_policy is not None:
-            found["train/off_policy_weight"], found["train/off_policy_cut"] = (each[index] for each in self._off_policy)
+            found["train/off_policy_weight"], found["train/off_policy_clipped"] = (
+                each[index] for each in self._off_policy
+            )
         for name, values in found.items():
             self._add(name, values)
-        if self.lags is not None:
-            known = self.lags[index] >= 0
-            lags = self.lags[index][known].clamp(max=MAX_LAG)
-            for name, values in {**found, "train/staleness": torch.ones_like(log_probs)}.items():
-                sums = torch.bincount(lags, weights=values[known].double(), minlength=MAX_LAG + 1)
-                self._by_lag[name] = self._by_lag.get(name, 0) + sums
+        if self.staleness is not None:
+            known = self.staleness[index] >= 0
+            ages = self.staleness[index][known].clamp(max=MAX_STALENESS)
+            for name, values in {**found, "train/share": torch.ones_like(log_probs)}.items():
+                sums = torch.bincount(ages, weights=values[known].double(), minlength=MAX_STALENESS + 1)
+                self._by_staleness[name] = self._by_staleness.get(name, 0) + sums
 
     def _add(self, name: str, values: Tensor) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + float(values.sum())
+
+
+def _ratio(log_probs: Tensor, other: Tensor) -> Tensor:
+    return (log_probs - other).clamp(max=MAX_LOG_RATIO).exp()
 
 
 def _scale(logits: Tensor, temperature: float) -> Tensor:

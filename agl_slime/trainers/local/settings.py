@@ -38,7 +38,7 @@ class LocalTrainerSettings:
     """Passes over each batch."""
     kl_coef: float = 0.0
     """Weight of the KL divergence to the start policy; above 0 a frozen copy of it is kept in memory."""
-    aggregation: Literal["token", "sequence"] = "token"
+    aggregation: Literal["token", "rollout"] = "token"
     """Whether every token weighs the same, or every rollout (slime's default)."""
     temperature: float | None = None
     """The sampling temperature of the rollouts: log-probs are those of ``softmax(logits / temperature)``. Unset it is
@@ -97,7 +97,7 @@ class LocalTrainerSettings:
             ("grad_clip", lambda value: value > 0, "above 0 (inf for no clipping)"),
             ("clip", lambda value: 0 < value <= 1, "in (0, 1]"),
             ("clip_high", lambda value: value > 0, "above 0"),
-            ("aggregation", lambda value: value in ("token", "sequence"), "'token' or 'sequence'"),
+            ("aggregation", lambda value: value in ("token", "rollout"), "'token' or 'rollout'"),
             ("old_log_probs", lambda value: value in ("engine", "recompute"), "'engine' or 'recompute'"),
             ("off_policy", lambda value: value in ("none", "tis", "icepop"), "'none', 'tis' or 'icepop'"),
             ("tis_clip", lambda value: 0 < value < math.inf, "above 0"),
@@ -109,5 +109,6 @@ class LocalTrainerSettings:
         for name, used_by in (("tis_clip", "tis"), ("icepop_range", "icepop")):
             if (value := getattr(self, name)) != getattr(type(self), name) and self.off_policy != used_by:
                 raise ConfigError(f"{name} is {value!r} and off_policy {self.off_policy!r}; only {used_by!r} uses it.")
-        if self.lora_targets and not self.lora_rank:
-            raise ConfigError(f"lora_targets is {self.lora_targets!r} without adapters; set lora_rank as well.")
+        for name in ("lora_targets", "lora_alpha") if not self.lora_rank else ():
+            if (value := getattr(self, name)) != getattr(type(self), name):
+                raise ConfigError(f"{name} is {value!r} without adapters; set lora_rank as well.")

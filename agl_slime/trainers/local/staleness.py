@@ -11,17 +11,17 @@ from agl_slime.trainers.local.batch import TrainBatch
 from agl_slime.types import Sample
 
 
-def token_lags(samples: Sequence[Sample], batch: TrainBatch) -> NDArray[np.int64]:
+def token_staleness(samples: Sequence[Sample], batch: TrainBatch) -> NDArray[np.int64]:
     """``[n_tokens]``: versions between the weights that sampled a token under the mask and those that train on it, -1
     where that is not known. ``batch`` was made of ``samples``, flat; their ``metadata`` says the versions:
     ``weight_spans`` of the tokens, ``policy_version`` of the policy that they were delivered to. Versions that are no
     whole numbers cannot be compared."""
-    lags = []
+    found = []
     for sample, tokens, positions in zip(samples, batch.tokens, batch.target_positions, strict=True):
         own = np.full(len(tokens), -1, dtype=np.int64)
         start, policy = len(tokens) - sample.response_length, (sample.metadata or {}).get("policy_version")
         for version, first, end in (sample.metadata or {}).get("weight_spans") or ():
             if policy is not None and str(version).isdecimal():
                 own[start + first : start + end] = max(0, policy - int(version))
-        lags.append(own[positions])
-    return np.concatenate(lags)
+        found.append(own[positions])
+    return np.concatenate(found)

@@ -40,7 +40,7 @@ from agl_slime.trainers.local.model import (
     save_model,
 )
 from agl_slime.trainers.local.settings import LocalTrainerSettings, WeightsDtype
-from agl_slime.trainers.local.staleness import token_lags
+from agl_slime.trainers.local.staleness import token_staleness
 from agl_slime.types import Sample, flat_samples
 
 _STATE_FILE = "trainer_state.pt"
@@ -120,13 +120,13 @@ class LocalTrainer:
             where the engine's are given), of the first minibatch, with ``"recompute"`` of the whole batch. Of
             the steps: ``train/tokens`` (under the mask, of one epoch), ``train/loss`` and ``train/grad_norm`` (before
             clipping), means over steps; ``train/first_ratio_dev_max`` (largest ``|ratio - 1|`` of the first minibatch
-            before its step); ``train/clip_fraction``, ``train/kl`` (from the old policy, k3) and with ``kl_coef``
-            ``train/kl_start`` (to the start policy), means over tokens; where the engine's log-probs are given
+            before its step); ``train/clip_fraction``, ``train/log_ratio_clamped`` (share of tokens whose ratio is
+            beyond ``MAX_LOG_RATIO``), ``train/kl`` (from the old policy, k3) and with ``kl_coef``
+            ``train/reference_kl`` (to the start policy), means over tokens; where the engine's log-probs are given
             ``train/engine_kl`` (of the trainer's policy before the first step, or with ``old_log_probs`` of "engine" of
             the one that is trained, from the engine's; k3), with ``off_policy`` ``train/off_policy_weight`` and
-            ``train/off_policy_cut`` (share of tokens whose weight was truncated or set to 0), and each of these by the
-            age of the weights that sampled (see ``Objective.metrics``); ``train/steps``, ``train/lr`` and
-            ``train/seconds``.
+            ``train/off_policy_clipped`` (share of tokens whose weight was clipped or masked), and each of these by the
+            age of the weights that sampled (see ``Objective.metrics``); and ``steps``, ``lr`` and ``seconds``.
 
         Raises:
             TrainerError: the batch cannot be trained on (nothing has changed then), or the loss or the gradient of a
@@ -149,7 +149,7 @@ class LocalTrainer:
         seen = self._score(self.model, everything, checked.n_tokens) if recompute else _Seen(unseen, unseen.clone())
         old = seen.log_probs if recompute or engine is None else engine
         objective = self._objective(checked, old, engine, everything, n_minibatches=n_minibatches)
-        objective.lags = self._tensor(token_lags(list(flat_samples(batch)), checked))
+        objective.staleness = self._tensor(token_staleness(list(flat_samples(batch)), checked))
         steps: list[tuple[float, float]] = []
         for epoch in range(self.settings.epochs):
             rng = np.random.default_rng((self._seed, iteration, epoch))
@@ -274,8 +274,7 @@ class LocalTrainer:
             self._tensor(micro.token_index).split(size),
         )
         for part, targets, index in zip(*parts, strict=True):
-            with self._computing:
-                logits = logits_of(model, part)
+            logits = logits_of(model, part.to(model.dtype))  # in bfloat16 they would be rounded by hundredths of a nat
             log_probs = token_log_probs(logits, targets, temperature=self._temperature)
             with torch.no_grad():
                 entropy = token_entropy(logits, temperature=self._temperature)
