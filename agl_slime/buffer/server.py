@@ -21,7 +21,7 @@ from agl_slime.buffer.models import ReadRequest, check, openapi_description, par
 from agl_slime.buffer.service import RolloutBuffer
 from agl_slime.buffer.settings import BufferSettings
 from agl_slime.errors import AglSlimeError, BufferRequestError, ConfigError
-from agl_slime.support.http import listening, stop_signal
+from agl_slime.support.http import listening, read_body, stop_signal
 from agl_slime.support.net import has_token
 from agl_slime.support.threads import run_in_thread, run_user_code
 
@@ -35,9 +35,6 @@ _RETRY_AFTER_S = "5"
 # Threads that return from SQLite wait this long for the interpreter lock while the event loop is busy; the default of 5
 # ms adds up to half a second for a batch of 256 items.
 _SWITCH_INTERVAL_S = 0.0005
-
-# Bytes that are parsed in a millisecond or two; a thread that fights for the interpreter lock takes longer.
-_PARSED_AT_ONCE = 512_000
 
 
 def _make_app(buffer: RolloutBuffer) -> web.Application:
@@ -117,12 +114,10 @@ async def _start_rollout(request: web.Request) -> web.Response:
 
 
 async def _parsed(parse: Callable[[bytes], T], request: web.Request) -> T:
-    """What the body says; that of a large one is found out in a thread."""
     try:
-        raw = await request.read()
+        return await read_body(request, parse)
     except web.RequestPayloadError as error:  # a broken encoding, or the other side went away
         raise BufferRequestError(f"the body could not be read: {error}") from error
-    return parse(raw) if len(raw) <= _PARSED_AT_ONCE else await run_in_thread(parse, raw)
 
 
 async def _look(request: web.Request) -> web.Response:

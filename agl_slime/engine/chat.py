@@ -8,47 +8,81 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
+from inspect import signature
+from reprlib import repr as shortened
+from typing import Any, Literal
 
-from agl_slime.engine.requests import UNSUPPORTED, BadRequest, Request, Sampling, parse_generate
+from pydantic import BaseModel, ConfigDict, Field
+
+from agl_slime.engine.requests import UNSUPPORTED, BadRequest, Encode, Request, Sampling, parse, parse_generate
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-
 _SAMPLING_NAMES = (Sampling.model_fields.keys() | UNSUPPORTED.keys()) - {"max_new_tokens"}
 
 
-def chat_requests(body: Mapping[str, Any], *, tokenizer: Any) -> list[Request]:
+class _Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[_Part] | None = None
+
+
+class _Body(BaseModel):
+    """What both forms have beside sampling parameters."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    logprobs: bool | int | None = None
+    top_logprobs: int | None = None
+    max_tokens: int | None = None
+    stream: bool | None = None
+
+
+class _ChatBody(_Body):
+    messages: list[_Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    response_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _CompletionBody(_Body):
+    prompt: str | list[str] | list[int] | list[list[int]]
+
+
+def chat_requests(body: Mapping[str, Any], *, tokenizer: Any, encode: Encode) -> list[Request]:
     """The requests of a ``/v1/chat/completions`` body, one per choice. Raises ``BadRequest``."""
-    messages = body.get("messages")
-    roles = [isinstance(item, Mapping) and isinstance(item.get("role"), str) for item in messages or ()]
-    if not isinstance(messages, list) or not roles or not all(roles):
-        raise BadRequest("messages must be a list of objects with a role.")
-    if (body.get("response_format") or {}).get("type", "text") != "text":
+    asked = parse(_ChatBody, body)
+    if (asked.response_format or {}).get("type", "text") != "text":
         raise BadRequest("response_format is not supported by the embedded engine: leave it out or use a real SGLang")
-    rendered = [{**item, "content": _text(item.get("content"))} for item in messages]
+    kwargs = asked.chat_template_kwargs or {}
+    if own := sorted(kwargs.keys() & signature(tokenizer.apply_chat_template).parameters.keys()):
+        raise BadRequest(f"chat_template_kwargs are variables of the template, not {shortened(own)}")
+    rendered = [{**message.model_dump(), "content": _text(message.content)} for message in asked.messages]
     try:
-        ids = tokenizer.apply_chat_template(
-            rendered,
-            tools=_tools(body),
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            **(body.get("chat_template_kwargs") or {}),
-        )["input_ids"]
+        text = tokenizer.apply_chat_template(
+            rendered, tools=_tools(body), add_generation_prompt=True, tokenize=False, **kwargs
+        )
     except Exception as error:  # the template is code of the model's: whatever it raises is about these messages
         raise BadRequest(f"The chat template cannot render these messages: {error}") from error
-    maximum = body.get("max_completion_tokens") or body.get("max_tokens")
-    return _requests(body, {"input_ids": list(ids)}, maximum, encode=tokenizer.encode)
+    maximum = asked.max_completion_tokens or asked.max_tokens
+    return _requests(body, {"input_ids": encode(text, add_special_tokens=False)}, maximum, encode=encode)
 
 
-def completion_requests(body: Mapping[str, Any], *, encode: Callable[[str], list[int]]) -> list[Request]:
+def completion_requests(body: Mapping[str, Any], *, encode: Encode) -> list[Request]:
     """The requests of a ``/v1/completions`` body: ``prompt`` is a string, a list of strings, a list of ids or a list of
     such lists. Raises ``BadRequest``."""
-    prompt = body.get("prompt")
-    if not isinstance(prompt, (str, list)) or not prompt:
-        raise BadRequest(f"prompt must be one or several strings or lists of ids, none of them empty, got {prompt!r}.")
-    text = isinstance(prompt, str) or isinstance(prompt[0], str)
-    maximum = 16 if body.get("max_tokens") is None else body["max_tokens"]  # OpenAI's default here
+    asked = parse(_CompletionBody, body)
+    prompt = asked.prompt
+    text = isinstance(prompt, str) or (prompt and isinstance(prompt[0], str))
+    maximum = 16 if asked.max_tokens is None else asked.max_tokens  # OpenAI's default here
     return _requests(body, {"text" if text else "input_ids": prompt}, maximum, encode=encode)
 
 
@@ -114,9 +148,7 @@ def _tools(body: Mapping[str, Any]) -> Any:
     return body.get("tools") if body.get("tool_choice") != "none" else None
 
 
-def _requests(
-    body: Mapping[str, Any], prompt: dict[str, Any], maximum: Any, *, encode: Callable[[str], list[int]]
-) -> list[Request]:
+def _requests(body: Mapping[str, Any], prompt: dict[str, Any], maximum: int | None, *, encode: Encode) -> list[Request]:
     """``prompt`` as ``/generate`` takes it, with what an OpenAI-style body says besides."""
     given = {name: body[name] for name in _SAMPLING_NAMES if body.get(name) is not None}
     logprobs = bool(body.get("logprobs"))
@@ -127,11 +159,6 @@ def _requests(
     return parse_generate({**generate, "rid": body.get("rid")}, encode=encode)[0]
 
 
-def _text(content: Any) -> str:
+def _text(content: str | list[_Part] | None) -> str:
     """A message's content as one string; OpenAI's list form may hold text parts only."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    try:
-        return "".join(str({"text": part["text"]}[part["type"]]) for part in content)
-    except (KeyError, TypeError):
-        raise BadRequest("A message's content must be a string or a list of text parts.") from None
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())

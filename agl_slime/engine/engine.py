@@ -11,6 +11,7 @@ A single-worker executor, each step queueing the next one, was measured slower b
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -31,6 +32,8 @@ from agl_slime.errors import EngineError
 T = TypeVar("T")
 
 _ROOM_TOKENS = 256  # of what a request may still sample, so much is kept free when it is let in; more seldom come
+_ABORTED = {"type": "abort", "message": "", "status_code": None, "err_type": None}
+_NOT_FINITE = "the model's logits are not finite: load other weights"
 _UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
@@ -147,12 +150,16 @@ class Engine:
         parameters, slots = self._model.num_parameters(), self._slots
         kind, threads = type(self._model).__name__, torch.get_num_threads()
         return (
-            f"{kind} of {parameters / 1e6:,.1f} M parameters ({_size(4 * parameters)}, float32) on "
+            f"{kind} of {parameters / 1e6:,.1f} M parameters ({_size(self.weight_bytes)}, float32) on "
             f"{threads} torch thread{'s' * (threads > 1)}; "
             f"keys and values of a token take {_size(slots.bytes_per_token)}: "
             f"at most {self.max_running} requests at once, {self.context_length:,} tokens each, "
             f"{slots.capacity:,} together ({_size(slots.capacity * slots.bytes_per_token)})"
         )
+
+    @property
+    def weight_bytes(self) -> int:
+        return 4 * self._model.num_parameters()
 
     @property
     def alive(self) -> bool:
@@ -286,14 +293,18 @@ class Engine:
         done: list[int] = []
         for row, (token, log_prob) in enumerate(zip(ids.tolist(), log_probs.tolist(), strict=True), first):
             request = self._running[row]
+            if not math.isfinite(log_prob):
+                request.finish = {**_ABORTED, "message": _NOT_FINITE, "status_code": 500}
+                done.append(row)
+                continue
             if not request.versions or request.versions[-1][0] != version:
                 request.versions.append((version, len(request.output_ids)))
             request.output_ids.append(token)
             if request.top_logprobs:
                 request.tops.append(tops[row - first][: request.top_logprobs])
             request.log_probs.append(log_prob)
-            if len(request.output_ids) >= request.limit or request.stop_tail or token in request.ends:
-                request.finish = self._finish_reason(request, token)
+            if request.may_end(token):
+                request.finish = request.reason_to_end(token, self._tokenizer)
             if request.finish is not None:
                 done.append(row)
             elif request.on_token is not None:
@@ -301,24 +312,6 @@ class Engine:
         self.tokens_sampled += len(ids)
         for row in reversed(done):
             self._end(self._remove(row))
-
-    def _finish_reason(self, request: Request, token: int) -> dict[str, Any] | None:
-        # SGLang's order: length, stop strings, stop tokens
-        sampling = request.sampling
-        if len(request.output_ids) >= request.limit:
-            if request.limit == 0:  # SGLang samples one token all the same and reports none
-                request.output_ids.clear()
-                request.log_probs.clear()
-                request.tops.clear()
-                request.versions.clear()
-            return {"type": "length", "length": request.limit}
-        if sampling.stop:
-            tail = str(self._tokenizer.decode(request.output_ids[-request.stop_tail :], skip_special_tokens=False))
-            if matched := next((text for text in sampling.stop if text in tail), None):
-                return {"type": "stop", "matched": matched}
-        if token in request.ends:
-            return {"type": "stop", "matched": token}
-        return None
 
     def _remove(self, row: int) -> Request:
         request = self._running[row]
@@ -353,7 +346,7 @@ class Engine:
 
     def _end_aborted(self, request: Request) -> None:
         message = "Aborted" if request.started else "Abort in waiting queue"
-        request.finish = {"type": "abort", "message": message, "status_code": None, "err_type": None}
+        request.finish = {**_ABORTED, "message": message}
         self._end(request)
 
     def _pause(self, mode: str) -> None:

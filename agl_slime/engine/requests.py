@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from reprlib import repr as shortened
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, ValidationError, model_validator
 
 M = TypeVar("M", bound=BaseModel)
+Encode = Callable[..., list[int]]
+"""A tokenizer's ``encode``."""
 
 # Parameters of SGLang that change what is sampled and are not built here: refused when set, never ignored. The value is
 # what leaves them off.
@@ -23,6 +27,14 @@ UNSUPPORTED: Mapping[str, Any] = {
 # Accepted without effect: spaces_between_special_tokens concerns slow tokenizers; a stock SGLang ignores the others as
 # well unless it is started for them.
 _WITHOUT_EFFECT = ("spaces_between_special_tokens", "custom_params", "stream_interval", "sampling_seed")
+
+
+MOST_SEQUENCES = 4096
+"""Of one request: prompts times ``n``."""
+Name = Annotated[str, StringConstraints(max_length=256)]
+Start = Annotated[int, Field(ge=-1)]
+Top = Annotated[int, Field(ge=0, le=100)]  # as many pairs are kept for each sampled token
+_Stop = Annotated[str, StringConstraints(max_length=1024)]
 
 
 class BadRequest(ValueError):
@@ -37,7 +49,7 @@ def parse(model: type[M], body: Any) -> M:
         first = error.errors(include_url=False)[0]
         own = first.get("ctx", {}).get("error")
         where = ".".join(map(str, first["loc"])) or "The body"
-        raise BadRequest(str(own) if own else f"{where}: {first['msg']}, got {first['input']!r:.200}") from None
+        raise BadRequest(str(own) if own else f"{where}: {first['msg']}, got {shortened(first['input'])}") from None
 
 
 class Sampling(BaseModel):
@@ -47,14 +59,14 @@ class Sampling(BaseModel):
 
     temperature: FiniteFloat = 1.0
     top_p: FiniteFloat = 1.0
-    top_k: int = -1
+    top_k: int = Field(default=-1, le=2**31 - 1)  # as in SGLang, whose tensor of them is of int32
     max_new_tokens: int | None = 128
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[_Stop, ...] = Field(default=(), max_length=256)
+    stop_token_ids: tuple[int, ...] = Field(default=(), max_length=4096)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
-    n: int = 1
+    n: int = Field(default=1, le=MOST_SEQUENCES)
     """Answers to one prompt."""
 
     @model_validator(mode="before")
@@ -155,6 +167,23 @@ class Request:
         # last tokens; 3 more complete a character that was cut
         self.stop_tail = max((len(text.encode()) + 3 for text in self.sampling.stop), default=0)
 
+    def may_end(self, token: int) -> bool:
+        """Whether ``reason_to_end`` is to be asked after the sampled ``token``."""
+        return len(self.output_ids) >= self.limit or self.stop_tail > 0 or token in self.ends
+
+    def reason_to_end(self, token: int, tokenizer: Any) -> dict[str, Any] | None:
+        """SGLang's reasons in its order: length, stop strings, stop tokens."""
+        if len(self.output_ids) >= self.limit:
+            if self.limit == 0:  # SGLang samples one token all the same and reports none
+                for sampled in (self.output_ids, self.log_probs, self.tops, self.versions):
+                    sampled.clear()
+            return {"type": "length", "length": self.limit}
+        if self.sampling.stop:
+            tail = str(tokenizer.decode(self.output_ids[-self.stop_tail :], skip_special_tokens=False))
+            if matched := next((text for text in self.sampling.stop if text in tail), None):
+                return {"type": "stop", "matched": matched}
+        return {"type": "stop", "matched": token} if token in self.ends else None
+
 
 class GenerateBody(BaseModel):
     """The body of ``/generate``; what SGLang has besides is ignored where it does not change the answer."""
@@ -164,26 +193,30 @@ class GenerateBody(BaseModel):
     text: str | list[str] | None = None
     input_ids: list[int] | list[list[int]] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any] | None] | None = None
-    rid: str | list[str] | None = None
+    rid: Name | list[Name] | None = None
     return_logprob: bool | list[bool] | None = None
-    logprob_start_len: int | list[int] | None = None
-    top_logprobs_num: int | list[int] | None = None
+    logprob_start_len: Start | list[Start] | None = None
+    top_logprobs_num: Top | list[Top] | None = None
     stream: bool | None = None
 
 
-def parse_generate(body: Any, *, encode: Callable[[str], list[int]]) -> tuple[list[Request], bool]:
-    """The requests of a ``/generate`` body and whether the answer is a single object rather than a list. Raises
-    ``BadRequest``."""
+def parse_generate(body: Any, *, encode: Encode) -> tuple[list[Request], bool, bool]:
+    """The requests of a ``/generate`` body, whether the answer is a single object rather than a list, and whether it is
+    to be streamed. Raises ``BadRequest``."""
     asked = parse(GenerateBody, body)
     if (asked.text is None) == (asked.input_ids is None):
         raise BadRequest("Either text, input_ids or input_embeds should be provided: here text or input_ids.")
     given: Any = asked.input_ids if asked.text is None else asked.text
     batched = isinstance(given, list) and not (given and isinstance(given[0], int))
-    prompts = [encode(item) if isinstance(item, str) else item for item in (given if batched else [given])]
-    if not prompts or not all(prompts):
+    if not given:
         raise BadRequest("input_ids cannot be empty.")
-    params = [parse(Sampling, item) for item in _each(asked.sampling_params, len(prompts), "sampling_params")]
-    n = params[0].n
+    count = len(given) if batched else 1
+    params = [parse(Sampling, item) for item in _each(asked.sampling_params, count, "sampling_params")]
+    if count * (n := params[0].n) > MOST_SEQUENCES:
+        raise BadRequest(f"{count} prompts and n={n} are more than {MOST_SEQUENCES} sequences: send several requests.")
+    prompts = [encode(item) if isinstance(item, str) else item for item in (given if batched else [given])]
+    if not all(prompts):
+        raise BadRequest("input_ids cannot be empty.")
     if any(item.n != n for item in params):
         raise BadRequest("The parallel_sample_num should be the same for all samples in sample params.")
     rids = iter(_rids(asked.rid, len(prompts), n, batched))
@@ -197,14 +230,14 @@ def parse_generate(body: Any, *, encode: Callable[[str], list[int]]) -> tuple[li
             sampling=sampling,
             return_logprob=bool(logprob),
             logprob_start_len=start if logprob and start is not None else -1,
-            top_logprobs=max(0, top or 0) if logprob else 0,
+            top_logprobs=top or 0 if logprob else 0,
         )
         for prompt, sampling, logprob, start, top in zip(prompts, params, wanted, starts, tops, strict=True)
         for _ in range(n)
     ]
     if asked.stream and len(requests) > 1:
         raise BadRequest("stream is supported by the embedded engine for one prompt and n=1 only: use a real SGLang")
-    return requests, not batched and n == 1
+    return requests, not batched and n == 1, bool(asked.stream)
 
 
 def _each(value: Any, count: int, name: str) -> list[Any]:
@@ -221,6 +254,6 @@ def _rids(rid: str | list[str] | None, prompts: int, n: int, batched: bool) -> l
         return [f"{rid}_{index}" for index in range(prompts)] if batched else [rid]
     if len(rid) != prompts:
         raise BadRequest("The specified rids length mismatch with the batch_size for batch processing.")
-    if duplicates := sorted({item for item in rid if rid.count(item) > 1}):
-        raise BadRequest(f"Duplicate request IDs detected within the request: {duplicates}")
+    if duplicates := sorted(item for item, count in Counter(rid).items() if count > 1):
+        raise BadRequest(f"Duplicate request IDs detected within the request: {shortened(duplicates)}")
     return rid

@@ -131,4 +131,5 @@ def _pick(weights: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     total = cumulative[:, -1:]
     point = torch.rand(weights.shape[0], 1, dtype=torch.float64, generator=generator) * total
     point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, point, right=True).squeeze(1)
+    # weights that are not finite, as of a model whose logits are not, still give a place
+    return torch.searchsorted(cumulative, point, right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)

@@ -9,35 +9,54 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+import orjson
 from aiohttp import web
+from aiohttp.typedefs import Handler
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from transformers import PreTrainedTokenizerBase
 
 from agl_slime.engine.chat import chat_requests, completion_requests, openai_answer
 from agl_slime.engine.engine import Engine
-from agl_slime.engine.requests import BadRequest, Request, Sampling, parse_generate
+from agl_slime.engine.information import INFORMATION
+from agl_slime.engine.requests import BadRequest, Name, Request, Sampling, parse, parse_generate
 from agl_slime.engine.weights import read_weights
 from agl_slime.errors import AglSlimeError, ConfigError, EngineError
+from agl_slime.support.http import json_response, read_body
 from agl_slime.support.net import has_token
-from agl_slime.support.threads import usable_cores
+from agl_slime.support.threads import run_in_thread, usable_cores
 
 T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+M = TypeVar("M", bound=BaseModel)
 
-_MAX_BODY_BYTES = 256 * 1024**2
-_INFO_PATHS = ("/model_info", "/get_model_info", "/server_info", "/get_server_info")
+_MAX_BODY_BYTES = 64 * 1024**2
 _SMALL_PARAMETERS = 10_000_000
 # Bound on a weight update or another control call; a generation takes as long as its tokens do.
 _CONTROL_TIMEOUT_S = 120.0
 # SGLang's own bound on a health check that generates.
 _HEALTH_TIMEOUT_S = 20.0
+
+
+class _PauseBody(BaseModel):
+    mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+class _AbortBody(BaseModel):
+    rid: Name | None = None
+    abort_all: bool = False
+
+
+class _UpdateBody(BaseModel):
+    model_config = ConfigDict(protected_namespaces=())
+
+    model_path: str = Field(min_length=1, max_length=4096, pattern="^[^\0]*$")
+    weight_version: Annotated[Name | None, BeforeValidator(lambda v: str(v) if isinstance(v, int) else v)] = None
+    abort_all_requests: bool = False
 
 
 class EmbeddedServer:
@@ -50,7 +69,8 @@ class EmbeddedServer:
         self._tokenizer: Any = tokenizer
         self._model_path = model_path
         self._token = token
-        self._worker_id = str(uuid.uuid4())
+        self._updating = asyncio.Lock()  # one update at a time: an answer is of its own, and one checkpoint in memory
+        self._most_characters = self.engine.context_length * max(map(len, self._tokenizer.get_vocab()))
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._guarded])
@@ -67,10 +87,7 @@ class EmbeddedServer:
                 web.post("/continue_generation", self._continue),
                 web.post("/abort_request", self._abort),
                 web.post("/update_weights_from_disk", self._update_weights),
-                *(web.get(path, self._info) for path in _INFO_PATHS),
-                web.get("/v1/models", self._models),
-                web.get("/v1/loads", self._loads),
-                web.get("/workers", self._workers),
+                *(web.get(path, self._say(about)) for path, about in INFORMATION.items()),
                 web.get("/health", self._health),
                 web.get("/health_generate", self._health_generate),
             ]
@@ -86,26 +103,27 @@ class EmbeddedServer:
         """Every request: its token is looked at, and errors are answered in SGLang's form."""
         try:
             if not has_token(request.headers.get("Authorization"), self._token):
-                return _answer({"error": {"message": "Unauthorized"}}, status=401)
+                return json_response({"error": {"message": "Unauthorized"}}, status=401)
             return await handler(request)
-        except BadRequest as error:
+        except (BadRequest, RecursionError) as error:
             openai = {"object": "error", "message": str(error), "type": "BadRequestError", "param": None, "code": 400}
-            return _answer(
+            return json_response(
                 openai if request.path.startswith("/v1/") else {"error": {"message": str(error)}}, status=400
             )
+        except web.HTTPException as error:  # an unknown path, too large a body
+            return json_response({"error": {"message": error.reason}}, status=error.status)
         except (AglSlimeError, asyncio.TimeoutError) as error:
-            return _answer({"error": {"message": str(error) or type(error).__name__}}, status=500)
+            return json_response({"error": {"message": str(error) or type(error).__name__}}, status=500)
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
-        body = await _object(http)
-        requests, single = parse_generate(body, encode=self._tokenizer.encode)
-        if body.get("stream"):
+        requests, single, stream = await read_body(http, lambda raw: parse_generate(_json(raw), encode=self._encode))
+        if stream:
             return await self._stream(http, requests[0])
         await self._run(requests)
         answers = [self._generate_answer(request) for request in requests]
-        return _answer(answers[0] if single else answers)
+        return json_response(answers[0] if single else answers)
 
     async def _stream(self, http: web.Request, request: Request) -> web.StreamResponse:
         """Events that each hold all that was sampled so far; of steps that came meanwhile, the last."""
@@ -122,24 +140,33 @@ class EmbeddedServer:
                     running.result()
                 if not response.prepared:
                     await response.prepare(http)
-                await response.write(b"data: %s\n\n" % json.dumps(self._generate_answer(_so_far(request))).encode())
+                await response.write(b"data: %s\n\n" % orjson.dumps(self._generate_answer(_so_far(request))))
         finally:
             running.cancel()
         await response.write(b"data: [DONE]\n\n")
         return response
 
     async def _chat(self, http: web.Request) -> web.Response:
-        body = await _object(http)
-        return await self._openai(body, chat_requests(body, tokenizer=self._tokenizer))
+        return await self._openai(http, partial(chat_requests, tokenizer=self._tokenizer))
 
     async def _completions(self, http: web.Request) -> web.Response:
-        body = await _object(http)
-        return await self._openai(body, completion_requests(body, encode=self._tokenizer.encode))
+        return await self._openai(http, completion_requests)
 
-    async def _openai(self, body: dict[str, Any], requests: list[Request]) -> web.Response:
+    async def _openai(self, http: web.Request, requests_of: Callable[..., list[Request]]) -> web.Response:
+        def read(raw: bytes) -> tuple[dict[str, Any], list[Request]]:
+            body = _json(raw)
+            return body, requests_of(body, encode=self._encode)
+
+        body, requests = await read_body(http, read)
         await self._run(requests)
         body["model"] = str(body.get("model") or self._model_path)
-        return _answer(openai_answer(requests, body, tokenizer=self._tokenizer, text=self._text))
+        return json_response(openai_answer(requests, body, tokenizer=self._tokenizer, text=self._text))
+
+    def _encode(self, text: str, **options: Any) -> list[int]:
+        if len(text) > self._most_characters:
+            most = f"the {self.engine.context_length} tokens of the model's context length can stand for"
+            raise BadRequest(f"The input ({len(text)} characters) is longer than {most}.")
+        return self._tokenizer.encode(text, **options)
 
     async def _run(self, requests: list[Request]) -> None:
         """Until every request has ended; when the client goes away they are aborted."""
@@ -157,6 +184,8 @@ class EmbeddedServer:
             raise
         if self.engine.failure is not None:
             raise EngineError(f"the embedded engine has stopped: {self.engine.failure}")
+        if failed := next((request.finish for request in requests if (request.finish or {}).get("status_code")), None):
+            raise EngineError(failed["message"])
 
     def _generate_answer(self, request: Request) -> dict[str, Any]:
         meta: dict[str, Any] = {
@@ -203,7 +232,7 @@ class EmbeddedServer:
 
     async def _flush_cache(self, http: web.Request) -> web.Response:
         try:
-            deadline = time.monotonic() + float(http.query.get("timeout", "0"))
+            deadline = time.monotonic() + min(float(http.query.get("timeout", "0")), _CONTROL_TIMEOUT_S)
         except ValueError as error:
             raise BadRequest(f"timeout must be a number of seconds, got {http.query['timeout']!r}.") from error
         while not self.engine.idle and time.monotonic() < deadline:  # noqa: ASYNC110 - a rare call, bounded by its timeout
@@ -214,70 +243,40 @@ class EmbeddedServer:
         return web.Response(status=400, text="Cache not flushed because there are pending requests.\n")
 
     async def _pause(self, http: web.Request) -> web.Response:
-        mode = (await _object(http)).get("mode", "abort")
-        if mode not in ("abort", "in_place", "retract"):
-            raise BadRequest(f"mode must be abort, in_place or retract, got {mode!r}.")
-        await _control(self.engine.pause(mode))
-        return _answer({"message": "Generation paused successfully.", "status": "ok"})
+        await _control(self.engine.pause((await _body(http, _PauseBody)).mode))
+        return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, http: web.Request) -> web.Response:
         await _control(self.engine.resume())
-        return _answer({"message": "Generation continued successfully.", "status": "ok"})
+        return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _abort(self, http: web.Request) -> web.Response:
-        body = await _object(http)
-        rid, everything = body.get("rid") or None, bool(body.get("abort_all"))
-        if rid is not None or everything:
-            await _control(self.engine.abort(None if everything else str(rid)))
+        asked = await _body(http, _AbortBody)
+        if asked.rid or asked.abort_all:
+            await _control(self.engine.abort(None if asked.abort_all else asked.rid))
         return web.Response()
 
     async def _update_weights(self, http: web.Request) -> web.Response:
-        body = await _object(http)
-        path, version = body.get("model_path"), body.get("weight_version")
-        if not isinstance(path, str) or not path:
-            raise BadRequest(f"model_path must be the directory of a checkpoint, got {path!r}.")
-        if body.get("abort_all_requests"):
+        asked = await _body(http, _UpdateBody)
+        if asked.abort_all_requests:
             await _control(self.engine.abort())
-        try:
-            tensors = await asyncio.get_running_loop().run_in_executor(None, read_weights, path)
-            await _control(self.engine.update_weights(tensors, version=None if version is None else str(version)))
-        except ConfigError as error:
-            return _answer({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
-        self._model_path = path
-        message = f"Succeeded to update model weights. Weight version: {self.engine.weight_version}."
-        return _answer({"success": True, "message": message, "num_paused_requests": 0})
+        async with self._updating:
+            try:
+                tensors = await run_in_thread(read_weights, asked.model_path, self.engine.weight_bytes)
+                await _control(self.engine.update_weights(tensors, version=asked.weight_version))
+            except ConfigError as error:
+                return json_response({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
+            self._model_path = asked.model_path
+            message = f"Succeeded to update model weights. Weight version: {self.engine.weight_version}."
+        return json_response({"success": True, "message": message, "num_paused_requests": 0})
 
     # -- what it is and how it does -----------------------------------------------------------------------------------
 
-    async def _models(self, http: web.Request) -> web.Response:
-        card = {"id": self._model_path, "object": "model", "created": int(time.time()), "owned_by": "sglang"}
-        card |= {"root": self._model_path, "max_model_len": self.engine.context_length}
-        return _answer({"object": "list", "data": [card]})
+    def _say(self, about: Callable[[Engine, str, str], dict[str, Any]]) -> Callable[..., Awaitable[web.Response]]:
+        async def say(http: web.Request) -> web.Response:
+            return json_response(about(self.engine, self._model_path, f"{http.scheme}://{http.host}"))
 
-    async def _info(self, http: web.Request) -> web.Response:
-        """Of the model and of the server in one: each of SGLang's two answers has some of these."""
-        return _answer(
-            {
-                "model_path": self._model_path,
-                "tokenizer_path": self._model_path,
-                "served_model_name": self._model_path,
-                "is_generation": True,
-                "model_type": getattr(self.engine.config, "model_type", None),
-                "architectures": getattr(self.engine.config, "architectures", None),
-                "version": "embedded",
-                "dtype": "float32",
-                "status": "ready" if self.engine.alive else "failed",
-                "weight_version": self.engine.weight_version,
-                "context_length": self.engine.context_length,
-                "vocab_size": self.engine.vocab_size,  # not SGLang's
-                "max_running_requests": self.engine.max_running,
-                "max_total_num_tokens": self.engine.max_total_tokens,
-                "dp_size": 1,
-                "tp_size": 1,
-                "enable_memory_saver": False,  # slime asks for it before it uses an engine that runs already
-                "tokens_sampled": self.engine.tokens_sampled,
-            }
-        )
+        return say
 
     async def _health(self, http: web.Request) -> web.Response:
         return web.Response(status=200 if self.engine.alive else 503)
@@ -290,37 +289,6 @@ class EmbeddedServer:
         except (asyncio.TimeoutError, EngineError):
             return web.Response(status=503)
         return web.Response()
-
-    async def _loads(self, http: web.Request) -> web.Response:
-        (running, waiting, tokens), rows = self.engine.load(), self.engine.max_running
-        capacity = self.engine.max_total_tokens
-        core = {
-            "num_running_reqs": running,
-            "num_waiting_reqs": waiting,
-            "num_used_tokens": tokens,
-            "max_total_num_tokens": capacity,
-            "token_usage": tokens / capacity,
-            "max_running_requests": rows,
-        }
-        return _answer({"version": "embedded", "loads": [core]})
-
-    async def _workers(self, http: web.Request) -> web.Response:
-        """Itself, as sglang-router lists its workers."""
-        running, waiting, _ = self.engine.load()
-        worker = {
-            "id": self._worker_id,
-            "url": f"{http.scheme}://{http.host}",
-            "model_id": self._model_path,
-            "priority": 50,
-            "cost": 1.0,
-            "worker_type": "regular",
-            "is_healthy": self.engine.alive,
-            "load": running + waiting,
-            "connection_mode": "HTTP",
-            "metadata": {"tp_size": "1", "dp_size": "1", "model_path": self._model_path},
-            "disable_health_check": False,
-        }
-        return _answer({"workers": [worker], "total": 1, "stats": {"regular_count": 1}})
 
 
 def _so_far(request: Request) -> Request:
@@ -336,19 +304,19 @@ async def _control(future: Future[T]) -> T:
     return await asyncio.wait_for(asyncio.wrap_future(future), _CONTROL_TIMEOUT_S)
 
 
-async def _object(http: web.Request) -> dict[str, Any]:
+async def _body(http: web.Request, model: type[M]) -> M:
+    return await read_body(http, lambda raw: parse(model, _json(raw)))
+
+
+def _json(raw: bytes) -> dict[str, Any]:
     """The JSON object of a request; an empty body means no settings."""
     try:
-        body = json.loads(await http.read() or b"{}")
+        body = orjson.loads(raw or b"{}")
     except ValueError as error:
         raise BadRequest(f"The body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequest(f"The body must be a JSON object, got {type(body).__name__}.")
     return body
-
-
-def _answer(body: Any, *, status: int = 200) -> web.Response:
-    return web.json_response(body, status=status, dumps=partial(json.dumps, ensure_ascii=False, allow_nan=False))
 
 
 def load_server(

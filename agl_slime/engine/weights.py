@@ -12,11 +12,15 @@ from safetensors.torch import load_file
 from agl_slime.errors import ConfigError
 
 
-def read_weights(directory: str | Path) -> dict[str, torch.Tensor]:
+def read_weights(directory: str | Path, model_bytes: int | None = None) -> dict[str, torch.Tensor]:
     """All tensors of a Hugging Face checkpoint in safetensors form, sharded or not. Raises ``ConfigError`` when there
-    is none or it cannot be read."""
-    if not (files := sorted(Path(directory).glob("model*.safetensors"))):
+    is none, it cannot be read, or it is too large for a model of ``model_bytes`` in float32."""
+    files = [file for file in sorted(Path(directory).glob("model*.safetensors")) if file.is_file()]
+    if not files:
         raise ConfigError(f"model_path {str(directory)!r} holds no model.safetensors: pass a Hugging Face checkpoint")
+    # in float64, and tied weights twice, with their names
+    if model_bytes is not None and sum(file.stat().st_size for file in files) > 4 * model_bytes + 2**20:
+        raise ConfigError(f"the checkpoint in {str(directory)!r} is too large for this model: pass one of its own")
     try:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
     except Exception as error:  # a file cut short: safetensors raises classes of its own

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import aiohttp
@@ -17,6 +17,11 @@ from aiohttp.typedefs import Handler
 from yarl import URL
 
 from agl_slime.support.net import is_loopback, page_refusal
+from agl_slime.support.threads import run_in_thread
+
+T = TypeVar("T")
+
+_PARSED_AT_ONCE = 256 * 1024  # bytes; JSON of 1 MB takes about 5 ms
 
 RETRIED_4XX = frozenset({408, 425, 429})
 """The statuses that blame the request and yet may pass: a time-out, too early, too many."""
@@ -65,11 +70,11 @@ class _Guard:
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.transport is not None:
             self._spoke.add(request.transport)
-        if refusal := page_refusal(request.headers, check_host=self._check_host):
-            return json_response({"message": refusal, "error": {"message": refusal}}, status=403)
-        if request.headers.get("Content-Encoding", "identity") != "identity":
-            told = "the body is compressed: send it as it is"
-            return json_response({"message": told, "error": {"message": told}}, status=415)
+        refusal, status = page_refusal(request.headers, check_host=self._check_host), 403
+        if refusal is None and request.headers.get("Content-Encoding", "identity") != "identity":
+            refusal, status = "the body is compressed: send it as it is", 415
+        if refusal is not None:  # in the form of each server
+            return json_response({"success": False, "message": refusal, "error": {"message": refusal}}, status=status)
         if not request.content.is_eof():
             self._watch(request, 0)
         return await handler(request)
@@ -105,6 +110,12 @@ def stop_signal() -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     return stop
+
+
+async def read_body(request: web.Request, parse: Callable[[bytes], T]) -> T:
+    """What ``parse`` makes of the body; of a large one in a thread."""
+    raw = await request.read()
+    return parse(raw) if len(raw) <= _PARSED_AT_ONCE else await run_in_thread(parse, raw)
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

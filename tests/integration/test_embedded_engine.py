@@ -160,3 +160,19 @@ def test_a_failure_in_the_model_ends_every_request_and_every_call(
         engine.submit(answers.request("c"))
     with pytest.raises(EngineError, match="out of luck"):
         engine.pause().result(10)
+
+
+def test_logits_that_are_not_finite_end_their_requests_and_not_the_engine(engine: Engine, policy_dir: Path) -> None:
+    """Weights that are finite, and whose products are not."""
+    answers = Answers()
+    weights = read_weights(policy_dir)
+    engine.update_weights({**weights, "model.norm.weight": weights["model.norm.weight"] * 1e38}).result(10)
+    for sampling in (Sampling(max_new_tokens=9), Sampling(temperature=0.0), Sampling(top_p=0.5), Sampling(top_k=3)):
+        engine.submit(answers.request("a", sampling=sampling))
+        finish = answers.next().finish
+        assert finish is not None
+        assert (finish["type"], finish.get("status_code")) == ("abort", 500), finish
+        assert "not finite" in finish["message"]
+    engine.update_weights(weights).result(10)
+    engine.submit(answers.request("a", sampling=Sampling(max_new_tokens=3, ignore_eos=True)))
+    assert len(answers.next().output_ids) == 3

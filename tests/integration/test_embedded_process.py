@@ -60,7 +60,7 @@ def test_it_starts_on_a_free_port_asks_every_request_for_its_token_and_stops_qui
         token = {"Authorization": "Bearer s3cret"}
         request = urllib.request.Request(f"{engine.url}/v1/models", headers=token)
         with urllib.request.urlopen(request, timeout=10) as answer:
-            assert b'"max_model_len": 512' in answer.read()
+            assert b'"max_model_len":512' in answer.read()
         with pytest.raises(EngineError, match="already started"):
             engine.start()
         url, started = engine.url, time.monotonic()

@@ -135,6 +135,18 @@ async def test_new_weights_come_under_their_version(client: Client, model: Any, 
         )
 
 
+async def test_each_of_many_updates_at_once_is_answered_with_its_own_version(client: Client) -> None:
+    if client.server.real:
+        pytest.skip("SGLang says no version in its answer")
+    body = {"model_path": str(client.server.policy)}
+    versions = [f"many-{number}" for number in range(12)]
+    answers = await asyncio.gather(
+        *(client.post("/update_weights_from_disk", {**body, "weight_version": version}) for version in versions)
+    )
+    for version, answer in zip(versions, answers, strict=True):
+        assert answer["message"].endswith(f"Weight version: {version}.")
+
+
 async def test_weights_that_cannot_be_loaded_leave_the_old_ones(client: Client, model: Any) -> None:
     version = (await client.get("/model_info"))["weight_version"]
     answer = await client.post(

@@ -105,22 +105,22 @@ def test_malformed_bodies_are_refused(body: Any) -> None:
 
 
 def test_one_prompt_gives_one_answer_and_lists_give_lists() -> None:
-    requests, single = parse({"input_ids": [1, 2], "rid": "x", "return_logprob": True, "logprob_start_len": 0})
+    requests, single, _ = parse({"input_ids": [1, 2], "rid": "x", "return_logprob": True, "logprob_start_len": 0})
     assert single
     assert [
         (request.rid, request.input_ids, request.return_logprob, request.logprob_start_len) for request in requests
     ] == [("x", [1, 2], True, 0)]
-    requests, single = parse({"text": ["ab", "c"], "rid": "x"})
+    requests, single, _ = parse({"text": ["ab", "c"], "rid": "x"})
     assert not single
     assert [(request.rid, request.input_ids) for request in requests] == [("x_0", [97, 98]), ("x_1", [99])]
-    requests, single = parse({"input_ids": [[1], [2]], "sampling_params": {"n": 2}})
+    requests, single, _ = parse({"input_ids": [[1], [2]], "sampling_params": {"n": 2}})
     assert not single
     assert [request.input_ids for request in requests] == [[1], [1], [2], [2]]
     assert len({request.rid for request in requests}) == 4
 
 
 def test_input_log_probs_need_return_logprob() -> None:
-    requests, _ = parse({"input_ids": [1, 2], "logprob_start_len": 0})
+    requests, _, _ = parse({"input_ids": [1, 2], "logprob_start_len": 0})
     assert requests[0].logprob_start_len == -1
 
 

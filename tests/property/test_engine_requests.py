@@ -1,0 +1,195 @@
+"""Whatever a request to the embedded engine holds, the answer is typed, and the next ordinary question is answered."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
+
+from agl_slime.engine import EmbeddedEngine
+from agl_slime.engine.requests import UNSUPPORTED, Sampling
+
+SAMPLING = sorted({*Sampling.model_fields, *UNSUPPORTED, "sampling_seed", "custom_params", "max_tokens"})
+MESSAGES = [{"role": "user", "content": "What is stored under k?"}]
+PROMPTS: dict[str, dict[str, Any]] = {
+    "/generate": {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3}, "return_logprob": True},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 3, "logprobs": True},
+    "/v1/completions": {"prompt": "What is", "max_tokens": 3},
+    "/pause_generation": {},
+    "/continue_generation": {},
+    "/abort_request": {},
+    "/update_weights_from_disk": {"model_path": "/nowhere"},
+}
+_OPENAI = ["model", "stream", "rid", "logprobs", "top_logprobs", "max_tokens"]
+_CHAT = ["messages", "tools", "tool_choice", "chat_template_kwargs", "response_format", "max_completion_tokens"]
+_LOGPROBS = ["return_logprob", "logprob_start_len", "top_logprobs_num"]
+FIELDS = {
+    "/generate": ["text", "input_ids", "sampling_params", "rid", "stream", *_LOGPROBS],
+    "/v1/chat/completions": [*_OPENAI, *_CHAT],
+    "/v1/completions": [*_OPENAI, "prompt"],
+    "/pause_generation": ["mode"],
+    "/continue_generation": ["mode"],
+    "/abort_request": ["rid", "abort_all"],
+    "/update_weights_from_disk": ["model_path", "weight_version", "abort_all_requests"],
+}
+
+
+def nested(depth: int, inner: Any = 1, *, by: Any = list) -> Any:
+    for _ in range(depth):
+        inner = [inner] if by is list else {"a": inner}
+    return inner
+
+
+NUMBERS: list[Any] = [0, -1, 1, 2, 5000, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**400]
+NUMBERS += [0.5, 1.0, -0.0, 1e308, -1e308, 5e-324, 1e-7, float("nan"), float("inf")]
+TEXTS: list[Any] = [
+    "",
+    "a",
+    "\0",
+    "\ud800",
+    "x\udfff",
+    "a" * 5000,
+    "\U0001f600" * 2000,
+    "/",
+    "..",
+    "<|im_end|>",
+    "default",
+]
+VALUES = st.one_of(
+    st.sampled_from([None, True, False, [], {}, *NUMBERS, *TEXTS]),
+    st.sampled_from([[*TEXTS], [[]], [None], [True], [-1], [2**63], [[5], ["a"]], [[5], 6], ["a"] * 5000]),
+    st.sampled_from([nested(300), nested(300, by=dict), nested(900), nested(990, by=dict), [{"type": "text"}]]),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        max_leaves=6,
+    ),
+)
+TEMPLATE_NAMES = [
+    "chat_template",
+    "tokenize",
+    "return_tensors",
+    "padding",
+    "max_length",
+    "conversation",
+    "messages",
+    "x",
+]
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, Any]:
+    """A path, and an ordinary body of which one to three fields hold anything."""
+    path = draw(st.sampled_from(sorted(PROMPTS)))
+    body = json.loads(json.dumps(PROMPTS[path]))
+    for name in draw(st.lists(st.sampled_from(FIELDS[path]), min_size=1, max_size=2)):
+        if name == "text":
+            body.pop("input_ids", None)
+        body[name] = draw(VALUES)
+        if name == "chat_template_kwargs" and draw(st.booleans()):
+            body[name] = draw(st.dictionaries(st.sampled_from(TEMPLATE_NAMES), VALUES, max_size=2))
+        if name == "messages" and draw(st.booleans()):
+            body[name] = [{"role": draw(VALUES), "content": draw(VALUES), "tool_calls": draw(VALUES)}]
+    if path == "/generate" or path.startswith("/v1"):
+        inside = draw(st.dictionaries(st.sampled_from(SAMPLING), VALUES, max_size=2))
+        if path == "/generate" and isinstance(body["sampling_params"], dict):
+            body["sampling_params"] |= inside
+        elif path != "/generate":
+            body |= inside
+    return path, body
+
+
+@pytest.fixture(scope="module")
+def url(policy_dir: Path) -> Iterator[str]:
+    with EmbeddedEngine(policy_dir, context_length=64, max_running_requests=4) as engine:
+        yield engine.url
+
+
+def ask(url: str, path: str, body: Any = None, *, method: str = "POST") -> tuple[int, bytes]:
+    place = urlsplit(url)
+    connection = HTTPConnection(str(place.hostname), place.port, timeout=30)
+    try:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request(method, path, raw if method == "POST" else None)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def check(url: str, status: int, answer: bytes) -> None:
+    assert status in (200, 400, 404, 405, 413), answer
+    if status != 200:
+        said = json.loads(answer)
+        assert said.get("message") or said["error"]["message"]
+    assert ask(url, "/continue_generation", {})[0] == 200
+    ordinary = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+    status, answer = ask(url, "/generate", {**ordinary, "return_logprob": True})
+    assert status == 200, answer
+    assert len(json.loads(answer)["meta_info"]["output_token_logprobs"]) == 3
+
+
+@given(requests())
+@example(("/generate", {"input_ids": [5], "sampling_params": {"top_k": 2**63}}))
+@example(("/generate", {"input_ids": [5], "sampling_params": {"n": 10**9}}))
+@example(("/generate", {"text": "a " * 10**6}))
+@example(("/generate", {"input_ids": [5], "return_logprob": True, "top_logprobs_num": 10**9}))
+@example(("/update_weights_from_disk", {"model_path": "/nowhere", "weight_version": "\ud800"}))
+def test_no_request_ends_the_engine(url: str, request_: tuple[str, Any]) -> None:
+    path, body = request_
+    check(url, *ask(url, path, body))
+
+
+@given(st.binary(max_size=40) | st.text(max_size=40).map(lambda text: text.encode(errors="surrogatepass")))
+@example(b"[" * 100_000)
+@example(b'{"a":' * 100_000)
+@example(b'{"text": "\\ud800"}')
+def test_a_body_that_is_no_json_is_refused(url: str, raw: bytes) -> None:
+    for path in PROMPTS:
+        if path not in ("/pause_generation", "/continue_generation", "/abort_request"):  # may be empty
+            check(url, *ask(url, path, raw))
+
+
+@pytest.mark.parametrize("timeout", ["nan", "inf", "-1", "1e999", "x", "", "\0", "9" * 5000])
+def test_a_flush_waits_for_no_time_that_is_none(url: str, timeout: str) -> None:
+    for method in ("GET", "POST"):
+        status, answer = ask(url, f"/flush_cache?timeout={quote(timeout)}", {}, method=method)
+        check(url, status, answer)
+
+
+@pytest.mark.parametrize("path", ["/", "/workers/1", "/v1/../generate", "/%00", "/%ff", "/generate/x" * 100, "//"])
+def test_a_path_that_is_none_is_refused(url: str, path: str) -> None:
+    for method in ("GET", "POST"):
+        check(url, *ask(url, path, {}, method=method))
+
+
+def test_a_checkpoint_of_pipes_devices_and_other_peoples_weights_is_refused(url: str, tmp_path: Path) -> None:
+    torch, safetensors = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch")
+    kinds = ("pipe", "device", "directory", "loop", "large", "junk")
+    for kind in kinds:
+        (tmp_path / kind).mkdir()
+    name = "model.safetensors"
+    os.mkfifo(tmp_path / "pipe" / name)
+    (tmp_path / "device" / name).symlink_to("/dev/zero")
+    (tmp_path / "directory" / name).mkdir()
+    (tmp_path / "loop" / name).symlink_to(tmp_path / "loop" / name)
+    with (tmp_path / "large" / name).open("wb") as file:
+        file.truncate(2**40)
+    (tmp_path / "junk" / name).write_bytes(os.urandom(1000))
+    for kind in kinds:
+        status, answer = ask(url, "/update_weights_from_disk", {"model_path": str(tmp_path / kind)})
+        assert status == 400
+        assert not json.loads(answer)["success"]
+        check(url, status, answer)
+    safetensors.save_file({"other": torch.zeros(3)}, tmp_path / "junk" / name)
+    check(url, *ask(url, "/update_weights_from_disk", {"model_path": str(tmp_path / "junk")}))
