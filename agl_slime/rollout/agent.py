@@ -79,12 +79,11 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         """The reward of the last answer: a number, or a dict of named numbers whose first is the primary one."""
         raise NotImplementedError(f"{type(self).__name__} must implement compute_reward(task, response)")
 
-    def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]]:
-        """Chat messages for a task; by default ``task["messages"]``, or ``task["prompt"]`` (a string, or messages)."""
+    def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]] | str:
+        """Chat messages for a task, or a string, which is a question; by default ``task["messages"]`` or
+        ``task["prompt"]``."""
         prompt = task.get("messages", task.get("prompt"))
-        if isinstance(prompt, str):
-            return [{"role": "user", "content": prompt}]
-        if isinstance(prompt, list) and prompt:
+        if prompt and isinstance(prompt, (str, list)):
             return prompt
         keys = sorted(map(str, task))
         raise ConfigError(f"the task has neither `prompt` nor `messages` (it has {keys}); or override build_prompt")
@@ -159,7 +158,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         def prepare() -> Any:
             for tool in self.build_tools(task) or ():
                 tools.register(tool)
-            return self.build_prompt(task)
+            return _messages(self.build_prompt(task), f"{type(self).__name__}.build_prompt")
 
         own, base = type(self), SGLangLitAgent
         ours = (own.build_prompt, own.build_tools) == (base.build_prompt, base.build_tools) and not self.tools
@@ -194,3 +193,11 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
 
     def _client_for(self, llm: LLM, tokenizer: ChatTokenizer) -> SGLangClient:
         return self._access.client(llm, tokenizer)
+
+
+def _messages(prompt: Any, source: str) -> list[dict[str, Any]]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, (list, tuple)) and all(isinstance(message, Mapping) for message in prompt):
+        return list(prompt)
+    raise ConfigError(f"{source} must return chat messages (a list of dicts) or a string, got {prompt!r:.99}")

@@ -10,7 +10,6 @@ One scheduler object serves all rollouts of an agent, in flight at the same time
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -46,8 +45,9 @@ class ChatMessage:
 
 @dataclass
 class RolloutInferRequest:
-    """The conversation that the next answer is asked for: ``messages``, the last answer included; ``data_dict``, the
-    other columns of the task, in which a scheduler may keep things; ``uuid``, the rollout's id. ``check_finished`` sets
+    """The conversation that the next answer is asked for: ``messages``, the last answer included; ``images``,
+    ``audios``, ``videos`` and ``objects`` of the task, for the scheduler (the model gets text); ``data_dict``, its
+    other columns, in which a scheduler may keep things; ``uuid``, the rollout's id. ``check_finished`` sets
     ``stop_reason`` when something else than the model ended the rollout."""
 
     messages: Messages
@@ -63,8 +63,9 @@ class RolloutInferRequest:
 
 @dataclass
 class RolloutResponseChoice:
-    """The last answer. ``token_ids`` were sampled, ``logprobs`` are natural logs, one per token. ``messages`` is set
-    when the rollout ends: all of the conversation."""
+    """The last answer. ``message`` has the text of this turn, of an answer that was continued what was added.
+    ``token_ids`` were sampled, ``logprobs`` are natural logs, one per token. ``messages`` is set when the rollout ends:
+    all of the conversation."""
 
     index: int
     message: ChatMessage
@@ -74,11 +75,45 @@ class RolloutResponseChoice:
     token_ids: list[int] = field(default_factory=list)
 
 
-class MultiTurnScheduler(ABC):
-    """Derive from it and implement ``step``. ``max_turns`` ends a rollout whatever ``check_finished`` says."""
+@dataclass
+class RequestConfig:
+    """What an answer is sampled with, where ``run`` wants it otherwise than the agent; ``None``: as the agent says."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop: list[str] | None = None
+    n: int = 1
+    logprobs: bool = True
+
+
+@dataclass
+class ChatCompletionResponse:
+    choices: list[RolloutResponseChoice]
+
+
+@dataclass
+class RolloutOutput:
+    """What ``run`` returns. Of its token ids, masks and log-probs nothing is needed: what was sampled is trained as it
+    was sampled."""
+
+    response: ChatCompletionResponse
+    messages: Messages | None = None
+    response_token_ids: list[Any] = field(default_factory=list)
+    response_loss_mask: list[Any] = field(default_factory=list)
+    rollout_infos: dict[str, Any] = field(default_factory=dict)
+    rollout_logprobs: list[Any] = field(default_factory=list)
+
+
+class MultiTurnScheduler:
+    """Derive from it and implement ``step``, or ``run``. ``max_turns`` ends a rollout whatever ``check_finished``
+    says."""
 
     tokenizer: Any = None  # the model's, once the first rollout has begun
-    infer_engine: Any = None  # ms-swift's; there is none here
+    infer_engine: Any = None
+    """Asks the model, for a ``run`` of one's own: ``response = await self.infer_engine.infer_async(infer_request,
+    request_config)``. It serves the rollout that ``run`` was called for."""
 
     def __init__(self, max_turns: int | None = None, *args: Any, **kwargs: Any) -> None:
         if max_turns is None and args:  # ms-swift's order: infer_engine, max_turns
@@ -87,11 +122,15 @@ class MultiTurnScheduler(ABC):
             raise ConfigError(f"max_turns must be at least 1, got {max_turns}")
         self.max_turns = max_turns
 
-    @abstractmethod
+    async def run(self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs: Any) -> Any:
+        """One rollout, by the methods below; a ``RolloutOutput``, or a list of them."""
+        return await self.infer_engine.run_turns(infer_request)
+
     def step(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> Any:
         """The request for the next answer, the given one, changed, or a new one; or a dict with it as
         ``infer_request`` and perhaps ``rollout_infos``. ``current_turn`` counts from 1. ms-swift's token ids, masks and
         log-probs are not needed in it: what was sampled is trained as it was sampled, what was added is not."""
+        raise NotImplementedError(f"{type(self).__name__} must implement step or run, or end rollouts in on_turn_end")
 
     def check_finished(self, infer_request: Any, result: RolloutResponseChoice, current_turn: int) -> Any:
         """Whether the rollout is over (a bool): by default when an answer was cut off or the turns are used up."""
@@ -103,19 +142,24 @@ class MultiTurnScheduler(ABC):
             return True
         return False
 
-    async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> Any:  # noqa: B027
+    @staticmethod
+    def _extract_logprobs_from_choice(result: RolloutResponseChoice) -> list[float]:
+        return list(result.logprobs or [])
+
+    async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> Any:
         """Called before the first answer, with a list of the one request: open what the rollout needs. (One whose
         parameter is named ``infer_request`` gets the request itself.)"""
 
-    async def on_turn_end(self, infer_request: Any, result: RolloutResponseChoice, current_turn: int) -> Any:  # noqa: B027
+    async def on_turn_end(self, infer_request: Any, result: RolloutResponseChoice, current_turn: int) -> Any:
         """Called after each answer. May return a dict: ``done`` (a bool) decides in the place of ``check_finished``,
         ``rollout_infos`` are what ``score`` finds in ``trajectory.metadata["rollout_infos"]``."""
 
-    async def on_trajectory_end(self, requests: list[Any], error: BaseException | None = None) -> Any:  # noqa: B027
+    async def on_trajectory_end(self, requests: list[Any], error: BaseException | None = None) -> Any:
         """Called when the rollout has ended, whatever ended it (``error``, where it failed): close what was opened."""
 
 
 schedulers: Registry[MultiTurnScheduler] = Registry("scheduler")
+multi_turns = schedulers  # ms-swift's name: multi_turns["name"] = MyScheduler
 
 
 def register_scheduler(name: str) -> Callable[[S], S]:

@@ -11,13 +11,17 @@ import copy
 import inspect
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agl_slime.rollout.scheduler import (
+    ChatCompletionResponse,
     ChatMessage,
     MultiTurnScheduler,
+    RequestConfig,
     RolloutInferRequest,
+    RolloutOutput,
     RolloutResponseChoice,
     StopReason,
 )
@@ -29,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 _PROMPT_COLUMNS = frozenset({"messages", "prompt"})
 _END_HOOK_S = 60.0  # that long a scheduler may take to close what it opened
+_SAMPLING = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+_SAMPLING["stop"] = "stop"
+_current: ContextVar[_Turns] = ContextVar("the turns of this rollout")
 
 
 async def run_turns(
@@ -48,17 +55,31 @@ async def run_turns(
     turns = _Turns(session, scheduler, stop_on_tool_error)
     if scheduler is None:
         return await turns.run(request)
-    request.data_dict = {key: copy.deepcopy(value) for key, value in task.items() if key not in _PROMPT_COLUMNS}
+    columns = {key: copy.deepcopy(value) for key, value in task.items() if key not in _PROMPT_COLUMNS}
+    for name in ("images", "audios", "videos"):
+        given = columns.pop(name, None)
+        setattr(request, name, given if isinstance(given, list) else [] if given is None else [given])
+    request.objects, request.data_dict = columns.pop("objects", None) or {}, columns
+    if getattr(scheduler, "infer_engine", None) is None:
+        scheduler.infer_engine = _Engine()
     error: BaseException | None = None
+    current = _current.set(turns)
     try:
-        started = scheduler.on_trajectory_start
-        alone = next(iter(inspect.signature(started).parameters), "") == "infer_request"
-        await call_user_code(started, request if alone else [request])
-        return await turns.run(request)
+        said = await call_user_code(scheduler.run, request, RequestConfig())
+        outputs = said if isinstance(said, list) else [said]
+        if not outputs or not all(hasattr(output, "response") for output in outputs):
+            name = f"{type(scheduler).__name__}.run"
+            raise TypeError(f"{name} must return a RolloutOutput or a list of them, got {said!r:.99}")
+        for output in outputs:
+            session.stats.infos.update(output.rollout_infos or {})
+        last = outputs[-1].response.choices[0]
+        last.messages = copy.deepcopy(outputs[-1].messages or session.messages)
+        return last
     except BaseException as raised:
         error = None if isinstance(raised, RolloutStopped) else raised
         raise
     finally:
+        _current.reset(current)
         request.messages = session.messages
         try:
             await asyncio.wait_for(call_user_code(scheduler.on_trajectory_end, [request], error), _END_HOOK_S)
@@ -68,37 +89,73 @@ async def run_turns(
             logger.exception("on_trajectory_end of %s failed, after its rollout.", type(scheduler).__name__)
 
 
+class _Engine:
+    """What a scheduler's ``run`` asks; one for all rollouts."""
+
+    async def infer_async(
+        self, infer_request: RolloutInferRequest, request_config: Any = None, **_: Any
+    ) -> ChatCompletionResponse:
+        """The next answer to ``infer_request.messages``, which stay as they are. Calls of one rollout wait for each
+        other; one that does not go on from the last is a branch."""
+        turns = _current.get()
+        session: Any = turns.session
+        given = {ours: getattr(request_config, name, None) for ours, name in _SAMPLING.items()}
+        given["stop"] = tuple(given["stop"] or ()) or None
+        sampling = replace(session.sampling, **{name: value for name, value in given.items() if value is not None})
+        async with turns.asking:
+            result, _parsed = await turns.ask(infer_request, sampling=sampling)
+        return ChatCompletionResponse([result])
+
+    async def run_turns(self, infer_request: RolloutInferRequest) -> RolloutOutput:
+        turns = _current.get()
+        result = await turns.run(infer_request)
+        return RolloutOutput(ChatCompletionResponse([result]), turns.session.messages)
+
+
 @dataclass
 class _Turns:
     session: Session
     scheduler: MultiTurnScheduler | None
     stop_on_tool_error: bool
     number: int = 0
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self, request: RolloutInferRequest) -> RolloutResponseChoice:
-        session, following = self.session, request
+        if self.scheduler is not None:
+            started = self.scheduler.on_trajectory_start
+            alone = next(iter(inspect.signature(started).parameters), "") == "infer_request"
+            await call_user_code(started, request if alone else [request])
+        following: RolloutInferRequest | None = request
         while True:
-            if following.messages is not session.messages:
-                session.messages = following.messages
-            answer = await session.ask()
-            self.number += 1
-            request, request.messages = following, session.messages
-            content = str(session.messages[-1].get("content") or "")  # with the stop string that the engine leaves out
-            parsed = answer.parsed or ParsedAnswer(content)
-            if answer.parsed is None and session.parser is not None and session.tools is not None:
-                parsed = session.parser.parse(content)
-            session.stats.calls["malformed"] += len(parsed.malformed)
-            result = RolloutResponseChoice(
-                index=0,
-                message=ChatMessage("assistant", content, [call.to_message() for call in parsed.calls] or None),
-                finish_reason=answer.finish_reason,
-                logprobs=list(answer.generation.log_probs),
-                token_ids=list(answer.generation.output_ids),
-            )
+            request = following
+            result, parsed = await self.ask(request)
+            request.messages = self.session.messages
             following = await self._after(request, result, parsed)
             if following is None:
-                result.messages = copy.deepcopy(session.messages)
+                result.messages = copy.deepcopy(self.session.messages)
                 return result
+
+    async def ask(self, request: RolloutInferRequest, **how: Any) -> tuple[RolloutResponseChoice, ParsedAnswer]:
+        session = self.session
+        if request.messages is not session.messages:
+            session.messages = request.messages
+        before = len(session.messages), str(session.messages[-1].get("content") or "")
+        answer = await session.ask(**how)
+        self.number += 1
+        content = str(session.messages[-1].get("content") or "")  # with the stop string that the engine leaves out
+        parsed = answer.parsed or ParsedAnswer(content)
+        if answer.parsed is None and session.parser is not None and session.tools is not None:
+            parsed = session.parser.parse(content)
+        session.stats.calls["malformed"] += len(parsed.malformed)
+        said = content.removeprefix(before[1]) if len(session.messages) == before[0] else content
+        result = RolloutResponseChoice(
+            index=0,
+            message=ChatMessage("assistant", said, [call.to_message() for call in parsed.calls] or None),
+            finish_reason=answer.finish_reason,
+            logprobs=list(answer.generation.log_probs),
+            token_ids=list(answer.generation.output_ids),
+        )
+        return result, parsed
 
     async def _after(
         self, request: RolloutInferRequest, result: RolloutResponseChoice, parsed: ParsedAnswer

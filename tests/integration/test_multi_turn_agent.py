@@ -253,3 +253,18 @@ async def test_a_loss_scale_that_is_a_weight_fails_the_rollout() -> None:
     finished, _ = await rollout(Agent, ["Three."], loss_scale=lambda messages, turn, turns: 0.5)
     assert finished.failure is not None
     assert "must return 0 or 1" in finished.failure[1]
+
+
+async def test_a_prompt_may_be_a_string_and_anything_else_is_told_by_name() -> None:
+    class Asking(Agent):
+        asked: Any = "How many?"
+
+        def build_prompt(self, task: dict[str, Any]) -> Any:
+            return self.asked
+
+    finished, client = await rollout(Asking, ["Three."])
+    assert finished.failure is None
+    text = chat_tokenizer("anthropic", "groups_tools").decode(client.prompts[0])
+    assert "<|im_start|>user\nHow many?<|im_end|>" in text
+    finished, _ = await rollout(Asking, [], asked={"role": "user"})
+    assert "Asking.build_prompt must return chat messages" in str(finished.failure)

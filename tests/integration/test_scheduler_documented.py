@@ -64,9 +64,9 @@ def choice(text: str, finish_reason: str = "stop") -> RolloutResponseChoice:
     )
 
 
-def test_it_is_abstract_and_takes_max_turns_first() -> None:
-    with pytest.raises(TypeError, match="abstract"):
-        MultiTurnScheduler()  # type: ignore[abstract]
+def test_it_has_no_step_of_its_own_and_takes_max_turns_first() -> None:
+    with pytest.raises(NotImplementedError, match="MultiTurnScheduler must implement step"):
+        MultiTurnScheduler().step(RolloutInferRequest(messages=[]), choice("x"), 1)
     assert Twice(3, "more", other=1).max_turns == 3
     assert Twice().max_turns is None
 
