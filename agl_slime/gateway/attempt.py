@@ -7,9 +7,10 @@ import json
 import secrets
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from agl_slime.errors import ContextOverflowError, GatewayRequestError
@@ -21,14 +22,16 @@ from agl_slime.gateway.sampling import sampling_for
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.tree import Match, Node, Tree
 from agl_slime.gateway.work import Work
-from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, sampling_of
+from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, sampling_of, template_key
 from agl_slime.rollout.session import RolloutSession, RolloutStopped
 from agl_slime.rollout.tool_parsers import get_tool_parser, parser_for_template
+from agl_slime.sglang.generation import Progress
 from agl_slime.support.agl import LLM
 from agl_slime.tokens.codec import TokenArray
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.tokens.template import ChatTemplate, Message
+from agl_slime.tokens.template import Message
+from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace import attributes as names
 
 SpanSink = Callable[[str, dict[str, Any], float], None]
@@ -39,6 +42,12 @@ _KEPT_ANSWERS = 32
 # After a limit is reached, so many answers are empty before requests are refused: an agent that does not look at
 # answers would ask for ever.
 _EMPTY_ANSWERS = 8
+# Arguments of apply_chat_template: a template of a client's own is a program, the others change what comes back.
+_NOT_FOR_TEMPLATES = frozenset(("chat_template", "conversation", "messages", "tools", "tokenize", "tokenizer_kwargs"))
+_NOT_FOR_TEMPLATES |= {"add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length"}
+_NOT_FOR_TEMPLATES |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
+# So many paths that nobody serves are counted by name.
+_STRAY_PATHS = 16
 
 
 @dataclass(eq=False, kw_only=True)
@@ -62,9 +71,11 @@ class Attempt:
     """What came: requests by path, answers, retries, overridden settings, refusals by status."""
     _told: Counter[str] = field(default_factory=Counter)
     _running: int = 0
-    _works: OrderedDict[bytes, Work] = field(default_factory=OrderedDict)  # by what was asked
+    _works: deque[Work] = field(default_factory=deque)
     _under_way: set[Work] = field(default_factory=set)
-    _trees: dict[tuple[str, int], Tree] = field(default_factory=dict)
+    _strays: int = 0
+    _to_begin: int = 0  # requests that were refused, or given up, and that their clients may send again
+    _trees: dict[tuple[str, str], Tree] = field(default_factory=dict)
     _root: RolloutSession | None = None
     _answers: list[AnswerInTime] = field(default_factory=list)
     _clock: int = 0
@@ -77,27 +88,35 @@ class Attempt:
 
     def begin(self) -> None:
         """A request has come. Raises ``GatewayRequestError`` when it is one too many, or too late."""
-        with self._lock:
-            if self.closed:
-                raise GatewayRequestError(
-                    f"rollout {self.rollout_id} has ended; nothing is answered any more",
-                    status=410,
-                    code="rollout_ended",
-                )
-            if self._running >= self.settings.max_in_flight:
-                raise GatewayRequestError(
-                    f"rollout {self.rollout_id} has {self._running} requests under way, the most it may have",
-                    status=429,
-                    code="rate_limit_exceeded",
-                )
-            self._running += 1
+        self._check_open()
+        if self._running >= self.settings.max_in_flight:
+            raise GatewayRequestError(
+                f"rollout {self.rollout_id} has {self._running} requests under way, the most it may have",
+                status=429,
+                code="rate_limit_exceeded",
+            )
+        self._running += 1
 
     def done(self) -> None:
-        """A request has been answered."""
-        with self._lock:
-            self._running -= 1
-            if self.closed and not self._running:
-                self.quiet.set()
+        """A request has been answered, or its client has hung up."""
+        self._running -= 1
+
+    def refused(self, status: int) -> None:
+        """A request was answered with an error."""
+        self.seen[f"refused/{status}"] += 1
+        self._to_begin += status == 429 or status >= 500
+
+    def came(self, what: str, *, served: bool) -> None:
+        """Count a request by its method and path; paths that nobody serves by name only as long as they are few."""
+        if not served and what not in self.seen:
+            self._strays += 1
+            what = what[:80] if self._strays <= _STRAY_PATHS else "other paths"
+        self.seen[what] += 1
+
+    def _check_open(self) -> None:
+        if self.closed:
+            told = f"rollout {self.rollout_id} has ended; nothing is answered any more"
+            raise GatewayRequestError(told, status=410, code="rollout_ended")
 
     @property
     def running(self) -> int:
@@ -105,16 +124,22 @@ class Attempt:
         return self._running
 
     def end(self) -> bool:
-        """No further requests. Whether none is under way; else ``cut`` ends those."""
+        """Nothing further is begun. Whether nothing is under way; else ``cut`` ends that."""
         with self._lock:
             self.closed = True
-            return not self._running
+            return not self._under_way
 
     def cut(self) -> None:
         """Cancel what is under way; on the gateway's loop."""
         for work in self._under_way:
-            if work.task is not None:
-                work.task.cancel()
+            work.task.cancel()
+
+    def _ended(self, work: Work) -> None:
+        with self._lock:
+            self._under_way.discard(work)
+            self._to_begin += work.given_up
+            if self.closed and not self._under_way:
+                self.quiet.set()
 
     def write_summary(self) -> None:
         """The last span: what came in all, where the last answer's does not say it already."""
@@ -133,27 +158,37 @@ class Attempt:
 
     def work(self, call: Call, *, role: str, key: bytes, retry: bool, prefix: str = "") -> Work:
         """The work on a request; of one that its client sends again, what was begun the first time."""
-        known = self._works.get(key) if retry else None
-        if known is not None and known.task is not None and not known.task.cancelled():
-            failed = known.task.done() and known.task.exception() is not None
-            if not failed:
-                self.seen["retries_answered"] += 1
-                return known
+        if retry and (begun := self._begun(key)) is not None:
+            self.seen["retries_answered"] += 1
+            return begun
         if self.seen["requests"] >= self.settings.max_requests:
             raise GatewayRequestError(
                 f"rollout {self.rollout_id} has made {self.settings.max_requests} requests, the most it may make",
                 status=429,
                 code="rate_limit_exceeded",
             )
+        with self._lock:
+            self._check_open()
+            work = Work(key=key, n=call.n, prefix=prefix, answer=partial(self._answer, call, role))
+            self._under_way.add(work)
         self.seen["requests"] += 1
-        work = Work(call.n, prefix)
-        self._works[key] = work
-        while len(self._works) > _KEPT_ANSWERS and next(iter(self._works.values())).task.done():  # type: ignore[union-attr]
-            self._works.popitem(last=False)
-        task = work.start(self._answer(call, role, work))
-        self._under_way.add(work)
-        task.add_done_callback(lambda _: self._under_way.discard(work))
+        work.task.add_done_callback(lambda _: self._ended(work))
+        self._works.append(work)
+        while len(self._works) > _KEPT_ANSWERS + len(self._under_way):
+            self._works.popleft()
         return work
+
+    def _begun(self, key: bytes) -> Work | None:
+        """What was begun for a request that its client sends again, of several equal ones one that nobody has got;
+        ``None`` where it was never begun, or could be several."""
+        same = [work for work in self._works if work.key == key and work.stands]
+        lost = [work for work in same if work.task.done() and not work.told and not work.waiting]
+        if lost:
+            return lost[0]
+        if self._to_begin:
+            self._to_begin -= 1
+            return None
+        return same[0] if len(same) == 1 else None
 
     async def decoder(self) -> Callable[[list[int]], str]:
         """How token ids are read, for log-probs."""
@@ -166,9 +201,7 @@ class Attempt:
         source = getattr(tokenizer, "chat_template", None)
         parser = get_tool_parser(parser_for_template(source)) if call.tools else None
         silent = call.tool_choice == "none"
-        tools = list(call.tools) or None
-        template = self.access.template(tokenizer, tools, call.template_kwargs)
-        tree = self._tree(role, template, tokenizer, llm, raw=call.raw)
+        tree = self._tree(role, call, tokenizer, llm)
         trained = role in (LLM_RESOURCE, *self.settings.trained_models)
         sampling, untrained = sampling_for(
             call,
@@ -180,7 +213,8 @@ class Attempt:
         )
         if not trained:
             untrained = f"role:{role}"
-        reads = Reading(None if call.raw else template.opens_thinking, None if silent else parser, sampling.stop)
+        opens = None if call.raw else tree.template.opens_thinking
+        reads = Reading(opens, None if silent else parser, sampling.stop)
         match = tree.find(call.messages)
         self._clock += 1
         begun = self._clock
@@ -193,28 +227,29 @@ class Attempt:
                 dict.fromkeys((*session.stats.tools, *(t["function"]["name"] for t in call.tools)))
             )
 
-            def on_text(text: str) -> None:
-                work.update(index, reads.visible(text))
+            def on_progress(progress: Progress) -> None:
+                work.update(index, reads.visible(progress.text), progress)
 
-            how: dict[str, Any] = {"on_text": on_text} if call.stream else {}
+            how: dict[str, Any] = {"on_progress": on_progress} if call.stream else {}
             if call.top_log_probs:
                 how["top_log_probs"] = call.top_log_probs
+            how |= {"fork": match.fork or told_by_tools, "untrained": untrained}
             try:
-                answer = await session.ask(
-                    sampling=sampling, fork=match.fork or told_by_tools, untrained=untrained, **how
-                )
+                answer = await session.ask(sampling=sampling, delivered=lambda: work.delivered[index], **how)
             except BaseException:
                 tree.failed(line)
                 raise
             generation = answer.generation
             choice, ids = reads.choice(generation, call, session)
             served = served_message(choice, call.messages[-1])
-            node = tree.answered(match, line, held=dict(session.messages[-1]), served=served, ids=ids)
+            node = tree.answered(match, line, held=dict(session.messages[-1]), served=served, ids=ids, cut=answer.cut)
             if call.kept is not None and index == 0:
                 self.kept[work.id] = [*call.messages[call.kept :], served]
             self._note(node, match, (id(tree), node.before), begun)
             self.seen["answers"] += 1
             self._emit({names.RESPONSE_ID: work.id, names.ROLE: role})
+            if answer.cut:  # its reader is gone; what it got is written
+                raise asyncio.CancelledError
             return choice, session.turns[-1].prompt_ids, generation.cached_tokens
 
         try:
@@ -223,8 +258,9 @@ class Attempt:
             if isinstance(stopped.__cause__, ContextOverflowError):  # clients know this one, and may shorten
                 raise stopped.__cause__ from stopped
             return self._stopped(call, work, stopped)
-        if self.flush is not None:
-            await self.flush()
+        finally:
+            if self.flush is not None:
+                await self.flush()
         return Answered(
             id=work.id,
             created=work.created,
@@ -237,6 +273,7 @@ class Attempt:
     def _stopped(self, call: Call, work: Work, stopped: RolloutStopped) -> Answered:
         """A limit leaves no room: what a model says that stops at once."""
         self._empty += 1
+        self.write(names.GATEWAY_SPAN, {names.RESPONSE_ID: work.id, **self._known()}, time.time())
         self.seen[f"stopped/{stopped.reason.value}"] += 1
         if self._empty > _EMPTY_ANSWERS:
             raise GatewayRequestError(f"{stopped}, and asks on", status=429, code="rate_limit_exceeded")
@@ -248,19 +285,21 @@ class Attempt:
         """How many tokens the prompt of a request would have."""
         llm = self.roles[LLM_RESOURCE]
         tokenizer = await self.access.tokenizer(llm)
-        template = self.access.template(tokenizer, list(call.tools) or None, call.template_kwargs)
+        template = self._tree(LLM_RESOURCE, call, tokenizer, llm).template
         context = ChatContext(template=template, messages=call.messages)
         return len(await context.prompt())
 
     # -- conversations ------------------------------------------------------------------------------------------------
 
-    def _tree(self, role: str, template: ChatTemplate, tokenizer: Any, llm: LLM, *, raw: bool) -> Tree:
-        key = role, 0 if raw else id(template)
-        tree = self._trees.get(key)
-        if tree is not None:
-            return tree
-
-        spans = self._spans
+    def _tree(self, role: str, call: Call, tokenizer: ChatTokenizer, llm: LLM) -> Tree:
+        tools, kwargs = list(call.tools) or None, call.template_kwargs
+        key = role, "" if call.raw else template_key(tools, kwargs)
+        if (known := self._trees.get(key)) is not None:
+            return known
+        if refused := sorted(_NOT_FOR_TEMPLATES & kwargs.keys()):
+            where = f"chat_template_kwargs.{refused[0]}"
+            raise GatewayRequestError(f"{where} is not a client's to set; the run decides on it", param=where)
+        template, spans = self.access.template(tokenizer, tools, kwargs), self._spans
 
         def open_session(messages: list[Message]) -> RolloutSession:
             if self._root is not None:
@@ -278,7 +317,7 @@ class Attempt:
             )
             return self._root
 
-        tree = self._trees[key] = RawTree(open_session, template) if raw else Tree(open_session)
+        tree = self._trees[key] = (RawTree if call.raw else Tree)(template, open_session)
         return tree
 
     def _changed_tools(self, role: str, own: Tree, messages: list[Message]) -> ForkReason | None:

@@ -104,10 +104,10 @@ def split_thinking(text: str, *, opened: bool | None) -> tuple[str, str, bool]:
     return thought.strip(), rest.lstrip("\n") if mark else "", not mark
 
 
-def visible(text: str, *, opened: bool, parser: ToolParser | None, stops: tuple[str, ...]) -> tuple[str, str]:
+def visible(text: str, *, opened: bool | None, parser: ToolParser | None, stops: tuple[str, ...]) -> tuple[str, str]:
     """Of an answer that is still being sampled, what its reasoning and its content begin with whatever follows."""
     text = _before(text.rstrip("\ufffd"), stops)
-    if not opened and _THINK.startswith(begun := text.lstrip()) and begun != _THINK:
+    if opened is False and _THINK.startswith(begun := text.lstrip()) and begun != _THINK:
         return "", ""
     thought, content, is_open = split_thinking(text, opened=opened)
     if is_open:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
+
 from agl_slime.errors import (
     AglSlimeError,
     ContextOverflowError,
@@ -24,10 +27,16 @@ _ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "
 _ANTHROPIC_TYPES |= {413: "request_too_large", 429: "rate_limit_error", 529: "overloaded_error"}
 
 
-def refusal_of(error: BaseException) -> GatewayRequestError:
-    """What to answer when something went wrong, whatever it is."""
+def refusal_of(error: BaseException, *, most_mb: float = 0) -> GatewayRequestError:
+    """What to answer when something went wrong, whatever it is. ``most_mb``: of a body."""
     if isinstance(error, GatewayRequestError):
         return error
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return GatewayRequestError(f"the body is larger than {most_mb:g} MB", status=413, code="request_too_large")
+    if isinstance(error, (BadHttpMessage, web.RequestPayloadError)):
+        return GatewayRequestError(f"the body cannot be read: {error}", code="invalid_body")
+    if isinstance(error, RecursionError):
+        return GatewayRequestError("the request is nested too deeply", code="invalid_value")
     if isinstance(error, ContextOverflowError):
         return GatewayRequestError(
             f"This model's maximum context length is exceeded: {error}",
@@ -46,6 +55,13 @@ def refusal_of(error: BaseException) -> GatewayRequestError:
         return GatewayRequestError("the rollout has ended while this was answered", status=410, code="rollout_ended")
     told = str(error) if isinstance(error, AglSlimeError) else f"{type(error).__name__}: {error}"
     return GatewayRequestError(f"the gateway failed: {told}", status=500, code="gateway_error")
+
+
+def is_gone(error: BaseException, *, unless: asyncio.Task[Any] | None = None) -> bool:
+    """Whether an error says that the client has hung up; not where ``unless`` was cancelled, by which others end it."""
+    if isinstance(error, asyncio.CancelledError):
+        return unless is None or not unless.cancelled()
+    return isinstance(error, ConnectionError) and not isinstance(error, AglSlimeError)  # the engine's are both
 
 
 def openai_error(refusal: GatewayRequestError) -> dict[str, Any]:

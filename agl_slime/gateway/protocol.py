@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import orjson
+
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import IMPOSED, Answered, Call, number
 from agl_slime.gateway.errors import openai_error
-from agl_slime.gateway.messages import Message
+from agl_slime.gateway.messages import HALF_A_CHARACTER, Message
 from agl_slime.support.http import json_bytes
 
 Decode = Callable[[list[int]], str]
@@ -111,3 +114,16 @@ class Protocol(ABC):
         """The limit by whichever of its names the client uses."""
         names = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
         return next((value for name in names if (value := number(body, name, least=1)) is not None), None)
+
+
+def parsed_body(raw: bytes) -> dict[str, Any]:
+    try:
+        body = orjson.loads(raw)
+    except ValueError as error:
+        try:  # some clients send text that is cut within a character, which no tokenizer reads
+            body = orjson.loads(HALF_A_CHARACTER.sub("\ufffd", json.dumps(json.loads(raw), ensure_ascii=False)))
+        except (ValueError, RecursionError):
+            raise GatewayRequestError(f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise GatewayRequestError(f"the body must be a JSON object, got {type(body).__name__}", code="invalid_json")
+    return body

@@ -65,9 +65,8 @@ class RawContext(ChatContext):
 class RawTree(Tree):
     """The texts of one attempt. ``held`` of a node is its prompt, ``served`` its answer."""
 
-    def __init__(self, open_session: OpenSession, template: ChatTemplate) -> None:
-        super().__init__(open_session)
-        self._template = template
+    def __init__(self, template: ChatTemplate, open_session: OpenSession) -> None:
+        super().__init__(template, open_session)
         self._nodes: list[Node] = []
         self._places: dict[str, int] = {}
 
@@ -77,7 +76,7 @@ class RawTree(Tree):
         if asked["role"] != "text":
             return RawMatch([], 0, [], 0, None, None, None)
         ids = None if isinstance(asked["content"], str) else asked["content"]
-        text = asked["content"] if ids is None else self._template.tokenizer.decode(ids, skip_special_tokens=False)
+        text = asked["content"] if ids is None else self.template.tokenizer.decode(ids, skip_special_tokens=False)
 
         def known(node: Node) -> int:
             whole = _text_of(node)
@@ -90,14 +89,16 @@ class RawTree(Tree):
     def take(self, match: Match) -> Line:
         assert isinstance(match, RawMatch)
         session = self.open_session(match.messages)
-        session.context = RawContext(self._template, match, session.turns)
+        session.context = RawContext(self.template, match, session.turns)
         session.last_turn = match.node.turn if match.node is not None else None
         return Line(session)
 
-    def answered(self, match: Match, line: Line, *, held: Message, served: Message, ids: Mapping[str, str]) -> Node:
+    def answered(
+        self, match: Match, line: Line, *, held: Message, served: Message, ids: Mapping[str, str], cut: bool = False
+    ) -> Node:
         prompt = match.messages[0]
         place = self._places.setdefault(prompt["content"], len(self._places))
-        node = Node(prompt, served, place, place, line, len(line.session.turns) - 1, 1)
+        node = Node(prompt, served, place, place, line, len(line.session.turns) - 1, 1, cut)
         if match.node is not None and match.node.held["content"] != prompt["content"]:
             match.node.continued = True
         self._nodes.append(node)

@@ -27,10 +27,13 @@ class Reading:
     def choice(self, generation: Any, call: Call, session: RolloutSession) -> tuple[Choice, dict[str, str]]:
         """The parts, and the ids of calls, as served and as written."""
         reasoning, content, _ = split_thinking(generation.text, opened=self.opened)
+        cut = generation.finish_reason == "abort"
+        if cut:  # what its reader saw
+            reasoning, content = self.visible(generation.text)
         calls: list[ToolCall] = []
         ids: dict[str, str] = {}
         stats = session.stats
-        if self.parser is not None:
+        if self.parser is not None and not cut:
             parsed = self.parser.parse(content)
             content = parsed.content.strip()
             stats.calls["malformed"] += len(parsed.malformed)

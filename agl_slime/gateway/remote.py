@@ -10,11 +10,11 @@ attempt_id)`` Agent Lightning's decorators call by themselves.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,40 +29,13 @@ from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess
 from agl_slime.store.bridge import FINISHED
 from agl_slime.store.client import RemoteStore
 from agl_slime.store.follow import listen_for_ends
+from agl_slime.store.recording import Recording
 from agl_slime.store.server import TOKEN_VARIABLE as STORE_TOKEN_VARIABLE
 from agl_slime.support.agl import LLM, LightningStore, ProxyLLM, Span, SpanCoreFields, TraceStatus
 from agl_slime.support.http import json_response, stop_signal
-from agl_slime.support.net import require_token
+from agl_slime.support.net import require_token, same_secret
 
 TOKEN_VARIABLE = "AGL_SLIME_GATEWAY_TOKEN"
-
-
-@dataclass(eq=False)
-class _Spans:
-    """Spans of an attempt on their way to the store."""
-
-    store: LightningStore
-    rollout_id: str
-    attempt_id: str
-    waiting: list[SpanCoreFields] = field(default_factory=list)
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    def add(self, name: str, attributes: dict[str, Any], started: float) -> None:
-        status = TraceStatus(status_code="OK")
-        self.waiting.append(
-            SpanCoreFields(name=name, attributes=attributes, start_time=started, end_time=started, status=status)
-        )
-
-    async def write(self) -> None:
-        """In the order in which they were made; raises what the store raises, and keeps them for the next time."""
-        async with self.lock:
-            spans, key = list(self.waiting), {"rollout_id": self.rollout_id, "attempt_id": self.attempt_id}
-            if not spans:
-                return
-            numbers = await self.store.get_many_span_sequence_ids([(self.rollout_id, self.attempt_id)] * len(spans))
-            built = [Span.from_core_fields(s, **key, sequence_id=n) for s, n in zip(spans, numbers, strict=True)]
-            await self.store.add_many_spans(built)
-            del self.waiting[: len(spans)]
 
 
 class StoreGateway(Gateway):
@@ -102,13 +75,14 @@ class StoreGateway(Gateway):
             self._unsubscribe()
 
     def _ended_rollout(self, rollout_id: str) -> None:
+        self._has_ended(rollout_id)
         for attempt in [attempt for (own, _), attempt in self._attempts.items() if own == rollout_id]:
             attempt.end()
             attempt.cut()
             self._forget(attempt)
 
     def _opens(self, shown: list[str]) -> bool:
-        return not self._token or any(hmac.compare_digest(key.encode(), self._token.encode()) for key in shown)
+        return not self._token or any(same_secret(key, self._token) for key in shown)
 
     async def _attempt(self, request: web.Request, named: dict[str, str | None]) -> Attempt:
         rollout, attempt_id = named.get("rollout"), named.get("attempt")
@@ -135,25 +109,31 @@ class StoreGateway(Gateway):
         return await asyncio.shield(opening)
 
     async def _found(self, rollout_id: str, attempt_id: str) -> Attempt:
-        rollout = await self._store.get_rollout_by_id(rollout_id)
+        [rollout] = [*await self._store.query_rollouts(rollout_id_in=[rollout_id], limit=1)] or [None]
         latest = await self._store.get_latest_attempt(rollout_id) if rollout is not None else None
         if rollout is None or latest is None or latest.attempt_id != attempt_id:
             told = f"the store has no attempt {attempt_id} of a rollout {rollout_id} that runs"
             raise GatewayRequestError(told, status=404, code="unknown_rollout")
-        if rollout.status in FINISHED:
-            raise GatewayRequestError(f"rollout {rollout_id} has ended", status=410, code="rollout_ended")
         update = await self._store.get_resources_by_id(rollout.resources_id) if rollout.resources_id else None
         told = update.resources.get(LLM_RESOURCE) if update is not None else None
         llm = self._engine_of(told if isinstance(told, LLM) else None)
-        spans = _Spans(self._store, rollout_id, attempt_id)
+        if rollout.status in FINISHED or rollout_id in self._ended:  # the store may have told of its end meanwhile
+            raise GatewayRequestError(f"rollout {rollout_id} has ended", status=410, code="rollout_ended")
+        recording = Recording(rollout_id, attempt_id, store=self._store)
+
+        def write(name: str, attributes: dict[str, Any], started: float) -> None:
+            times, status = {"start_time": started, "end_time": started}, TraceStatus(status_code="OK")
+            core = SpanCoreFields(name=name, attributes=attributes, status=status, **times)
+            recording.add(partial(Span.from_core_fields, core))
+
         attempt = Attempt(
             rollout_id=rollout_id,
             attempt_id=attempt_id,
             roles={LLM_RESOURCE: llm},
             settings=self.settings,
             access=self.access,
-            write=spans.add,
-            flush=spans.write,
+            write=write,
+            flush=recording.write,
         )
         self._attempts[rollout_id, attempt_id] = attempt
         return attempt

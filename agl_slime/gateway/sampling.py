@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from agl_slime.errors import GatewayRequestError
+from agl_slime.errors import ConfigError, GatewayRequestError
 from agl_slime.gateway.calls import Call
 from agl_slime.gateway.settings import Constraints
 from agl_slime.rollout.tool_parsers import ToolParser
@@ -40,7 +40,10 @@ def sampling_for(
     if not trained:
         own = {name: value for name, value in call.asked.items() if name in _FIELDS}
         extra = {_NOT_SGLANGS.get(name, name): value for name, value in call.asked.items() if name not in _FIELDS}
-        return replace(sampling, **own, extra={**run.extra, **extra, **constraint}), ""
+        try:
+            return replace(sampling, **own, extra={**run.extra, **extra, **constraint}), ""
+        except ConfigError as error:  # which names the field
+            raise GatewayRequestError(str(error), param=str(error).partition(" ")[0]) from None
     for name, value in call.asked.items():
         decided = getattr(run, name) if name in _FIELDS else run.extra.get(name, _NEUTRAL.get(name, 0))
         overridden[f"overridden/{name}"] += value != decided and bool(value or name in _FIELDS)

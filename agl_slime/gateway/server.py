@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
-import json
 import logging
 import re
 import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-import orjson
 from aiohttp import web
 from typing_extensions import Self
 
@@ -32,16 +29,18 @@ from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.calls import Answered, Call, Choice
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.completions import Completions
-from agl_slime.gateway.errors import RETRY_AFTER_S, refusal_of
-from agl_slime.gateway.messages import HALF_A_CHARACTER
-from agl_slime.gateway.protocol import Protocol
+from agl_slime.gateway.errors import RETRY_AFTER_S, is_gone, refusal_of
+from agl_slime.gateway.protocol import Protocol, parsed_body
 from agl_slime.gateway.responses import Responses
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.work import Work
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess
 from agl_slime.support.agl import LLM, NamedResources, ProxyLLM
 from agl_slime.support.http import json_response, listening
+from agl_slime.support.net import same_secret
 from agl_slime.support.threads import run_in_thread
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,8 @@ _ADDRESS = re.compile(
     # the second form is Agent Lightning 1.0's
     r"(?:(?:/proxy(?=/rollout))?/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+)"
     r"(?:/mode/(?P<mode>[^/]+)/(?:openai|anthropic))?)?(?:/role/(?P<role>[^/]+))?"
-    r"(?:/v1)*(?P<path>/.*)?"
+    r"(?:/v1)*(?P<path>/.*)?",
+    re.DOTALL,
 )
 _PROTOCOLS: dict[str, Protocol] = {
     "/chat/completions": ChatCompletions(),
@@ -61,6 +61,8 @@ _PROTOCOLS: dict[str, Protocol] = {
 }
 # JSON of more than this is parsed in a thread: 1 MB takes about 5 ms.
 _PARSED_AT_ONCE = 256 * 1024
+# An answer of more log-probs is written in a thread: a thousand take some milliseconds.
+_TOLD_AT_ONCE = 2_000
 _RETRY_HEADER = "x-stainless-retry-count"  # of the SDKs of OpenAI and Anthropic
 _STOP_S = 5.0
 _ENDED_KEPT = 10_000
@@ -160,17 +162,22 @@ class Gateway:
 
     async def close(self, attempt: Attempt) -> None:
         """End an attempt: what is under way is cut off, and its last span is written."""
-        if not attempt.end() and self._loop is not None:
-            self._on_loop(attempt.cut)
-            await run_in_thread(attempt.quiet.wait, _STOP_S)
-        self._forget(attempt)
-        attempt.write_summary()
+        try:
+            if not attempt.end() and self._loop is not None:
+                self._on_loop(attempt.cut)
+                await run_in_thread(attempt.quiet.wait, _STOP_S)
+        finally:
+            self._forget(attempt)
+            attempt.write_summary()
 
     def _forget(self, attempt: Attempt) -> None:
         attempt.forget()
         self._attempts.pop((attempt.rollout_id, attempt.attempt_id), None)
         self._by_secret.pop(attempt.secret, None)
-        self._ended[attempt.secret] = self._ended[f"{attempt.rollout_id}/{attempt.attempt_id}"] = None
+        self._has_ended(attempt.secret, f"{attempt.rollout_id}/{attempt.attempt_id}")
+
+    def _has_ended(self, *names: str) -> None:
+        self._ended |= dict.fromkeys(names)
         while len(self._ended) > _ENDED_KEPT:
             self._ended.pop(next(iter(self._ended)), None)
 
@@ -234,18 +241,12 @@ class Gateway:
             if attempt is None or not attempt.closed:
                 raise  # the client has hung up
             refusal = refusal_of(error)
-        except web.HTTPRequestEntityTooLarge:
-            limit = f"the body is larger than {self.settings.max_body_mb:g} MB"
-            refusal = GatewayRequestError(limit, status=413, code="request_too_large")
-        except AglSlimeError as error:
-            refusal = refusal_of(error)
-        except ConnectionError:
-            raise  # the client is gone
         except Exception as error:
-            refusal = refusal_of(error)
-            logger.exception("%s %s failed.", request.method, request.path)
+            if is_gone(error):
+                return web.Response()
+            refusal = self._refusal(error, f"{request.method} {path}")
         if attempt is not None:
-            attempt.seen[f"refused/{refusal.status}"] += 1
+            attempt.refused(refusal.status)
         headers = {"Retry-After": str(RETRY_AFTER_S)} if refusal.status in (429, 503) else {}
         return json_response(protocol.error(refusal), status=refusal.status, headers=headers)
 
@@ -275,21 +276,23 @@ class Gateway:
                 raise GatewayRequestError(f"rollout {rollout} has ended", status=410, code="rollout_ended")
             told = f"there is no attempt {attempt_id} of a rollout {rollout} here"
             raise GatewayRequestError(told, status=404, code="unknown_rollout")
-        if not any(hmac.compare_digest(key.encode(), meant.secret.encode()) for key in shown):
+        if not any(same_secret(key, meant.secret) for key in shown):
             told = f"the key does not open rollout {rollout}: send LLM.api_key, or use LLM.endpoint as it is"
             raise GatewayRequestError(told, status=401, code="invalid_api_key")
         return meant
 
     async def _routed(self, request: web.Request, path: str, attempt: Attempt, role: str) -> web.StreamResponse:
-        attempt.seen[f"{request.method} {path}"] += 1
-        if request.method in ("HEAD", "OPTIONS") or path == "/":
+        protocol = _PROTOCOLS.get(path) if request.method == "POST" else None
+        models = request.method == "GET" and path.startswith("/models")
+        greets = request.method in ("HEAD", "OPTIONS") or path == "/"
+        attempt.came(f"{request.method} {path}", served=protocol is not None or path in ("/", "/models"))
+        if greets:
             return web.Response()
-        if request.method == "GET" and path.startswith("/models"):
+        if models:
             return self._models(attempt, path.removeprefix("/models").strip("/"))
-        protocol = _PROTOCOLS.get(path)
-        if protocol is None or request.method != "POST":
+        if protocol is None:
             served = ", ".join(f"/v1{path}" for path in (*_PROTOCOLS, "/models"))
-            told = f"{request.method} {path} is not served here; there are {served}"
+            told = f"{request.method} {path:.80} is not served here; there are {served}"
             raise GatewayRequestError(told, status=404, code="unknown_url")
         attempt.begin()
         try:
@@ -299,7 +302,7 @@ class Gateway:
 
     async def _asked(self, request: web.Request, protocol: Protocol, attempt: Attempt, role: str) -> web.StreamResponse:
         raw = await request.read()
-        parse = partial(_parsed, raw)
+        parse = partial(parsed_body, raw)
         body = parse() if len(raw) <= _PARSED_AT_ONCE else await run_in_thread(parse)
         call = protocol.read(body := {**self.defaults.get(protocol.prefix, {}), **body}, attempt.kept)
         if isinstance(protocol, CountTokens):
@@ -307,46 +310,55 @@ class Gateway:
         if call.model in (*attempt.settings.untrained_models, *attempt.settings.trained_models):
             role = call.model
         elif role not in attempt.roles:
-            raise GatewayRequestError(f"there is no model {role!r} here", status=404, code="unknown_model")
+            raise GatewayRequestError(f"there is no model {role!r:.80} here", status=404, code="unknown_model")
         retry = request.headers.get(_RETRY_HEADER, "0") not in ("", "0")
-        key = hashlib.blake2b(request.path.encode() + b"\n" + raw, digest_size=16).digest()
-        work = attempt.work(call, role=role, key=key, retry=retry, prefix=protocol.prefix)
+        key = hashlib.blake2b(request.path.encode("utf-8", "surrogatepass") + b"\n" + raw, digest_size=16).digest()
         decode = await attempt.decoder()
-        with work:
+        with attempt.work(call, role=role, key=key, retry=retry, prefix=protocol.prefix) as work:
             if call.stream:
-                return await self._streamed(request, protocol, body, call, work, decode)
-            answered = await work.result()
-            return json_response(protocol.answer(body, answered, decode))
+                answer = await self._streamed(request, protocol, body, call, work, decode)
+            else:
+                answered = await work.result()
+                answer = await _off_loop(call, answered, lambda a: json_response(protocol.answer(body, a, decode)))
+            work.told = True
+            return answer
 
     async def _streamed(
         self, http: web.Request, protocol: Protocol, body: Any, call: Call, work: Work, decode: Any
     ) -> web.StreamResponse:
-        """Events as they come. What fails before the first one is an answer with a status."""
-        assert work.task is not None
+        """Events as they come. What fails before the first one is an answer with a status, and later an event."""
         head = Answered(id=work.id, created=work.created, model=call.model, choices=(Choice(),) * call.n)
         stream = protocol.stream(body, head, decode)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        pause = self.settings.keep_alive_s
         at = 0
-        while True:
-            came = await work.wait(at, pause)
-            at = work.version
-            if work.task.done() and not response.prepared:
-                await work.result()  # raises what went wrong
-            if not response.prepared:
-                await response.prepare(http)
-                await response.write(b"".join(stream.begin()))
-            if work.task.done():
-                break
-            if events := stream.update(work.texts) if came else stream.keep_alive():
-                await response.write(events)
         try:
-            await response.write(stream.finish(await work.result()))
-        except (AglSlimeError, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and not work.task.cancelled():
+            while True:
+                came = await work.wait(at, self.settings.keep_alive_s)
+                at, progress, ended = work.version, work.progress, work.task.done()
+                if ended and not response.prepared:
+                    await work.result()  # raises what went wrong
+                if not response.prepared:
+                    await response.prepare(http)
+                    await response.write(b"".join(stream.begin()))
+                if ended:
+                    answered = await work.result()
+                    await response.write(await _off_loop(call, answered, stream.finish))
+                    return response
+                if events := stream.update(work.texts) if came else stream.keep_alive():
+                    await response.write(events)
+                    work.delivered = progress
+        except (Exception, asyncio.CancelledError) as error:
+            if not response.prepared or is_gone(error, unless=work.task):
                 raise
-            await response.write(stream.error(refusal_of(error)))
-        return response
+            await response.write(stream.error(self._refusal(error, "a stream")))
+            return response
+
+    def _refusal(self, error: BaseException, what: str) -> GatewayRequestError:
+        """What to answer; ``what`` was asked goes to the log, without the address, which holds a secret."""
+        refusal = refusal_of(error, most_mb=self.settings.max_body_mb)
+        if refusal.status == 500 and not isinstance(error, AglSlimeError):
+            logger.error("%s failed.", what, exc_info=error)
+        return refusal
 
     def _models(self, attempt: Attempt, name: str) -> web.Response:
         cards = [
@@ -378,14 +390,7 @@ def _protocol_of(path: str, request: web.Request) -> Protocol:
     return known or _PROTOCOLS[default]
 
 
-def _parsed(raw: bytes) -> dict[str, Any]:
-    try:
-        body = orjson.loads(raw)
-    except ValueError as error:
-        try:  # some clients send text that is cut within a character, which no tokenizer reads
-            body = orjson.loads(HALF_A_CHARACTER.sub("\ufffd", json.dumps(json.loads(raw), ensure_ascii=False)))
-        except ValueError:
-            raise GatewayRequestError(f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise GatewayRequestError(f"the body must be a JSON object, got {type(body).__name__}", code="invalid_json")
-    return body
+async def _off_loop(call: Call, answered: Answered, write: Callable[[Answered], T]) -> T:
+    """The answer written; in a thread where it may have many log-probs."""
+    few = answered.output_tokens * (1 + call.top_log_probs) <= _TOLD_AT_ONCE
+    return write(answered) if few else await run_in_thread(write, answered)

@@ -20,6 +20,7 @@ import numpy as np
 from agl_slime.gateway.messages import Message, answer_keys, message_key, same_words
 from agl_slime.rollout.session import RolloutSession
 from agl_slime.tokens.forks import ForkReason
+from agl_slime.tokens.template import ChatTemplate
 
 OpenSession = Callable[[list[Message]], RolloutSession]
 
@@ -37,7 +38,7 @@ class Line:
 class Node:
     """An answer: ``held`` with the words that were sampled, ``served`` as the client got it. ``state`` is the place in
     the tree after it and ``before`` that before it, ``turn`` its number in the rollout, ``depth`` the number of
-    messages up to it."""
+    messages up to it; ``cut``: its reader left before its end."""
 
     held: Message
     served: Message
@@ -46,6 +47,7 @@ class Node:
     line: Line
     turn: int
     depth: int
+    cut: bool = False
     continued: bool = False
 
 
@@ -67,6 +69,7 @@ class Match:
 class Tree:
     """The conversations that share one chat template and one set of tools; ``open_session`` makes the first."""
 
+    template: ChatTemplate
     open_session: OpenSession
     ambiguous: int = 0  # answers that could have been several
     _states: int = 0
@@ -116,7 +119,9 @@ class Tree:
         """Nothing was sampled."""
         line.asking = False
 
-    def answered(self, match: Match, line: Line, *, held: Message, served: Message, ids: Mapping[str, str]) -> Node:
+    def answered(
+        self, match: Match, line: Line, *, held: Message, served: Message, ids: Mapping[str, str], cut: bool = False
+    ) -> Node:
         """Keep an answer that was sampled on ``line``. ``ids`` are those of its calls, as served and as written."""
         state, rest = match.state, list(zip(match.messages[match.known :], match.keys, strict=True))
         if match.messages[-1]["role"] == "assistant":  # which the answer goes on with, and is a message with
@@ -133,7 +138,7 @@ class Tree:
                 self._seen.update(keys)
         self._ids.update(ids)
         turns, depth = line.session.turns, len(line.session.messages)
-        node = Node(held, served, state, self._new_state(), line, len(turns) - 1, depth)
+        node = Node(held, served, state, self._new_state(), line, len(turns) - 1, depth, cut)
         for key in answer_keys(served):
             self._answers.setdefault((state, key), []).append(node)
             self._seen.add(key)
@@ -176,6 +181,9 @@ class Tree:
         if line is None or line.tip is None or line.tip is node or known == len(messages):
             return None
         tip, at = line.tip, messages[known]
+        said = at["content"].strip() if at["role"] == "assistant" and tip.depth == known + 1 else ""
+        if tip.cut and said and tip.served["content"].startswith(said):
+            return ForkReason.BRANCH  # from the middle of it: some of what was delivered was not read
         later = [key for message in messages[known + 1 :] for key in _keys(message)]
         lost = tip.depth - known  # held messages that the request does not go on with
         summary = at["role"] == "user" and known > 0 and messages[known - 1]["role"] == "user"

@@ -5,31 +5,41 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from agl_slime.gateway.calls import Answered
+from agl_slime.sglang.generation import Progress
 
 
 class Work:
     """The answer to one request in the making: ``texts`` are its choices so far, ``version`` counts their changes.
-    Cancelled when nobody waits for it any more. ``id`` and ``created`` are those of the answer."""
+    Cancelled when nobody waits for it any more. ``id`` and ``created`` are those of the answer, ``key`` is what was
+    asked; ``told``: somebody has got all of it. ``delivered`` is what the engine had told of each choice when its
+    stream was last written to."""
 
-    def __init__(self, n: int, prefix: str) -> None:
-        self.id, self.created = prefix + secrets.token_hex(12), int(time.time())
+    def __init__(
+        self, *, key: bytes, n: int, prefix: str, answer: Callable[[Work], Coroutine[Any, Any, Answered]]
+    ) -> None:
+        self.id, self.created, self.key = prefix + secrets.token_hex(12), int(time.time()), key
         self.texts: list[tuple[str, str]] = [("", "")] * n
+        self.progress: list[Progress | None] = [None] * n
+        self.delivered = self.progress
         self.version = 0
-        self.task: asyncio.Task[Answered] | None = None
+        self.told = self.given_up = False
+        self.waiting = 0
         self._changed = asyncio.Event()
-        self._waiting = 0
-
-    def start(self, work: Coroutine[Any, Any, Answered]) -> asyncio.Task[Answered]:
-        self.task = asyncio.ensure_future(work)
+        self.task = asyncio.ensure_future(answer(self))
         self.task.add_done_callback(self._done)
-        return self.task
 
-    def update(self, index: int, texts: tuple[str, str]) -> None:
+    @property
+    def stands(self) -> bool:
+        """Neither failed nor cancelled, as far as it has come."""
+        return not self.given_up and not (self.task.done() and (self.task.cancelled() or self.task.exception()))
+
+    def update(self, index: int, texts: tuple[str, str], progress: Progress) -> None:
         if texts != self.texts[index]:
+            self.progress = [*self.progress[:index], progress, *self.progress[index + 1 :]]
             self.texts[index] = texts
             self._notify()
 
@@ -53,14 +63,14 @@ class Work:
         return True
 
     async def result(self) -> Answered:
-        assert self.task is not None
         return await asyncio.shield(self.task)
 
     def __enter__(self) -> Work:
-        self._waiting += 1
+        self.waiting += 1
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._waiting -= 1
-        if not self._waiting and self.task is not None and not self.task.done():
+        self.waiting -= 1
+        if not self.waiting and not self.task.done():
+            self.given_up = True
             self.task.cancel()

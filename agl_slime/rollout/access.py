@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
+from yarl import URL
 
 from agl_slime.errors import ConfigError
 from agl_slime.sglang.client import SGLangClient
@@ -24,7 +25,7 @@ from agl_slime.tokens.tokenizer import ChatTokenizer, load_tokenizer
 # Agent Lightning's convention for the name of the model under training.
 LLM_RESOURCE = "main_llm"
 
-# Rollouts of one agent have the same tools, mostly; where each task has its own, old templates are let go.
+# Rollouts of one agent have the same tools, mostly; where each task has its own, those not used for long are let go.
 _MAX_TEMPLATES = 64
 
 _SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__) - {"extra"}
@@ -38,7 +39,7 @@ class EngineAccess:
         self._tokenizer = tokenizer
         self._settings = settings
         self._clients: dict[str, SGLangClient] = {}
-        self._templates: dict[str, ChatTemplate] = {}
+        self._templates: dict[Any, ChatTemplate] = {}
         self._tokenizers: dict[str, ChatTokenizer] = {}
         self._engines: dict[str, str] = {}  # behind gateways
 
@@ -63,7 +64,8 @@ class EngineAccess:
         if gateway not in self._engines:
             async with aiohttp.ClientSession() as session, session.get(f"{gateway}/engine") as answer:
                 if answer.status != 200:
-                    raise ConfigError(f"{LLM_RESOURCE} names {gateway}, which is no gateway of agl-slime's")
+                    where = str(URL(gateway).origin())  # its path may hold the token
+                    raise ConfigError(f"{LLM_RESOURCE} names {where}, which is no gateway of agl-slime's")
                 self._engines[gateway] = (await answer.json())["endpoint"]
         named = {"model": llm.model, "sampling_parameters": llm.sampling_parameters}
         return LLM(endpoint=self._engines[gateway], **named)
@@ -87,18 +89,25 @@ class EngineAccess:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> ChatTemplate:
         """One template for all rollouts with these tools: what it has found out about itself is known to all."""
-        key = f"{id(tokenizer)} {json.dumps([tools, dict(template_kwargs or {})], sort_keys=True, default=repr)}"
-        if key not in self._templates:
-            if len(self._templates) >= _MAX_TEMPLATES:  # tools that differ from task to task
-                self._templates.clear()
-            self._templates[key] = ChatTemplate(tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs)
-        return self._templates[key]
+        key = template_key(tools, template_kwargs), id(tokenizer)
+        made = self._templates.pop(key, None)
+        if made is None:
+            made = ChatTemplate(tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs)
+        self._templates[key] = made  # those used last at the end
+        if len(self._templates) > _MAX_TEMPLATES:
+            del self._templates[next(iter(self._templates))]
+        return made
 
     async def aclose(self) -> None:
         """Close the connections; to be called on the event loop that they were used on."""
         clients, self._clients = self._clients, {}
         for client in clients.values():
             await client.aclose()
+
+
+def template_key(tools: Sequence[Mapping[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None) -> str:
+    """Equal for what makes the same template of one tokenizer."""
+    return json.dumps([tools, dict(template_kwargs or {})], sort_keys=True, default=repr)
 
 
 def sampling_of(llm: LLM) -> SamplingParams:

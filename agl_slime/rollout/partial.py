@@ -23,7 +23,7 @@ from typing import Any
 from agl_slime import events
 from agl_slime.errors import ConfigError, EngineError, TraceError, spell_exception
 from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.generation import Generation, SamplingParams, WeightSpan
+from agl_slime.sglang.generation import Generation, Progress, SamplingParams, WeightSpan
 from agl_slime.support.agl import Rollout
 from agl_slime.tokens.codec import (
     log_prob_array,
@@ -172,8 +172,8 @@ class _KeepingClient:
         call = self._owner.begin(self._rollout, _key(input_ids, sampling))
         kept = call.generation
         if kept is not None and kept.finish_reason != "abort":
-            if how.get("on_text") is not None:
-                how["on_text"](kept.text)
+            if how.get("on_progress") is not None:
+                how["on_progress"](Progress(kept.text, lambda: kept))
             self._owner.note(call, running=False)
             return kept
         told: Any = {"resume": kept, "on_part": lambda part: self._owner.note(call, part)}

@@ -6,6 +6,7 @@ are recorded as the engine gave them.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import time
@@ -19,7 +20,7 @@ from agl_slime.errors import ContextOverflowError, RolloutError
 from agl_slime.rollout.scheduler import StopReason
 from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolParser
 from agl_slime.rollout.tools import ToolManager, ToolResult
-from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
+from agl_slime.sglang.generation import FinishReason, Generation, Progress, SamplingParams
 from agl_slime.support.agl import TraceStatus, get_active_tracer
 from agl_slime.tokens.codec import common_prefix
 from agl_slime.tokens.conversation import ChatContext, Message
@@ -47,7 +48,8 @@ class RolloutStopped(Exception):
 class RolloutStats:
     """Counts of one rollout, all its branches together. ``tool_calls`` counts executed calls by tool, ``calls`` those
     that were ``malformed``, of ``unknown`` tools, ``errors`` and among them ``timeouts``; ``untrained_turns`` are the
-    turns that the loss scale leaves out, ``infos`` what the scheduler wants to be known."""
+    turns that the loss scale leaves out, ``infos`` what the scheduler wants to be known, ``asking`` the answers that
+    are under way."""
 
     stop_reason: StopReason | None = None
     tools: tuple[str, ...] = ()
@@ -56,6 +58,7 @@ class RolloutStats:
     open_boundaries: int = 0
     untrained_turns: tuple[int, ...] = ()
     infos: dict[str, Any] = field(default_factory=dict)
+    asking: int = 0
 
     def count(self, results: Iterable[ToolResult]) -> None:
         for result in results:
@@ -82,12 +85,13 @@ class RolloutStats:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What the model said in one turn. ``text`` has no stop token. ``parsed`` is set where the server itself told the
-    calls of tools from the text."""
+    calls of tools from the text; ``cut``: asking was cancelled, and this is what had been read of it."""
 
     text: str
     finish_reason: FinishReason
     generation: Generation
     parsed: ParsedAnswer | None = None
+    cut: bool = False
 
     @property
     def truncated(self) -> bool:
@@ -166,6 +170,7 @@ class RolloutSession(Session):
         sampling: SamplingParams | None = None,
         fork: ForkReason | None = None,
         untrained: str = "",
+        delivered: Callable[[], Progress | None] = lambda: None,
         **how: Any,
     ) -> Answer:
         """Append ``messages``, let the model answer, append the answer; a conversation that ends with an assistant
@@ -173,22 +178,31 @@ class RolloutSession(Session):
         typed errors.
 
         ``fork`` says why the agent did not go on from what is held, where that is known better than tokens tell;
-        ``untrained`` why the answer is context only; ``how`` goes to the client's ``generate``.
+        ``untrained`` why the answer is context only; ``how`` goes to the client's ``generate``. When this is cancelled
+        and somebody has read of the answer already, which ``delivered`` tells, that part is the answer, an aborted one.
         """
         self.add(*messages)
-        if self.max_turns is not None and len(self.turns) >= self.max_turns:
+        if self.max_turns is not None and len(self.turns) + self.stats.asking >= self.max_turns:
             raise self._stopped(StopReason.MAX_TURNS, f"the rollout has had its {self.max_turns} turns")
-        context = self.context
-        prompt_ids = await context.prompt()
-        sampling = self._within_limits(sampling or self.sampling, len(prompt_ids))
-        asked, started = list(self.messages), time.time()
+        context, started, asked = self.context, time.time(), list(self.messages)
+        prompt_ids, cut = [], False
+        self.stats.asking += 1
         try:
+            prompt_ids = await context.prompt()
+            limited = self._within_limits(sampling or self.sampling, len(prompt_ids))
             # one key per rollout: behind a router its turns stay on the worker that has their prefix cached
-            generation = await self._client.generate(prompt_ids, sampling, routing_key=self.rollout_id or None, **how)
+            generation = await self._client.generate(prompt_ids, limited, routing_key=self.rollout_id or None, **how)
+        except asyncio.CancelledError:
+            if (progress := delivered()) is None:
+                raise
+            generation = progress.so_far()
+            cut = True
         except ContextOverflowError as error:
             if not self.turns:
                 raise  # nothing was sampled: the task itself does not fit
             raise self._stopped(StopReason.CONTEXT_OVERFLOW, str(error)) from error
+        finally:
+            self.stats.asking -= 1
         boundaries = context.open_boundaries
         context.add_answer(prompt_ids, generation)
         self.stats.open_boundaries += context.open_boundaries - boundaries
@@ -207,7 +221,7 @@ class RolloutSession(Session):
         if self._encoder is not None:
             self._write(self._encoder.encode(self.turns[-1]), started)
         self.stats.stop_reason = _ENDS.get(generation.finish_reason, StopReason.STOP)
-        return Answer(generation.text, generation.finish_reason, generation)
+        return Answer(generation.text, generation.finish_reason, generation, cut=cut)
 
     def branch(self, messages: Sequence[Mapping[str, Any]], *, template: ChatTemplate | None = None) -> RolloutSession:
         """Another conversation of the same rollout: its turns count and are trained as well. It keeps the tokens of

@@ -17,9 +17,9 @@ from agl_slime.runner.base import FinishedListener, RunnerSettings
 from agl_slime.runner.guard import GuardedAgent, contain_tasks
 from agl_slime.runner.lag import LagMonitor
 from agl_slime.runner.process import forget_what_exists
-from agl_slime.runner.recording import current_recording
 from agl_slime.runner.tracer import ContextTracer
 from agl_slime.store.follow import listen_for_ends
+from agl_slime.store.recording import current_recording
 from agl_slime.support.agl import AttemptedRollout, ExecutionEvent, Hook, LitAgent, LitAgentRunner
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from agl_slime.errors import RewardError, RolloutError, RolloutTimeoutError
 from agl_slime.rollout.outcome import check_reward
 from agl_slime.runner.base import RunnerSettings
-from agl_slime.runner.recording import current_recording
+from agl_slime.store.recording import current_recording
 from agl_slime.support.agl import (
     LLM,
     LitAgent,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from agl_slime.runner.recording import Recording, current_recording
+from agl_slime.store.recording import Recording, current_recording
 
 # Allocations until the young are looked at; such looks until the next older are; and those until all are.
 _THRESHOLDS = (100_000, 5, 50)

@@ -26,7 +26,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace import Span as SdkSpan
 
-from agl_slime.runner.recording import Recording, current_recording
+from agl_slime.store.recording import Recording, current_recording
 from agl_slime.support.agl import (
     LightningStore,
     OtelSpanRecordingContext,

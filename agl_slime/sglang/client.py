@@ -32,6 +32,7 @@ from agl_slime.sglang.generation import (
     Decode,
     Generation,
     PartRequest,
+    Progress,
     ResumableGeneration,
     SamplingParams,
     broken_off,
@@ -123,7 +124,7 @@ class SGLangClient:
         routing_key: str | None = None,
         rid: str | None = None,
         resume_aborted: bool = True,
-        on_text: Callable[[str], None] | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
         top_log_probs: int = 0,
         resume: Generation | None = None,
         on_part: Callable[[Generation], None] | None = None,
@@ -139,7 +140,7 @@ class SGLangClient:
                 prefix: no rid may begin another.
             resume_aborted: Take up a generation again that the engine aborted (a weight sync does); False returns it as
                 it is, reason "abort".
-            on_text: Gets the whole text so far while it is sampled, where the server streams. A stream that breaks off
+            on_progress: Is told how far it has come while it is sampled, where the server streams. One that breaks off
                 counts as an abort: what had come was sampled.
             top_log_probs: How many of the likeliest tokens to report for each place.
             resume: What an earlier call with the same arguments had sampled when it was aborted, to go on from.
@@ -166,7 +167,7 @@ class SGLangClient:
         while not wanted.done:
             request = wanted.next_request()
             try:
-                told = on_text and telling(on_text, wanted.reader())
+                told = on_progress and telling(lambda *said: on_progress(wanted.progress(*said)), wanted.reader())
                 part = await self._send_part(request, rids, routing_key, deadline, on_event=told, top=top_log_probs)
             except ContextOverflowError as error:
                 limit, length = context_limit(error), len(request.input_ids)

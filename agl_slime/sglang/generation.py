@@ -6,12 +6,13 @@ the engine and the trainer.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from agl_slime.errors import EngineError, EngineProtocolError
 from agl_slime.sglang.streamed import CUT, DECODED_AFTER, growing_text
@@ -239,6 +240,10 @@ class ResumableGeneration:
         ids = [*self._prompt[-DECODED_AFTER:], *self._got.output_ids]
         return growing_text(self._got.text, ids, decode if self.sampled else None)
 
+    def progress(self, text: str, event: Mapping[str, Any]) -> Progress:
+        """How far it has come with ``event``, which tells of the part that was asked for last."""
+        return Progress(text, partial(_so_far, copy.copy(self), event))
+
     @property
     def _open_stop(self) -> bool:
         """The text ends in the beginning of a stop string; a character cut at its end may be the string's next one."""
@@ -337,6 +342,20 @@ class ResumableGeneration:
         # after the prompt's last tokens, as SGLang does: some tokenizers drop a blank at the very beginning
         head, skip = list(self._prompt[-DECODED_AFTER:]), self._sampling.skip_special_tokens
         return decode([*head, *ids], skip_special_tokens=skip)[len(decode(head, skip_special_tokens=skip)) :]
+
+
+class Progress(NamedTuple):
+    """How far a generation has come that is streamed: its text, and what makes the rest, as if it had been aborted
+    there."""
+
+    text: str
+    so_far: Callable[[], Generation]
+
+
+def _so_far(wanted: ResumableGeneration, event: Mapping[str, Any]) -> Generation:
+    wanted = copy.copy(wanted)
+    wanted.add(parse_generation(broken_off(event)))
+    return wanted.so_far
 
 
 def _joined(spans: tuple[WeightSpan, ...], more: tuple[WeightSpan, ...], offset: int) -> tuple[WeightSpan, ...]:

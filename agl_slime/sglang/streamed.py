@@ -44,9 +44,9 @@ def growing_text(
     return read
 
 
-def telling(on_text: Callable[[str], None], read: Callable[[Mapping[str, Any]], str]) -> Callable[[Any], None]:
-    """Takes the events of one request and tells the text so far; not that of the last event, which has what ended the
-    answer in it: its caller gets the whole."""
+def telling(on_text: Callable[[str, Any], None], read: Callable[[Mapping[str, Any]], str]) -> Callable[[Any], None]:
+    """Takes the events of one request and tells the text so far, and by which event; not that of the last event, which
+    has what ended the answer in it: its caller gets the whole."""
 
     def tell(event: Any) -> None:
         meta = event.get("meta_info") if isinstance(event, Mapping) else None
@@ -56,6 +56,6 @@ def telling(on_text: Callable[[str], None], read: Callable[[Mapping[str, Any]], 
             text = read(event)
         except (KeyError, IndexError, TypeError):
             return  # of another form: said when the answer is read
-        on_text(text)
+        on_text(text, event)
 
     return tell

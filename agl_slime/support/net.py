@@ -26,10 +26,13 @@ def require_token(host: str, token: str | None, *, setting: str) -> None:
 
 
 def has_token(authorization: str | None, token: str | None) -> bool:
-    """Whether an ``Authorization`` header carries the bearer token; always when ``token`` is empty. Takes the same time
-    whatever is wrong with it."""
-    given = (authorization or "").encode("utf-8", "surrogateescape")
-    return not token or hmac.compare_digest(given, f"Bearer {token}".encode())
+    """Whether an ``Authorization`` header carries the bearer token; always when ``token`` is empty."""
+    return not token or same_secret(authorization or "", f"Bearer {token}")
+
+
+def same_secret(given: str, secret: str) -> bool:
+    """Takes the same time whatever is wrong with what was given, which need not be UTF-8."""
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), secret.encode())
 
 
 def page_refusal(headers: Mapping[str, str], *, check_host: bool) -> str | None:

@@ -19,7 +19,7 @@ from agl_slime.rollout.session import RolloutSession
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.generation import SamplingParams, WeightSpan
+from agl_slime.sglang.generation import Progress, SamplingParams, WeightSpan
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest
 from agl_slime.trace.converter import convert_rollout
@@ -99,13 +99,13 @@ async def test_calls_that_had_ended_are_answered_without_the_engine_and_each_onc
         later.load(tmp_path / "partial")
         engine.calls.clear()
         again = later.client(client, rollout("b"))
-        told: list[str] = []
-        assert [await again.generate([5, n], SAMPLING, on_text=told.append) for n in (6, 6, 7)] == [
+        told: list[Progress] = []
+        assert [await again.generate([5, n], SAMPLING, on_progress=told.append) for n in (6, 6, 7)] == [
             said[0],
             said[2],
             said[1],
         ]
-        assert told == [said[0].text, said[2].text, said[1].text]
+        assert [(t.text, t.so_far()) for t in told] == [(said[n].text, said[n]) for n in (0, 2, 1)]
         assert engine.calls["/generate"] == 0
         # once more than was kept, with another prompt, and with other parameters
         await again.generate([5, 6], SAMPLING)

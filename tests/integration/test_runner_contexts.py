@@ -19,9 +19,9 @@ from opentelemetry import trace as otel
 
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.process import carry_recordings
-from agl_slime.runner.recording import Recording, current_recording
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.recording import Recording, current_recording
 from agl_slime.support.agl import LitAgent, emit_reward, find_final_reward
 from tests.integration.test_runner_concurrent import RESOURCES, FnAgent, finished, running
 

@@ -74,7 +74,7 @@ async def sampled_over_a_change(
     async with SGLangClient(base_url=server.url) as client:
         tasks = [
             # those that run first say when they have sampled something
-            asyncio.create_task(client.generate(prompt, sampling, on_text=lambda _, event=event: event.set()))
+            asyncio.create_task(client.generate(prompt, sampling, on_progress=lambda _, event=event: event.set()))
             for prompt, event in zip(prompts, started, strict=False)
         ]
         for event in started:

@@ -90,7 +90,9 @@ async def test_sequences_stay_in_an_engine_that_lists_its_versions(pause: PauseM
         assert await sync.settle_pause() == ""
         told: list[asyncio.Event] = [asyncio.Event() for _ in range(10)]
         tasks = [
-            asyncio.create_task(client.generate([n], SamplingParams(max_new_tokens=40), on_text=lambda _, e=e: e.set()))
+            asyncio.create_task(
+                client.generate([n], SamplingParams(max_new_tokens=40), on_progress=lambda _, e=e: e.set())
+            )
             for n, e in enumerate(told)
         ]
         for event in told:

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.runner.recording import Recording
+from agl_slime.store.recording import Recording
 from agl_slime.support.agl import Span
 
 steps = st.lists(st.sampled_from(["add", "write", "fail", "both"]), max_size=40)

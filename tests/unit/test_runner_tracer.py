@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from agl_slime.runner.recording import Recording, current_recording
 from agl_slime.runner.tracer import ContextTracer
+from agl_slime.store.recording import Recording, current_recording
 from agl_slime.support.agl import Span, SpanCoreFields, TraceStatus
 
 CORES: list[dict[str, Any]] = [

@@ -32,6 +32,7 @@ class Recording:
     closed: bool = False
     written: list[Span] = field(default_factory=list)
     _pending: list[SpanBuilder] = field(default_factory=list)
+    _built: list[Span] = field(default_factory=list)  # numbered; whether the store has them is not known
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -50,7 +51,7 @@ class Recording:
             with self._lock:
                 pending, self._pending = self._pending, []
                 self.closed = self.closed or close
-            if pending:
+            if pending or self._built:
                 await self._write(pending)
 
     async def write_early(self) -> None:
@@ -61,18 +62,23 @@ class Recording:
             logger.warning("Spans of rollout %s could not be written yet: %s", self.rollout_id, error)
 
     async def _write(self, pending: list[SpanBuilder]) -> None:
+        """What was built once stays as it is: a store that has a span already, of a write whose answer was lost, does
+        not take it for another."""
         key, ids = (self.rollout_id, self.attempt_id), {"rollout_id": self.rollout_id, "attempt_id": self.attempt_id}
-        store, first = self.store, len(self.written) + 1
+        store, first = self.store, len(self.written) + len(self._built) + 1
         try:
             numbers: Sequence[int] = range(first, first + len(pending))
-            if store is not None:
+            if store is not None and pending:
                 numbers = await store.get_many_span_sequence_ids([key] * len(pending))
-            spans = [build(**ids, sequence_id=number) for build, number in zip(pending, numbers, strict=True)]
-            self.written.extend(await store.add_many_spans(spans) if store is not None else spans)
         except BaseException:
             with self._lock:
                 self._pending[:0] = pending
             raise
+        self._built += [build(**ids, sequence_id=number) for build, number in zip(pending, numbers, strict=True)]
+        # a store returns those that it had not yet
+        new = {s.span_id: s for s in await store.add_many_spans(self._built)} if store is not None else {}
+        self.written += [new.get(span.span_id, span) for span in self._built]
+        self._built = []
 
 
 current_recording: ContextVar[Recording | None] = ContextVar("agl_slime_recording", default=None)

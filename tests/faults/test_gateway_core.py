@@ -1,0 +1,296 @@
+"""Clients that retry, hang up, and ask for too much at once: each answer goes to one of them, and what was read of an
+answer is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import httpx
+import pytest
+
+from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.rollout.access import EngineAccess
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.client import RemoteStore
+from agl_slime.store.server import StoreService
+from agl_slime.support.agl import ProxyLLM
+from agl_slime.support.threads import run_blocking
+from agl_slime.tokens.forks import ForkReason
+from agl_slime.trace import attributes as names
+from agl_slime.trace.span_codec import decode_turns
+from tests.gateway_cases import WEATHER, Case, serving, trained_once
+from tests.integration.test_gateway_store import BODY as STORE_BODY
+from tests.integration.test_gateway_store import begun, beside
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]
+BODY = {"model": "m", "messages": HELLO}
+AGAIN = {"x-stainless-retry-count": "1"}
+
+
+def post(case: Case, body: Any = BODY, **how: Any) -> httpx.Response:
+    return httpx.post(f"{case.llm.endpoint}/chat/completions", json=body, **how)
+
+
+def text(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"]
+
+
+def test_an_old_request_asked_again_after_many_others_harms_none_of_them() -> None:
+    with serving("hello", latency_s=0.3) as case, ThreadPoolExecutor(8) as pool, httpx.Client() as client:
+        url = f"{case.llm.endpoint}/chat/completions"
+        bodies = [{"messages": [{"role": "user", "content": str(n)}]} for n in range(33)]
+        assert {client.post(url, json=body).status_code for body in bodies[:4]} == {200}
+        case.engine.latency_s = 0.0
+        assert {client.post(url, json=body).status_code for body in bodies[4:]} == {200}
+        case.engine.latency_s = 0.2
+        asked = [pool.submit(client.post, url, json=body) for body in (bodies[0], bodies[1], {**BODY, "n": 2})]
+        assert {one.result().status_code for one in asked} == {200}
+        trained_once(case.turns, case.segments)
+
+
+def test_a_request_that_was_refused_is_not_answered_with_an_equal_ones_answer() -> None:
+    settings = GatewaySettings(max_in_flight=3)
+    says = ("one", "two", "three", "four")
+    with (
+        serving(*says, settings=settings, latency_s=0.5) as case,
+        ThreadPoolExecutor(4) as pool,
+        httpx.Client() as c,
+    ):
+        url = f"{case.llm.endpoint}/chat/completions"
+        first = [answer.result() for answer in [pool.submit(c.post, url, json=BODY) for _ in range(4)]]
+        assert sorted(answer.status_code for answer in first) == [200, 200, 200, 429]
+        texts = [text(answer) for answer in first if answer.status_code == 200]
+        texts.append(text(c.post(url, json=BODY, headers=AGAIN)))
+        assert sorted(texts) == sorted(says)
+        # of several that were answered it cannot be told which one got lost: none is guessed
+        assert text(c.post(url, json=BODY, headers=AGAIN)) == "four"
+        assert len(case.turns) == 5
+
+
+def test_tools_that_differ_from_rollout_to_rollout_are_no_forks() -> None:
+    """More sets of tools in flight than templates are kept."""
+    with serving("hello") as case, httpx.Client() as client:
+        opened = [case.open(f"ro-{n}") for n in range(10, 80)]
+        for turn in range(2):
+            for n, (_, served, _) in enumerate(opened):
+                tool = {**WEATHER, "function": {**WEATHER["function"], "name": f"weather_{n}"}}
+                then = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "And?"}] * turn
+                body = {"messages": [*HELLO, *then], "tools": [tool]}
+                answer = client.post(f"{served['main_llm'].endpoint}/chat/completions", json=body)
+                assert answer.status_code == 200, answer.text
+        for _, _, spans in opened:
+            assert [turn.fork for turn in decode_turns(spans)] == [None, None]
+
+
+async def read_some(case: Case, session: aiohttp.ClientSession, messages: list[Any], events: int) -> str:
+    """Read so many events of a stream and go; what was in them."""
+    said = ""
+    url = f"{case.llm.endpoint}/chat/completions"
+    async with session.post(url, json={"messages": messages, "stream": True}) as answer:
+        for _ in range(events):
+            event = (await answer.content.readuntil(b"\n\n")).removeprefix(b"data: ")
+            said += json.loads(event)["choices"][0]["delta"].get("content") or ""
+        answer.close()
+    return said
+
+
+async def eventually(case: Case, turns: int) -> None:
+    for _ in range(500):
+        if len(case.turns) >= turns:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{len(case.turns)} turns, wanted {turns}")
+
+
+@pytest.mark.parametrize("trim", [0, 2])
+async def test_what_was_read_of_a_stream_that_is_closed_early_is_a_turn(trim: int) -> None:
+    says = "one two three four five six seven eight nine ten eleven twelve", "fine"
+    with serving(*says, token_s=0.05) as case:
+        async with aiohttp.ClientSession() as session:
+            said = await read_some(case, session, HELLO, 5)
+            await eventually(case, 1)
+            turn = case.turns[0]
+            assert (turn.finish_reason, turn.untrained) == ("abort", "")
+            assert case.tokenizer.decode(turn.response_ids) == turn.text
+            assert turn.text.startswith(said)
+            assert said
+            case.engine.token_s = 0.0
+            # its client goes on from what it read, or from a part of that
+            went_on = (turn.text if not trim else said[:-trim]).strip()
+            history = [*HELLO, {"role": "assistant", "content": went_on}, {"role": "user", "content": "And?"}]
+            await read_some(case, session, history, 2)
+            await eventually(case, 2)
+        assert case.turns[1].fork is (None if not trim else ForkReason.BRANCH)
+        trained_once(case.turns, case.segments)
+        case.close()
+        assert names.UNTRAINED_TURNS not in case.said
+
+
+async def test_a_client_that_hangs_up_while_its_answer_is_written_to_a_store_costs_nothing() -> None:
+    store = BridgeStore()
+    with StoreService(store=store) as service, beside(RemoteStore(service.url), "one", "two") as (gateway, _):
+        rollout_id, attempt_id = await begun(store)
+        writing, go_on = asyncio.Event(), asyncio.Event()
+        loop, add = asyncio.get_running_loop(), gateway._store.add_many_spans
+
+        async def slowly(spans: Any) -> Any:
+            written = await add(spans)
+            loop.call_soon_threadsafe(writing.set)
+            while not go_on.is_set():  # noqa: ASYNC110 - set on another loop
+                await asyncio.sleep(0.01)
+            return written
+
+        gateway._store.add_many_spans = slowly  # type: ignore[method-assign]
+        url = f"{ProxyLLM(endpoint=gateway.endpoint, model='m').get_base_url(rollout_id, attempt_id)}/chat/completions"
+        async with aiohttp.ClientSession() as session:
+            asked = asyncio.ensure_future(session.post(url, json=STORE_BODY))
+            await asyncio.wait_for(writing.wait(), 20)
+            asked.cancel()
+            await asyncio.sleep(0.1)
+            go_on.set()
+            async with session.post(url, json=STORE_BODY) as answer:
+                assert answer.status == 200, await answer.text()
+        assert len(decode_turns(await store.query_spans(rollout_id, attempt_id))) == 2
+
+
+async def test_a_rollout_that_nobody_knows_is_404_at_once_and_one_that_has_ended_is_not_opened() -> None:
+    store = BridgeStore()
+    with StoreService(store=store) as service, beside(RemoteStore(service.url), "one") as (gateway, _):
+        proxy = ProxyLLM(endpoint=gateway.endpoint, model="m")
+        async with httpx.AsyncClient(timeout=4) as http:
+            unknown = f"{proxy.get_base_url('ro-none', 'at-none')}/chat/completions"
+            assert (await http.post(unknown, json=STORE_BODY)).status_code == 404
+            rollout_id, attempt_id = await begun(store)
+            resources = gateway._store.get_latest_attempt
+
+            async def ends_meanwhile(rollout_id: str) -> Any:
+                found = await resources(rollout_id)
+                gateway._ended_rollout(rollout_id)
+                return found
+
+            gateway._store.get_latest_attempt = ends_meanwhile  # type: ignore[method-assign]
+            url = f"{proxy.get_base_url(rollout_id, attempt_id)}/chat/completions"
+            assert (await http.post(url, json=STORE_BODY)).status_code == 410
+            assert not gateway._attempts
+
+
+async def test_the_end_does_not_wait_for_an_upload_that_stalls_nor_for_one_who_is_cancelled() -> None:
+    with serving("hello", token_s=0.2) as case:
+        parts = urlsplit(case.llm.endpoint)
+        stalled = socket.create_connection((parts.hostname, parts.port))
+        head = f"POST {parts.path}/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{{"
+        stalled.sendall(head.encode())
+        while not case.attempt._running:  # noqa: ASYNC110 - the gateway is on a loop of its own
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(case.gateway.close(case.attempt), 2)
+        stalled.close()
+        attempt, served, _ = case.open("ro-2")
+        async with aiohttp.ClientSession() as session:
+            url = f"{served['main_llm'].endpoint}/chat/completions"
+            asked = asyncio.ensure_future(session.post(url, json=BODY))
+            while not attempt._under_way:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.01)
+            attempt.cut = lambda: None  # type: ignore[method-assign]  # what is under way takes its time
+            closing = asyncio.ensure_future(case.gateway.close(attempt))
+            await asyncio.sleep(0.1)
+            closing.cancel()
+            await asyncio.wait({closing})
+            asked.cancel()
+        assert ("ro-2", "at-1") not in case.gateway._attempts
+
+
+def test_turns_under_way_count_against_the_limit() -> None:
+    settings = GatewaySettings(max_turns=2)
+    with serving("hello", settings=settings, latency_s=0.3) as case, ThreadPoolExecutor(5) as pool, httpx.Client() as c:
+        url = f"{case.llm.endpoint}/chat/completions"
+        said = sorted(text(answer.result()) for answer in [pool.submit(c.post, url, json=BODY) for _ in range(5)])
+        assert said == ["", "", "", "hello", "hello"]
+        assert len(case.turns) == 2
+
+
+DEEP = "[" * 600 + "]" * 600
+
+
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        ({"content": b"\x1f\x8b junk", "headers": {"Content-Encoding": "gzip"}}, 415),
+        ({"content": b"[" * 100_000}, 400),
+        ({"content": b'{"messages":[{"role":"user","content":' + b"[" * 900 + b"]" * 900 + b"}]}"}, 400),
+        ({"content": f'{{"messages":[{{"role":"user","content":"x"}}],"chat_template_kwargs":{{"a":{DEEP}}}}}'}, 400),
+        ({"json": {**BODY, "chat_template_kwargs": {"tokenize": True}}}, 400),
+        ({"json": {**BODY, "chat_template_kwargs": {"conversation": []}}}, 400),
+        ({"json": {**BODY, "chat_template_kwargs": {"chat_template": "{% for n in range(9) %}x{% endfor %}"}}}, 400),
+        ({"json": {**BODY, "model": "judge", "top_p": 0}}, 400),
+        ({"json": {**BODY, "model": "judge", "top_p": 7}}, 400),
+        ({"json": {**BODY, "model": "judge", "temperature": -1}}, 400),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_400_and_not_500(how: dict[str, Any], status: int) -> None:
+    with serving("hello", settings=GatewaySettings(untrained_models=("judge",))) as case:
+        answer = httpx.post(f"{case.llm.endpoint}/chat/completions", **how)
+        assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["message"]
+        assert text(post(case)) == "hello"
+
+
+def test_a_key_that_is_no_text_is_401() -> None:
+    with serving("hello") as case:
+        parts = urlsplit(case.llm.endpoint)
+        path = parts.path.replace(f"/k/{case.llm.api_key}", "")
+        for key in (b"\xff\xfe", "schlüssel".encode(), b"x" * 5_000):
+            with socket.create_connection((parts.hostname, parts.port)) as plain:
+                head = f"POST {path}/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 2\r\n"
+                plain.sendall(head.encode() + b"Authorization: Bearer " + key + b"\r\n\r\n{}")
+                assert plain.recv(100).startswith(b"HTTP/1.1 401")
+
+
+def test_paths_that_nobody_serves_are_not_remembered_without_end() -> None:
+    with serving("hello") as case, httpx.Client() as client:
+        for n in range(60):
+            assert client.get(f"{case.llm.endpoint}/nothing/{n}{'x' * 200}").status_code == 404
+        assert text(post(case)) == "hello"
+        seen = json.loads(case.said[names.GATEWAY])
+        assert len(seen) < 30
+        assert (seen["POST /chat/completions"], seen["refused/404"]) == (1, 60)
+
+
+def test_an_unexpected_failure_is_logged_without_the_key(caplog: pytest.LogCaptureFixture) -> None:
+    with serving("hello") as case, caplog.at_level(logging.DEBUG):
+        case.gateway.access.tokenizer = None  # type: ignore[assignment]  # anything that breaks
+        answer = post(case)
+        assert answer.status_code == 500
+        assert "chat/completions failed" in caplog.text
+        assert case.attempt.secret not in caplog.text + answer.text
+
+
+async def test_no_error_says_a_password_or_a_token() -> None:
+    with serving("hello") as case:
+        llm = ProxyLLM(endpoint=f"{case.engine.url}/k/SECRET/v1", model="m")
+        with pytest.raises(Exception, match="no gateway") as raised:
+            await EngineAccess().engine(llm)
+        assert "SECRET" not in str(raised.value)
+
+
+def test_a_failure_in_the_middle_of_a_stream_is_an_event() -> None:
+    with serving("one two three", token_s=0.1) as case:
+        body = {**BODY, "stream": True}
+
+        def breaks(*_: Any, **__: Any) -> Any:
+            raise TypeError("cannot be written")
+
+        case.attempt._note = breaks  # type: ignore[method-assign]
+        answer = post(case, body)
+        events = [line for line in answer.text.split("\n\n") if line]
+        assert answer.status_code == 200
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "gateway_error"
+        run_blocking(case.gateway.close(case.attempt))
