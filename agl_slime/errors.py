@@ -32,6 +32,10 @@ class UnknownVersionError(MissingDependencyError):
     what is missing from it."""
 
 
+class DiskFullError(AglSlimeError, OSError):
+    """What had to be written found no space; the text names the directory."""
+
+
 class EngineError(AglSlimeError):
     """SGLang (or the embedded engine) did not do what was asked. ``status`` is its answer's, where there was one; what
     ``may_pass`` is sent again, not before ``after_s``."""

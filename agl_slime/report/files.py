@@ -19,7 +19,7 @@ from pydantic_core import to_jsonable_python
 
 from agl_slime.audit import records
 from agl_slime.errors import ConfigError
-from agl_slime.support.files import write_file
+from agl_slime.support.files import naming_full_disk, write_file
 
 logger = logging.getLogger(__name__)
 
@@ -91,14 +91,15 @@ class IterationFile:
 
     def append(self, iteration: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Write the records, each with ``iteration`` first, and hand them to the operating system before returning."""
-        if self._file is None or iteration <= self._last:
-            self.rewind(iteration)
-        assert self._file is not None
-        for record in lines:
-            line = dump({"iteration": iteration, **record})[:-2]
-            self._crc = zlib.crc32(line, self._crc)
-            self._file.write(b'%b, "crc": %d}\n' % (line, self._crc))
-        self._file.flush()
+        with naming_full_disk(self.path):
+            if self._file is None or iteration <= self._last:
+                self.rewind(iteration)
+            assert self._file is not None
+            for record in lines:
+                line = dump({"iteration": iteration, **record})[:-2]
+                self._crc = zlib.crc32(line, self._crc)
+                self._file.write(b'%b, "crc": %d}\n' % (line, self._crc))
+            self._file.flush()
         self._last = iteration
 
     def rewind(self, iteration: int) -> None:
@@ -116,8 +117,8 @@ class IterationFile:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            with naming_full_disk(self.path), self._file:
+                self._file = None
 
 
 class RunDir:

@@ -6,6 +6,7 @@ writer; those that a killed writer left are removed by the next one that writes 
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -20,15 +21,36 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from agl_slime.errors import DiskFullError
+
 _TEMPORARY = re.compile(
     r"\.(?P<target>.+)\.(?P<kind>new|old)-(?P<host>[^-]+)-(?P<pid>\d+)-(?P<process>[0-9a-f]{8})-\d+"
 )
 _HOST = re.sub(r"[^\w.]", "_", socket.gethostname()) or "localhost"
 _PROCESS = uuid.uuid4().hex[:8]  # a container that starts again has the host name and the pids of before
 _COUNT = itertools.count()
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_TEXTS = ("No space left", "disk is full")  # of safetensors, of SQLite
 _SEAL = "agl_slime_checksums.json"
 # After this nobody writes to it any more, whether its writer can be asked (another host cannot) or not.
 _MAX_AGE_S = 24 * 3600.0
+
+
+@contextmanager
+def naming_full_disk(path: Path) -> Iterator[None]:
+    """Around whatever writes to ``path``: however a library says that there is no space left, it is a
+    ``DiskFullError``."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            named = getattr(cause, "errno", None) in _FULL or any(text in str(cause) for text in _FULL_TEXTS)
+            if named or isinstance(cause, DiskFullError):
+                where = path if path.is_dir() else path.parent
+                raise DiskFullError(f"no space left in {where}; make room there, and go on or try again") from error
+            cause = cause.__cause__ or cause.__context__
+        raise
 
 
 @contextmanager
@@ -101,23 +123,24 @@ def remove_leftovers(directory: Path) -> None:
 @contextmanager
 def _replacing(target: str | os.PathLike[str], *, durable: bool) -> Iterator[Path]:
     target = Path(target).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(target.parent)
     fresh = _temporary(target, "new")
     try:
-        yield fresh
-        if durable:
-            for path in [*fresh.rglob("*"), fresh]:
-                _flush(path)
-        if fresh.is_dir() and target.exists():
-            previous = _temporary(target, "old")
-            target.rename(previous)
-            fresh.rename(target)
-            _remove(previous)
-        else:
-            fresh.replace(target)
-        if durable:
-            _flush(target.parent)
+        with naming_full_disk(target.parent):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(target.parent)
+            yield fresh
+            if durable:
+                for path in [*fresh.rglob("*"), fresh]:
+                    _flush(path)
+            if fresh.is_dir() and target.exists():
+                previous = _temporary(target, "old")
+                target.rename(previous)
+                fresh.rename(target)
+                _remove(previous)
+            else:
+                fresh.replace(target)
+            if durable:
+                _flush(target.parent)
     finally:
         _remove(fresh)  # only there when something went wrong
 

@@ -344,7 +344,8 @@ class LocalTrainer:
                 merged = lora.merged_weights(self.model) if self.settings.lora_rank else None
                 save_model(self.model, fresh, source=self._source, weights=merged, dtype=getattr(torch, dtype))
                 if state is not None:
-                    torch.save(state, fresh / _STATE_FILE)
+                    with (fresh / _STATE_FILE).open("wb") as file:  # of a path it would not say why it failed
+                        torch.save(state, file)
                     seal(fresh)
         except OSError as error:
             raise TrainerError(f"{directory} cannot be written: {error}") from error

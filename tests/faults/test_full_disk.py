@@ -1,0 +1,123 @@
+"""A disk that fills up while a run writes: weights, checkpoints, the ledger and JSON lines say so in one sentence, and
+what was there before stays."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from agl_slime.datasource.source import GroupSource  # noqa: E402
+from agl_slime.errors import DiskFullError, TrainerError  # noqa: E402
+from agl_slime.groups.ledger import Ledger  # noqa: E402
+from agl_slime.loop.checkpoint import CheckpointWriter, read_checkpoints  # noqa: E402
+from agl_slime.loop.settings import LoopState  # noqa: E402
+from agl_slime.report.files import IterationFile, iter_jsonl  # noqa: E402
+from agl_slime.store.bridge import BridgeStore  # noqa: E402
+from agl_slime.support.database import Database  # noqa: E402
+from tests.trainer_cases import trainer  # noqa: E402
+from tests.trainer_policy import make_model, make_samples, save_policy  # noqa: E402
+
+
+@pytest.fixture
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A disk of its own, of 1 MB or as large as the test says."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    size = getattr(request, "param", "1m")
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a disk of its own needs the right to mount one: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "--lazy", path], check=True)
+
+
+def fill(disk: Path, *, leave: int) -> Path:
+    """Take all space but ``leave`` bytes; deleting the file gives it back."""
+    filler = disk / "filler"
+    filler.write_bytes(bytes(shutil.disk_usage(disk).free - leave))
+    return filler
+
+
+@pytest.mark.parametrize("leave", [0, 8192, 200_000, 400_000])
+def test_of_weights_and_of_the_trainers_state(disk: Path, tmp_path: Path, leave: int) -> None:
+    """Of which the weights have 340 kB, and the state as much twice."""
+    ours = trainer(save_policy(tmp_path / "policy"))
+    ours.train(make_samples(make_model()), iteration=0)
+    fill(disk, leave=leave)
+    if leave < 400_000:
+        with pytest.raises(TrainerError, match=f"no space left in {disk};"):
+            ours.save_weights(disk / "weights")
+    with pytest.raises(TrainerError, match=f"no space left in {disk};"):
+        ours.save(disk / "state")
+    assert [path.name for path in disk.iterdir() if path.name != "weights"] == ["filler"]
+
+
+def test_of_a_checkpoint(disk: Path, tmp_path: Path) -> None:
+    ours, ledger = trainer(save_policy(tmp_path / "policy")), Ledger(path=tmp_path / "ledger.sqlite")
+    with GroupSource(store=BridgeStore(), ledger=ledger) as source:
+        writer = CheckpointWriter(directory=disk / "checkpoints", trainer=ours, source=source)
+        writer.save(LoopState(iteration=1))
+        filler = fill(disk, leave=100_000)
+        with pytest.raises(DiskFullError, match=f"^no space left in {disk}/checkpoints;"):
+            writer.save(LoopState(iteration=2))
+        assert [found.loop.iteration for found in read_checkpoints(disk / "checkpoints")] == [1]
+        filler.unlink()
+        writer.save(LoopState(iteration=2))
+    ledger.shut()
+    assert [found.loop.iteration for found in read_checkpoints(disk / "checkpoints")] == [2, 1]
+
+
+def test_of_a_database(disk: Path) -> None:
+    database = Database(path=disk / "ledger.sqlite")
+
+    def insert(size: int) -> None:
+        with database.transaction() as connection:
+            connection.execute("INSERT INTO rows VALUES (?)", (bytes(size),))
+
+    with database.transaction() as connection:
+        connection.execute("CREATE TABLE rows (content)")
+    insert(10)
+    filler = fill(disk, leave=20_000)
+    with pytest.raises(DiskFullError, match=f"^no space left in {disk};"):
+        insert(100_000)
+    filler.unlink()
+    insert(100_000)
+    with database.reading() as connection:
+        assert connection.execute("SELECT count(*) FROM rows").fetchone() == (2,)
+    database.close()
+
+
+def test_of_json_lines(disk: Path) -> None:
+    file = IterationFile(disk / "metrics.jsonl")
+    file.append(1, [{"reward": 0.5}])
+    filler = fill(disk, leave=0)
+    with pytest.raises(DiskFullError, match=f"^no space left in {disk};"):
+        file.append(2, [{"text": "x" * 5000}])
+    with pytest.raises(DiskFullError, match=f"^no space left in {disk};"):
+        file.close()
+    filler.unlink()
+    resumed = IterationFile(disk / "metrics.jsonl")
+    resumed.append(2, [{"reward": 0.75}])
+    resumed.close()
+    assert [record["reward"] for record in iter_jsonl(disk / "metrics.jsonl") if "reward" in record] == [0.5, 0.75]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("disk", ["512k", "1100k", "1800k", "2500k"], indirect=True)
+def test_of_a_run(disk: Path, tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    flags = "--num-iterations 12 --rollout-batch-size 2 --n-samples-per-prompt 2 --save-interval 1 --eval-interval 0"
+    command = [sys.executable, "train.py", "--output-dir", str(disk / "run"), *flags.split()]
+    done = subprocess.run(command, cwd=root, env={**os.environ}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr
+    assert f"no space left in {disk}" in done.stderr
+    assert "report it" not in done.stderr
+    assert "Traceback" not in done.stderr
