@@ -60,6 +60,9 @@ class _Run:
         self.trained = {one for _, line in self.lines[_TRAINED] for one in line.record["rollouts"]}
         self.groups = {one for _, line in self.lines[_GROUPS] for one in line.record["rollouts"]}
         self.kept = {line.record["rollout_id"] for _, line in self.lines[_ROLLOUTS]}
+        # of a group that was ready before a restart, only the members to train on are known, and none of its names
+        lines = [line.record for _, line in self.lines[_GROUPS]]
+        self.restored = {line["instance_id"] for line in lines if line["group_id"] in line["rollouts"]}
         self.rows: dict[str, tuple[Any, ...]] = {}
         self.noted: set[int] = set()
 
@@ -282,7 +285,7 @@ class _Run:
             if ends and not late and (f"task {task}", "finalized") not in self.claims:
                 self._say(_LEDGER, f"task {task} has an end, and groups.jsonl has no line of it")
             for row in rows if ends and not late and not cut_off else ():
-                if row[0] not in self.groups:
+                if row[0] not in self.groups and not (task in self.restored and row[3] in ("failed", "cancelled")):
                     self._say(_LEDGER, f"rollout {row[0]} of task {task} is not in groups.jsonl")
         for name, row in self.rows.items():
             if row[3] == "trained" and name not in self.trained and (self.result.finished or row[5] <= written):

@@ -217,26 +217,35 @@ class Ledger:
                 (_KEPT_CHECKPOINTS,),
             )
 
-    def resume(self, step: int, *, kept: Collection[str]) -> int:
+    def resume(self, step: int, *, kept: Collection[str], told: Collection[str] | None = None) -> int:
         """The trainer resumed from its checkpoint of ``step`` in a new process, whose data source holds the rollouts
-        ``kept`` ready and knows no others. What was trained after the checkpoint is taken back, and its instances are
-        not finished any more; with what else was in flight or ready it is cancelled as ``restarted``, to be run again.
-        Returns how many. Raises ``ConfigError`` when that checkpoint is not among the last ones."""
+        ``kept`` ready and knows no others. What was trained after the checkpoint is taken back, and so is what was
+        dropped of instances that the reports have not ``told`` of (``None``: of all); these are not finished any more.
+        With what else was in flight or ready it is cancelled as ``restarted``, to be run again. Returns how many.
+        Raises ``ConfigError`` when that checkpoint is not among the last ones."""
         with self._database.transaction() as connection:
             row = connection.execute("SELECT closed_no FROM ledger_checkpoints WHERE step = ?", (step,)).fetchone()
             if row is None:
                 known = [str(one) for (one,) in self._ask("SELECT step FROM ledger_checkpoints ORDER BY step")]
                 raise ConfigError(f"the ledger knows no checkpoint of step {step}; it has {', '.join(known) or 'none'}")
-            where = "state = 2 AND outcome = 'trained' AND closed_no > ?"
-            undone = self._ask(f"SELECT rollout_id, instance_id, reason FROM ledger_rollouts WHERE {where}", *row)
+            before = "SELECT DISTINCT instance_id FROM ledger_rollouts WHERE outcome = 'trained' AND closed_no <= ?"
+            trained = {instance_id for (instance_id,) in self._ask(before, *row)}
+            untold = set() if told is None else {*self.finished_instances()} - {*told} - trained
+            named = json.dumps(sorted(untold))
+            dropped = "outcome IN ('filtered', 'failed', 'stale') AND instance_id IN (SELECT value FROM json_each(?))"
+            where = f"state = 2 AND (outcome = 'trained' AND closed_no > ? OR {dropped})"
+            query = f"SELECT instance_id, outcome, reason, count(*) FROM ledger_rollouts WHERE {where} GROUP BY 1, 2, 3"
+            undone = self._ask(query, *row, named)
             connection.execute(
                 f"UPDATE ledger_rollouts SET state = 0, outcome = NULL, reason = NULL, closed_no = NULL WHERE {where}",
-                row,
+                (*row, named),
             )
-            self._add(("open", "", len(undone)), *(("closed:trained", reason, -1) for _, _, reason in undone))
-            for instance_id in {instance_id for _, instance_id, _ in undone if instance_id is not None}:
+            self._add(("open", "", sum(n for *_, n in undone)))
+            self._add(*((f"closed:{outcome}", reason, -n) for _, outcome, reason, n in undone))
+            for instance_id in {instance_id for instance_id, *_ in undone if instance_id is not None}:
+                after = -1 if instance_id in untold else row[0]
                 connection.execute(
-                    "DELETE FROM ledger_finished WHERE instance_id = ? AND closed_no > ?", (instance_id, row[0])
+                    "DELETE FROM ledger_finished WHERE instance_id = ? AND closed_no > ?", (instance_id, after)
                 )
             connection.execute("DELETE FROM ledger_checkpoints WHERE closed_no > ? OR step > ?", (*row, step))
             self._read_open()

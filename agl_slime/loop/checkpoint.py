@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,11 @@ class Checkpoint:
     def partial(self) -> Path:
         return self.path / _PARTIAL
 
-    def rewind(self, ledger: Ledger) -> int:
-        """Take the ledger back to this checkpoint; returns how many rollouts were in flight."""
+    def rewind(self, ledger: Ledger, *, told: Collection[str] | None = None) -> int:
+        """Take the ledger back to this checkpoint, whose reports have ``told`` of these instances; returns how many
+        rollouts were in flight."""
         kept = [rollout_id for members in self.data_source.get("members") or [] for rollout_id in members]
-        return ledger.resume(self.loop.iteration, kept=kept)
+        return ledger.resume(self.loop.iteration, kept=kept, told=told)
 
 
 class CheckpointWriter:

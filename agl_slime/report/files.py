@@ -153,12 +153,15 @@ class RunDir:
         self.reports = (*reports, self.checkpoints, *database)
         """What a new run in the same place replaces."""
 
-    def rewind(self, iteration: int) -> None:
-        """The run goes on after ``iteration``: what its files say of later ones goes."""
+    def rewind(self, iteration: int) -> set[str]:
+        """The run goes on after ``iteration``: what its files say of later ones goes. Returns the tasks whose groups
+        they have."""
         for path in (self.metrics, self.trained, self.groups, self.rollouts, self.transcripts / "transcripts.jsonl"):
             if path.is_file():
                 with closing(IterationFile(path)) as file:
                     file.rewind(iteration + 1)
+        lines = iter_jsonl(self.groups) if self.groups.is_file() else ()
+        return {str(line["instance_id"]) for line in lines}
 
     def settings(self) -> dict[str, Any] | None:
         """What ``config.json`` holds; ``None`` when it is not there or no JSON object."""

@@ -131,8 +131,8 @@ async def run_training(
         groups = GroupSource(store=parts.store, tokenizer=tokenizer, settings=settings, ledger=ledger)
         source = stack.enter_context(groups)
         if checkpoint is not None:
-            await run_in_thread(run.rewind, start.iteration)
-            checkpoint.rewind(ledger)
+            told = await run_in_thread(run.rewind, start.iteration)
+            checkpoint.rewind(ledger, told=told)
             source.restore(checkpoint.data_source)
 
         partial = PartialRollouts()

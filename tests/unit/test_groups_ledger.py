@@ -25,6 +25,23 @@ def ledger(request, tmp_path: Path):
     made.shut()
 
 
+def test_what_was_dropped_and_no_report_tells_of_is_run_again(ledger):
+    ledger.open_many([(f"{task}{n}", task) for task in "abcd" for n in (1, 2)])
+    for task, outcome in (("a", Outcome.FILTERED), ("b", Outcome.FILTERED), ("c", Outcome.TRAINED)):
+        if task == "c":
+            ledger.checkpoint(3)
+        ledger.close_many([f"{task}1"], Outcome.FAILED, "no_reward")
+        ledger.close_many([f"{task}2"], outcome, "zero_variance" if outcome is Outcome.FILTERED else "")
+        ledger.finish_instance(task)
+    ledger.close_many(["d1"], Outcome.FAILED, "no_reward")
+    assert ledger.resume(3, kept=[], told=["a"]) == 5  # both of b and c; of d, what was in flight
+    assert ledger.finished_instances() == ["a"]
+    counts = ledger.counts()
+    assert counts.opened == sum(counts.closed.values()) == 8
+    assert counts.reasons[Outcome.CANCELLED, "restarted"] == 5
+    assert ledger.outcome_of("a2") == (Outcome.FILTERED, "zero_variance")
+
+
 def test_a_rollout_goes_from_open_over_ready_to_one_end(ledger):
     assert ledger.open_many([("r1", "a")])
     assert not ledger.open_many([("r1", None)])
