@@ -8,6 +8,7 @@ the output any more.
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import os
 import signal
@@ -69,6 +70,9 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
     """``main`` as the whole of a process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     training = arguments[:1] == ["train"]
+    for stream in (sys.stdout, sys.stderr):  # a path may hold bytes that are no text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     if training:  # until the event loop has handlers of its own, SIGTERM is what Ctrl-C is
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -226,6 +230,10 @@ def _reported(command: Callable[[], None]) -> int:
         return 2 if isinstance(error, (ConfigError, MissingDependencyError)) else 1
     except BrokenPipeError:  # nobody reads the output any more
         raise
+    except OSError as error:  # a full disk, a path that is too long or may not be read
+        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        _tell(errors, f"{where}{error.strerror or spell_exception(error)}", error, debug)
+        return 1
     except Exception as error:  # a mistake of ours; the person who runs this is not the one who can use a traceback
         text = f"this should not happen: please report it with what {DEBUG_VARIABLE}=1 shows"
         _tell(errors, f"{spell_exception(error)}; {text}", error, debug)

@@ -103,8 +103,8 @@ class _Run:
             for number, text in broken_chain(path):
                 self._say(f"{name} line {number}", text)
             for line in read_lines(path, whole=True):
-                if not isinstance(line, Line):
-                    self._say(f"{name} line {line[0]}", line[1])
+                if line.wrong:
+                    self._say(f"{name} line {line.number}", line.wrong)
                     continue
                 where, iteration = f"{name} line {line.number}", line.record["iteration"]
                 if iteration < last:
@@ -348,16 +348,13 @@ def _sample(sample: dict[str, Any]) -> list[Any]:
 def _sums(groups: list[dict[str, Any]]) -> dict[str, Any]:
     """What metrics.jsonl says of the groups that an iteration has collected."""
     columns = ("rewards", "outcomes", "reasons", "tokens", "turns", "samples")
-    members = [
-        (group["ready"], *row) for group in groups for row in zip(*(group[name] for name in columns), strict=True)
-    ]
+    rows = [(group["ready"], zip(*(group[name] for name in columns), strict=False)) for group in groups]
+    members = [(ready, *row) for ready, of_group in rows for row in of_group]
     rewards = [reward for _, reward, *_ in members if reward is not None]
     whole = [(ready and not why, tokens) for ready, _, _, why, tokens, *_ in members if why not in _STRAGGLERS]
     lengths = {True: [n for into, n in whole if into], False: [n for into, n in whole if not into]}
     why = Counter(reason for *_, reason, _, _, _ in members if reason and reason not in _STRAGGLERS)
-    same = [
-        group for group in groups if group["ready"] and len({one for one in group["rewards"] if one is not None}) == 1
-    ]
+    same = [group for group in groups if group["ready"] and len({*group["rewards"]} - {None}) == 1]
     found: dict[str, Any] = {f"rollout/failed/{reason}": n for reason, n in why.items()}
     found |= {f"rollout/dropped/{c}": n for c, n in Counter(g["code"] for g in groups if not g["ready"]).items()}
     found |= {"rollout/count": len(members), "rollout/failed": why.total()}

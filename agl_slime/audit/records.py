@@ -10,41 +10,37 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn
 
 import orjson
 
 _DEEPEST = 64
-_NUMBER = (int, float)
 _CHECKED = re.compile(rb'(.*), "crc": (\d+)\}\n?', re.DOTALL)
 SEAL = "agl_slime_checksums.json"
-_SAMPLE = {
-    "segment": int,
-    "prompt_length": int,
-    "tokens": str,
-    "pieces": [str],
-    "trained": [[int, int]],
-    "left_out": int,
-}
+_NUMBER, _TEXT = (int, float), (str, NoneType)
+_SAMPLE = {"segment": int, "prompt_length": int, "tokens": str, "pieces": [str], "left_out": int}
 _SAMPLE |= {"engine_log_probs": str, "trainer_log_probs": str, "advantages": str, "weight_versions": [[str, int, int]]}
-_SAMPLE |= {"turn_spans": [[int, int]]}
+_SAMPLE |= {"turn_spans": [[int, int]], "trained": [[int, int]]}
 _TURN = {"prompt_tokens": int, "tokens": int, "seconds": _NUMBER, "untrained": str, "kept_tokens": int}
-_GROUP = {"collected": int, "group_id": str, "instance_id": (str, None), "ready": bool, "code": str, "reason": str}
-_GROUP |= {"rollouts": [str], "rewards": [(*_NUMBER, None)], "outcomes": [str], "reasons": [str], "tokens": [int]}
-_GROUP |= {
-    "turns": [int],
-    "samples": [int],
-    "sealed": [[[str, int, {str: int}]]],
-    "kept": [str],
-    "weight_versions": [str],
+_TOOLS = {"offered": {str: int}, "calls": {str: int}, "malformed": int}
+_GROUP = {"collected": int, "group_id": str, "instance_id": _TEXT, "ready": bool, "code": str, "reason": str}
+_GROUP |= {"rollouts": [str], "rewards": [(*_NUMBER, NoneType)], "outcomes": [str], "reasons": [str], "tokens": [int]}
+_GROUP |= {"turns": [int], "samples": [int], "sealed": [[[str, int, {str: int}]]], "kept": [str], "tools": _TOOLS}
+_GROUP |= {"truncated": int, "source": _TEXT, "weight_versions": [str], "alike": bool}
+_KEPT = {"collected": int, "rollout_id": str, "group_id": str, "instance_id": _TEXT, "outcome": str}
+_KEPT |= {
+    "reward": (*_NUMBER, NoneType),
+    "rewards": {str: _NUMBER},
+    "tokens": int,
+    "messages": [dict],
+    "turns": [_TURN],
 }
-_GROUP |= {"truncated": int, "source": (str, None)}
-_KEPT = {"collected": int, "rollout_id": str, "group_id": str, "instance_id": (str, None), "outcome": str}
-_KEPT |= {"reward": (*_NUMBER, None), "rewards": {str: _NUMBER}, "tokens": int, "messages": list, "turns": [_TURN]}
-_KEPT |= {"reason": str, "message": str, "label": str, "samples": [_SAMPLE], "timeline": (dict, None)}
-_KEPT |= {"stop_reason": str, "source": (str, None)}
+_KEPT |= {"reason": str, "message": str, "label": str, "samples": [_SAMPLE], "stop_reason": str}
+_KEPT |= {"source": _TEXT, "left_out": {"samples": int}}
+_TRAINED = {"instance_id": _TEXT, "rollouts": {str: (*_NUMBER, NoneType)}, "samples": [[str, str, int, {str: int}]]}
 SHAPES: dict[str, dict[str, Any]] = {
-    "metrics.jsonl": {"weights/version": (str, *_NUMBER, None)},
+    "metrics.jsonl": {"weights/version": (*_TEXT, *_NUMBER)},
     "trained.jsonl": {
         "instance_id": (str, None),
         "rollouts": {str: (*_NUMBER, None)},
@@ -58,14 +54,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line that holds what it has to, without its checksum, which is ``crc``; ``at`` and
-    ``size`` are its bytes in the file."""
+    """A line, ``at`` and ``size`` its bytes in the file: what it holds without its checksum, which is ``crc``; or the
+    sentence that says what is ``wrong`` with it."""
 
     number: int
     at: int
     size: int
-    crc: int
     record: dict[str, Any]
+    crc: int = 0
+    wrong: str = ""
 
 
 def parse(text: bytes) -> Any:
@@ -75,7 +72,7 @@ def parse(text: bytes) -> Any:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
         try:
-            value = json.loads(text, parse_constant=_refuse)
+            value = json.loads(text, parse_constant=_refuse, parse_int=_whole)
         except RecursionError:
             raise ValueError("is nested too deep") from None
         except ValueError:
@@ -107,10 +104,9 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_lines(path: Path, *, at: int = 0, number: int = 0, whole: bool = False) -> Iterator[Line | tuple[int, str]]:
-    """The lines from byte ``at`` on, which follow line ``number``: each as what it holds, or with its number and the
-    sentence that says what is wrong with it; ``whole`` ones lack no field. What follows the last line's end is left
-    out: it is being written, or was torn by a kill."""
+def read_lines(path: Path, *, at: int = 0, number: int = 0, whole: bool = False) -> Iterator[Line]:
+    """The lines from byte ``at`` on, which follow line ``number``; of ``whole`` ones no field is missing. What follows
+    the last line's end is left out: it is being written, or was torn by a kill."""
     shape = {"iteration": int, **SHAPES.get(path.name, {})}
     if not path.is_file():
         read_regular(path)
@@ -125,9 +121,9 @@ def read_lines(path: Path, *, at: int = 0, number: int = 0, whole: bool = False)
                 if wrong := misfit(record, shape, whole=whole):
                     raise ValueError(wrong)
                 crc = record.pop("crc", 0)
-                yield Line(number, at, len(raw), crc if isinstance(crc, int) else 0, record)
+                yield Line(number, at, len(raw), record, crc if isinstance(crc, int) else 0)
             except ValueError as error:
-                yield number, str(error)
+                yield Line(number, at, len(raw), {}, wrong=str(error))
             at += len(raw)
 
 
@@ -179,22 +175,29 @@ def read_database(path: Path, *queries: str) -> list[list[tuple]]:
 
 def misfit(value: Any, shape: Any, name: str = "", *, whole: bool = False) -> str:
     """What is not as in ``shape``, empty where all is."""
-    if isinstance(shape, tuple):
-        return "" if any(not misfit(value, one, name or "it") for one in shape) else f"has a wrong type in {name}"
-    if isinstance(shape, list) and isinstance(value, list):
-        if len(shape) > 1 and len(value) != len(shape):
-            return f"has {len(value)} entries in {name}"
-        shapes = shape * len(value) if len(shape) == 1 else shape
-        found = (misfit(one, each, name, whole=whole) for one, each in zip(value, shapes, strict=True))
-    elif isinstance(shape, dict) and isinstance(value, dict):
+    if isinstance(shape, type | tuple):
+        return "" if type(value) in _kinds(shape) else f"has a wrong type in {name}"
+    if shape is _TOOLS and value is None:
+        return ""
+    if type(value) is not type(shape):
+        return f"has a wrong type in {name}" if name else "is not a JSON object"
+    if isinstance(shape, dict):
         fields = dict.fromkeys(value, shape[str]) if str in shape else shape
         if whole and (missing := [key for key in fields if key not in value]):
             return f"lacks {', '.join(missing)}"
         found = (misfit(value[key], fields[key], key, whole=whole) for key in fields if key in value)
+    elif len(shape) > 1:
+        found = (misfit(*pair, name, whole=whole) for pair in zip(value, shape, strict=False))
+        found = found if len(value) == len(shape) else [f"has {len(value)} entries in {name}"]
     else:
-        fits = isinstance(value, shape) if isinstance(shape, type) else shape is None and value is None
-        found = [] if fits and isinstance(value, bool) == (shape is bool) else [f"has a wrong type in {name}"]
-    return next((wrong for wrong in found if wrong), "") if name or isinstance(value, dict) else "is not a JSON object"
+        if isinstance(shape[0], type | tuple):  # of long lists: their types at once
+            return "" if {*map(type, value)} <= {*_kinds(shape[0])} else f"has a wrong type in {name}"
+        found = (misfit(one, shape[0], name, whole=whole) for one in value)
+    return next((wrong for wrong in found if wrong), "")
+
+
+def _kinds(shape: Any) -> tuple[Any, ...]:
+    return shape if isinstance(shape, tuple) else (shape,)
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -203,3 +206,9 @@ def _refuse(constant: str) -> NoReturn:
 
 def _parts(value: Any) -> Any:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _whole(text: str) -> int:
+    if len(text) > 20:
+        raise ValueError("has a number of too many digits")
+    return int(text)

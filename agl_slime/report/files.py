@@ -57,18 +57,20 @@ def read_object(path: Path) -> dict[str, Any] | None:
 def iter_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The records of the file in order. Damaged lines are left out with a warning, and so is what follows the last
     line's end: a kill has torn it. Raises ``ConfigError`` where there is no such file."""
-    damaged: list[tuple[int, str]] = []
+    damaged: list[records.Line] = []
     try:
         for line in records.read_lines(Path(path)):
-            if isinstance(line, records.Line):
-                yield line.record
-            else:
+            if line.wrong:
                 damaged.append(line)
+            else:
+                yield line.record
     except ValueError as error:
         raise ConfigError(f"{os.fspath(path)} {error}") from None
     if damaged:
-        (number, why), n = damaged[0], len(damaged)
-        logger.warning("%d damaged lines of %s are left out; line %d %s.", n, os.fspath(path), number, why)
+        first, n = damaged[0], len(damaged)
+        logger.warning(
+            "%d damaged lines of %s are left out; line %d %s.", n, os.fspath(path), first.number, first.wrong
+        )
 
 
 def size_of(iteration: int, lines: Sequence[Mapping[str, Any]]) -> int:
@@ -108,7 +110,7 @@ class IterationFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._crc, end = 0, 0
         for line in records.read_lines(self.path) if self.path.exists() else ():
-            if isinstance(line, records.Line):
+            if not line.wrong:
                 if line.record["iteration"] >= iteration:
                     break
                 self._crc, end = line.crc, line.at + line.size

@@ -16,14 +16,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from agl_slime.audit.records import parse
 from agl_slime.report.alarms import find_alarms
-from agl_slime.report.read import RunReader, find_runs, parsed, unparsed
+from agl_slime.report.read import RunReader, columns, find_runs, group_columns, unparsed
 from agl_slime.report.transcripts import shortened
 from agl_slime.support.files import write_file
 
 SCRIPTS = ("base", "model", "charts", "trend", "step", "rollouts", "rollout", "tokens", "alarms", "main")
 MOST_BYTES = 9_500_000  # of the file
 MOST_CHARACTERS = 50_000  # of one text in the file
+_THINNED = f"Groups of some iterations are left out of this file to keep it under {MOST_BYTES / 1e6:g} MB."
 _PACKED = re.compile(r"[A-Za-z0-9+/]+=*")  # arrays of single tokens
 _NOT_IN_HTML = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
@@ -57,7 +59,12 @@ def page(blocks: Iterable[tuple[str, str]] = (), *, title: str, live: bool, foll
     them, and one that is to ``follow`` is told what is new."""
     template, styles, code = assets()
     data = "\n".join(f'<script type="application/json" id="{name}">{text}</script>' for name, text in blocks)
-    parts = {"policy": policy(live=live), "title": html.escape(title), "styles": styles, "data": data}
+    parts = {
+        "policy": policy(live=live),
+        "title": html.escape(title.encode(errors="replace").decode()),
+        "styles": styles,
+        "data": data,
+    }
     parts |= {"code": code, "follow": '<meta name="follow">' if follow else ""}
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
@@ -75,17 +82,34 @@ def write_report(paths: Sequence[Path], output: Path | None = None) -> Path:
     readers = [RunReader(path) for given in paths for path in find_runs(given)]
     target = output or paths[0] / "report.html"
     runs = [run_data(reader) or {} for reader in readers]
-    room = MOST_BYTES - len(page(title="", live=False).encode()) - sum(len(embedded(run).encode()) for run in runs)
+    most = MOST_BYTES - len(page(title="", live=False).encode())
+    thinned = _thin(readers, runs, most)
+    room = most - sum(len(embedded(run).encode()) for run in runs)
     blocks: list[tuple[str, str]] = []
     for number, (reader, run) in enumerate(zip(readers, runs, strict=True)):
         chosen, left_out = _choose(reader, room // len(readers))
         blocks += [(f"r{number}-{place}", text) for place, text in enumerate(chosen.values())]
         run["blocks"] = {rollout_id: f"r{number}-{place}" for place, rollout_id in enumerate(chosen)}
-        run["left_out"] = left_out
+        run["left_out"] = " ".join(filter(None, (thinned, left_out)))
     blocks.insert(0, ("runs-data", embedded(runs)))
     title = ", ".join(run["name"] for run in runs[:3]) + (" …" if len(runs) > 3 else "")
     write_file(target, page(blocks, title=title, live=False), durable=False)
     return target
+
+
+def _thin(readers: Sequence[RunReader], runs: list[dict[str, Any]], most: int) -> str:
+    """Leave out groups, and metrics if that is not enough, of ever more iterations until ``runs`` fit into ``most``
+    bytes, and say so."""
+    for what in ("groups", "metrics"):
+        for stride in (2**power for power in range(1, 31)):
+            if sum(len(embedded(run).encode()) for run in runs) <= most:
+                return "" if what == "groups" and stride == 2 else _THINNED
+            for reader, run in zip(readers, runs, strict=True):
+                rows = [row for row in getattr(reader, what) if row["iteration"] % stride == 0]
+                run |= group_columns(rows, reader.kept) if what == "groups" else {"metrics": columns(rows)}
+            if not any(row["iteration"] % stride == 0 for reader in readers for row in getattr(reader, what)):
+                break
+    return _THINNED
 
 
 def _choose(reader: RunReader, room: int) -> tuple[dict[str, str], str]:
@@ -102,7 +126,7 @@ def _choose(reader: RunReader, room: int) -> tuple[dict[str, str], str]:
         for iteration in order[first::stride]:
             for rollout_id in by_iteration[iteration]:
                 line = reader.rollout(rollout_id)
-                text = embedded(shortened(parsed(line), MOST_CHARACTERS, whole=_PACKED)) if line is not None else ""
+                text = embedded(shortened(parse(line), MOST_CHARACTERS, whole=_PACKED)) if line is not None else ""
                 if line is None or (size := len(text.encode()) + 100) > room:
                     continue
                 room -= size

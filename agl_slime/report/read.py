@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from agl_slime.audit.records import Line, read_lines
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import RunDir
 from agl_slime.report.state import state_of
@@ -17,15 +18,6 @@ from agl_slime.report.state import state_of
 _OF_GROUP = ("iteration", "collected", "group_id", "instance_id", "source", "ready", "code", "reason")
 _OF_MEMBER = {"rollouts": "id", "rewards": "reward", "outcomes": "outcome", "reasons": "why", "tokens": "tokens"}
 _OF_MEMBER |= {"turns": "turns", "samples": "samples"}
-
-
-def parsed(line: bytes) -> Any:
-    """The JSON value of a line; ``ValueError`` when it is none. orjson refuses lone surrogates, which Python's text may
-    have."""
-    try:
-        return orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return json.loads(line)
 
 
 def unparsed(value: Any) -> bytes:
@@ -38,50 +30,40 @@ def unparsed(value: Any) -> bytes:
 
 class Tail:
     """The records of a JSON-lines file, those that are new at each ``read``. ``replaced``: the file is another one than
-    at the read before, and its records were read from the start; ``bad`` are numbers of lines that are no JSON
-    objects."""
+    at the read before, and its records were read from the start; ``bad`` are numbers of lines that are damaged,
+    ``unreadable`` says why there is nothing to read at all."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.replaced = False
+        self.replaced, self.unreadable = False, ""
         self.bad: list[int] = []
         self._file = (0, 0)  # device and inode
         self._end = self._lines = 0
 
-    def read(self) -> list[tuple[int, int, dict[str, Any]]]:
-        """New whole records, each with its first byte and its length. What follows the last line's end is not read: it
-        is being written, or was torn by a kill."""
+    def read(self) -> list[Line]:
+        """New whole records. What follows the last line's end is not read: it is being written, or was torn by a
+        kill."""
+        lines: list[Line] = []
+        self.unreadable, self.replaced = "", False
         try:
-            with self.path.open("rb") as file:
-                about = os.fstat(file.fileno())
-                identity = about.st_dev, about.st_ino
-                self.replaced = bool(self._end) and (identity != self._file or about.st_size < self._end)
-                if self.replaced:
-                    self._end = self._lines = 0
-                    self.bad = []
-                self._file = identity
-                file.seek(self._end)
-                return list(self._records(file))
+            about = self.path.stat()
+            identity = about.st_dev, about.st_ino
+            self._start_anew(bool(self._end) and (identity != self._file or about.st_size < self._end))
+            self._file = identity
+            lines = list(read_lines(self.path, at=self._end, number=self._lines))
         except FileNotFoundError:
-            self.replaced, self._end, self._lines, self.bad = bool(self._end), 0, 0, []
-            return []
+            self._start_anew(bool(self._end))
+        except (OSError, ValueError) as error:
+            self.unreadable = error.strerror or "" if isinstance(error, OSError) else str(error)
+        if lines:
+            self._end, self._lines = lines[-1].at + lines[-1].size, lines[-1].number
+            self.bad += [line.number for line in lines if line.wrong]
+        return [line for line in lines if not line.wrong]
 
-    def _records(self, lines: Iterable[bytes]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        for line in lines:
-            if not line.endswith(b"\n"):
-                return
-            start, self._end = self._end, self._end + len(line)
-            self._lines += 1
-            if not line.strip():
-                continue
-            try:
-                record = parsed(line)
-            except ValueError:
-                record = None
-            if isinstance(record, dict) and isinstance(record.get("iteration"), int):
-                yield start, len(line), record
-            else:
-                self.bad.append(self._lines)
+    def _start_anew(self, replaced: bool) -> None:
+        self.replaced = replaced
+        if replaced:
+            self._end, self._lines, self.bad = 0, 0, []
 
 
 class RunReader:
@@ -107,8 +89,8 @@ class RunReader:
             self._tails = {name: Tail(tail.path) for name, tail in self._tails.items()}
             self.metrics, self.groups, self.kept = [], [], {}
             read = {name: tail.read() for name, tail in self._tails.items()}
-        metrics, groups = ([record for _, _, record in read[name]] for name in ("metrics", "groups"))
-        kept = {str(line.get("rollout_id")): (line["iteration"], at, size) for at, size, line in read["rollouts"]}
+        metrics, groups = ([line.record for line in read[name]] for name in ("metrics", "groups"))
+        kept = {str(at.record.get("rollout_id")): (at.record["iteration"], at.at, at.size) for at in read["rollouts"]}
         self.metrics += metrics
         self.groups += groups
         self.kept |= kept
@@ -136,6 +118,8 @@ class RunReader:
         elif self.run.settings() is None:
             found.append("config.json is not a JSON object: the settings of this run are not known.")
         for tail in self._tails.values():
+            if tail.unreadable:
+                found.append(f"{tail.path.name}: {tail.unreadable}.")
             if tail.bad:
                 lines = ", ".join(map(str, tail.bad[:5])) + (" …" if len(tail.bad) > 5 else "")
                 found.append(f"{tail.path.name}: {len(tail.bad)} lines are left out, for they are damaged ({lines}).")
@@ -143,7 +127,7 @@ class RunReader:
 
     def rollout(self, rollout_id: str) -> bytes | None:
         """The line of a kept rollout."""
-        if (place := self.kept.get(rollout_id)) is None:
+        if (place := self.kept.get(rollout_id)) is None or not self.run.rollouts.is_file():
             return None
         with self.run.rollouts.open("rb") as file:
             file.seek(place[1])

@@ -52,7 +52,7 @@ def say_alive(run: RunDir) -> None:
 
 def _lives(writer: dict[str, Any], last: float) -> bool:
     pid = writer.get("pid")
-    if writer.get("host") != socket.gethostname() or not isinstance(pid, int):
+    if writer.get("host") != socket.gethostname() or not isinstance(pid, int) or not 0 < pid < 2**31:
         return time.time() - last < _SILENT_S
     try:
         os.kill(pid, 0)

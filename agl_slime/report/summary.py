@@ -105,8 +105,10 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("failures", spell_reasons(summary["reasons"], most=5)))
     sampled, trained = get("tokens_under_mask"), get("tokens_trained")
     if sampled is not None or trained is not None:
-        verdict = "equal" if sampled == trained else "NOT EQUAL"
-        rows.append(("tokens", f"{_count(sampled)} sampled under mask, {_count(trained)} trained: {verdict}"))
+        verdict = f"{_count(trained)} trained: {'equal' if sampled == trained else 'NOT EQUAL'}"
+        if trained is None:
+            verdict = "none reported as trained" if sampled else "nothing was trained"
+        rows.append(("tokens", f"{_count(sampled)} sampled under mask, {verdict}"))
     if (diff := get("logprob_diff_first")) is not None:
         rows.append(("log-prob difference", f"{diff:.1e} at most between trainer and engine, first batch"))
     if (deviation := get("first_ratio_dev_max")) is not None:

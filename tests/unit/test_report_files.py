@@ -133,7 +133,9 @@ def test_unequal_token_counts_and_the_reason_of_a_stop_are_shouted() -> None:
     assert rows["tokens"] == "10 sampled under mask, 9 trained: NOT EQUAL"
     assert rows["run"] == "stopped: every rollout failed"
     only = dict(summary_rows({"reason": "finished", "iterations": 1, "tokens_under_mask": 10, "tokens_trained": None}))
-    assert only["tokens"] == "10 sampled under mask, ? trained: NOT EQUAL"
+    assert only["tokens"] == "10 sampled under mask, none reported as trained"
+    none = dict(summary_rows({"reason": "stopped", "iterations": 1, "tokens_under_mask": 0, "tokens_trained": None}))
+    assert none["tokens"] == "0 sampled under mask, nothing was trained"
 
 
 def test_validation_first_and_last_and_nothing_invented() -> None:

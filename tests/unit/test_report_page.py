@@ -132,7 +132,7 @@ def test_a_damaged_directory_opens_and_says_what_is_damaged(tmp_path: Path) -> N
     assert told["damage"] == [
         "config.json is not a JSON object: the settings of this run are not known.",
         "metrics.jsonl: 1 lines are left out, for they are damaged (2).",
-        "groups.jsonl: 1 lines are left out, for they are damaged (2).",
+        "groups.jsonl: 2 lines are left out, for they are damaged (2, 3).",
     ]
     assert told["state"]["word"] == "unknown"
     assert "summary.json" in told["state"]["text"]
@@ -210,7 +210,7 @@ def test_a_tail_reads_each_record_once_however_the_file_grows(tmp_path_factory: 
     for end in [*sorted(min(cut, len(content)) for cut in cuts), len(content)]:
         with path.open("ab") as file:
             file.write(content[file.tell() : end])
-        seen += [record["iteration"] for _, _, record in tail.read()]
+        seen += [line.record["iteration"] for line in tail.read()]
     assert seen == list(range(8))
     assert tail.bad == []
 

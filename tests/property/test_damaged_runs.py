@@ -1,0 +1,162 @@
+"""Run directories with all kinds of damage: every command ends soon, with a page or with a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agl_slime.audit import audit
+from agl_slime.cli import main
+from agl_slime.errors import ConfigError
+from agl_slime.report import page
+from agl_slime.report.page import write_report
+from tests.report_runs import write_run
+
+FILES = ("metrics.jsonl", "groups.jsonl", "rollouts.jsonl", "config.json", "summary.json", "running.json")
+VALUES: list[Any] = [None, True, -1, 1e308, 10**30, "", "\ud800", "</script>", [], [None], [[1]], {}, {"a": []}]
+RAW = (
+    b"",
+    b"{",
+    b"\xff\xfe\n",
+    b"[" * 5000 + b"]" * 5000 + b"\n",
+    b'{"iteration": 1, "a": ' + b'{"a": ' * 900 + b"1" + b"}" * 901 + b"\n",
+    b'{"iteration": 1, "train/loss": NaN, "text": "\\ud800"}\n',
+    b'{"iteration": 1, "train/loss": Infinity}\n',
+    b'{"iteration": ' + b"9" * 5000 + b"}\n",
+    b'{"iteration": 1e999, "rollouts": 5}\n',
+    b'{"iteration": true}\n',
+    b"null\n",
+    b"\n\n\n",
+)
+
+
+def a_directory(path: Path) -> None:
+    path.mkdir()
+
+
+def a_loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+PLACES = st.sampled_from([a_directory, a_loop, a_pipe])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("whole"))
+
+
+@contextmanager
+def ending_soon() -> Iterator[None]:
+    def late(*_: object) -> None:
+        raise AssertionError("it still waits after 20 s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@given(
+    name=st.sampled_from(FILES),
+    what=PLACES | st.sampled_from(RAW) | st.integers(0, 2**32),
+    value=st.sampled_from(VALUES),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_damage_is_a_mistake_of_ours(
+    whole: Path, tmp_path_factory: pytest.TempPathFactory, name: str, what: Any, value: Any
+) -> None:
+    run = shutil.copytree(whole, tmp_path_factory.mktemp("damaged") / "run")
+    path = run / name
+    if isinstance(what, bytes):
+        path.write_bytes(what + (path.read_bytes() if path.exists() else b""))
+    elif isinstance(what, int):
+        change_a_field(path, random.Random(what), value)
+    else:
+        path.unlink(missing_ok=True)
+        what(path)
+    with ending_soon():
+        with suppress(ConfigError):  # a sentence, exit code 2
+            assert write_report([run]).stat().st_size > 50_000
+        with suppress(ConfigError):
+            audit(run)
+
+
+def change_a_field(path: Path, rng: random.Random, value: Any) -> None:
+    """Put ``value`` in the place of a field, at any depth, of any of the file's objects."""
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+    at = rng.randrange(len(lines))
+    record = part = json.loads(lines[at])
+    while True:
+        key = rng.choice(list(part) if isinstance(part, dict) else range(len(part)))
+        if not (isinstance(part[key], (dict, list)) and part[key] and rng.random() < 0.7):
+            break
+        part = part[key]
+    part[key] = value
+    lines[at] = json.dumps(record)
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("place", [a_directory, a_loop, a_pipe])
+@pytest.mark.parametrize("command", ["plot", "report", "audit"])
+def test_what_stands_in_the_place_of_the_metrics_is_named(
+    whole: Path, tmp_path: Path, command: str, place: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    (run / "metrics.jsonl").unlink()
+    place(run / "metrics.jsonl")
+    with ending_soon():
+        code = main([command, str(run)])
+    said = "".join(capsys.readouterr()) + (run / "report.html").read_text() if command == "report" else ""
+    assert "should not happen" not in said
+    assert code == (0 if command == "report" else 2 if command == "plot" else 1)
+
+
+def test_a_directory_whose_name_is_no_text_is_shown(whole: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(whole, os.fsdecode(os.fsencode(tmp_path) + b"/run-\xff"))
+    answer = subprocess.run(
+        [sys.executable, "-m", "agl_slime.cli", "report", run], capture_output=True, timeout=60, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert b"report.html" in answer.stdout
+
+
+def test_a_path_that_is_too_long_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "/" + "x" * 5000]) == 1
+    said = capsys.readouterr().err
+    assert "File name too long" in said
+    assert "should not happen" not in said
+
+
+def test_groups_are_left_out_of_a_page_that_would_be_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path)
+    line = json.loads((run / "groups.jsonl").read_text().splitlines()[0])
+    with (run / "groups.jsonl").open("a") as file:
+        for n in range(3000):
+            file.write(json.dumps({**line, "iteration": 4 + n // 4, "group_id": f"g{n}"}) + "\n")
+    monkeypatch.setattr(page, "MOST_BYTES", 400_000)
+    report = write_report([run])
+    assert report.stat().st_size <= 400_000
+    assert "Groups of some iterations are left out" in report.read_text()
