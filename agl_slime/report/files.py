@@ -145,12 +145,14 @@ class RunDir:
         """The ids that trackers know the run by."""
         self.sglang_log = path / "sglang.log"
         """What the SGLang wrote that the run started."""
+        self.controller_log = path / "controller.log"
+        """What the controller of Agent Lightning 1.0 and its agents wrote."""
         self.trained = path / "trained.jsonl"
         """Which instances and rollouts each iteration trained on."""
         self.ledger = path / "ledger.sqlite"
         self.checkpoints = path / "checkpoints"
         reports = (self.metrics, self.plot, self.summary, self.tensorboard, self.transcripts, self.trained)
-        reports += (self.groups, self.rollouts, self.alive, self.trackers, self.sglang_log)
+        reports += (self.groups, self.rollouts, self.alive, self.trackers, self.sglang_log, self.controller_log)
         database = (self.ledger.with_name(self.ledger.name + suffix) for suffix in ("", "-wal", "-shm"))
         self.reports = (*reports, self.checkpoints, *database)
         """What a new run in the same place replaces."""

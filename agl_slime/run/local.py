@@ -178,6 +178,7 @@ async def run_training(
             parts,
             llm=stack.enter_context(model_for_agents(config, parts, url=url, model_path=model_path)),
             data_source=source,
+            controller_log=run.controller_log,
             slime_train_fn=train,
             weight_sync_fn=weights.push,
             save_fn=save,

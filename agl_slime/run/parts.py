@@ -42,10 +42,12 @@ class RunParts:
 
 
 async def load_parts(config: TrainConfig) -> RunParts:
-    agent = await run_in_thread(load_agent, config.agent)
-    configure_agent(
-        agent, scheduler=config.multi_turn_scheduler, max_turns=config.max_turns, plugins=config.external_plugins
-    )
+    agent = None
+    if config.runners != "controller":  # which imports it itself, in another Python
+        agent = await run_in_thread(load_agent, config.agent)
+        configure_agent(
+            agent, scheduler=config.multi_turn_scheduler, max_turns=config.max_turns, plugins=config.external_plugins
+        )
     tasks = getattr(agent, "make_task", None) if config.tasks is None else read_tasks(config.tasks)
     if tasks is None:
         raise ConfigError(f"there are no tasks: give --tasks FILE.jsonl, or define make_task(rng) on {config.agent}")
@@ -79,11 +81,12 @@ def make_loop(
     *,
     llm: LLM,
     save_interval: int | None = None,
+    controller_log: Path | None = None,
     **functions: Any,
 ) -> OnlineRLLoop:
     """The loop of a run whose agents find ``llm``; ``save_interval`` in place of what ``config`` says, ``functions``
     are further arguments of ``OnlineRLLoop``."""
-    plan = RunnerPlan.parse(config.runners)
+    plan = replace(RunnerPlan.parse(config.runners), controller=config.controller(log=controller_log))
     runner_settings = RunnerSettings(max_concurrent=config.max_concurrent, gateway=config.gateway)
     return OnlineRLLoop(
         store=parts.store,

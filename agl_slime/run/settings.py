@@ -4,12 +4,14 @@ help text."""
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
+from agl_slime.agl1.settings import KEY_VARIABLE, PYTHON_VARIABLE, ControllerSettings
 from agl_slime.engine.sglang_process import find_sglang
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.settings import Branches, Constraints, GatewaySettings
@@ -20,6 +22,7 @@ from agl_slime.report.trackers import Tracker, need_trackers
 from agl_slime.rollout.loading import DEFAULT_AGENT, split_agent
 from agl_slime.run.models import check_model
 from agl_slime.runner.base import RunnerPlan
+from agl_slime.runner.controller_process import check_python
 from agl_slime.support.ranges import check_ranges
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 
@@ -81,10 +84,23 @@ class TrainConfig:
     max_concurrent: int = 1024
     """Rollouts in flight, in each runner."""
     runners: str = "inproc"
-    """Where the agent runs: inproc (a thread of this process), process:N (N processes) or ray:N (N Ray actors)."""
+    """Where the agent runs: inproc (a thread of this process), process:N (N processes), ray:N (N Ray actors), or
+    controller (Agent Lightning 1.0's, which runs --agent module:Class as processes or --job-template as Jobs)."""
     store_host: str = "127.0.0.1"
     """Address on which runners outside of this process reach the store; Ray on several hosts needs one of this
     machine's."""
+
+    env_map: tuple[str, ...] = ()
+    """Of a controller's agent: environment variables from its task, as NAME=input.path."""
+    job_template: Path | None = None
+    """For a controller on Kubernetes: the Jinja template of a Job."""
+    controller_python: Path | None = None
+    """A Python that has agentlightning 1.x, whose controller is started and ended with the run, by default what
+    AGL_CONTROLLER_PYTHON names; without one the run waits for a controller."""
+    controller_host: str = "127.0.0.1"
+    """Address on which a controller and its agents reach the run; another than a loopback address needs AGL_KEY."""
+    controller_port: int = 0
+    """Port of that; 0 takes a free one."""
 
     multi_turn_scheduler: str | None = None
     """Scheduler that decides what follows each answer, by the name it is registered under."""
@@ -166,6 +182,11 @@ class TrainConfig:
             ("temperature", lambda value: 0 < value < math.inf, "above 0: training needs samples that differ"),
             named=flag,
         )
+        if self.runners == "controller":
+            self._check_controller()
+        else:
+            for name in ("env_map", "job_template", "controller_python", "controller_host", "controller_port"):
+                self._refuse(name, "only a controller uses it; add --runners controller, or leave it out", "runners")
         if self.resume and self.output_dir is None:
             raise ConfigError("--resume needs --output-dir: the directory of the run to go on with")
         if self.resume and self.overwrite:
@@ -174,6 +195,32 @@ class TrainConfig:
             self._check_slime()
         else:
             self._check_local()
+
+    def _check_controller(self) -> None:
+        if self.tasks is None:
+            raise ConfigError("--runners controller: give --tasks FILE.jsonl; a controller's agent makes none")
+        if self.max_attempts != 1:
+            fix = "--group-max-retries runs failed members of a group again"
+            raise ConfigError(f"--max-attempts {self.max_attempts}: a controller knows one attempt; {fix}")
+        for name in ("multi_turn_scheduler", "external_plugins"):
+            self._refuse(name, "a controller's agent has its own turns; leave it out", "runners")
+        self.controller(log=None)
+
+    def controller(self, *, log: Path | None) -> ControllerSettings | None:
+        """What a controller runs, where it does."""
+        if self.runners != "controller":
+            return None
+        named = os.environ.get(PYTHON_VARIABLE) if self.job_template is None else None
+        return ControllerSettings(
+            agent=self.agent if self.job_template is None else None,
+            env_map={name: path for name, _, path in (one.partition("=") for one in self.env_map)},
+            job_template=self.job_template,
+            python=self.controller_python or (Path(named) if named else None),
+            host=self.controller_host,
+            port=self.controller_port,
+            key=os.environ.get(KEY_VARIABLE) or None,
+            log=log,
+        )
 
     def _check_local(self) -> None:
         if self.engine == "sglang" and self.sglang_url is not None:
@@ -210,9 +257,9 @@ class TrainConfig:
             if (value := getattr(self.local, setting.name)) != setting.default:
                 raise ConfigError(f"{flag(f'local.{setting.name}')} {value} with --trainer slime: leave it out")
 
-    def _refuse(self, name: str, why: str) -> None:
+    def _refuse(self, name: str, why: str, beside: str = "trainer") -> None:
         if getattr(self, name) != getattr(TrainConfig, name):
-            raise ConfigError(f"{flag(name)} with --trainer {self.trainer}: {why}")
+            raise ConfigError(f"{flag(name)} with {flag(beside)} {getattr(self, beside)}: {why}")
 
     @property
     def gateway(self) -> GatewaySettings:
@@ -233,6 +280,8 @@ class TrainConfig:
                 read_tasks(path, flag=name)
         if self.model_path is not None:
             check_model(self.model_path)
+        if (controller := self.controller(log=None)) is not None and controller.python is not None:
+            check_python(controller.python)
         if self.engine == "sglang":
             find_sglang(self.sglang_python)
 

@@ -119,6 +119,7 @@ async def run_slime_training(
             parts,
             llm=stack.enter_context(model_for_agents(config, parts, url=url, model_path=model_path, sampling=sampling)),
             data_source=source,
+            controller_log=run.controller_log,
             slime_train_fn=steps.train,
             weight_sync_fn=steps.sync,
             save_fn=steps.save,
