@@ -23,9 +23,10 @@ from agl_slime.rollout.turns import run_turns
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.generation import SamplingParams
 from agl_slime.sglang.transport import ClientSettings
-from agl_slime.support.agl import LLM, LitAgent, NamedResources, Rollout, emit_reward
+from agl_slime.support.agl import LLM, LitAgent, NamedResources, Rollout, emit_reward, make_link_attributes
 from agl_slime.support.threads import call_user_code, run_user_code
 from agl_slime.tokens.tokenizer import ChatTokenizer
+from agl_slime.trace import attributes as names
 from agl_slime.trace.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
     stop_on_tool_error: bool = False  # end the rollout when a tool fails; else the model sees the error and goes on
     scheduler: MultiTurnScheduler | type[MultiTurnScheduler] | str | None = None
     """Decides what follows an answer without calls: one object for all rollouts, its class, or its registered name."""
+    keep_stop_token: bool = False  # where an answer that ended is continued: after its stop token, in one Sample
     max_turns: int | None = None  # most answers of a rollout
     max_trajectory_tokens: int | None = None  # prompt and answers; None: what the model's context holds
     loss_scale: LossScale = "default"  # which answers are trained: all, "last_round", or as a function says
@@ -135,12 +137,10 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             stop_reason=stats.stop_reason.value if stats.stop_reason is not None else "",
             metadata={"rollout_infos": stats.infos} if stats.infos else {},
         )
-        rewards = check_reward(await self.score(task, trajectory), source=f"{type(self).__name__}.compute_reward")
-        primary = next(iter(rewards))
-        if len(rewards) == 1:
-            emit_reward(rewards[primary], attributes=stats.attributes())
-        else:
-            emit_reward(rewards, primary_key=primary, attributes=stats.attributes())
+        said = await self.score(task, trajectory)
+        _emit(said, source=f"{type(self).__name__}.compute_reward", attributes=stats.attributes())
+        for role, reward in stats.rewards.items():
+            _emit(reward, source=f"the reward of role {role!r}", attributes=make_link_attributes({names.ROLE: role}))
 
     async def aclose(self) -> None:
         """Close the connections; the runner calls it on its own event loop when it ends."""
@@ -179,6 +179,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             model=llm.model,
             max_turns=self.max_turns,
             max_trajectory_tokens=self.max_trajectory_tokens,
+            keep_stop_token=self.keep_stop_token,
         )
 
     def _scheduler(self, session: RolloutSession) -> MultiTurnScheduler | None:
@@ -193,6 +194,15 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
 
     def _client_for(self, llm: LLM, tokenizer: ChatTokenizer) -> SGLangClient:
         return self._access.client(llm, tokenizer)
+
+
+def _emit(reward: Any, *, source: str, attributes: dict[str, Any]) -> None:
+    rewards = check_reward(reward, source=source)
+    primary = next(iter(rewards))
+    if len(rewards) == 1:
+        emit_reward(rewards[primary], attributes=attributes)
+    else:
+        emit_reward(rewards, primary_key=primary, attributes=attributes)
 
 
 def _messages(prompt: Any, source: str) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agl_slime.errors import ContextOverflowError, RolloutError
+from agl_slime.errors import ConfigError, ContextOverflowError, RolloutError
 from agl_slime.rollout.scheduler import StopReason
 from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolParser
 from agl_slime.rollout.tools import ToolManager, ToolResult
@@ -48,8 +48,8 @@ class RolloutStopped(Exception):
 class RolloutStats:
     """Counts of one rollout, all its branches together. ``tool_calls`` counts executed calls by tool, ``calls`` those
     that were ``malformed``, of ``unknown`` tools, ``errors`` and among them ``timeouts``; ``untrained_turns`` are the
-    turns that the loss scale leaves out, ``infos`` what the scheduler wants to be known, ``asking`` the answers that
-    are under way."""
+    turns that the loss scale leaves out, ``infos`` what the scheduler wants to be known, ``rewards`` those of roles,
+    ``asking`` the answers that are under way."""
 
     stop_reason: StopReason | None = None
     tools: tuple[str, ...] = ()
@@ -58,6 +58,7 @@ class RolloutStats:
     open_boundaries: int = 0
     untrained_turns: tuple[int, ...] = ()
     infos: dict[str, Any] = field(default_factory=dict)
+    rewards: dict[str, Any] = field(default_factory=dict)
     asking: int = 0
 
     def count(self, results: Iterable[ToolResult]) -> None:
@@ -131,6 +132,8 @@ class RolloutSession(Session):
     is off: by ``write(attributes, started)``, or by Agent Lightning's active tracer.
     """
 
+    role = ""  # of a branch: its turns are trained with the reward that ``set_reward`` gives the role
+
     def __init__(
         self,
         *,
@@ -142,9 +145,10 @@ class RolloutSession(Session):
         max_trajectory_tokens: int | None = None,
         traced: bool = True,
         write: SpanWriter | None = None,
+        keep_stop_token: bool = False,
         **options: Any,
     ) -> None:
-        self.context = ChatContext(template=template, messages=messages)
+        self.context = ChatContext(template=template, messages=messages, keep_stop_token=keep_stop_token)
         super().__init__(messages=messages, **options)
         self.sampling = sampling
         self.max_trajectory_tokens = max_trajectory_tokens
@@ -219,20 +223,30 @@ class RolloutSession(Session):
         place: Any = {"base_turn": base_turn, "kept_tokens": kept, "fork": fork, "untrained": untrained}
         self.turns.append(Turn.from_generation(prompt, generation, messages=asked, **place))
         if self._encoder is not None:
-            self._write(self._encoder.encode(self.turns[-1]), started)
+            role = {names.ROLE: self.role} if self.role else {}
+            self._write({**self._encoder.encode(self.turns[-1]), **role}, started)
         self.stats.stop_reason = _ENDS.get(generation.finish_reason, StopReason.STOP)
         return Answer(generation.text, generation.finish_reason, generation, cut=cut)
 
-    def branch(self, messages: Sequence[Mapping[str, Any]], *, template: ChatTemplate | None = None) -> RolloutSession:
+    def branch(
+        self, messages: Sequence[Mapping[str, Any]], *, template: ChatTemplate | None = None, role: str = ""
+    ) -> RolloutSession:
         """Another conversation of the same rollout: its turns count and are trained as well. It keeps the tokens of
         this one as far as ``messages`` are the same; with another ``template`` it begins anew."""
         branch = copy.copy(self)
+        branch.role = role or self.role
         if template is None:
             branch.context = self.context.branch(messages)
         else:
             branch.context = ChatContext(template=template, messages=messages)
             branch.last_turn = None
         return branch
+
+    def set_reward(self, reward: Any) -> None:
+        """The reward of this branch's role, a number or named numbers, in the place of the rollout's."""
+        if not self.role:
+            raise ConfigError("a branch needs a role for a reward of its own: session.branch(messages, role=...)")
+        self.stats.rewards[self.role] = reward
 
     def _within_limits(self, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
         limit = self.max_trajectory_tokens

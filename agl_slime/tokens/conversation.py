@@ -70,13 +70,17 @@ class ChatContext:
     ``messages`` may be edited in any way between two prompts. A conversation that ends with an assistant message is
     continued: the next answer goes on with that message's text. ``forks`` counts the prompts that did not continue what
     was held, by reason; ``open_boundaries`` the open token boundaries. ``kept_tokens`` is how many tokens of what was
-    held the last answered prompt began with, and ``fork`` why it did not begin with all of them.
+    held the last answered prompt began with, and ``fork`` why it did not begin with all of them. With
+    ``keep_stop_token`` an answer that ended with a stop token is continued after it, not without it, which would fork.
     """
 
-    def __init__(self, *, template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, *, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], keep_stop_token: bool = False
+    ) -> None:
         if not messages:
             raise ConfigError("the prompt has no messages; build_prompt must return at least one")
         self._template = template
+        self._keep_stop_token = keep_stop_token
         self._tokenizer = template.tokenizer
         self.messages: list[Message] = [dict(message) for message in messages]
         self.forks: Counter[ForkReason] = Counter()
@@ -233,7 +237,7 @@ class ChatContext:
         if last.stop_text:
             ids = ids[:-1]
         n, text = longest_prefix(self._tokenizer, ids, said)
-        keep = last.start + n
+        keep = last.end if self._keep_stop_token and n == len(ids) else last.start + n
         fork = None if keep == last.end else ForkReason.BRANCH if n == len(ids) else ForkReason.EDITED_HISTORY
         added, gap = self._encode_after(said[len(text) :], self.token_ids[:keep])
         return _Plan(keep, tuple(added), last.place, gap, self._rendering, fork=fork)

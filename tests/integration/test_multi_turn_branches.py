@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agl_slime import SGLangLitAgent
+from agl_slime.errors import ConfigError
 from agl_slime.rollout.session import RolloutSession
 from agl_slime.sglang.generation import Generation
 from agl_slime.trace import segments
@@ -126,3 +127,44 @@ async def test_a_fork_of_a_long_conversation_is_tokenized_off_the_loop(edited: b
     assert finished.status == "succeeded"
     assert watched.threads
     assert loops[0] not in watched.threads
+
+
+async def test_branches_have_rewards_of_their_own_by_role() -> None:
+    """Solvers and a judge that reads them, as in slime's example of several agents."""
+
+    class Several(Agent):
+        async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
+            for name, reward in (("first", 0.25), ("second", 0.75)):
+                solver = session.branch([{"role": "user", "content": f"How many, {name}?"}], role=name)
+                await solver.ask()
+                await solver.ask({"role": "user", "content": "Sure?"})
+                solver.set_reward(reward)
+            await session.ask({"role": "user", "content": "Who is right?"})
+            with pytest.raises(ConfigError, match="needs a role"):
+                session.set_reward(1.0)
+
+    samples, _ = await run(Several, ["Two.", "Yes.", "Three.", "Yes.", "The second."])
+    assert [sample.reward for sample in samples] == [0.25, 0.75, 1.0]
+    assert len({sample.rollout_id for sample in samples}) == 1
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_a_tool_that_writes_into_the_answer_makes_one_sample_where_the_stop_token_is_kept(kept: bool) -> None:
+    """As in slime's example of a code interpreter."""
+
+    class Interprets(Agent):
+        keep_stop_token = kept
+
+        async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
+            for output in ("<interpreter>\n3\n</interpreter>\n", "<interpreter>\n4\n</interpreter>\n", ""):
+                await session.ask()
+                session.messages[-1]["content"] += output
+
+    samples, client = await run(Interprets, ["<code>1 + 2</code>", "<code>2 * 2</code>", "Three."])
+    assert len(samples) == (1 if kept else 3)
+    sampled = [token for generation in client.generations for token in generation.output_ids]
+    trained = [t for s in samples for t, m in zip(s.tokens[-s.response_length :], s.loss_mask or [], strict=True) if m]
+    assert trained == sampled
+    if kept:
+        text = chat_tokenizer("anthropic", "groups_tools").decode(samples[0].tokens)
+        assert "<code>1 + 2</code><|im_end|><interpreter>\n3\n</interpreter>\n<code>2 * 2</code><|im_end|>" in text
