@@ -180,7 +180,8 @@ def read_rows(path: Path, *, prompts: bool = True) -> list[dict[str, Any]]:
     With ``prompts`` each needs a ``prompt``, chat messages or text, which is made chat messages. Raises ``ConfigError``
     naming a line that cannot be used.
     """
-    rows = [{"instance_id": number, **row} for number, row in enumerate(read_tasks(path, flag="input_file"))]
+    read = read_tasks(path, flag="input_file", strings=False)
+    rows = [{"instance_id": number, **row} for number, row in enumerate(read)]
     for row in rows if prompts else ():
         messages = _messages(row.get("prompt"))
         if messages is None:

@@ -27,7 +27,7 @@ def assign_instance_ids(*, input: Path, output: Path | None = None, prefix: str 
         ConfigError: names a line that cannot be used.
     """
     output = output or input.with_name(f"{input.stem}_instance_id.jsonl")
-    rows = read_tasks(input, flag="--input")
+    rows = read_tasks(input, flag="--input", strings=False)
     given = [str(row["instance_id"]) for row in rows if row.get("instance_id") is not None]
     taken = set(given)
     if len(taken) < len(given):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from aiohttp import web
@@ -19,9 +20,12 @@ from agl_slime.errors import (
     PromptError,
 )
 
+logger = logging.getLogger(__name__)
+
 RETRY_AFTER_S = 1
 THREADS_UNSUPPORTED = "thread_unsupported_request"  # Anthropic's word, on which its tool runners do without
 
+_MOST_EXPLAINED = 64
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _ANTHROPIC_TYPES |= {413: "request_too_large", 429: "rate_limit_error", 529: "overloaded_error"}
@@ -62,6 +66,15 @@ def is_gone(error: BaseException, *, unless: asyncio.Task[Any] | None = None) ->
     if isinstance(error, asyncio.CancelledError):
         return unless is None or not unless.cancelled()
     return isinstance(error, ConnectionError) and not isinstance(error, AglSlimeError)  # the engine's are both
+
+
+def explain_once(refusal: GatewayRequestError, rollout_id: str, *, _told: set[str] = set()) -> None:  # noqa: B006
+    """Log a request that is wrong, the first of each kind in this process: some clients swallow what they are told."""
+    kind = f"{refusal.status} {refusal.code} {(refusal.param or '').partition('[')[0]}"
+    if refusal.status in (400, 413) and kind not in _told and len(_told) < _MOST_EXPLAINED:
+        _told.add(kind)
+        text = "Rollout %s: a request was refused with %d: %s. Further ones like it are counted, not logged."
+        logger.warning(text, rollout_id, refusal.status, str(refusal)[:500])
 
 
 def openai_error(refusal: GatewayRequestError) -> dict[str, Any]:

@@ -6,7 +6,9 @@ on those; that a client wanted something else is counted.
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +19,8 @@ from agl_slime.gateway.calls import Call
 from agl_slime.gateway.settings import Constraints
 from agl_slime.rollout.tool_parsers import ToolParser
 from agl_slime.sglang.generation import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 _FIELDS = frozenset({"temperature", "top_p", "top_k"})
 _NOT_SGLANGS = {"seed": "sampling_seed"}
@@ -57,10 +61,22 @@ def sampling_for(
             "constraints to mask or drop",
             param=_name(call),
         )
+    _explain_once(_name(call), constraints)
     if constraints == "drop":
         overridden[f"overridden/{_name(call)}"] += 1
         return sampling, ""
     return replace(sampling, extra={**sampling.extra, **constraint}), "constrained"
+
+
+@functools.cache
+def _explain_once(name: str, constraints: Constraints) -> None:
+    """What becomes of constraints, for the first one of the process that sets ``name``."""
+    now = "its answers are sampled freely and trained" if constraints == "drop" else "its answers are NOT trained"
+    logger.warning(
+        "An agent asks for answers under a constraint (%s), which changes what log-probs mean: %s. --constraints drop "
+        "samples freely and trains, mask obeys and leaves those answers out of training, refuse answers 400; it is %s.",
+        *(name, now, constraints),
+    )
 
 
 def _name(call: Call) -> str:

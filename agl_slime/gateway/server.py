@@ -29,12 +29,12 @@ from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.calls import Answered, Call, Choice
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.completions import Completions
-from agl_slime.gateway.errors import RETRY_AFTER_S, is_gone, refusal_of
+from agl_slime.gateway.errors import RETRY_AFTER_S, THREADS_UNSUPPORTED, explain_once, is_gone, refusal_of
 from agl_slime.gateway.protocol import Protocol, parsed_body
 from agl_slime.gateway.responses import Responses
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.work import Work
-from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess
+from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, ServedResources
 from agl_slime.support.agl import LLM, NamedResources, ProxyLLM
 from agl_slime.support.http import json_response, listening
 from agl_slime.support.net import same_secret
@@ -151,7 +151,7 @@ class Gateway:
         served = {
             name: self._address(attempt, llm, LLM_RESOURCE if llm is main else name) for name, llm in same.items()
         }
-        return attempt, {**resources, **served}
+        return attempt, ServedResources({**resources, **served})
 
     def _address(self, attempt: Attempt, llm: LLM, role: str) -> LLM:
         address = f"{self.url}/k/{attempt.secret}/rollout/{attempt.rollout_id}/attempt/{attempt.attempt_id}"
@@ -245,8 +245,9 @@ class Gateway:
             if is_gone(error):
                 return web.Response()
             refusal = self._refusal(error, f"{request.method} {path}")
-        if attempt is not None:
+        if attempt is not None and refusal.code != THREADS_UNSUPPORTED:  # which its client expects
             attempt.refused(refusal.status)
+            explain_once(refusal, attempt.rollout_id)
         headers = {"Retry-After": str(RETRY_AFTER_S)} if refusal.status in (429, 503) else {}
         return json_response(protocol.error(refusal), status=refusal.status, headers=headers)
 

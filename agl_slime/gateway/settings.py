@@ -16,7 +16,7 @@ class GatewaySettings:
     """``branches``: which answers of a rollout are trained: ``leaves``, without those that were asked for again later
     and that nothing went on from; ``all``; ``last``, the conversation with the last answer. ``constraints``: what
     becomes of JSON schemas, regular expressions and tool choices that force a call, under which the engine's log-probs
-    are not the policy's: ``mask`` obeys and does not train those tokens, ``drop`` samples freely, ``refuse`` answers
+    are not the policy's: ``drop`` samples freely, ``mask`` obeys and does not train those tokens, ``refuse`` answers
     400. ``untrained_models``: requests that name one of these (a judge, a user simulator) are answered by the policy
     and not trained. ``trained_models``: names, of resources beside ``main_llm`` or of models in requests, whose answers
     are trained as roles of their own.
@@ -29,7 +29,7 @@ class GatewaySettings:
     host: str = "127.0.0.1"
     port: int = 0
     branches: Branches = "leaves"
-    constraints: Constraints = "mask"
+    constraints: Constraints = "drop"
     untrained_models: tuple[str, ...] = ()
     trained_models: tuple[str, ...] = ()
     max_turns: int | None = None

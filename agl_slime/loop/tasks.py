@@ -18,7 +18,7 @@ from agl_slime.errors import ConfigError
 if TYPE_CHECKING:
     from agl_slime.support.agl import EnqueueRolloutRequest
 
-Task = dict[str, Any]
+Task = dict[str, Any] | str
 
 
 class TaskSource(Protocol):
@@ -188,15 +188,15 @@ def as_task_source(tasks: Tasks, *, seed: int = 0) -> TaskSource:
     return ShuffledTasks(tasks=list(tasks), seed=seed)  # type: ignore[arg-type]
 
 
-def read_tasks(path: str | Path, *, flag: str = "--tasks") -> list[Task]:
-    """Tasks from a JSON-lines file, one object per line; ``flag`` is what an error begins with."""
+def read_tasks(path: str | Path, *, flag: str = "--tasks", strings: bool = True) -> list[Any]:
+    """Tasks from a JSON-lines file, an object per line or a string; ``flag`` is what an error begins with."""
     file = Path(path)
     try:
         # not splitlines(): a JSON string may hold U+2028 and other characters that it takes for line ends
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} {file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    tasks: list[Task] = []
+    tasks: list[Any] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -204,8 +204,9 @@ def read_tasks(path: str | Path, *, flag: str = "--tasks") -> list[Task]:
             task = json.loads(line)
         except ValueError as error:
             raise ConfigError(f"{flag} {file}, line {number}: not JSON ({error})") from error
-        if not isinstance(task, dict):
-            raise ConfigError(f"{flag} {file}, line {number}: expected an object, got {type(task).__name__}")
+        if not isinstance(task, dict | str if strings else dict):
+            wanted = "an object or a string" if strings else "an object"
+            raise ConfigError(f"{flag} {file}, line {number}: expected {wanted}, got {type(task).__name__}")
         tasks.append(task)
     if not tasks:
         raise ConfigError(f"{flag} {file}: holds no tasks")

@@ -224,8 +224,19 @@ def failures(steps: Sequence[_Step]) -> Iterator[Alarm]:
             yield _alarm("failures", step, text, advice, about=main, metric=m.FAILED, rollout=example)
 
 
+def refusals(steps: Sequence[_Step]) -> Iterator[Alarm]:
+    """Requests of agents that the gateway refused as wrong: some clients swallow that, and the reward is for less."""
+    for step in steps:
+        counts = {status: number(step.metrics, f"gateway/refused/{status}") or 0 for status in (400, 413)}
+        if n := sum(counts.values()):
+            text = f"{n:.0f} requests of agents were refused (400 or 413), in rollouts that were trained all the same"
+            advice = "the log of the runner, which has the first refusal of each kind in words; docs/any-agent.md says"
+            yield _alarm("refused requests", step, text, f"{advice} what is served")
+            return
+
+
 _LOOKS = (zero_variance, stalls, abort_storms, truncation, silent_tools, alike, kl_jumps, logprob_jumps)
-_LOOKS += (length_bias, failures)
+_LOOKS += (length_bias, failures, refusals)
 
 
 def _alarm(kind: str, step: _Step, text: str, advice: str, **evidence: str) -> Alarm:

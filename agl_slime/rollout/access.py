@@ -110,6 +110,16 @@ def template_key(tools: Sequence[Mapping[str, Any]] | None, template_kwargs: Map
     return json.dumps([tools, dict(template_kwargs or {})], sort_keys=True, default=repr)
 
 
+class ServedResources(dict[str, Any]):
+    """Agents that were written for other runs find the model as ``llm``. It is not listed twice, for
+    ``@agl.rollout`` takes the first model that is listed and warns of others."""
+
+    def __missing__(self, name: str) -> Any:
+        if name != "llm":
+            raise KeyError(name)
+        return self.get(LLM_RESOURCE) or next(found for found in self.values() if isinstance(found, LLM))
+
+
 def sampling_of(llm: LLM) -> SamplingParams:
     """``LLM.sampling_parameters`` as ``SamplingParams``; OpenAI's ``max_tokens`` is taken for ``max_new_tokens``, names
     that are not ours are passed to SGLang as they are."""

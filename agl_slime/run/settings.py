@@ -109,9 +109,9 @@ class TrainConfig:
     branches: Branches = "leaves"
     """Answers of agents that talk to the gateway that are trained: leaves (without those that were asked for again and
     not gone on from), all, or last (the conversation with the last answer)."""
-    constraints: Constraints = "mask"
-    """What becomes of JSON schemas and forced calls of tools: mask (obeyed, not trained), drop (sampled freely) or
-    refuse."""
+    constraints: Constraints = "drop"
+    """What becomes of JSON schemas and forced calls of tools: drop (sampled freely and trained), mask (obeyed and not
+    trained) or refuse."""
     untrained_models: tuple[str, ...] = ()
     """Model names of requests that are answered by the policy and not trained: a judge, a user simulator."""
     trained_models: tuple[str, ...] = ()

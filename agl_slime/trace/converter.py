@@ -140,7 +140,12 @@ def convert_trajectory(
         raise RewardError(f"trajectory {trajectory.rollout_id} has no reward", reason="no_reward")
     segments = merge_turns(trajectory.turns, tokenizer, untrained=untrained_turns)
     if not segments:
-        raise TraceError(f"rollout {trajectory.rollout_id} has no sampled token to train", reason="no_turns")
+        told = f"rollout {trajectory.rollout_id} has no sampled token to train"
+        if why := sorted({turn.untrained for turn in trajectory.turns if turn.untrained}):
+            told += f": its answers are left out ({', '.join(why)})"
+        if "constrained" in why:
+            told += "; --constraints drop samples them freely and trains them, refuse answers 400 in place of mask"
+        raise TraceError(told, reason="no_turns")
     forks = dict(Counter(segment.fork_reason.value for segment in segments if segment.fork_reason is not None))
     if turn_rewards:
         segments = _by_reward(segments, trajectory, tokenizer, untrained_turns, turn_rewards)

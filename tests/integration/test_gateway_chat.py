@@ -10,9 +10,13 @@ import openai
 import pytest
 from openai import OpenAI
 
+from agl_slime.errors import TraceError
+from agl_slime.gateway import sampling
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace import attributes as names
+from agl_slime.trace.converter import convert_trajectory
+from agl_slime.trace.trajectory import Trajectory
 from tests.gateway_cases import CALL, CALL_TWO, TEMPLATE, WEATHER, Case, serving, trained_once
 
 HELLO: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
@@ -146,6 +150,48 @@ def test_constrained_tokens_are_never_trained(constraints: Any, obeyed: bool, tr
         trained_once(case.turns, case.segments)
 
 
+def test_what_becomes_of_a_constraint_is_said_with_the_first_of_them(caplog: pytest.LogCaptureFixture) -> None:
+    for constraints, said in (("drop", "sampled freely and trained"), ("mask", "NOT trained")):
+        sampling._explain_once.cache_clear()
+        caplog.clear()
+        with serving("{}", settings=GatewaySettings(constraints=constraints)) as case:  # type: ignore[arg-type]
+            for _ in range(2):
+                ask(case, response_format={"type": "json_object"})
+        [record] = [record for record in caplog.records if record.name == sampling.__name__]
+        told = record.getMessage()
+        assert said in told
+        assert all(choice in told for choice in ("response_format", "drop", "mask", "refuse", f"it is {constraints}"))
+
+
+def test_a_rollout_of_which_nothing_may_be_trained_says_why() -> None:
+    with serving("{}", settings=GatewaySettings(constraints="mask")) as case:
+        ask(case, response_format={"type": "json_object"})
+        trajectory = Trajectory(rollout_id="ro-1", attempt_id="at-1", task={}, turns=tuple(case.turns), reward=1.0)
+        with pytest.raises(TraceError, match=r"left out \(constrained\); --constraints drop samples them freely"):
+            convert_trajectory(trajectory, untrained_turns=[0])
+
+
+def test_a_refusal_that_a_client_may_swallow_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with serving("ok") as case:
+        for _ in range(2):
+            with pytest.raises(openai.BadRequestError):
+                ask(case, extra_body={"telekinesis": 1})
+        said = [record.getMessage() for record in caplog.records if "telekinesis" in record.getMessage()]
+        assert said == [
+            "Rollout ro-1: a request was refused with 400: telekinesis is not supported here. Further ones like it are "
+            "counted, not logged."
+        ]
+
+
+def test_agents_that_look_for_llm_find_the_model_and_lists_have_it_once() -> None:
+    with serving("ok") as case:
+        resources: Any = case.resources  # type: ignore[attr-defined]
+        assert resources["llm"] is resources["main_llm"]
+        assert [*resources] == ["main_llm"]
+        with pytest.raises(KeyError, match="other"):
+            resources["other"]
+
+
 def test_a_constraint_can_be_refused() -> None:
     with serving("{}", settings=GatewaySettings(constraints="refuse")) as case:
         with pytest.raises(openai.BadRequestError, match="under a constraint"):
@@ -156,7 +202,7 @@ def test_a_constraint_can_be_refused() -> None:
 
 
 def test_a_forced_call_is_held_to_the_formats_own_grammar() -> None:
-    with serving(CALL) as case:
+    with serving(CALL, settings=GatewaySettings(constraints="mask")) as case:
         choice: Any = {"type": "function", "function": {"name": "weather"}}
         assert ask(case, tools=[WEATHER], tool_choice=choice).choices[0].message.tool_calls
         tag = json.loads(case.payloads[0]["sampling_params"]["structural_tag"])

@@ -12,6 +12,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from agl_slime.gateway.server import Gateway
+from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.rollout.access import EngineAccess
 from agl_slime.rollout.by_file import import_file
 from agl_slime.rollout.tool_parsers import get_tool_parser, parser_for_template
@@ -94,7 +95,7 @@ def test_constraints_are_obeyed_by_a_real_engine_and_refused_in_words_by_the_emb
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     forced: Any = {"type": "function", "function": {"name": "weather"}}
-    with Gateway() as gateway:
+    with Gateway(GatewaySettings(constraints="mask")) as gateway:
         llm, spans = opened(server, gateway, max_new_tokens=200)
         ask = OpenAI(base_url=llm.endpoint, api_key="any", max_retries=0).chat.completions.create
         if not server.real:
@@ -133,7 +134,7 @@ def test_calls_are_forced_in_the_format_of_the_template(server: Server, mark: st
     tokenizer.chat_template = f"{PLAIN}{{# {mark} #}}"  # type: ignore[attr-defined]
     parameters = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
     tool: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
-    with Gateway(access=EngineAccess(tokenizer=tokenizer)) as gateway:
+    with Gateway(GatewaySettings(constraints="mask"), access=EngineAccess(tokenizer=tokenizer)) as gateway:
         llm, spans = opened(server, gateway, max_new_tokens=200)
         ask = OpenAI(base_url=llm.endpoint, api_key="any", max_retries=0).chat.completions.create
         said = ask(model="m", messages=HELLO, tools=[tool], tool_choice="required").choices[0]

@@ -102,6 +102,10 @@ def broken_judge(run: Run) -> None:
         group["rewards"][2:] = [0.0, 1.0]
 
 
+def refused(run: Run) -> None:
+    run[0][6] |= {"gateway/refused/400": 3.0, "gateway/refused/410": 9.0, "gateway/refused/429": 9.0}
+
+
 FAULTS: list[tuple[Callable[[Run], None], str, int, str]] = [
     (no_spread, "zero variance", 4, "for 9 iterations"),
     (hang, "stall", 9, "collect took 90 s where 2.0 s was usual"),
@@ -113,6 +117,7 @@ FAULTS: list[tuple[Callable[[Run], None], str, int, str]] = [
     (far, "KL jump", 10, "0.7 where 0.002"),
     (disagree, "log-prob jump", 8, "0.3 nats"),
     (short_ones, "length bias", 7, "38% shorter"),
+    (refused, "refused requests", 7, "3 requests of agents were refused"),
     (broken_judge, "failures", 4, "(no_reward 6, timeout 6)"),
 ]
 

@@ -100,14 +100,23 @@ def test_blank_lines_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path
     assert read_tasks(file) == [{"n": 1}, {"n": 2, "text": "a\u2028b"}]
 
 
+def test_a_task_may_be_a_string(tmp_path: Path) -> None:
+    """As in Agent Lightning's first examples."""
+    file = tmp_path / "tasks.jsonl"
+    file.write_text('"one"\n{"n": 2}\n')
+    assert read_tasks(file) == ["one", {"n": 2}]
+    with pytest.raises(ConfigError, match="line 1: expected an object, got str"):
+        read_tasks(file, strings=False)
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         (b"", "holds no tasks"),
         (b"\n \n", "holds no tasks"),
         (b'{"n": 1}\n{"n": 2\n', "line 2: not JSON"),
-        (b'{"n": 1}\n\n[1]\n', "line 3: expected an object, got list"),
-        (b'"text"\n', "line 1: expected an object, got str"),
+        (b'{"n": 1}\n\n[1]\n', "line 3: expected an object or a string, got list"),
+        (b"5\n", "line 1: expected an object or a string, got int"),
         (b"\xff\xfe\x00", "cannot be read"),
     ],
 )
