@@ -126,7 +126,7 @@ class TraceError(RolloutError, ValueError):
     reason = "bad_trace"
 
 
-class PromptError(RolloutError, ValueError):
+class PromptError(TraceError):
     """The chat template refuses the messages; the text is what the template says."""
 
     reason = "bad_prompt"

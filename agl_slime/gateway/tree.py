@@ -19,7 +19,7 @@ import numpy as np
 
 from agl_slime.gateway.messages import Message, answer_keys, message_key, same_words
 from agl_slime.rollout.session import RolloutSession
-from agl_slime.tokens.forks import ForkReason
+from agl_slime.tokens.forks import ForkReason, fork_of_edit
 from agl_slime.tokens.template import ChatTemplate
 
 OpenSession = Callable[[list[Message]], RolloutSession]
@@ -184,13 +184,14 @@ class Tree:
         said = at["content"].strip() if at["role"] == "assistant" and tip.depth == known + 1 else ""
         if tip.cut and said and tip.served["content"].startswith(said):
             return ForkReason.BRANCH  # from the middle of it: some of what was delivered was not read
-        later = [key for message in messages[known + 1 :] for key in _keys(message)]
-        lost = tip.depth - known  # held messages that the request does not go on with
-        summary = at["role"] == "user" and known > 0 and messages[known - 1]["role"] == "user"
-        if len(messages) < tip.depth and lost > 2 and (summary or any(key in self._seen for key in later)):
-            return ForkReason.COMPACTION
-        edited = at["role"] == "assistant" or any(key in self._seen for key in later)
-        return ForkReason.EDITED_HISTORY if edited else None
+        later = (key for message in messages[known + 1 :] for key in _keys(message))
+        fork = fork_of_edit(
+            replaced=at["role"] == "assistant",
+            still_there=any(key in self._seen for key in later),
+            dropped=tip.depth - known if len(messages) < tip.depth else 0,
+            summary=at["role"] == "user" and known > 0 and messages[known - 1]["role"] == "user",
+        )
+        return None if fork is ForkReason.BRANCH else fork  # tokens tell branches apart
 
     def _as_written(self, message: Message) -> Message:
         """With the ids of calls as the model wrote them, which is what templates expect."""

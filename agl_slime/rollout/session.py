@@ -24,7 +24,7 @@ from agl_slime.sglang.generation import FinishReason, Generation, Progress, Samp
 from agl_slime.support.agl import TraceStatus, get_active_tracer
 from agl_slime.tokens.codec import common_prefix
 from agl_slime.tokens.conversation import ChatContext, Message
-from agl_slime.tokens.forks import ForkReason
+from agl_slime.tokens.forks import ForkReason, fork_as_told
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.trace import attributes as names
 from agl_slime.trace.span_codec import TurnEncoder
@@ -217,9 +217,7 @@ class RolloutSession(Session):
             kept = common_prefix(first, prompt)
             if kept < len(first):
                 fork = ForkReason.BRANCH if kept == len(prompt) else ForkReason.NEW_CONTEXT
-        if fork is not None and fork is not ForkReason.TEMPLATE:
-            fork = told or fork
-        self.last_turn = len(self.turns)
+        self.last_turn, fork = len(self.turns), fork_as_told(fork, told)
         place: Any = {"base_turn": base_turn, "kept_tokens": kept, "fork": fork, "untrained": untrained}
         self.turns.append(Turn.from_generation(prompt, generation, messages=asked, **place))
         if self._encoder is not None:

@@ -26,7 +26,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.sglang.generation import Generation
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.codec import TokenArray, TokenBuffer, common_prefix, shared_length, token_array
-from agl_slime.tokens.forks import ForkReason, explain_once
+from agl_slime.tokens.forks import ForkReason, explain_once, fork_of_edit
 from agl_slime.tokens.template import Addition, ChatTemplate, Message, Rendering, ends_of, same_but_for_blanks
 from agl_slime.tokens.tokenizer import longest_prefix
 
@@ -291,7 +291,7 @@ class ChatContext:
         now, lost = self.messages[same:], self._seen[same:]
         replaced = bool(now) and now[0].get("role") == lost[0].get("role") == "assistant"
         still_there = any(message.get("role") == "assistant" and message in now for message in lost)
-        return ForkReason.EDITED_HISTORY if replaced or still_there else ForkReason.BRANCH
+        return fork_of_edit(replaced=replaced, still_there=still_there)
 
     def _against_held(self, plan: _Plan, prompt_ids: Sequence[int]) -> tuple[int, ForkReason | None]:
         """How many tokens of what is held the prompt begins with, and why those are not all."""

@@ -1,15 +1,16 @@
-"""Why a prompt does not continue what is held: the classes of forks, told apart by tokens and, with a tokenizer, by
-text."""
+"""Why a prompt does not continue what is held: the classes of forks and all that tells them apart, by messages, by
+tokens and, with a tokenizer, by text."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import re
+from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from agl_slime.tokens.codec import TokenArray
+from agl_slime.tokens.codec import TokenArray, common_prefix
 from agl_slime.tokens.template import squash
 
 if TYPE_CHECKING:
@@ -61,7 +62,50 @@ def explain_once(reason: ForkReason) -> None:
     logger.log(level, text, reason.value, _MEANING[reason])
 
 
-def rendering_drift(held: TokenArray, prompt: TokenArray, tokenizer: ChatTokenizer) -> ForkReason | None:
+def fork_of_edit(*, replaced: bool, still_there: bool, dropped: int = 0, summary: bool = False) -> ForkReason:
+    """Why messages differ from those that are held: an answer stands at the first place that differs (``replaced``),
+    later ones are ``still_there`` after it, the history is shorter by ``dropped`` messages, a ``summary`` stands for
+    them."""
+    if dropped > 2 and (summary or still_there):
+        return ForkReason.COMPACTION
+    return ForkReason.EDITED_HISTORY if replaced or still_there else ForkReason.BRANCH
+
+
+def fork_as_told(fork: ForkReason | None, told: ForkReason | None) -> ForkReason | None:
+    """``fork`` as tokens show it, or what the agent's messages tell better; a template's doing is that."""
+    return fork if fork in (None, ForkReason.TEMPLATE) else told or fork
+
+
+def fork_of_turn(turn: Any, before: Sequence[Any], tokenizer: ChatTokenizer | None) -> ForkReason:
+    """Why a turn (``trace.turn.Turn``) goes on in no segment of the turns ``before`` it: as it says itself, else by
+    tokens and text."""
+    if turn.base_turn is not None:
+        return turn.fork or ForkReason.BRANCH  # it extends a turn that another has extended already
+    prompt = turn.prompt_ids
+    earlier = [(other, other.token_ids) for other in before if len(other.response_ids)]
+    shared = [common_prefix(held, prompt) for _, held in earlier]
+    longest = max(shared)
+    if longest == len(prompt):
+        return ForkReason.BRANCH
+    # so far it holds whole turns
+    kept = max((n for n, (_, held) in zip(shared, earlier, strict=True) if n == len(held)), default=0)
+    rest = prompt[kept:]
+    # the sampled answers that the most recent conversation through this place holds after it
+    latest = next(held for n, (_, held) in zip(reversed(shared), reversed(earlier), strict=True) if n == longest)
+    beyond = [other for other, held in reversed(earlier) if common_prefix(held, latest) == len(held) > longest > 0]
+    lost = sorted(beyond, key=lambda other: other.length)
+    if lost:
+        if tokenizer is not None:
+            drift = _rendering_drift(lost[0].token_ids[kept:], rest, tokenizer)
+            if drift is not None:
+                return drift
+        replaced = kept <= len(lost[0].prompt_ids) <= longest  # the prompt of that answer, then something else
+        if replaced or any(contains(rest, other.response_ids) for other in lost):
+            return ForkReason.EDITED_HISTORY
+    return ForkReason.BRANCH if kept else ForkReason.NEW_CONTEXT
+
+
+def _rendering_drift(held: TokenArray, prompt: TokenArray, tokenizer: ChatTokenizer) -> ForkReason | None:
     """Whether ``prompt`` begins with the text of ``held`` (same text: re-tokenisation; text rendered in another way:
     template), although not with its ids.
 

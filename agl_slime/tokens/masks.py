@@ -24,6 +24,7 @@ from typing import Any
 from agl_slime.errors import ConfigError, TraceError
 from agl_slime.support.registry import Registry
 from agl_slime.tokens.codec import shared_length
+from agl_slime.tokens.tokenizer import render_chat
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -46,13 +47,9 @@ class MaskGenerator(ABC):
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
     def _render(self, messages: Sequence[Message], *, tools: Tools = None, opening: bool = False) -> str:
-        options: dict[str, Any] = {"tools": [dict(tool) for tool in tools]} if tools else {}
         # the mark on a message is ours and no business of the template
         shown = [{key: value for key, value in message.items() if key != "step_loss_mask"} for message in messages]
-        try:
-            return self.tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=opening, **options)
-        except Exception as error:  # jinja's errors, TypeError for a shape it does not expect: anything
-            raise TraceError(f"the chat template cannot render the messages: {error}") from error
+        return render_chat(self.tokenizer, shown, tools=tools and [*map(dict, tools)], opening=opening)
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []

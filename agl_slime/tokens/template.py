@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 
 from agl_slime.errors import PromptError
 from agl_slime.tokens.codec import shared_length
-from agl_slime.tokens.tokenizer import ChatTokenizer
+from agl_slime.tokens.tokenizer import ChatTokenizer, render_chat
 
 Message = dict[str, Any]
 T = TypeVar("T")
@@ -106,13 +106,7 @@ class ChatTemplate:
         return self._as_is(self._with_systems_first(messages), opening=opening)
 
     def _as_is(self, messages: Sequence[Message], *, opening: bool) -> str:
-        try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), tools=self._tools, add_generation_prompt=opening, tokenize=False, **self._kwargs
-            )
-        except Exception as error:  # a template is a program, and may raise anything
-            said = str(error) or type(error).__name__
-            raise PromptError(f"the chat template cannot render these messages: {said:.500}") from error
+        return render_chat(self.tokenizer, messages, tools=self._tools, opening=opening, **self._kwargs)
 
     def _with_systems_first(self, messages: Sequence[Message]) -> Sequence[Message]:
         """``messages`` with the system's and the developer's as one at the beginning, where the template refuses or

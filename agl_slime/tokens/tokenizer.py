@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, PromptError
 
 
 class ChatTokenizer(Protocol):
@@ -21,6 +21,20 @@ class ChatTokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+
+def render_chat(
+    tokenizer: ChatTokenizer, messages: Iterable[Any], *, tools: Any = None, opening: bool = False, **options: Any
+) -> str:
+    """What the chat template writes for ``messages``, with the ``opening`` of an answer after them or without.
+    ``PromptError`` when it refuses them."""
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tools=tools or None, add_generation_prompt=opening, tokenize=False, **options
+        )
+    except Exception as error:  # a template is a program, and may raise anything
+        said = str(error) or type(error).__name__
+        raise PromptError(f"the chat template cannot render these messages: {said:.500}") from error
 
 
 def longest_prefix(tokenizer: ChatTokenizer, ids: list[int], text: str) -> tuple[int, str]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agl_slime.errors import TraceError
-
-if TYPE_CHECKING:
-    from agl_slime.tokens.tokenizer import ChatTokenizer
+from agl_slime.tokens.tokenizer import ChatTokenizer, render_chat
 
 Message = Mapping[str, Any]
 
@@ -54,12 +52,8 @@ class Retokenizer:
             if len(messages) != 1:
                 raise TraceError(f"the tokenizer has no chat template, the text trace has {len(messages)} messages")
             return str(messages[0].get("content") or ""), content  # the completions API: one text in, one text out
-        options: dict[str, Any] = {"tokenize": False, **({"tools": list(tools)} if tools else {})}
-        try:
-            prompt = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **options)
-            whole = self.tokenizer.apply_chat_template([*messages, answer], **options)
-        except Exception as error:  # jinja's errors, TypeError for a shape it does not expect: anything
-            raise TraceError(f"the chat template cannot render the messages of the trace: {error}") from error
+        prompt = render_chat(self.tokenizer, messages, tools=tools, opening=True)
+        whole = render_chat(self.tokenizer, [*messages, answer], tools=tools)
         if not whole.startswith(prompt):  # the template renders a finished answer in another way than an open one
             return prompt, content
         return prompt, self._sampled_part(whole[len(prompt) :], content, finish_reason)

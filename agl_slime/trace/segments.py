@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from agl_slime.errors import TraceError
-from agl_slime.tokens.codec import LogProbArray, TokenArray, common_prefix
-from agl_slime.tokens.forks import ForkReason, contains, rendering_drift
+from agl_slime.tokens.codec import LogProbArray, TokenArray
+from agl_slime.tokens.forks import ForkReason, fork_of_turn
 from agl_slime.trace.turn import Turn
 
 if TYPE_CHECKING:
@@ -104,37 +104,9 @@ def merge_turns(
         extended = [segment for segment in reversed(segments) if prompt.startswith(segment.held)]
         segment = max(extended, key=lambda segment: len(segment.held), default=None)
         if segment is None:
-            segment = _Open(_fork_reason(turn, turns[:index], tokenizer) if segments else None)
+            segment = _Open(fork_of_turn(turn, turns[:index], tokenizer) if segments else None)
             segments.append(segment)
         segment.held = prompt + turn.response_ids.tobytes()
         segment.placements.append(Placement(index, len(turn.prompt_ids), turn.length))
     closed = (segment.close(turns, untrained) for segment in segments)
     return [segment for segment in closed if segment is not None]
-
-
-def _fork_reason(turn: Turn, before: Sequence[Turn], tokenizer: ChatTokenizer | None) -> ForkReason:
-    """Why ``turn`` goes on in no segment of the turns ``before`` it; see ``ForkReason`` for the classes."""
-    if turn.base_turn is not None:
-        return turn.fork or ForkReason.BRANCH  # it extends a turn that another has extended already
-    prompt = turn.prompt_ids
-    earlier = [(other, other.token_ids) for other in before if len(other.response_ids)]
-    shared = [common_prefix(held, prompt) for _, held in earlier]
-    longest = max(shared)
-    if longest == len(prompt):
-        return ForkReason.BRANCH
-    # so far it holds whole turns
-    kept = max((n for n, (_, held) in zip(shared, earlier, strict=True) if n == len(held)), default=0)
-    rest = prompt[kept:]
-    # the sampled answers that the most recent conversation through this place holds after it
-    latest = next(held for n, (_, held) in zip(reversed(shared), reversed(earlier), strict=True) if n == longest)
-    beyond = [other for other, held in reversed(earlier) if common_prefix(held, latest) == len(held) > longest > 0]
-    lost = sorted(beyond, key=lambda other: other.length)
-    if lost:
-        if tokenizer is not None:
-            drift = rendering_drift(lost[0].token_ids[kept:], rest, tokenizer)
-            if drift is not None:
-                return drift
-        replaced = kept <= len(lost[0].prompt_ids) <= longest  # the prompt of that answer, then something else
-        if replaced or any(contains(rest, other.response_ids) for other in lost):
-            return ForkReason.EDITED_HISTORY
-    return ForkReason.BRANCH if kept else ForkReason.NEW_CONTEXT

@@ -12,7 +12,7 @@ from agl_slime import SGLangLitAgent
 from agl_slime.errors import ConfigError
 from agl_slime.rollout.session import RolloutSession
 from agl_slime.sglang.generation import Generation
-from agl_slime.trace import segments
+from agl_slime.tokens import forks
 from agl_slime.types import Sample
 from tests.conversations import ScriptedClient
 from tests.integration.rollouts import run_rollout
@@ -40,7 +40,7 @@ def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def compared(*_: Any) -> int:
         raise AssertionError("a turn that says why it forks was compared with those before it")
 
-    monkeypatch.setattr(segments, "common_prefix", compared)
+    monkeypatch.setattr(forks, "common_prefix", compared)
 
 
 async def test_a_conversation_is_one_sample_without_a_search() -> None:

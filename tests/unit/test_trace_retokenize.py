@@ -96,5 +96,5 @@ def test_without_a_template_a_conversation_is_refused():
 
 def test_messages_that_the_template_refuses_are_a_clear_error():
     tokenizer = chat_tokenizer("anthropic", "{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(TraceError, match=r"cannot render the messages of the trace: .*roles must alternate"):
+    with pytest.raises(TraceError, match=r"cannot render these messages: .*roles must alternate"):
         Retokenizer(tokenizer).turn([{"role": "user", "content": "b"}], {"role": "assistant", "content": "c"})
