@@ -39,6 +39,7 @@ SpanSink = Callable[[str, dict[str, Any], float], None]
 
 # Answers that are kept for a client that asks for the same again because it did not get them.
 _KEPT_ANSWERS = 32
+_UNANSWERED_KEPT = 256
 # After a limit is reached, so many answers are empty before requests are refused: an agent that does not look at
 # answers would ask for ever.
 _EMPTY_ANSWERS = 8
@@ -74,22 +75,25 @@ class Attempt:
     _works: deque[Work] = field(default_factory=deque)
     _under_way: set[Work] = field(default_factory=set)
     _strays: int = 0
-    _to_begin: int = 0  # requests that were refused, or given up, and that their clients may send again
+    _to_begin: Counter[bytes] = field(default_factory=Counter)  # requests without an answer that may be sent again
     _trees: dict[tuple[str, str], Tree] = field(default_factory=dict)
     _root: RolloutSession | None = None
     _answers: list[AnswerInTime] = field(default_factory=list)
     _clock: int = 0
     _empty: int = 0
+    _left_out: bool = False  # it was said that turns are not trained
     _lock: threading.Lock = field(default_factory=threading.Lock)
     quiet: threading.Event = field(default_factory=threading.Event)
     _spans: list[tuple[dict[str, Any], float]] = field(default_factory=list)
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A request has come. Raises ``GatewayRequestError`` when it is one too many, or too late."""
+    def begin(self, key: bytes) -> None:
+        """A request has come, ``key`` is what it asks. Raises ``GatewayRequestError`` when it is one too many, or too
+        late."""
         self._check_open()
         if self._running >= self.settings.max_in_flight:
+            self._unanswered(key)
             raise GatewayRequestError(
                 f"rollout {self.rollout_id} has {self._running} requests under way, the most it may have",
                 status=429,
@@ -101,10 +105,10 @@ class Attempt:
         """A request has been answered, or its client has hung up."""
         self._running -= 1
 
-    def refused(self, status: int) -> None:
-        """A request was answered with an error."""
-        self.seen[f"refused/{status}"] += 1
-        self._to_begin += status == 429 or status >= 500
+    def _unanswered(self, key: bytes) -> None:
+        self._to_begin[key] += 1
+        if len(self._to_begin) > _UNANSWERED_KEPT:
+            del self._to_begin[next(iter(self._to_begin))]
 
     def came(self, what: str, *, served: bool) -> None:
         """Count a request by its method and path; paths that nobody serves by name only as long as they are few."""
@@ -137,7 +141,8 @@ class Attempt:
     def _ended(self, work: Work) -> None:
         with self._lock:
             self._under_way.discard(work)
-            self._to_begin += work.given_up
+            if not work.stands:
+                self._unanswered(work.key)
             if self.closed and not self._under_way:
                 self.quiet.set()
 
@@ -185,15 +190,22 @@ class Attempt:
         lost = [work for work in same if work.task.done() and not work.told and not work.waiting]
         if lost:
             return lost[0]
-        if self._to_begin:
-            self._to_begin -= 1
+        if self._to_begin[key]:
+            self._to_begin[key] -= 1
             return None
         return same[0] if len(same) == 1 else None
 
     async def decoder(self) -> Callable[[list[int]], str]:
         """How token ids are read, for log-probs."""
         tokenizer = await self.access.tokenizer(self.roles[LLM_RESOURCE])
-        return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+        texts: dict[tuple[int, ...], str] = {}  # among the likeliest tokens of each place are the same ones
+
+        def decode(ids: list[int]) -> str:
+            if (key := tuple(ids)) not in texts:
+                texts[key] = tokenizer.decode(ids, skip_special_tokens=False)
+            return texts[key]
+
+        return decode
 
     async def _answer(self, call: Call, role: str, work: Work) -> Answered:
         llm = self.roles.get(role) or self.roles[LLM_RESOURCE]
@@ -346,7 +358,13 @@ class Attempt:
         roles = dict.fromkeys((*self.roles, *self.settings.trained_models, *self.settings.untrained_models))
         if len(roles) > 1:
             known[names.ROLES] = json.dumps([*roles])
-        return known | (self._root.stats.attributes() if self._root is not None else {})
+        if self._root is None:
+            return known
+        left_out = self._root.stats.untrained_turns
+        self._left_out = self._left_out or bool(left_out)
+        if self._left_out:  # also that there is none any more; of the turns of this gateway's encoder
+            known |= {names.STREAM: self._root.stream, names.UNTRAINED_TURNS: json.dumps(left_out)}
+        return self._root.stats.attributes() | known
 
 
 async def _all(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:

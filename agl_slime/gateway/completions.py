@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
@@ -102,7 +103,7 @@ def _logprobs(choice: Choice, decode: Decode) -> dict[str, Any]:
     if generation is None:
         return {"tokens": [], "token_logprobs": [], "top_logprobs": None, "text_offset": []}
     tokens = [decode([token]) for token in generation.output_ids]
-    offsets = [sum(map(len, tokens[:at])) for at in range(len(tokens))]
+    offsets = [*accumulate(map(len, tokens[:-1]), initial=0)][: len(tokens)]
     tops = [{decode([token]): value for token, value in top} for top in generation.top_log_probs] or None
     return {
         "tokens": tokens,

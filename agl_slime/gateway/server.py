@@ -246,7 +246,7 @@ class Gateway:
                 return web.Response()
             refusal = self._refusal(error, f"{request.method} {path}")
         if attempt is not None and refusal.code != THREADS_UNSUPPORTED:  # which its client expects
-            attempt.refused(refusal.status)
+            attempt.seen[f"refused/{refusal.status}"] += 1
             explain_once(refusal, attempt.rollout_id)
         headers = {"Retry-After": str(RETRY_AFTER_S)} if refusal.status in (429, 503) else {}
         return json_response(protocol.error(refusal), status=refusal.status, headers=headers)
@@ -295,14 +295,17 @@ class Gateway:
             served = ", ".join(f"/v1{path}" for path in (*_PROTOCOLS, "/models"))
             told = f"{request.method} {path:.80} is not served here; there are {served}"
             raise GatewayRequestError(told, status=404, code="unknown_url")
-        attempt.begin()
+        raw = await request.read()
+        key = hashlib.blake2b(request.path.encode("utf-8", "surrogatepass") + b"\n" + raw, digest_size=16).digest()
+        attempt.begin(key)
         try:
-            return await self._asked(request, protocol, attempt, role)
+            return await self._asked(request, raw, key, protocol, attempt, role)
         finally:
             attempt.done()
 
-    async def _asked(self, request: web.Request, protocol: Protocol, attempt: Attempt, role: str) -> web.StreamResponse:
-        raw = await request.read()
+    async def _asked(
+        self, request: web.Request, raw: bytes, key: bytes, protocol: Protocol, attempt: Attempt, role: str
+    ) -> web.StreamResponse:
         parse = partial(parsed_body, raw)
         body = parse() if len(raw) <= _PARSED_AT_ONCE else await run_in_thread(parse)
         call = protocol.read(body := {**self.defaults.get(protocol.prefix, {}), **body}, attempt.kept)
@@ -313,7 +316,6 @@ class Gateway:
         elif role not in attempt.roles:
             raise GatewayRequestError(f"there is no model {role!r:.80} here", status=404, code="unknown_model")
         retry = request.headers.get(_RETRY_HEADER, "0") not in ("", "0")
-        key = hashlib.blake2b(request.path.encode("utf-8", "surrogatepass") + b"\n" + raw, digest_size=16).digest()
         decode = await attempt.decoder()
         with attempt.work(call, role=role, key=key, retry=retry, prefix=protocol.prefix) as work:
             if call.stream:

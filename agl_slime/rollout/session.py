@@ -159,6 +159,11 @@ class RolloutSession(Session):
         self.last_turn: int | None = None  # number of the turn that the conversation's held tokens end with
 
     @property
+    def stream(self) -> str:
+        """What the spans of this rollout's turns are told apart by from those of other encoders; empty without any."""
+        return self._encoder.stream if self._encoder is not None else ""
+
+    @property
     def messages(self) -> list[Message]:
         """The conversation so far. It may be edited; what was sampled before is still trained as it was sampled, and
         the next prompt forks."""

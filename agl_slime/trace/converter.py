@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from agl_slime.errors import RewardError, TraceError
 from agl_slime.trace import attributes as names
 from agl_slime.trace.reward import Reward, TurnReward, read_reward, read_turn_rewards
 from agl_slime.trace.segments import Segment, merge_turns
-from agl_slime.trace.span_codec import parse_json
+from agl_slime.trace.span_codec import parse_json, turn_numbers
 from agl_slime.trace.spans import read_turns, spans_of_attempt
 from agl_slime.trace.trajectory import Trajectory, is_truncated
 from agl_slime.types import Sample, sample_from_fields
@@ -100,10 +100,7 @@ def convert_rollout(
         metadata["gateway"] = parse_json(str(said[names.GATEWAY]), names.GATEWAY)
     if names.OPEN_BOUNDARIES in said:
         metadata["open_boundaries"] = said[names.OPEN_BOUNDARIES]
-    untrained = parse_json(str(said.get(names.UNTRAINED_TURNS, "[]")), names.UNTRAINED_TURNS)
-    if not isinstance(untrained, list) or not all(isinstance(turn, int) for turn in untrained):
-        raise TraceError(f"{names.UNTRAINED_TURNS} must be a JSON list of turn numbers, got {untrained!r:.80}")
-    untrained = sorted({*untrained, *(number for number, turn in enumerate(turns) if turn.untrained)})
+    untrained = sorted({*_left_out(own), *(number for number, turn in enumerate(turns) if turn.untrained)})
     if untrained:
         metadata["untrained_turns"] = untrained
     return convert_trajectory(
@@ -228,7 +225,20 @@ def rollout_to_sample(
     return conversion.samples[0]
 
 
-_SAID = (names.TOOLS, names.OPEN_BOUNDARIES, names.UNTRAINED_TURNS, names.STOP_REASON, names.GATEWAY)
+def _left_out(spans: Sequence[Span]) -> Iterator[int]:
+    """The turns that are context only: what was said last, by each encoder of its own turns where it names itself. A
+    gateway that is started again in the middle of a rollout is another one."""
+    numbers, said = turn_numbers(spans), {}
+    for span in spans:
+        if text := span.attributes.get(names.UNTRAINED_TURNS):
+            said[span.attributes.get(names.STREAM)] = parse_json(str(text), names.UNTRAINED_TURNS)
+    for stream, turns in said.items():
+        if not isinstance(turns, list) or not all(isinstance(turn, int) for turn in turns):
+            raise TraceError(f"{names.UNTRAINED_TURNS} must be a JSON list of turn numbers, got {turns!r:.80}")
+        yield from turns if stream is None else (numbers[key] for turn in turns if (key := (stream, turn)) in numbers)
+
+
+_SAID = (names.TOOLS, names.OPEN_BOUNDARIES, names.STOP_REASON, names.GATEWAY)
 
 
 def _last_said(spans: Sequence[Span]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from agl_slime.errors import RewardError
 from agl_slime.trace import attributes as names
-from agl_slime.trace.span_codec import is_packed, parse_json
+from agl_slime.trace.span_codec import is_packed, parse_json, turn_numbers
 
 REWARD_PREFIX = "agentlightning.reward"
 _LINK_PREFIX = "agentlightning.link"
@@ -88,13 +88,14 @@ def read_turn_rewards(spans: Sequence[Span], *, reward_key: str | None = None) -
         return {}
     from agl_slime.support.agl import extract_links_from_attributes, query_linked_spans
 
-    numbers = {span.span_id: n for n, span in enumerate(span for span in spans if is_packed(span.attributes))}
+    numbers = turn_numbers(spans)
     found: dict[int, TurnReward] = {}
     for span, dimensions in linked:
         links = extract_links_from_attributes(span.attributes)
         said = {link.key_match: link.value_match for link in links}
         meant = query_linked_spans(spans, links)
-        turns = [numbers[call.span_id] for call in meant if call.span_id in numbers]
+        calls = (call.attributes for call in meant if is_packed(call.attributes))
+        turns = [numbers[str(call.get(names.STREAM)), call[names.TURN_INDEX]] for call in calls]
         of_role = [*said] == [names.ROLE]
         if not meant and not of_role:
             raise RewardError(f"a reward is linked to {said}, and no span of the rollout is that")

@@ -48,7 +48,7 @@ class TurnEncoder:
 
     def __init__(self, *, model: str | None = None) -> None:
         self._model = model
-        self._stream = f"{next(_streams) & 0xFFFFFFFF:08x}"
+        self.stream = f"{next(_streams) & 0xFFFFFFFF:08x}"
         self._lock = threading.Lock()
         self._messages: list[list[str]] = []  # per turn, as JSON: the agent may change its dicts later
 
@@ -67,7 +67,7 @@ class TurnEncoder:
             names.FORMAT: names.FORMAT_VERSION,
             names.OPERATION_NAME: "chat",
             names.PROVIDER_NAME: "sglang",
-            names.STREAM: self._stream,
+            names.STREAM: self.stream,
             names.TURN_INDEX: index,
             names.PROMPT_IDS: pack_array(turn.prompt_ids[turn.kept_tokens :]),
             names.RESPONSE_IDS: pack_array(turn.response_ids),
@@ -143,12 +143,11 @@ def decode_turns(spans: Iterable[Any]) -> list[Turn]:
     format.
     """
     packed = [span.attributes for span in spans if is_packed(span.attributes)]
-    streams: dict[str, list[int]] = {}  # of each encoder, where its turns stand among all
-    for place, attributes in enumerate(packed):
+    for attributes in packed:
         if attributes[names.FORMAT] != names.FORMAT_VERSION:
             known = f"this version of agl-slime reads format {names.FORMAT_VERSION}"
             raise TraceError(f"span format {attributes[names.FORMAT]!r} is unknown; {known}")
-        streams.setdefault(str(attributes.get(names.STREAM)), []).append(place)
+    streams = _places(packed)
     decoded: dict[int, Turn] = {}
     for stream, places in streams.items():
         written = sorted((_get(packed[place], names.TURN_INDEX, int), place) for place in places)
@@ -164,6 +163,20 @@ def decode_turns(spans: Iterable[Any]) -> list[Turn]:
                 raise TraceError(f"turn {index} of encoder {stream} cannot be read: {error}") from error
         decoded.update(zip(places, turns, strict=True))
     return [decoded[place] for place in range(len(packed))]
+
+
+def _places(packed: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Of each encoder, where its turns stand among all."""
+    streams: dict[str, list[int]] = {}
+    for place, attributes in enumerate(packed):
+        streams.setdefault(str(attributes.get(names.STREAM)), []).append(place)
+    return streams
+
+
+def turn_numbers(spans: Iterable[Any]) -> dict[tuple[str, Any], int]:
+    """Where ``decode_turns`` has each turn, by its encoder and its index there."""
+    streams = _places(span.attributes for span in spans if is_packed(span.attributes))
+    return {(stream, index): place for stream, places in streams.items() for index, place in enumerate(places)}
 
 
 def _decode_turn(attributes: Mapping[str, Any], earlier: Sequence[Turn], places: Sequence[int]) -> Turn:

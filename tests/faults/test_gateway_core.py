@@ -20,14 +20,16 @@ from agl_slime.rollout.access import EngineAccess
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
 from agl_slime.store.server import StoreService
-from agl_slime.support.agl import ProxyLLM
+from agl_slime.support.agl import ProxyLLM, Span
 from agl_slime.support.threads import run_blocking
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace import attributes as names
+from agl_slime.trace.reward import read_turn_rewards
 from agl_slime.trace.span_codec import decode_turns
 from tests.gateway_cases import WEATHER, Case, serving, trained_once
 from tests.integration.test_gateway_store import BODY as STORE_BODY
 from tests.integration.test_gateway_store import begun, beside
+from tests.unit.test_turn_rewards import linked
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]
 BODY = {"model": "m", "messages": HELLO}
@@ -188,7 +190,7 @@ async def test_the_end_does_not_wait_for_an_upload_that_stalls_nor_for_one_who_i
         stalled = socket.create_connection((parts.hostname, parts.port))
         head = f"POST {parts.path}/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{{"
         stalled.sendall(head.encode())
-        while not case.attempt._running:  # noqa: ASYNC110 - the gateway is on a loop of its own
+        while not case.attempt.seen:  # noqa: ASYNC110 - the gateway is on a loop of its own
             await asyncio.sleep(0.01)
         await asyncio.wait_for(case.gateway.close(case.attempt), 2)
         stalled.close()
@@ -214,6 +216,24 @@ def test_turns_under_way_count_against_the_limit() -> None:
         said = sorted(text(answer.result()) for answer in [pool.submit(c.post, url, json=BODY) for _ in range(5)])
         assert said == ["", "", "", "hello", "hello"]
         assert len(case.turns) == 2
+
+
+def test_a_reward_of_an_empty_answer_is_passed_over_and_an_answer_that_was_gone_on_from_after_all_is_trained() -> None:
+    with serving("one", "two", settings=GatewaySettings(max_turns=3)) as case:
+        post(case)
+        assert (text(post(case)), json.loads(case.said[names.UNTRAINED_TURNS])) == ("two", [0])
+        then = [{"role": "assistant", "content": "one"}, {"role": "user", "content": "And?"}]
+        text(post(case, {**BODY, "messages": [*HELLO, *then]}))
+        assert json.loads(case.said[names.UNTRAINED_TURNS]) == []
+        empty = post(case)
+        assert text(empty) == ""
+        case.close()
+        reward = [linked(0.5, {names.RESPONSE_ID: empty.json()["id"]})]
+        assert read_turn_rewards([*map(as_span, case.spans), *reward]) == {}
+
+
+def as_span(written: Any) -> Span:
+    return Span.from_attributes(name=written.name, attributes=written.attributes, rollout_id="ro", attempt_id="at")
 
 
 DEEP = "[" * 600 + "]" * 600

@@ -91,6 +91,27 @@ def test_a_fork_that_is_split_by_rewards_counts_once() -> None:
     assert conversion.forks == {"new_context": 1}
 
 
+@pytest.mark.parametrize("key", [names.RESPONSE_ID, "span_id"])
+def test_a_reward_goes_to_the_turn_that_it_names_in_whatever_order_spans_were_written(key: str) -> None:
+    spans = three()
+    value = "chatcmpl-1" if key == names.RESPONSE_ID else spans[1].span_id
+    spans[1].sequence_id, spans[2].sequence_id = spans[2].sequence_id, spans[1].sequence_id
+    assert trained([*spans, linked(-0.5, {key: value})]) == [(1.0, [4, 5, 9], None), (-0.5, [6, 7, 8], "turn:1")]
+
+
+def test_what_is_not_trained_is_said_by_each_encoder_of_its_own_turns() -> None:
+    """A gateway that is started again in the middle of a rollout counts its turns anew."""
+    first, second = three(), three(whole=None)[:3]
+    for number, span in enumerate(second):
+        span.sequence_id = 20 + number
+    spans = [*first, *second]
+    for span, turns in zip(spans, ("[]", "[0]", "[0]", None, "[]", "[1]", "[]"), strict=True):
+        span.attributes |= {names.UNTRAINED_TURNS: turns} if turns is not None else {}
+    assert len({span.attributes[names.STREAM] for span in (first[0], second[0])}) == 2
+    untrained = convert_rollout(rollout(), spans).samples[0].metadata["untrained_turns"]
+    assert untrained == [0]  # of the second nothing is left out any more
+
+
 def test_the_rollouts_reward_is_one_of_its_own_where_there_is_one() -> None:
     spans = three(linked(0.25, {names.RESPONSE_ID: "chatcmpl-0"}))
     assert read_reward(spans) == read_reward(three())
