@@ -73,8 +73,9 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):  # a path may hold bytes that are no text
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if training:  # until the event loop has handlers of its own, SIGTERM is what Ctrl-C is
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if training:  # until the event loop has handlers of its own, these are what Ctrl-C is
+        for number in _stop_signals()[1:]:
+            signal.signal(number, signal.default_int_handler)
     try:
         code = main(arguments)
     except SystemExit as end:  # of --help, or of flags that cannot be parsed
@@ -248,18 +249,24 @@ def _tell(console: Console, text: str, error: BaseException, debug: bool) -> Non
         traceback.print_exception(error)
 
 
+def _stop_signals() -> list[signal.Signals]:
+    """What ends a run; a hang-up that nohup has the process ignore does not."""
+    hung_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hung_up else [])]
+
+
 def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
-    """Run to the end, or until SIGINT or SIGTERM cancels it; a second signal ends the process at once."""
+    """Run to the end, or until SIGINT, SIGTERM or SIGHUP cancels it; a second signal ends the process at once."""
 
     async def run() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
 
         def interrupt() -> None:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in _stop_signals():
                 loop.add_signal_handler(number, os._exit, 130)
             task.cancel()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _stop_signals():
             loop.add_signal_handler(number, interrupt)
         await task
 

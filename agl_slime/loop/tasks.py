@@ -202,7 +202,7 @@ def read_tasks(path: str | Path, *, flag: str = "--tasks", strings: bool = True)
             continue
         try:
             task = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{flag} {file}, line {number}: not JSON ({error})") from error
         if not isinstance(task, dict | str if strings else dict):
             wanted = "an object or a string" if strings else "an object"

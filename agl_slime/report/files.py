@@ -10,7 +10,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
@@ -149,10 +149,20 @@ class RunDir:
         """What the controller of Agent Lightning 1.0 and its agents wrote."""
         self.trained = path / "trained.jsonl"
         """Which instances and rollouts each iteration trained on."""
+        self.start = path / "start.json"
+        """What the run began with and its settings do not say: the model, and how many tasks were held out."""
         self.ledger = path / "ledger.sqlite"
         self.checkpoints = path / "checkpoints"
         reports = (self.metrics, self.plot, self.summary, self.tensorboard, self.transcripts, self.trained)
-        reports += (self.groups, self.rollouts, self.alive, self.trackers, self.sglang_log, self.controller_log)
+        reports += (
+            self.start,
+            self.groups,
+            self.rollouts,
+            self.alive,
+            self.trackers,
+            self.sglang_log,
+            self.controller_log,
+        )
         database = (self.ledger.with_name(self.ledger.name + suffix) for suffix in ("", "-wal", "-shm"))
         self.reports = (*reports, self.checkpoints, *database)
         """What a new run in the same place replaces."""
@@ -179,13 +189,15 @@ def open_run_dir(
     settings: Any,
     resume: bool = False,
     overwrite: bool = False,
+    fixed: Collection[str] = (),
     root: str | os.PathLike[str] = "runs",
 ) -> RunDir:
     """Make or open the directory of a run and write ``config.json`` into it; ``settings`` is a mapping or a dataclass.
 
     ``path=None`` makes a new ``<root>/<time>-<agent>``. A directory that holds a run with other settings is refused,
     unless ``resume`` continues that run (its files are kept) or ``overwrite`` replaces it. A run with the same settings
-    is replaced: the reports, checkpoints and ledger of the old run are removed, nothing else in the directory. Values
+    is replaced: the reports, checkpoints and ledger of the old run are removed, nothing else in the directory. A
+    continuation with other values of the ``fixed`` settings is refused. Values
     of settings named like a password or an API key are not written.
     """
     wanted = json.loads(dump(settings), object_hook=_redact)
@@ -203,6 +215,9 @@ def open_run_dir(
         if changed and not (resume or overwrite):
             some = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
             raise ConfigError(f"output directory {run.path} holds a run with other settings ({some}); {fix}")
+        if resume and (must := next((name for name in changed if name in fixed), None)):
+            began, now = (known or {}).get(must), wanted.get(must)
+            raise ConfigError(f"the run in {run.path} began with {must} {began!r}, not {now!r}: resume it with that")
         run.changed = changed if resume else ()
     elif resume:
         raise ConfigError(f"output directory {run.path} holds no run to resume ({run.config.name} is missing)")

@@ -48,7 +48,7 @@ def load_agent(path: str) -> Any:
         module = _imported(source)
     except ConfigError as error:
         raise unusable(str(error)) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise unusable(f"importing {source} failed with {spell_exception(error)}") from error
     from agl_slime.support.agl import LitAgent
 
@@ -74,7 +74,7 @@ def load_agent(path: str) -> Any:
         raise unusable(why) from error
     try:
         return agent_class()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise unusable(f"{name}() failed with {spell_exception(error)}") from error
 
 
@@ -114,7 +114,7 @@ def load_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
             raise ConfigError(f"--external-plugins {path}: there is no such Python file")
         try:
             modules.append(import_file(path))
-        except Exception as error:  # anything may go wrong in a file of somebody else's
+        except (Exception, SystemExit) as error:  # anything may go wrong in a file of somebody else's
             raise ConfigError(f"--external-plugins {path} failed with {spell_exception(error)}") from error
     return modules
 

@@ -10,15 +10,13 @@ The agent is any LitAgent, unchanged; it finds the model under training as the r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from typing_extensions import TypedDict, Unpack
 
 from agl_slime.errors import ConfigError
-from agl_slime.gateway.settings import Branches, Constraints
 from agl_slime.loop.settings import RunResult
 from agl_slime.run.local import run_training
 from agl_slime.run.parts import RunParts
@@ -26,47 +24,6 @@ from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.concurrent import ConcurrentRunner
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import Algorithm, LightningStore, otlp_goes_astray
-from agl_slime.trainers.local.settings import LocalTrainerSettings
-
-
-class AlgorithmSettings(TypedDict, total=False):
-    """The fields of ``agl_slime.run.settings.TrainConfig`` that are this algorithm's; their meanings and defaults are
-    there."""
-
-    engine: Literal["embedded", "sglang"]
-    sglang_python: Path | None
-    num_iterations: int
-    rollout_batch_size: int
-    n_samples_per_prompt: int
-    max_new_tokens: int
-    temperature: float
-    rollout_timeout: float
-    max_attempts: int
-    group_min_ratio: float
-    group_max_retries: int
-    group_timeout: float | None
-    drop_zero_variance: bool
-    max_replaced_groups: int | None
-    max_staleness: int
-    branches: Branches
-    constraints: Constraints
-    untrained_models: tuple[str, ...]
-    trained_models: tuple[str, ...]
-    eval_interval: int
-    eval_rollouts: int
-    eval_sglang_url: str | None
-    output_dir: Path | None
-    overwrite: bool
-    resume: bool
-    save_interval: int
-    seed: int
-    view: Literal["auto", "live", "lines"]
-    store_host: str
-    actor_num_nodes: int
-    actor_num_gpus_per_node: int
-    rollout_num_gpus: int
-    local: LocalTrainerSettings
-
 
 # The settings of a run that are somebody else's here, and whose.
 _OTHERS = {
@@ -90,7 +47,8 @@ class SlimeAlgorithm(Algorithm):
         sglang_url: SGLang server or router; without it the local trainer starts an ``engine``, and slime launches its
             own ones.
         slime_flags: slime's own command-line flags, for ``trainer="slime"``.
-        settings: see ``AlgorithmSettings``; ``store_host`` is where slime's manager reaches the store.
+        settings: the other fields of ``agl_slime.run.settings.TrainConfig`` that are not the Trainer's or the agent's;
+            ``store_host`` is where slime's manager reaches the store.
 
     The Trainer's store should be ``agl_slime.BridgeStore()``: slime's manager reaches it over HTTP, and it tells of
     finished rollouts at once. Raises ``ConfigError`` for a setting that is the Trainer's or the agent's, or nobody's.
@@ -104,17 +62,15 @@ class SlimeAlgorithm(Algorithm):
         trainer: Literal["slime", "local"] = "slime",
         slime_flags: Sequence[str] = (),
         console: Console | None = None,
-        **settings: Unpack[AlgorithmSettings],
+        **settings: Any,
     ) -> None:
         super().__init__()
-        known = AlgorithmSettings.__annotations__
-        for name in settings.keys() - known.keys():
+        known = [field.name for field in fields(TrainConfig) if field.name not in _OTHERS]
+        for name in settings.keys() - set(known):
             hint = _OTHERS.get(name, f"the settings are {', '.join(known)}")
             raise ConfigError(f"SlimeAlgorithm has no setting {name!r}: {hint}")
         if trainer not in ("slime", "local"):
             raise ConfigError(f"trainer must be 'slime' or 'local', got {trainer!r}")
-        if trainer == "local" and "store_host" in settings:
-            raise ConfigError(f"store_host {settings['store_host']!r} is of no use with trainer='local': leave it out")
         self.config = TrainConfig(model_path=Path(model_path), sglang_url=sglang_url, trainer=trainer, **settings)
         self.slime_flags = tuple(slime_flags)
         self.result: RunResult | None = None
@@ -125,7 +81,11 @@ class SlimeAlgorithm(Algorithm):
         """Called by ``Trainer.fit``. Raises ``AglSlimeError`` with one sentence when the run cannot start or go on."""
         tasks = _tasks(train_dataset, name="train_dataset")
         val_tasks = _tasks(val_dataset, name="val_dataset") if val_dataset is not None else None
-        config = self.config if val_tasks is not None else replace(self.config, eval_interval=0)
+        config = (
+            self.config
+            if val_tasks is not None
+            else replace(self.config, eval_interval=0, eval_rollouts=TrainConfig.eval_rollouts)
+        )
         resources = dict(self.get_initial_resources() or {})
         store = _unwrapped(self.get_store())
         # runners of Agent Lightning's own know of no gateway: theirs stands beside the loop

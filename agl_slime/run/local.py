@@ -9,17 +9,16 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from agl_slime import events
 from agl_slime.datasource.source import DataSourceSettings, GroupSource
-from agl_slime.demo import LOOKUP_POLICY, LookupDemonstrations
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.engine.sglang_process import SGLANG_PYTHON, SGLangProcess
 from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
@@ -29,16 +28,15 @@ from agl_slime.groups.policy import MinimumViableGroup, zero_variance
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.metric_names import TOKENS_TRAINED
-from agl_slime.report import open_run_dir
 from agl_slime.report.files import IterationFile, RunDir
 from agl_slime.report.rollouts import describe_batch
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.rollout.partial import PartialRollouts
-from agl_slime.run.models import find_model
-from agl_slime.run.parts import RunParts, load_parts, make_loop, make_reports, model_for_agents, page_of, say, step
+from agl_slime.run.models import check_tokenizer
+from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, step
 from agl_slime.run.settings import TrainConfig
+from agl_slime.run.start import find_start, load_parts, run_directory, set_aside
 from agl_slime.sglang.client import PauseMode, SGLangClient
-from agl_slime.sglang.describe import EngineDescription
 from agl_slime.sglang.transport import checked_url
 from agl_slime.sglang.weights import DiskWeightSync
 from agl_slime.support.files import scratch_directory
@@ -92,16 +90,18 @@ async def run_training(
     if config.eval_sglang_url is not None:
         async with SGLangClient(base_url=config.eval_sglang_url) as client:
             await client.probe()
-    run = open_run_dir(
-        config.output_dir, agent=config.agent, settings=asdict(config), resume=config.resume, overwrite=config.overwrite
-    )
-    checkpoints = _checkpoints(config, run) if config.resume else []
     async with AsyncExitStack() as stack:
+        run = stack.enter_context(run_directory(config))
+        checkpoints = _checkpoints(config, run) if config.resume else []
         await stack.enter_async_context(page_of(run, config.view, console))  # first, so that it shows the end as well
         reports = make_reports(config, run, console, began=began)
         stack.callback(reports.close)
-        model_path = await _model_path(config, parts.agent, described, console)
+        model_path = await find_start(config, parts, run, described, console)
         tokenizer = await run_in_thread(load_tokenizer, model_path)
+        check_tokenizer(model_path, tokenizer)
+        if not getattr(tokenizer, "chat_template", None):
+            text = f"--model-path {model_path}: the tokenizer has no chat template, so chat messages cannot be rendered"
+            reports.handle(events.Warning(text=text, key="chat_template"))
         reports.use_tokenizer(tokenizer)
         # while the engine starts, in a process of its own; if the engine fails first, nobody asks
         _need_torch()
@@ -267,26 +267,11 @@ def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
     if checkpoints and (done := checkpoints[0].loop.iteration) >= config.num_iterations:
         fix = f"give --num-iterations above {done} to go on"
         raise ConfigError(f"the run in {run.path} has finished its {done} iterations; {fix}")
+    if not checkpoints:
+        set_aside(run)
     if changed := [name for name in run.changed if name not in _MAY_CHANGE]:
         logger.warning("These settings differ from those that the run began with: %s.", ", ".join(changed))
     return checkpoints
-
-
-async def _model_path(config: TrainConfig, agent: Any, described: EngineDescription | None, console: Console) -> Path:
-    """The checkpoint that trainer and engine start from."""
-    if config.model_path is not None:
-        return await run_in_thread(find_model, config.model_path, partial(say, console))
-    if described is not None:
-        served = Path(described.model_path)
-        if (served / "config.json").is_file():
-            return served.resolve()
-        where = f"the server at {described.base_url} serves {described.model_path!r}"
-        raise ConfigError(f"--model-path is needed: {where}, which is not a directory on this machine")
-    if type(getattr(agent, "demonstrations", None)) is LookupDemonstrations:
-        return LOOKUP_POLICY.resolve()
-    why = "the tiny policy of the first command knows its lookup task only"
-    fix = "scripts/make_demo_policy.py makes one for an agent with `demonstrations`"
-    raise ConfigError(f"--model-path is needed for {config.agent}: {why}; {fix}")
 
 
 @asynccontextmanager

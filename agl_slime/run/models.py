@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from agl_slime.errors import ConfigError
 from agl_slime.run.smollm2 import make_smollm2, require_gguf, smollm2_directory
+from agl_slime.sglang.describe import vocab_size_of
 
 _SMOLLM2 = "smollm2"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # who published it, and its name
@@ -26,6 +28,17 @@ def check_model(model: Path) -> None:
     elif model.exists() or not _HUB_NAME.fullmatch(str(model)):
         why = "there is no Hugging Face checkpoint (no config.json); leave the flag out for the tiny policy"
         raise ConfigError(f"--model-path {model}: {why}")
+
+
+def check_tokenizer(model: Path, tokenizer: Any) -> None:
+    """Raise ``ConfigError`` when no rollout could be sampled with the ``tokenizer`` that ``model`` came with."""
+    special = set(tokenizer.all_special_ids)
+    if len(tokenizer) <= len(special):
+        raise ConfigError(f"--model-path {model}: holds no tokenizer; put the files of the model's beside its weights")
+    size = vocab_size_of(str(model))
+    if size is not None and special and max(special) >= size:
+        why = f"its tokenizer has special tokens up to id {max(special)}, and its config.json a vocabulary of {size}"
+        raise ConfigError(f"--model-path {model}: {why}; resize the model, or give it its own tokenizer")
 
 
 def find_model(model: Path, say: Callable[[str], None]) -> Path:

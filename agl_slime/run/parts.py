@@ -12,14 +12,12 @@ from typing import Any
 
 from rich.console import Console
 
-from agl_slime.errors import ConfigError
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings
-from agl_slime.loop.tasks import Tasks, read_tasks
+from agl_slime.loop.tasks import Tasks
 from agl_slime.report import StandardReporters
 from agl_slime.report.console import View
 from agl_slime.report.files import RunDir
-from agl_slime.rollout.loading import configure_agent, load_agent
 from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
@@ -31,7 +29,8 @@ from agl_slime.support.threads import run_in_thread
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
     """The agent to run here (``None`` when others run it), its tasks, what it finds beside the model, and the store:
-    made from the settings of a run, or given by a program. ``behind_gateway``: who runs the agent has no gateway."""
+    made from the settings of a run, or given by a program. ``behind_gateway``: who runs the agent has no gateway.
+    ``held_out``: tasks that were taken out for validations."""
 
     tasks: Tasks
     val_tasks: Tasks | None = None
@@ -39,20 +38,7 @@ class RunParts:
     resources: NamedResources = field(default_factory=dict)
     store: LightningStore = field(default_factory=BridgeStore)
     behind_gateway: bool = False
-
-
-async def load_parts(config: TrainConfig) -> RunParts:
-    agent = None
-    if config.runners != "controller":  # which imports it itself, in another Python
-        agent = await run_in_thread(load_agent, config.agent)
-        configure_agent(
-            agent, scheduler=config.multi_turn_scheduler, max_turns=config.max_turns, plugins=config.external_plugins
-        )
-    tasks = getattr(agent, "make_task", None) if config.tasks is None else read_tasks(config.tasks)
-    if tasks is None:
-        raise ConfigError(f"there are no tasks: give --tasks FILE.jsonl, or define make_task(rng) on {config.agent}")
-    val_path = config.eval_tasks or (config.tasks if config.eval_interval else None)
-    return RunParts(agent=agent, tasks=tasks, val_tasks=read_tasks(val_path) if val_path is not None else None)
+    held_out: int = 0
 
 
 @contextmanager
@@ -106,6 +92,7 @@ def make_loop(
             max_replaced_groups=config.max_replaced_groups,
             save_interval=save_interval or config.save_interval,
             max_staleness=config.max_staleness,
+            failure_patience_s=config.failure_patience,
             seed=config.seed,
         ),
         runners=replace(plan, settings=runner_settings, store_host=config.store_host),

@@ -26,6 +26,8 @@ from agl_slime.runner.controller_process import check_python
 from agl_slime.support.ranges import check_ranges
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 
+_MOST = 100_000  # prompts of an iteration, rollouts of a prompt: above, only enqueueing them takes hours
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -74,6 +76,9 @@ class TrainConfig:
     """Replace groups whose rewards are all the same: they have no advantages."""
     max_replaced_groups: int | None = None
     """Most groups of an iteration that are replaced when they are dropped; by default as many as rollout_batch_size."""
+    failure_patience: float = 600.0
+    """Seconds in which other tasks are tried, with pauses, while all rollouts fail that worked before (a judge that is
+    away); 0 ends the run at once."""
     max_staleness: int = 0
     """Most weight versions that tokens may be behind the policy that trains on them. 0 collects, trains and syncs in
     turn; above 0 rollouts and training run side by side, so far ahead and no further."""
@@ -124,7 +129,8 @@ class TrainConfig:
     eval_rollouts: int = 32
     """Rollouts of a validation."""
     eval_tasks: Path | None = None
-    """Tasks of validations as JSON lines. Without it the agent's own make_task(rng) is used with another seed."""
+    """Tasks of validations as JSON lines. Without it a tenth of --tasks is held out for them, or the agent's own
+    make_task(rng) is used with another seed."""
     eval_sglang_url: str | None = None
     """URL of a second SGLang server, where validations run beside training with the weights they began with; with
     --max-staleness. Without it they share the engine with training."""
@@ -168,6 +174,8 @@ class TrainConfig:
         check_ranges(
             self,
             ("num_iterations rollout_batch_size n_samples_per_prompt", lambda value: value >= 1, "at least 1"),
+            ("rollout_batch_size n_samples_per_prompt", lambda value: value <= _MOST, f"at most {_MOST}"),
+            ("failure_patience", lambda value: 0 <= value < math.inf, "0 (none) or more seconds"),
             ("max_new_tokens max_attempts max_concurrent save_interval", lambda value: value >= 1, "at least 1"),
             (
                 "eval_rollouts keep_rollouts_mb actor_num_nodes actor_num_gpus_per_node",
@@ -191,6 +199,9 @@ class TrainConfig:
             raise ConfigError("--resume needs --output-dir: the directory of the run to go on with")
         if self.resume and self.overwrite:
             raise ConfigError("--resume goes on with a run and --overwrite replaces it; give one of them")
+        if not self.eval_interval:
+            for name in ("eval_rollouts", "eval_tasks"):
+                self._refuse(name, "there are no validations with --eval-interval 0; leave it out")
         if self.trainer == "slime":
             self._check_slime()
         else:
@@ -231,6 +242,13 @@ class TrainConfig:
         if self.eval_sglang_url is not None and not (self.max_staleness and self.eval_interval):
             fix = "give --max-staleness 1 or more and an --eval-interval, or leave it out"
             raise ConfigError(f"--eval-sglang-url {self.eval_sglang_url}: validations run beside training only; {fix}")
+        if not self.max_staleness:
+            self._refuse("weight_pause", "nothing is sampled while the weights change; give --max-staleness 1 or more")
+        if self.runners == "inproc":
+            self._refuse("store_host", "the runners are in this process; leave it out, or give other --runners")
+        if not (self.local.std_normalization or self.local.rewards_normalization):
+            why = "with --local.no-rewards-normalization there is nothing to divide; leave it out"
+            raise ConfigError(f"--local.no-std-normalization: {why}")
         for name in ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus"):
             self._refuse(name, "only slime uses it; add --trainer slime, or leave it out")
         if self.local.temperature not in (None, self.temperature):
@@ -284,6 +302,8 @@ class TrainConfig:
             check_python(controller.python)
         if self.engine == "sglang":
             find_sglang(self.sglang_python)
+        if self.weights_dir is not None and self.weights_dir.exists() and not self.weights_dir.is_dir():
+            raise ConfigError(f"--weights-dir {self.weights_dir}: is not a directory; name another")
 
 
 def flag(name: str) -> str:

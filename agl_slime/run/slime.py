@@ -23,10 +23,10 @@ from agl_slime.events import BatchTrained, Observer
 from agl_slime.groups.policy import CompleteGroup
 from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.metric_names import TOKENS_TRAINED
-from agl_slime.report import open_run_dir
 from agl_slime.run.models import find_model
-from agl_slime.run.parts import RunParts, load_parts, make_loop, make_reports, model_for_agents, page_of, say
+from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, say
 from agl_slime.run.settings import TrainConfig, flag
+from agl_slime.run.start import load_parts, run_directory
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.trainer import SlimeTrainer, parse_slime_args, require_slime
@@ -86,12 +86,12 @@ async def run_slime_training(
         flags = [*NORMALIZE_FLAGS, *flags]
     args = await run_in_thread(parse_slime_args, flags)
     check_slime_args(args, config)
-    run = open_run_dir(config.output_dir, agent=config.agent, settings=asdict(config), overwrite=config.overwrite)
     host = config.store_host
     if host == TrainConfig.store_host:
         host = os.environ.get("AGL_SLIME_STORE_HOST", host)
     token = os.environ.get("AGL_SLIME_STORE_TOKEN") or (None if is_loopback(host) else secrets.token_hex(16))
     async with AsyncExitStack() as stack:
+        run = stack.enter_context(run_directory(config))
         await stack.enter_async_context(page_of(run, config.view, console))  # first, so that it shows the end as well
         reports = make_reports(config, run, console)
         stack.callback(reports.close)

@@ -7,6 +7,7 @@ writer; those that a killed writer left are removed by the next one that writes 
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from agl_slime.errors import DiskFullError
+from agl_slime.errors import ConfigError, DiskFullError
 
 _TEMPORARY = re.compile(
     r"\.(?P<target>.+)\.(?P<kind>new|old)-(?P<host>[^-]+)-(?P<pid>\d+)-(?P<process>[0-9a-f]{8})-\d+"
@@ -68,6 +69,22 @@ def whole_file(target: str | os.PathLike[str], *, durable: bool = True) -> Itera
     """As ``whole_directory``, a file to write into, whose readers always see the old content or the new."""
     with _replacing(target, durable=durable) as fresh, fresh.open("wb") as file:
         yield file
+
+
+@contextmanager
+def sole_owner(directory: Path) -> Iterator[None]:
+    """This process and no other writes into ``directory``, as far as they ask here, while the block runs. Raises
+    ``ConfigError`` with the other's pid."""
+    with open(directory / ".lock", "a+") as lock:  # it is let go when the file is closed, or its process killed
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ConfigError(f"{directory} is in use by process {lock.read() or '?'}; choose another") from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()} on {_HOST}")
+        lock.flush()
+        yield
 
 
 @contextmanager

@@ -35,6 +35,10 @@ class NeedsArguments(Silent):
 
 class Plain:
     pass
+
+class Exits(Silent):
+    def __init__(self):
+        raise SystemExit(0)
 """
 
 
@@ -129,7 +133,7 @@ def test_a_flag_out_of_range_is_named_with_its_value(
     ("path", "says"),
     [
         ("cli_nowhere:Agent", "there is no module 'cli_nowhere' here; run from the directory that holds it"),
-        ("cli_agents:Agent", "cli_agents has no class or agent 'Agent'; it has NeedsArguments, Plain, Silent"),
+        ("cli_agents:Agent", "cli_agents has no class or agent 'Agent'; it has Exits, NeedsArguments, Plain, Silent"),
         ("cli_agents:Plain", "Plain is not an Agent Lightning LitAgent; derive it from agl_slime.SGLangLitAgent"),
         (
             "cli_agents:NeedsArguments",
@@ -153,9 +157,28 @@ def test_an_agent_without_tasks_or_demonstrations_says_what_is_missing(
         "error: there are no tasks: give --tasks FILE.jsonl, or define make_task(rng) on cli_agents:Silent",
     )
     (here / "tasks.jsonl").write_text('{"prompt": "hi"}\n')
-    code, text = said(capsys, "--agent", "cli_agents:Silent", "--tasks", "tasks.jsonl")
+    code, text = said(capsys, "--agent", "cli_agents:Silent", "--tasks", "tasks.jsonl", "--eval-interval", "0")
     assert (code, text.partition(":")[0]) == (2, "error")
     assert "--model-path is needed" in text
+
+
+def test_an_agent_that_ends_the_process_is_one_sentence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    for agent, says in (("exits.py:Agent", "importing exits.py failed"), ("cli_agents:Exits", "Exits() failed")):
+        code, text = said(capsys, "--agent", agent)
+        assert (code, says in text, "SystemExit" in text) == (2, True, True)
+
+
+def test_a_weights_dir_that_is_no_directory_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = said(capsys, "--weights-dir", "/dev/null")
+    assert (code, text) == (2, "error: --weights-dir /dev/null: is not a directory; name another")
+
+
+def test_tasks_without_validation_tasks_are_not_validated_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "tasks.jsonl").write_text('{"prompt": "hi"}\n')
+    code, text = said(capsys, "--agent", "cli_agents:Silent", "--tasks", "tasks.jsonl")
+    assert code == 2
+    assert "of 1 none can be held out for validations; give --eval-tasks, or --eval-interval 0" in text
 
 
 @pytest.mark.parametrize("flag", ["--tasks", "--eval-tasks"])
@@ -166,6 +189,7 @@ def test_an_agent_without_tasks_or_demonstrations_says_what_is_missing(
         ("", "holds no tasks"),
         ('{"a": 1}\n{"a"\n', "line 2: not JSON"),
         ("[1]\n", "line 1: expected an object"),
+        ("[" * 100_000, "line 1: not JSON"),
     ],
 )
 def test_a_task_file_that_cannot_be_used_is_named(

@@ -9,6 +9,7 @@ import pytest
 
 from agl_slime.errors import ConfigError
 from agl_slime.run.settings import TrainConfig
+from agl_slime.trainers.local.settings import LocalTrainerSettings
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,15 @@ from agl_slime.run.settings import TrainConfig
         ({"sglang_python": Path("p"), "trainer": "slime"}, "^--sglang-python with --trainer slime"),
         ({"sglang_python": Path("p")}, "^--sglang-python p: add --engine sglang, or leave it out$"),
         ({"drop_zero_variance": True, "trainer": "slime"}, "^--drop-zero-variance with --trainer slime"),
+        ({"weight_pause": "in_place"}, "^--weight-pause with --trainer local: nothing is sampled while"),
+        ({"eval_interval": 0, "eval_rollouts": 8}, "^--eval-rollouts with --trainer local: there are no validations"),
+        ({"eval_interval": 0, "eval_tasks": Path("t")}, "^--eval-tasks with --trainer local: there are no validations"),
+        ({"store_host": "10.0.0.1"}, "^--store-host with --trainer local: the runners are in this process"),
+        (
+            {"local": LocalTrainerSettings(std_normalization=False, rewards_normalization=False)},
+            r"^--local\.no-std-normalization: with --local\.no-rewards-normalization",
+        ),
+        ({"rollout_batch_size": 10**23}, "^--rollout-batch-size must be at most 100000"),
     ],
 )
 def test_what_cannot_be_used_names_the_flag(settings: dict[str, Any], sentence: str) -> None:

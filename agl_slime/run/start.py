@@ -1,0 +1,143 @@
+"""What a run begins with and goes on with: its directory, its model, and the tasks that it holds out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from agl_slime.demo import LOOKUP_POLICY, LookupDemonstrations
+from agl_slime.errors import ConfigError
+from agl_slime.loop.tasks import Task, read_tasks, shuffled
+from agl_slime.report import open_run_dir
+from agl_slime.report.files import RunDir, dump, read_object
+from agl_slime.rollout.loading import configure_agent, load_agent
+from agl_slime.run.models import find_model
+from agl_slime.run.parts import RunParts, say
+from agl_slime.run.settings import TrainConfig
+from agl_slime.sglang.describe import EngineDescription
+from agl_slime.support.files import sole_owner, write_file
+from agl_slime.support.threads import run_in_thread
+
+logger = logging.getLogger(__name__)
+
+# What a run's tasks, and their order, follow from.
+_FIXED = ("seed", "tasks", "eval_tasks")
+# What engines call the weights that they were started with.
+_FIRST_VERSION = "default"
+
+
+@contextmanager
+def run_directory(config: TrainConfig) -> Iterator[RunDir]:
+    """The directory of a run, which no other run uses while the block lasts."""
+    path, resume = config.output_dir, config.resume
+    with ExitStack() as stack:
+        if path is not None:
+            with suppress(OSError):  # which is told of below
+                path.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                stack.enter_context(sole_owner(path))
+        settings: Any = {"agent": config.agent, "settings": asdict(config)}
+        run = open_run_dir(path, **settings, resume=resume, overwrite=config.overwrite, fixed=_FIXED)
+        if path is None:
+            stack.enter_context(sole_owner(run.path))
+        yield run
+
+
+def began_with(config: TrainConfig) -> dict[str, Any]:
+    """What the run that is resumed has noted of its start; nothing for a new one."""
+    return (read_object(RunDir(config.output_dir).start) or {}) if config.resume and config.output_dir else {}
+
+
+async def load_parts(config: TrainConfig) -> RunParts:
+    agent = None
+    if config.runners != "controller":  # which imports it itself, in another Python
+        agent = await run_in_thread(load_agent, config.agent)
+        configure_agent(
+            agent, scheduler=config.multi_turn_scheduler, max_turns=config.max_turns, plugins=config.external_plugins
+        )
+    if config.tasks is not None:
+        tasks, val_tasks, held_out = split_tasks(config)
+        return RunParts(agent=agent, tasks=tasks, val_tasks=val_tasks, held_out=held_out)
+    if (make_task := getattr(agent, "make_task", None)) is None:
+        raise ConfigError(f"there are no tasks: give --tasks FILE.jsonl, or define make_task(rng) on {config.agent}")
+    val_tasks = read_tasks(config.eval_tasks, flag="--eval-tasks") if config.eval_tasks is not None else None
+    return RunParts(agent=agent, tasks=make_task, val_tasks=val_tasks)
+
+
+def split_tasks(config: TrainConfig) -> tuple[list[Task], list[Task] | None, int]:
+    """The tasks of ``--tasks``, those of validations, and how many were held out of the former for the latter: a tenth
+    where there are no ``--eval-tasks``, chosen by the seed."""
+    assert config.tasks is not None
+    tasks = read_tasks(config.tasks)
+    if config.eval_tasks is not None:
+        return tasks, read_tasks(config.eval_tasks), 0
+    wanted = max(1, len(tasks) // 10) if config.eval_interval else 0
+    held_out = int(began_with(config).get("held_out", wanted))
+    if config.eval_interval and not held_out < len(tasks):
+        fix = "give --eval-tasks, or --eval-interval 0"
+        raise ConfigError(f"--tasks {config.tasks}: of {len(tasks)} none can be held out for validations; {fix}")
+    if config.eval_interval and not held_out:
+        why = "the run began without validations and holds no tasks out for them"
+        raise ConfigError(f"--eval-interval {config.eval_interval}: {why}; give --eval-tasks")
+    out = set(shuffled(range(len(tasks)), f"{config.seed}:held out")[:held_out])
+    val_tasks = [task for number, task in enumerate(tasks) if number in out]
+    return [task for number, task in enumerate(tasks) if number not in out], val_tasks or None, held_out
+
+
+async def find_start(
+    config: TrainConfig, parts: RunParts, run: RunDir, described: EngineDescription | None, console: Console
+) -> Path:
+    """The checkpoint that trainer and engine start from: noted in the directory of the run, for when it is resumed."""
+    began = began_with(config).get("model")
+    if config.model_path is not None:
+        model = await run_in_thread(find_model, config.model_path, partial(say, console))
+        if began not in (None, str(model)):
+            raise ConfigError(f"the run in {run.path} began with the model at {began}: leave --model-path out")
+    elif began is not None:
+        model = Path(str(began))
+        if not (model / "config.json").is_file():
+            raise ConfigError(f"the run in {run.path} began with the model at {began}, which is there no more")
+    else:
+        model = _unnamed_model(config, parts.agent, described)
+    write_file(run.start, dump({"model": str(model), "held_out": parts.held_out}))
+    if parts.held_out and not config.resume:
+        rest = "give --eval-tasks to train on all"
+        text = f"{parts.held_out} of the tasks are held out for validations; {rest}"
+        console.print(text, highlight=False, soft_wrap=True)
+    return model
+
+
+def _unnamed_model(config: TrainConfig, agent: Any, described: EngineDescription | None) -> Path:
+    if described is not None:
+        where = f"the server at {described.base_url} serves {described.model_path!r}"
+        if described.weight_version != _FIRST_VERSION:
+            why = f"with weights of version {described.weight_version!r}, which somebody has pushed"
+            raise ConfigError(f"--model-path is needed: {where} {why}; name the model to start from")
+        if not (Path(described.model_path) / "config.json").is_file():
+            raise ConfigError(f"--model-path is needed: {where}, which is not a directory on this machine")
+        return Path(described.model_path).resolve()
+    if type(getattr(agent, "demonstrations", None)) is LookupDemonstrations:
+        return LOOKUP_POLICY.resolve()
+    why = "the tiny policy of the first command knows its lookup task only"
+    fix = "scripts/make_demo_policy.py makes one for an agent with `demonstrations`"
+    raise ConfigError(f"--model-path is needed for {config.agent}: {why}; {fix}")
+
+
+def set_aside(run: RunDir) -> None:
+    """A run that is resumed and has no checkpoint begins again; what it has written is kept."""
+    if not any(path.exists() for path in (run.metrics, run.trained, run.ledger)):
+        return
+    aside = next(path for n in count(1) if not (path := run.path / f"before-{n}").exists())
+    aside.mkdir()
+    for path in run.reports:
+        if path.exists():
+            path.rename(aside / path.name)
+    logger.warning("There is no checkpoint in %s: the run begins again; what it has written is in %s.", run.path, aside)

@@ -1,0 +1,142 @@
+"""What a run begins with, and goes on with when it is resumed."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from agl_slime.demo import LOOKUP_POLICY
+from agl_slime.errors import ConfigError
+from agl_slime.report.files import RunDir
+from agl_slime.run.models import check_tokenizer
+from agl_slime.run.settings import TrainConfig
+from agl_slime.run.start import find_start, run_directory, set_aside, split_tasks
+from agl_slime.sglang.describe import EngineDescription
+from agl_slime.tokens.tokenizer import load_tokenizer
+
+
+def served(path: Path, version: str) -> EngineDescription:
+    return EngineDescription(base_url="http://x:1", model_path=str(path), weight_version=version)
+
+
+async def start(config: TrainConfig, described: EngineDescription | None = None, *, held_out: int = 0) -> Path:
+    from agl_slime.run.parts import RunParts
+
+    parts = RunParts(tasks=[{}], held_out=held_out)
+    with run_directory(config) as run:
+        return await find_start(config, parts, run, described, Console(file=io.StringIO()))
+
+
+async def test_weights_that_somebody_has_pushed_are_no_start(tmp_path: Path) -> None:
+    config = TrainConfig(output_dir=tmp_path / "run", sglang_url="http://x:1")
+    with pytest.raises(ConfigError, match=r"version '7', which somebody has pushed; name the model to start from"):
+        await start(config, served(LOOKUP_POLICY, "7"))
+    assert await start(config, served(LOOKUP_POLICY, "default")) == LOOKUP_POLICY.resolve()
+
+
+async def test_a_resumed_run_goes_on_with_its_own_model(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(LOOKUP_POLICY, tmp_path / "model"))
+    first: dict[str, Any] = {"output_dir": tmp_path / "run", "sglang_url": "http://x:1"}
+    again = TrainConfig(**first, resume=True)
+    await start(TrainConfig(**first), served(model, "default"))
+    assert await start(again, served(LOOKUP_POLICY, "12")) == model  # it names what this run pushed last
+    with pytest.raises(ConfigError, match=f"began with the model at {model}: leave --model-path out"):
+        await start(TrainConfig(**first, resume=True, model_path=LOOKUP_POLICY))
+    shutil.rmtree(model)
+    with pytest.raises(ConfigError, match="which is there no more"):
+        await start(again, served(LOOKUP_POLICY, "12"))
+
+
+def _hold(path: Path, connection: Any) -> None:
+    with run_directory(TrainConfig(output_dir=path)):
+        connection.send(os.getpid())
+        connection.recv()
+
+
+def test_a_directory_has_one_run_at_a_time(tmp_path: Path) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    other = multiprocessing.get_context("spawn").Process(target=_hold, args=(tmp_path, theirs))
+    other.start()
+    try:
+        assert ours.poll(60)
+        pid = ours.recv()
+        (tmp_path / "metrics.jsonl").write_text("theirs")
+        for flags in ({}, {"overwrite": True}, {"resume": True}):
+            with (
+                pytest.raises(ConfigError, match=f"in use by process {pid} "),
+                run_directory(TrainConfig(output_dir=tmp_path, **flags)),
+            ):
+                pass
+        assert (tmp_path / "metrics.jsonl").read_text() == "theirs"
+    finally:
+        other.kill()
+        other.join()
+    with run_directory(TrainConfig(output_dir=tmp_path)) as run:  # a killed one holds nothing
+        assert run.path == tmp_path
+
+
+@pytest.mark.parametrize("changed", [{"seed": 2}, {"tasks": Path("b.jsonl")}, {"eval_tasks": Path("b.jsonl")}])
+def test_other_tasks_are_refused_when_a_run_is_resumed(changed: dict[str, Any], tmp_path: Path) -> None:
+    before = {"output_dir": tmp_path, "tasks": Path("a.jsonl"), "eval_tasks": Path("a.jsonl"), "seed": 1}
+    with run_directory(TrainConfig(**before)):
+        pass
+    for _ in range(2):  # also the second time: nothing is noted of a refused one
+        with (
+            pytest.raises(ConfigError, match=f"began with {next(iter(changed))} "),
+            run_directory(TrainConfig(**{**before, **changed}, resume=True)),
+        ):
+            pass
+    with run_directory(TrainConfig(**before, resume=True, num_iterations=99)):
+        pass
+
+
+async def test_validation_never_draws_training_tasks(tmp_path: Path) -> None:
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(f'{{"n": {n}}}\n' for n in range(25)))
+    first: dict[str, Any] = {"tasks": file, "output_dir": tmp_path / "run", "model_path": LOOKUP_POLICY}
+    config = TrainConfig(**first)
+    tasks, val_tasks, held_out = split_tasks(config)
+    assert val_tasks is not None
+    assert (len(tasks), len(val_tasks), held_out) == (23, 2, 2)
+    assert sorted(task["n"] for task in tasks + val_tasks) == list(range(25))
+    assert split_tasks(TrainConfig(**first, eval_interval=0))[::2] == ([{"n": n} for n in range(25)], 0)
+    await start(config, held_out=held_out)
+    # whatever is validated from here on, training goes on with the same tasks
+    assert split_tasks(TrainConfig(**first, resume=True, eval_interval=0))[0] == tasks
+    assert split_tasks(TrainConfig(**first, resume=True))[:2] == (tasks, val_tasks)
+
+
+def test_what_a_run_without_a_checkpoint_has_written_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = RunDir(tmp_path)
+    for n in (1, 2):
+        run.metrics.write_text(f"metrics {n}")
+        run.checkpoints.mkdir()
+        with caplog.at_level(logging.WARNING):
+            set_aside(run)
+        assert f"begins again; what it has written is in {tmp_path}/before-{n}" in caplog.text
+        assert not run.metrics.exists()
+        assert (tmp_path / f"before-{n}" / "metrics.jsonl").read_text() == f"metrics {n}"
+    caplog.clear()
+    set_aside(run)
+    assert not caplog.text
+
+
+def test_a_model_without_a_usable_tokenizer_is_refused(tmp_path: Path) -> None:
+    bare, small = (Path(shutil.copytree(LOOKUP_POLICY, tmp_path / name)) for name in ("bare", "small"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (bare / name).unlink()
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**config, "vocab_size": 200}))
+    for model, says in ((bare, "holds no tokenizer"), (small, "up to id 453, and its config.json a vocabulary of 200")):
+        with pytest.raises(ConfigError, match=f"^--model-path {model}: .*{says}"):
+            check_tokenizer(model, load_tokenizer(model))
+    check_tokenizer(LOOKUP_POLICY, load_tokenizer(LOOKUP_POLICY))
