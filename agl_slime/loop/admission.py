@@ -96,8 +96,13 @@ class Admission:
         ``cut_off`` and that are admitted again, cannot all be trained on in time, or are more than may be admitted:
         the limit was a higher one then."""
         again = {int(number): at for number, at in (cut_off or {}).items()}
-        order = sorted({**again, **self._in_flight, **self._ended}.items())
-        turns = ((at, (self.taken + place) // self._batch_size) for place, (_, at) in enumerate(order))
-        if self.free < len(again) or any(turn - at > self._max_staleness for at, turn in turns):
-            why = f"the checkpoint holds {len(order)} groups that were admitted under a higher limit"
+        held = len(again) + len(self._in_flight) + len(self._ended)
+        if self.free < len(again) or self.late(again):
+            why = f"the checkpoint holds {held} groups that were admitted under a higher limit"
             raise ConfigError(f"max_staleness {self._max_staleness}: {why}; go on with the one that it was saved under")
+
+    def late(self, again: Mapping[int, int] | None = None) -> bool:
+        """Whether some of the groups, and of those that are admitted ``again``, cannot be trained on in time."""
+        order = sorted({**(again or {}), **self._in_flight, **self._ended}.items())
+        turns = ((at, (self.taken + place) // self._batch_size) for place, (_, at) in enumerate(order))
+        return any(turn - at > self._max_staleness for at, turn in turns)

@@ -55,9 +55,10 @@ class Pacing:
         logger.warning("agl_max_staleness %d %s", self._max_staleness, what)
 
     def asked(self, rollout_id: int) -> None:
-        """slime asks for this rollout: the groups of those before it are taken."""
-        admission = self._admission
-        if not self.on:
+        """slime asks for this rollout: the groups of those before it are taken. Raises ``DataSourceError`` when those
+        of a restored state were admitted under a higher limit."""
+        admission, begins = self._admission, not self.on
+        if begins:
             self.on, self._first = True, rollout_id
             admission.advance(rollout_id)
             for name, at, ready in self._before:
@@ -67,6 +68,10 @@ class Pacing:
                     admission.end(number)
         admission.taken = rollout_id * self._batch_size
         admission.advance(rollout_id - 1)  # at least: training does not wait for more than one rollout
+        if begins and admission.late():
+            why = f"the saved state holds {len(self._before)} groups that were admitted under a higher limit"
+            fix = "go on with the one that it was saved under"
+            raise DataSourceError(f"agl_max_staleness {self._max_staleness}: {why}; {fix}")
 
     def weights(self, version: str | None, *, rollout_id: int | None) -> None:
         """The version that the engines report when ``rollout_id`` is asked for, or, where slime asks for groups and not

@@ -123,6 +123,23 @@ def test_ages_outlive_a_restart(engine: ScriptedEngine, tmp_path: Path) -> None:
         assert [at for _, at in again._demand._pacing.state()] == [0, 0, 1, 1]  # type: ignore[union-attr]
 
 
+def test_a_lower_limit_is_refused_while_groups_of_a_higher_one_wait(engine: ScriptedEngine, tmp_path: Path) -> None:
+    """They would be trained on four versions behind, under a limit of one."""
+    args = paced(engine, 4, save=str(tmp_path), load=str(tmp_path))
+    with AGLDataSource(args) as source:
+        slime_hooks.generate_rollout(args, 0, source)
+        until(lambda: len(source.groups.delivery.ready) == 8, source)
+        source.save(0)
+    engine.weight_version = "2"
+    with AGLDataSource(paced(engine, 1, load=str(tmp_path))) as again:
+        again.load(0)
+        with pytest.raises(DataSourceError, match="agl_max_staleness 1: the saved state holds 8 groups"):
+            slime_hooks.generate_rollout(args, 1, again)
+    with AGLDataSource(args) as again:
+        again.load(0)
+        assert len(slime_hooks.generate_rollout(args, 1, again).samples) == 2
+
+
 def test_it_needs_to_know_the_size_of_a_batch(engine: ScriptedEngine) -> None:
     with pytest.raises(ConfigError, match="agl_max_staleness 1 needs slime's --rollout-batch-size"):
         AGLDataSource(paced(engine, 1, rollout_batch_size=None))
