@@ -155,17 +155,21 @@ def get_rollout_id(sample: Sample) -> int | None:
     return getattr(sample, SIBLING_ID_FIELD)
 
 
+def staleness_spans(sample: Any, policy: int | None) -> Iterator[tuple[int, int, int]]:
+    """How many weight versions the sampled tokens of a response are behind ``policy``, as (staleness, start, end).
+    Versions that are no whole numbers cannot be compared."""
+    for version, start, end in (sample.metadata or {}).get("weight_spans") or ():
+        if policy is not None and str(version).isdecimal() and end > start:
+            yield max(0, policy - int(version)), start, end
+
+
 def staleness_of(samples: Iterable[Any], policy_of: Callable[[Any], int | None]) -> tuple[float, int] | None:
-    """How many weight versions the sampled tokens are behind the policy that ``policy_of`` names for their sample: mean
-    over tokens, and most. ``None`` where no token's versions are whole numbers."""
+    """``staleness_spans`` behind the policy that ``policy_of`` names for each sample: mean over tokens, and most.
+    ``None`` where none is known."""
     behind = [
-        (max(0, policy - int(version)), end - start)
-        for sample in samples
-        if (policy := policy_of(sample)) is not None
-        for version, start, end in (sample.metadata or {}).get("weight_spans") or ()
-        if str(version).isdecimal() and end > start
+        (age, end - start) for sample in samples for age, start, end in staleness_spans(sample, policy_of(sample))
     ]
     if not behind:
         return None
-    mean = sum(lag * tokens for lag, tokens in behind) / sum(tokens for _, tokens in behind)
-    return mean, max(lag for lag, _ in behind)
+    mean = sum(age * tokens for age, tokens in behind) / sum(tokens for _, tokens in behind)
+    return mean, max(age for age, _ in behind)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agl_slime.errors import DataSourceError, spell_exception
 from agl_slime.store.bridge import FINISHED, BridgeStore
@@ -23,6 +23,9 @@ from agl_slime.store.follow import follow_feed
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.http import may_pass
 from agl_slime.support.threads import LoopThread
+
+if TYPE_CHECKING:
+    from agl_slime.datasource.intake import Intake
 
 logger = logging.getLogger(__name__)
 
@@ -135,36 +138,14 @@ class EndTable:
                 self._known.add(first)  # it may have been trained on, and is told of yet
 
 
-class EndListener(Protocol):
-    """Whom an ``EndFollower`` tells of ends."""
-
-    async def look(self, rollout_id: str) -> None:
-        """Read a rollout that may have ended."""
-
-    def in_flight(self) -> list[str] | None:
-        """Those to poll a store about; ``None`` when nobody announces any."""
-
-    async def before_following(self) -> None:
-        """A remote store is followed from now on."""
-
-    def store_restarted(self) -> None:
-        """All that was in flight there is lost; called under the lock."""
-
-    def time_passed(self) -> None:
-        """Now and then."""
-
-    def failed(self, error: BaseException) -> None:
-        """Something that runs on the thread has failed, which ends it all."""
-
-
 class EndFollower:
-    """A thread with an event loop that learns of ends and has each looked at. The first error of anything that runs
-    there ends it. ``store=None`` has no thread. ``changed`` guards the table."""
+    """A thread with an event loop that learns of ends and has an ``Intake`` look at each. The first error of anything
+    that runs there ends it. ``store=None`` has no thread. ``changed`` guards the table."""
 
     def __init__(
         self,
         store: Any,
-        listener: EndListener,
+        intake: Intake,
         *,
         changed: threading.Condition,
         hold: bool,
@@ -172,7 +153,7 @@ class EndFollower:
         poll_interval_s: float,
         tick_s: float,
     ) -> None:
-        self._store, self._listener, self._changed = store, listener, changed
+        self._store, self._intake, self._changed = store, intake, changed
         self.tells = hasattr(store, "subscribe_finished")
         """Whether the store calls for each end; ``feeds``: whether it has a feed of them."""
         self.feeds = not self.tells and hasattr(store, "follow_finished")
@@ -245,16 +226,16 @@ class EndFollower:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._listener.failed(error)
+            self._intake.failed(error)
 
     async def _serve(self, ready: Callable[[], None]) -> None:
         try:
             await self._run(ready)
         except BaseException as error:  # the thread has no caller; whoever waits for samples must hear of it
-            self._listener.failed(error)
+            self._intake.failed(error)
 
     async def _run(self, ready: Callable[[], None]) -> None:
-        look, unsubscribe = self._listener.look, None
+        look, unsubscribe = self._intake.look, None
         if self.tells:
             unsubscribe = self._store.subscribe_finished(lambda rollout: self.submit(look, rollout.rollout_id))
         self._spawn(self._follow if self.feeds else self._poll)
@@ -274,7 +255,7 @@ class EndFollower:
     async def _follow(self) -> None:
         """A remote store's feed, from the restored position on; what comes twice is recognised by the ledger."""
         await self._begun.wait()
-        await self._listener.before_following()
+        await self._intake.before_following()
         await follow_feed(self._store, self.table.position, self.take, self._catch_up, patience_s=_PATIENCE_S)
 
     async def _catch_up(self, page: FeedPage) -> Sequence[str]:
@@ -288,11 +269,11 @@ class EndFollower:
         with self._changed:
             if self.table.position.restarted(page):
                 self.table.reset()
-                self._listener.store_restarted()
+                self._intake.store_restarted()
             fresh = self.table.told(page, missed=missed)
             self.to_read.update(missed)
         for rollout_id in fresh:
-            self.submit(self._listener.look, rollout_id)
+            self.submit(self._intake.look, rollout_id)
 
     async def _poll(self) -> None:
         """Ask about the rollouts in flight, and look through a store that tells of nothing for rollouts that nobody
@@ -304,7 +285,7 @@ class EndFollower:
         while True:
             await asyncio.sleep(max(pause_s, 9 * cost_s))
             began = time.monotonic()
-            ids = self._listener.in_flight()
+            ids = self._intake.in_flight()
             if ids is not None:
                 ended = await self._ended_among(ids)
             elif not self.tells and self._begun.is_set():
@@ -314,7 +295,7 @@ class EndFollower:
             else:
                 ended = []
             for rollout_id in ended:
-                self._spawn(self._listener.look, rollout_id)
+                self._spawn(self._intake.look, rollout_id)
             cost_s = time.monotonic() - began
 
     async def _ended_among(self, rollout_ids: Sequence[str]) -> list[str]:
@@ -332,5 +313,5 @@ class EndFollower:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._tick_s)
-            self._listener.time_passed()
+            self._intake.time_passed()
             await self.release_due(at_least=1)

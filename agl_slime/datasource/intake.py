@@ -125,6 +125,7 @@ class Intake:
     # -- what the follower tells --------------------------------------------------------------------------------------
 
     async def look(self, rollout_id: str) -> None:
+        """Read a rollout that may have ended."""
         with self.changed:
             self.follower.to_read.discard(rollout_id)
             if rollout_id in self._reading:
@@ -141,6 +142,7 @@ class Intake:
         await self.follower.release_due()
 
     def in_flight(self) -> list[str] | None:
+        """Those to poll a store about; ``None`` when nobody announces any."""
         ids = self.assembler.ledger.open_ids()
         return ids if ids or self.announced else None
 
