@@ -38,7 +38,7 @@ from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, ServedResources
 from agl_slime.support.agl import LLM, NamedResources, ProxyLLM
 from agl_slime.support.http import json_response, listening
 from agl_slime.support.net import same_secret
-from agl_slime.support.threads import run_in_thread
+from agl_slime.support.threads import LoopThread, run_in_thread
 
 T = TypeVar("T")
 
@@ -82,10 +82,8 @@ class Gateway:
         self._attempts: dict[tuple[str, str], Attempt] = {}
         self._by_secret: dict[str, Attempt] = {}
         self._ended: dict[str, None] = {}  # of the last attempts, by all that names them: they get 410 and not 404
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._thread: LoopThread | None = None
         self._starting = threading.Lock()
 
     # -- from any thread ----------------------------------------------------------------------------------------------
@@ -98,22 +96,17 @@ class Gateway:
         return self
 
     def _start(self) -> None:
-        ready, self._failure = threading.Event(), None
-        self._thread = threading.Thread(target=self._main, args=(ready,), name="agl-slime-gateway", daemon=True)
-        self._thread.start()
-        ready.wait()
-        if self._failure is not None:
+        self._thread = thread = LoopThread(self._serve, name="agl-slime-gateway")
+        thread.start()
+        if thread.failure is not None:
             self._thread = None
             where = f"{self.settings.host}:{self.settings.port}"
-            raise ConfigError(f"the gateway cannot listen on {where}: {self._failure}") from self._failure
+            raise ConfigError(f"the gateway cannot listen on {where}: {thread.failure}") from thread.failure
 
     def stop(self) -> None:
         """Cut everything off. Safe to call twice."""
-        if self._loop is not None and self._stop is not None and self._thread is not None:
-            try:
-                self._loop.call_soon_threadsafe(self._stop.set)
-            except RuntimeError:
-                return  # its loop has ended
+        if self._thread is not None and self._stop is not None:
+            self._thread.call(self._stop.set)
             self._thread.join(_STOP_S)
 
     def __enter__(self) -> Self:
@@ -163,7 +156,7 @@ class Gateway:
     async def close(self, attempt: Attempt) -> None:
         """End an attempt: what is under way is cut off, and its last span is written."""
         try:
-            if not attempt.end() and self._loop is not None:
+            if not attempt.end() and self._thread is not None:
                 self._on_loop(attempt.cut)
                 await run_in_thread(attempt.quiet.wait, _STOP_S)
         finally:
@@ -182,26 +175,13 @@ class Gateway:
             self._ended.pop(next(iter(self._ended)), None)
 
     def _on_loop(self, callback: Callable[[], Any]) -> None:
-        if self._loop is not None:
-            try:
-                self._loop.call_soon_threadsafe(callback)
-            except RuntimeError:
-                logger.debug("The gateway has ended.")
+        if self._thread is not None:
+            self._thread.call(callback)
 
     # -- the gateway's thread -----------------------------------------------------------------------------------------
 
-    def _main(self, ready: threading.Event) -> None:
-        try:
-            asyncio.run(self._serve(ready))
-        except Exception as error:  # a thread's reaches nobody else; start tells it
-            self._failure = error
-            if ready.is_set():
-                logger.error("The gateway ended: %s", error)
-        finally:
-            ready.set()
-
-    async def _serve(self, ready: threading.Event) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+    async def _serve(self, ready: Callable[[], None]) -> None:
+        self._stop = asyncio.Event()
         app = web.Application(client_max_size=int(self.settings.max_body_mb * 1024**2))
         app.router.add_route("*", "/{path:.*}", self._handle)
         # a client that hangs up cancels the work on its request, and that the engine's
@@ -210,7 +190,7 @@ class Gateway:
         try:
             async with listening(app, host=where.host, port=where.port, backlog=4096, **options) as self.url:
                 await self._begin()
-                ready.set()
+                ready()
                 await self._stop.wait()
                 for attempt in list(self._attempts.values()):
                     attempt.end()

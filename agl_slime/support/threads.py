@@ -250,6 +250,8 @@ class LoopThread:
             asyncio.run(self._serve())
         except BaseException as error:
             self.failure = error
+            if self._ready.is_set():
+                logger.error("The thread %s ended: %s", self._thread.name, error)
         finally:
             self._ready.set()
 

@@ -56,7 +56,8 @@ def test_a_prompt_of_32k_tokens_does_not_stall_other_rollouts() -> None:
 def test_the_event_loop_answers_while_such_a_prompt_is_read() -> None:
     with serving("hello", context_length=200_000) as case, ThreadPoolExecutor(1) as pool:
         body = {"model": "m", "messages": [{"role": "user", "content": TEXT}]}
-        loop, lags = case.gateway._loop, []
+        assert case.gateway._thread is not None
+        loop, lags = case.gateway._thread.loop, []
         assert loop is not None
         asked = pool.submit(httpx.post, f"{case.llm.endpoint}/chat/completions", json=body, timeout=60)
         while not asked.done():
