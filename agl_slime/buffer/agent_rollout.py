@@ -2,15 +2,16 @@
 
     --rollout-function-path agl_slime.buffer.agent_rollout.generate_rollout
 
-slime's parser does not know these settings; name a YAML file with them by ``--custom-config-path``. Where ``args`` has
-none, the environment variable counts:
+What slime's parser does not know goes into the YAML file of ``--custom-config-path``. Where ``args`` has none, or the
+default of slime's parser (``math``, ``qwen``), the environment variable counts:
 
-- ``agent_rollout_buffer_url``, ``AGL_SLIME_BUFFER_URL``: the buffer (``http://127.0.0.1:8889``)
+- ``agent_rollout_buffer_url`` or slime's ``rollout_buffer_url``, ``AGL_SLIME_BUFFER_URL``: the buffer
+  (``http://127.0.0.1:8889``)
 - ``agent_rollout_buffer_token``, ``AGL_SLIME_BUFFER_TOKEN``: its token, where it has one
 - ``rollout_task_type``, ``AGL_SLIME_BUFFER_TASK_TYPE``: which generator (``math``)
 - ``agent_rollout_eval_task_type``, ``AGL_SLIME_BUFFER_EVAL_TASK_TYPE``: that of evaluations; without it there are none
 - ``fetch_trajectory_retry_times``: failed requests before giving up (-1: never)
-- ``loss_mask_type``: loss mask of items without token ids (``auto``), or ``module:Class``
+- ``loss_mask_type``, ``AGL_SLIME_LOSS_MASK_TYPE``: loss mask of items without token ids (``auto``), or ``module:Class``
 - ``num_epoch``, ``rollout_num_process``: passed to the generator (3, 100)
 
 Rewards: with ``--disable-rewards-normalization`` samples carry what the buffer made of their rewards, else the raw
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 # Keys of the data buffer's metadata that are ours: the names of the groups that a step was made of. The others hold
 # instance ids, as slime's do.
 _GROUPS_PREFIX = "buffer_groups:"
+# What slime's parser sets where nobody said anything, which nobody can tell from having said it.
+_OF_THE_PARSER = {"rollout_task_type": "math", "loss_mask_type": "qwen"}
 # Older names are of groups that the buffer has long forgotten.
 _MOST_GROUP_NAMES = 20_000
 
@@ -169,7 +172,8 @@ def settings_of(args: Any, data_source: Any = None) -> AgentRolloutSettings:
     """What ``args`` and the environment say; see the module's docstring."""
 
     def said(name: str, variable: str) -> str | None:
-        return getattr(args, name, None) or os.environ.get(variable) or None
+        given = getattr(args, name, None)
+        return (None if given == _OF_THE_PARSER.get(name) else given) or os.environ.get(variable) or None
 
     group_size = getattr(args, "n_samples_per_prompt", None) or getattr(data_source, "n_samples_per_prompt", None) or 1
     disabled = getattr(args, "disable_rewards_normalization", None)
@@ -180,7 +184,7 @@ def settings_of(args: Any, data_source: Any = None) -> AgentRolloutSettings:
         task_type=said("rollout_task_type", "AGL_SLIME_BUFFER_TASK_TYPE") or "math",
         eval_task_type=said("agent_rollout_eval_task_type", "AGL_SLIME_BUFFER_EVAL_TASK_TYPE"),
         retry_times=int(getattr(args, "fetch_trajectory_retry_times", -1)),
-        loss_mask_type=getattr(args, "loss_mask_type", None) or "auto",
+        loss_mask_type=said("loss_mask_type", "AGL_SLIME_LOSS_MASK_TYPE") or "auto",
         hf_checkpoint=getattr(args, "hf_checkpoint", None),
         # slime stores its flag the other way round
         normalized=bool(disabled) if disabled is not None else not getattr(args, "rewards_normalization", True),

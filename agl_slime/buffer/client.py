@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from agl_slime.buffer.stages import Item
+from agl_slime.buffer.stages import FAILED_REWARD, Item
 from agl_slime.errors import AglSlimeError, BufferRequestError, ConfigError
 from agl_slime.loop.tasks import read_tasks, shuffled
 from agl_slime.support.backoff import Backoff
@@ -27,9 +27,6 @@ logger = logging.getLogger(__name__)
 _MOST_ITEMS = 64
 _MOST_BYTES = 4_000_000
 _LONGEST_PAUSE_S = 10.0
-
-# The reward of a rollout that failed; its ``extra_info["error"]`` is what leaves it out of training.
-FAILED_REWARD = -1.0
 
 Row = Mapping[str, Any]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
+from reprlib import repr as shortened
 from typing import Annotated, Any, TypeVar
 
 import orjson
@@ -21,6 +22,7 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value
 
 
+_NEVER_DEEP = 200  # brackets in all; orjson reads 1,024 levels and writes 254
 Whole = BeforeValidator(_whole)
 Name = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Id = Name | Annotated[StrictInt, Field(ge=-(2**63), le=2**63 - 1), Whole]
@@ -96,16 +98,20 @@ def check(model: type[Model], value: Any, what: str = "the body") -> Model:
         if errors[0]["type"] == "missing":
             raise BufferRequestError(f"{what} has no {field}") from None
         expected = " or ".join(dict.fromkeys(entry["msg"] for entry in errors if entry["loc"][:1] == place[:1]))
-        given = repr(errors[0]["input"])
-        raise BufferRequestError(f"{what}: {field} is {given[:80]}; {expected}") from None
+        raise BufferRequestError(f"{what}: {field} is {shortened(errors[0]['input'])}; {expected}") from None
 
 
 def parse_json(raw: bytes) -> Any:
-    """Strict JSON (no NaN, no infinities). Raises ``BufferRequestError``."""
+    """Strict JSON (no NaN, no infinities) that can be written again. Raises ``BufferRequestError``."""
     try:
-        return orjson.loads(raw)
+        value = orjson.loads(raw)
+        if raw.count(b"[") + raw.count(b"{") > _NEVER_DEEP:
+            orjson.dumps([[[[value]]]])  # within what it comes to stand in
+        return value
     except orjson.JSONDecodeError as error:
         raise BufferRequestError(f"the body is not JSON: {error}") from error
+    except orjson.JSONEncodeError:
+        raise BufferRequestError("the body is nested more than 250 deep; send flatter items") from None
 
 
 def parse_items(raw: bytes) -> tuple[str | None, list[WrittenItem]]:

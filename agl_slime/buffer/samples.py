@@ -118,7 +118,8 @@ class SampleMaker:
         if self.masks is None:
             name = f"item {item.get('uid')!r}"
             raise ValueError(f"{name} has no token ids and there is no tokenizer; set --hf-checkpoint")
-        tokens, mask = self.masks.get_loss_mask(item["messages"], item.get("tools"))
+        tools = (item["tools"],) if item.get("tools") else ()  # one of slime's form takes messages alone
+        tokens, mask = self.masks.get_loss_mask(item["messages"], *tools)
         (length,) = self.masks.get_response_lengths([mask])
         if len(tokens) < 2:
             raise ValueError(f"item {item.get('uid')!r} has {len(tokens)} tokens; expected a prompt and a response")

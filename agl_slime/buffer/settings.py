@@ -28,7 +28,8 @@ class PipelineSettings:
     min_timeout_group_size_ratio: float = 0.7
     """Share of the group size that a group must have to be used after the timeout."""
     reward_range: tuple[float, float] | None = None
-    """Rewards outside of it mark failed items for the default stages; without it any finite reward is trained on."""
+    """Rewards outside of it mark failed items for the default stages; without it -1 does, and any other finite reward
+    is trained on."""
     drop_zero_variance: bool = False
     """Drop groups whose rewards are all equal: they teach a group-relative method nothing."""
 

@@ -22,6 +22,9 @@ BUFFER_GROUP = "buffer_group"
 PADDING_OF = "padding_of"
 PADDING_SHARES = "padding_shares"
 
+# The reward of a rollout that failed, by slime's custom.
+FAILED_REWARD = -1.0
+
 _EPSILON = 1e-8
 
 
@@ -46,8 +49,8 @@ def is_valid_group(group: Group, min_valid_group_size: int, task_type: str = "")
 
 
 def filter_item(item: Item, task_type: str = "", *, reward_range: tuple[float, float] | None = None) -> bool:
-    """Keep items that have an instance id, a finite reward within ``reward_range`` (``None``: any), and messages or
-    token ids.
+    """Keep items that have an instance id, a finite reward within ``reward_range`` (``None``: any but -1), and messages
+    or token ids.
 
     Failed rollouts end here: they are written with a reward outside of the range, -1 by custom, or with an ``error`` in
     their ``extra_info``.
@@ -117,7 +120,7 @@ def pad_group_data(group: Group, group_size: int) -> Group:
 
 
 def _within(reward: float, reward_range: tuple[float, float] | None) -> bool:
-    return reward_range is None or reward_range[0] <= reward <= reward_range[1]
+    return reward != FAILED_REWARD if reward_range is None else reward_range[0] <= reward <= reward_range[1]
 
 
 def numeric_reward(item: Mapping[str, Any]) -> float | None:

@@ -38,6 +38,8 @@ class _Task:
     scope: str
     arrived: list[tuple[int, str, float | None]] = field(default_factory=list)
     """Of what came since the last batch, for stage 1: number of the item, key of its group, reward."""
+    refused_bodies: dict[int, bytes] = field(default_factory=dict)
+    """Of items among them that are gone with their group, for a stage 1 of somebody else's."""
     finished_since: list[Any] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     last_refusal: str = ""
@@ -187,6 +189,8 @@ class ItemStore(Records):
             self.acknowledge(task, ack)
         if request_id is not None and (again := self._repeat(task, request_id)) is not None:
             return again
+        arrived = len(known.arrived)
+        told = self._meta_info(known, arrived) if arrived and known.pipeline.custom_meta_info else None
         decided: dict[int, _Decision] = {}
         waiting: list[StoredGroup] = []
         valid = 0
@@ -206,7 +210,15 @@ class ItemStore(Records):
             with self._database.transaction() as connection:
                 for group in waiting:  # until its next item, which may have come already
                     connection.execute("UPDATE groups SET due = 0 WHERE no = ? AND count = ?", (group.no, group.count))
-        return self._deliver(task, known, list(decided.values()), request_id) if decided else None
+        if not decided:
+            return None
+        if told is None:
+            told = self._meta_info(known, arrived) if valid else {}
+        batch = self._deliver(task, known, list(decided.values()), request_id, told)
+        if batch is not None:
+            del known.arrived[:arrived]
+            known.refused_bodies.clear()
+        return batch
 
     def _repeat(self, task: str, request_id: str) -> Batch | None:
         query = "SELECT no, meta_info FROM deliveries WHERE task = ? AND request_id = ?"
@@ -244,9 +256,15 @@ class ItemStore(Records):
             return _Decision(group, FinishedGroup.refused(len(items), REASON_STAGE_ERROR, str(error)), [])
         return _Decision(group, finished, done)
 
-    def _deliver(self, task: str, known: _Task, decided: Sequence[_Decision], request_id: str | None) -> Batch | None:
+    def _deliver(
+        self,
+        task: str,
+        known: _Task,
+        decided: Sequence[_Decision],
+        request_id: str | None,
+        told: Mapping[str, Any],
+    ) -> Batch | None:
         items_json = [item for decision in decided for item in decision.items_json]
-        told = self._meta_info(known) if items_json else {}
         with self._database.reading():
             finished_ids = known.finished_since + [decision.group.instance_id for decision in decided]
             meta_info = {**told, "finished_groups": finished_ids}
@@ -293,22 +311,28 @@ class ItemStore(Records):
             else:
                 outcome = Outcome.FAILED if reason == REASON_STAGE_ERROR else Outcome.FILTERED
                 self.ledger.close_many(rollout_ids, outcome, reason)
+        if not finished.valid and (known := self._tasks[group.task]).pipeline.custom_meta_info:
+            query = "SELECT no, body FROM items WHERE group_no = ?"
+            known.refused_bodies.update(connection.execute(query, (group.no,)).fetchall())
         if finished.valid:
             query = "UPDATE groups SET delivery_no = ?, count = ?, accepting = 0, due = 0 WHERE no = ?"
             connection.execute(query, (delivery_no, len(finished.item_reasons), group.no))
         else:
             self._drop(group)
 
-    def _meta_info(self, known: _Task) -> dict[str, Any]:
-        """Stage 1 over what came since the last batch. The default needs no more than keys and rewards; a function of
-        somebody else's sees the items."""
+    def _meta_info(self, known: _Task, arrived: int) -> dict[str, Any]:
+        """Stage 1 over what came since the last batch, the first ``arrived`` items. The default needs no more than keys
+        and rewards; a function of somebody else's sees the items, those of refused groups too."""
+        came = known.arrived[:arrived]
+        if not known.pipeline.custom_meta_info:
+            return known.pipeline.meta_info({"instance_id": key, "reward": reward} for _, key, reward in came)
         with self._database.reading() as connection:
-            arrived, known.arrived = known.arrived, []
-            if not known.pipeline.custom_meta_info:
-                return known.pipeline.meta_info({"instance_id": key, "reward": reward} for _, key, reward in arrived)
             query = "SELECT body FROM items WHERE no = ?"
-            rows = [connection.execute(query, (number,)).fetchone() for number, _, _ in arrived]
-        return known.pipeline.meta_info([orjson.loads(row[0]) for row in rows if row is not None])
+            bodies = [
+                known.refused_bodies.get(number) or next(connection.execute(query, (number,)), (None,))[0]
+                for number, _, _ in came
+            ]
+        return known.pipeline.meta_info([orjson.loads(body) for body in bodies if body is not None])
 
     def describe(self, task: str) -> dict[str, Any]:
         """The task type's figures for ``/stats``."""

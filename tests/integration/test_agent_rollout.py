@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -195,14 +196,29 @@ async def test_without_args_the_environment_says_what_is_needed(tmp_path, monkey
         assert [[sample.metadata["uid"] for sample in group] for group in output.samples] == [["0.1.0", "0.1.1"]]
 
 
-async def test_a_loss_mask_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch):
+def test_what_slimes_parser_fills_in_counts_as_nothing_said(monkeypatch):
+    args = SimpleNamespace(rollout_task_type="math", loss_mask_type="qwen", rollout_buffer_url=None)
+    settings = agent_rollout.settings_of(args)
+    assert (settings.task_type, settings.loss_mask_type) == ("math", "auto")
+    monkeypatch.setenv("AGL_SLIME_BUFFER_TASK_TYPE", "sums")
+    monkeypatch.setenv("AGL_SLIME_LOSS_MASK_TYPE", "qwen")
+    settings = agent_rollout.settings_of(args)
+    assert (settings.task_type, settings.loss_mask_type) == ("sums", "qwen")
+    args.rollout_task_type, args.loss_mask_type = "agl", "qwen3"
+    settings = agent_rollout.settings_of(args)
+    assert (settings.task_type, settings.loss_mask_type) == ("agl", "qwen3")
+
+
+@pytest.mark.parametrize("takes", ["messages, tools=None", "messages"])
+async def test_a_loss_mask_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch, takes):
     (tmp_path / "my_masks.py").write_text(
         "from agl_slime.tokens.masks import MaskGenerator\n\n\n"
         "class CustomTaskMask(MaskGenerator):\n"
-        "    def get_loss_mask(self, messages, tools=None):\n"
+        f"    def get_loss_mask(self, {takes}):\n"
         "        return [7, 8, 9], [0, 1, 1]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_masks", raising=False)
     small_tokenizer().save_pretrained(tmp_path / "tokenizer")
     code = GENERATOR.replace('"tokens": [1, 2, 3], "response_length": 2, "rollout_log_probs": [-0.5, -1.0],', "")
     add_generator(tmp_path, "sums", code)

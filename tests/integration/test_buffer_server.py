@@ -138,9 +138,36 @@ async def test_a_full_buffer_asks_writers_to_come_back(tmp_path):
         assert (await client.post("/buffer/write", make_item("3")))[0] == 200
 
 
-@pytest.mark.parametrize("reward", [-0.5, 2.0, -1.0, 100])
-async def test_any_finite_reward_is_trained_on_unless_a_range_is_set(tmp_path, reward):
-    """fault 25: a reward outside of 0 to 1 is no mark of failure."""
+async def test_a_reward_of_minus_one_marks_a_failed_item_unless_it_is_in_the_range(tmp_path):
+    items = [make_item("1", reward=-1), make_item("2", reward=1)]
+    for reward_range, came in ((None, []), ((-1.0, 1.0), [-1, 1])):
+        settings = settings_for(tmp_path, reward_range=reward_range)
+        async with BufferServer(settings=settings) as server, Client(server.url) as client:
+            await client.post("/buffer/write", items)
+            assert [entry["raw_reward"] for entry in await client.read()] == came
+
+
+async def test_what_is_nested_too_deep_to_be_written_again_is_refused(tmp_path):
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        for depth in (240, 260, 800, 1020, 5000):
+            deep = b"[" * depth + b"]" * depth
+            for fields in (
+                b'"extra_info":{"a":%s},"uid":"1"',
+                b'"extra_info":{"a":%s}',
+                b'"instance_id":%s',
+                b'"uid":%s',
+            ):
+                body = b'{"instance_id":"1","messages":[],"reward":1,' + fields % deep + b"}"
+                for data in (body, b"[" + body + b"]"):
+                    status, answer = await client.post("/buffer/write", data=data)
+                    assert status == (200 if depth < 250 and b"extra" in fields else 400), answer
+            status, answer = await client.post("/start_rollout", data=b'{"task_type":"math","x":' + deep + b"}")
+            assert status < 500, answer
+
+
+@pytest.mark.parametrize("reward", [-0.5, 2.0, -1.5, 100])
+async def test_any_other_finite_reward_is_trained_on_unless_a_range_is_set(tmp_path, reward):
+    """A reward outside of 0 to 1 is no mark of failure."""
     async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
         await client.post("/buffer/write", [make_item("1", reward=reward), make_item("2", reward=0)])
         assert [entry["raw_reward"] for entry in await client.read()] == [reward, 0]

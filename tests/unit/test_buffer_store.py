@@ -264,6 +264,28 @@ def test_custom_meta_information_sees_the_items_since_the_last_batch():
     assert seen == [{"a": ["1", "2"], "b": ["3"]}, {"b": ["4"]}]
 
 
+def test_custom_meta_information_comes_before_every_decision_and_sees_what_is_refused():
+    order: list[Any] = []
+
+    def get_group_data_meta_info(temp_data):
+        order.append(sorted(entry["uid"] for items in temp_data.values() for entry in items))
+        return {}
+
+    def filter_item(entry):
+        order.append(entry["uid"])
+        return entry["reward"] >= 0
+
+    functions = {"get_group_data_meta_info": get_group_data_meta_info, "filter_item": filter_item}
+    store = open_store(functions=functions)
+    write(store, item("1", reward=-3), item("2", reward=-3))
+    assert store.read("math") is None
+    assert order == [["1", "2"], "1", "2"]
+    write(store, item("3", "b"), item("4", "b"))
+    order.clear()
+    assert uids(store.read("math")) == ["3", "4"]
+    assert order == [["1", "2", "3", "4"], "3", "4"]
+
+
 def test_a_validity_of_somebody_elses_may_wait_for_more_than_the_group_size():
     functions = {"is_valid_group": lambda group, size: (len(group[1]) >= 3, len(group[1]) >= 3)}
     store = open_store(functions=functions)
