@@ -23,7 +23,7 @@ from agl_slime.buffer.pipeline import GroupPipeline
 from agl_slime.buffer.runs import INTERRUPTED, SHIPPED_GENERATORS, Discovery, GeneratorRun, discover_generators, file_of
 from agl_slime.buffer.settings import BufferSettings
 from agl_slime.buffer.store import Batch, ItemStore
-from agl_slime.errors import BufferRequestError
+from agl_slime.errors import BufferRequestError, DiskFullError
 from agl_slime.support.batching import Batcher
 from agl_slime.support.database import Database
 from agl_slime.support.threads import run_in_thread, run_user_code
@@ -126,7 +126,7 @@ class RolloutBuffer:
     async def _store(self, requests: list[tuple[str, Sequence[WrittenItem]]]) -> Sequence[int | Exception]:
         try:
             return await run_in_thread(self.store.write, requests)
-        except sqlite3.Error as error:  # answered to every writer; none of their items was stored
+        except (sqlite3.Error, DiskFullError) as error:  # answered to every writer; none of their items was stored
             logger.exception("A write could not be stored.")
             raise BufferRequestError(f"the items could not be stored: {error}", status=503) from error
 
@@ -285,7 +285,7 @@ class RolloutBuffer:
             await asyncio.wait({work})  # the stages are done and the delivery is being stored: it must reach its reader
         try:
             return work.result()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, DiskFullError) as error:
             raise BufferRequestError(f"{failure}: {error}", status=503) from error
 
 

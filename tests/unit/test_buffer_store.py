@@ -13,7 +13,7 @@ from agl_slime.buffer.models import parse_items
 from agl_slime.buffer.pipeline import GroupPipeline
 from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.buffer.store import Batch, ItemStore
-from agl_slime.errors import BufferRequestError
+from agl_slime.errors import BufferRequestError, DiskFullError
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
 
@@ -326,7 +326,7 @@ def test_a_hand_out_that_cannot_be_stored_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(
         store, "_finalize", lambda *args: (_ for _ in ()).throw(sqlite3.OperationalError("database or disk is full"))
     )
-    with pytest.raises(sqlite3.OperationalError):
+    with pytest.raises(DiskFullError):
         store.read("math")
     monkeypatch.undo()
     assert uids(store.read("math")) == ["1", "2"]
@@ -342,7 +342,7 @@ def test_a_write_that_cannot_be_stored_leaves_no_trace(tmp_path, monkeypatch):
         raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr(store, "_insert", full)
-    with pytest.raises(sqlite3.OperationalError):
+    with pytest.raises(DiskFullError):
         write(store, item("2"))
     monkeypatch.undo()
     assert store.held_items == 1
