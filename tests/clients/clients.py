@@ -1,0 +1,247 @@
+"""Programs of Python's clients, one question and one tool each: python clients.py NAME. The gateway's address is
+BASE_URL. They run in a process of their own, so that they need not share the package's environment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+BASE_URL = os.environ["BASE_URL"]
+ROOT = BASE_URL.removesuffix("/v1")
+QUESTION = "Weather in Rome?"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "How the weather is.", "parameters": SCHEMA}}
+os.environ |= {"OPENAI_API_KEY": "any", "OPENAI_BASE_URL": BASE_URL, "ANTHROPIC_API_KEY": "any"}
+
+
+def weather(city: str) -> str:
+    """How the weather is.
+
+    Args:
+        city: Where.
+    """
+    return f"sunny in {city}"
+
+
+def anthropic_runner(stream: bool = False) -> str:
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=ROOT, api_key="any", max_retries=0)
+    runner = client.beta.messages.tool_runner(
+        model="m",
+        max_tokens=200,
+        tools=[anthropic.beta_tool(weather)],
+        messages=[{"role": "user", "content": QUESTION}],
+        stream=stream,
+    )
+    if stream:
+        for part in runner:
+            last: Any = part.get_final_message()
+    else:
+        last = runner.until_done()
+    return "".join(block.text for block in last.content if block.type == "text")
+
+
+def instructor_(mode: str) -> str:
+    import instructor
+    from openai import OpenAI
+    from pydantic import BaseModel
+
+    class Weather(BaseModel):
+        city: str
+
+    client = instructor.from_openai(OpenAI(base_url=BASE_URL, max_retries=0), mode=instructor.Mode[mode])
+    return client.chat.completions.create(
+        model="m", response_model=Weather, messages=[{"role": "user", "content": QUESTION}], max_retries=0
+    ).city
+
+
+def langchain_anthropic() -> str:
+    from langchain_anthropic import ChatAnthropic
+
+    return _langchain(ChatAnthropic(model="claude-sonnet-4-5", base_url=ROOT, max_retries=0))
+
+
+def langchain_openai_responses() -> str:
+    from langchain_openai import ChatOpenAI
+
+    return _langchain(ChatOpenAI(model="m", use_responses_api=True, max_retries=0))
+
+
+def _langchain(model: Any) -> str:
+    from langchain_core.messages import HumanMessage, ToolMessage
+
+    bound, messages = model.bind_tools([weather]), [HumanMessage(QUESTION)]
+    while True:
+        messages.append(said := bound.invoke(messages))
+        if not said.tool_calls:
+            return said.text if isinstance(said.text, str) else said.text()
+        messages += [ToolMessage(weather(**call["args"]), tool_call_id=call["id"]) for call in said.tool_calls]
+
+
+def dspy() -> str:
+    import dspy
+
+    model = dspy.LM("openai/m", api_base=BASE_URL, api_key="any", cache=False, num_retries=0)
+    dspy.configure(lm=model, adapter=dspy.ChatAdapter())
+    return dspy.Predict("question -> answer")(question=QUESTION).answer
+
+
+def haystack() -> str:
+    from haystack.components.agents import Agent
+    from haystack.components.generators.chat import OpenAIChatGenerator
+    from haystack.dataclasses import ChatMessage
+    from haystack.tools import Tool
+
+    tool = Tool(name="weather", description="How.", parameters=SCHEMA, function=weather)
+    agent = Agent(chat_generator=OpenAIChatGenerator(model="m", api_base_url=BASE_URL, max_retries=0), tools=[tool])
+    return agent.run(messages=[ChatMessage.from_user(QUESTION)])["messages"][-1].text
+
+
+def agno() -> str:
+    from agno.agent import Agent
+    from agno.models.openai.like import OpenAILike
+
+    return Agent(model=OpenAILike(id="m", base_url=BASE_URL, api_key="any"), tools=[weather]).run(QUESTION).content
+
+
+def llama_index() -> str:
+    from llama_index.core.agent.workflow import FunctionAgent
+    from llama_index.llms.openai_like import OpenAILike
+
+    llm = OpenAILike(
+        model="m", api_base=BASE_URL, api_key="any", is_chat_model=True, is_function_calling_model=True, max_retries=0
+    )
+
+    async def run() -> str:
+        return str(await FunctionAgent(tools=[weather], llm=llm, system_prompt="Be brief.").run(QUESTION))
+
+    return asyncio.run(run())
+
+
+def magentic() -> str:
+    import magentic
+
+    model = magentic.OpenaiChatModel("m", base_url=BASE_URL, api_key="any")
+    return str(magentic.Chat([magentic.UserMessage(QUESTION)], model=model).submit().last_message.content)
+
+
+def aisuite() -> str:
+    import aisuite
+
+    client = aisuite.Client({"openai": {"base_url": BASE_URL, "api_key": "any"}})
+    messages = [{"role": "user", "content": QUESTION}]
+    answer = client.chat.completions.create(model="openai:m", messages=messages, tools=[weather], max_turns=3)
+    return answer.choices[0].message.content
+
+
+def llm_() -> str:
+    from llm.default_plugins.openai_models import Chat
+
+    model = Chat("m", model_name="m", api_base=BASE_URL, supports_tools=True)
+    model.key = "any"
+    return model.chain(QUESTION, tools=[weather], stream=False, key="any").text()
+
+
+def griptape() -> str:
+    from griptape.drivers.prompt.openai import OpenAiChatPromptDriver
+    from griptape.structures import Agent
+
+    agent = Agent(prompt_driver=OpenAiChatPromptDriver(model="m", base_url=BASE_URL, api_key="any"))
+    return agent.run(QUESTION).output.value
+
+
+def qwen_agent() -> str:
+    from qwen_agent.agents import Assistant
+    from qwen_agent.tools.base import BaseTool, register_tool
+
+    @register_tool("weather")
+    class Weather(BaseTool):
+        description = "How."
+        parameters = SCHEMA
+
+        def call(self, params: Any, **_: Any) -> str:
+            return weather(**self._verify_json_format_args(params))
+
+    bot = Assistant(llm={"model": "m", "model_server": BASE_URL, "api_key": "any"}, function_list=["weather"])
+    return bot.run_nonstream(messages=[{"role": "user", "content": QUESTION}])[-1]["content"]
+
+
+def phidata() -> str:
+    from phi.agent import Agent
+    from phi.model.openai.like import OpenAILike
+
+    return Agent(model=OpenAILike(id="m", base_url=BASE_URL, api_key="any"), tools=[weather]).run(QUESTION).content
+
+
+def outlines() -> str:
+    import openai
+    import outlines
+
+    return outlines.from_openai(openai.OpenAI(base_url=BASE_URL), "m")(QUESTION)
+
+
+def mirascope() -> str:
+    from mirascope import llm
+
+    llm.register_provider("openai:completions", scope="openai/", base_url=BASE_URL, api_key="any")
+
+    @llm.tool
+    def weather(city: str) -> str:
+        """How the weather is."""
+        return f"sunny in {city}"
+
+    @llm.call("openai/m:completions", tools=[weather])
+    def ask() -> str:
+        return QUESTION
+
+    said = ask()
+    while said.tool_calls:
+        said = said.resume(said.execute_tools())
+    return said.text()
+
+
+def openai_stream_helper() -> str:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=BASE_URL, max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    while True:
+        with client.chat.completions.stream(model="m", messages=messages, tools=[TOOL]) as stream:
+            said = stream.get_final_completion().choices[0].message
+        if not said.tool_calls:
+            return said.content or ""
+        messages.append(said)
+        for call in said.tool_calls:
+            result = weather(**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+PROGRAMS = {
+    "anthropic-runner": anthropic_runner,
+    "anthropic-runner-streamed": lambda: anthropic_runner(True),
+    "instructor-tools": lambda: instructor_("TOOLS"),
+    "instructor-json": lambda: instructor_("JSON"),
+    "instructor-schema": lambda: instructor_("JSON_SCHEMA"),
+    "langchain-anthropic": langchain_anthropic,
+    "langchain-responses": langchain_openai_responses,
+    "dspy": dspy,
+    "haystack": haystack,
+    "agno": agno,
+    "llama-index": llama_index,
+    "magentic": magentic,
+    "aisuite": aisuite,
+    "llm": llm_,
+    "griptape": griptape,
+    "qwen-agent": qwen_agent,
+    "phidata": phidata,
+    "outlines": outlines,
+    "mirascope": mirascope,
+    "openai-stream-helper": openai_stream_helper,
+}
+
+if __name__ == "__main__":
+    print(PROGRAMS[sys.argv[1]]())
