@@ -22,8 +22,12 @@ pytest.importorskip("torch", reason="needs agl-slime[local]")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_no_task_is_lost_or_trained_on_twice_when_train_is_killed(tmp_path: Path, max_staleness: int) -> None:
-    result = run(tmp_path, kills=4, seed=3, limit_s=300, max_staleness=max_staleness)
+@pytest.mark.parametrize("flags", ["", "--drop-zero-variance"])
+def test_no_task_is_lost_or_trained_on_twice_when_train_is_killed(
+    tmp_path: Path, max_staleness: int, flags: str
+) -> None:
+    result = run(tmp_path, kills=4, seed=3, limit_s=300, max_staleness=max_staleness, flags=flags)
+    assert result.findings == []
     assert (result.lost, result.twice, result.leftovers) == ([], [], [])
     assert result.optimizer_steps[0] == result.optimizer_steps[1] > 0
     assert result.adds_up
