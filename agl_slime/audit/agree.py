@@ -8,7 +8,7 @@ import hashlib
 import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -56,27 +56,37 @@ class _Run:
         self.claims: dict[tuple[str, str], tuple[str, Any]] = {}
         self.lines = {name: self._read(name) for name in SHAPES}
         self.versions = {at.record["iteration"]: str(at.record["weights/version"]) for _, at in self.lines[_METRICS]}
+        self.pushed = {"0": 0}  # after which iteration
+        for iteration, version in sorted(self.versions.items()):
+            self.pushed.setdefault(version, iteration)
         self.last = max(self.versions, default=0)
         self.trained = {one for _, line in self.lines[_TRAINED] for one in line.record["rollouts"]}
         self.groups = {one for _, line in self.lines[_GROUPS] for one in line.record["rollouts"]}
         self.kept = {line.record["rollout_id"] for _, line in self.lines[_ROLLOUTS]}
-        # of a group that was ready before a restart, only the members to train on are known, and none of its names
-        lines = [line.record for _, line in self.lines[_GROUPS]]
-        self.restored = {line["instance_id"] for line in lines if line["group_id"] in line["rollouts"]}
+        self.batches: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+        for _, line in self.lines[_TRAINED]:
+            self.batches[line.record["iteration"]].append(line.record)
+        self.collected: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+        for _, line in self.lines[_GROUPS]:
+            if not line.record.get("restored"):
+                self.collected[line.record["collected"]].append(line.record)
+        self.ends: defaultdict[str, list[int]] = defaultdict(list)
         self.rows: dict[str, tuple[Any, ...]] = {}
         self.noted: set[int] = set()
 
     def look(self) -> Audit:
         ledger = self._ledger() if (self.path / _LEDGER).exists() else {}
         self._summary(ledger)
-        for look in (self._trained, self._group, self._rollout, self._metrics):
-            name = {"_trained": _TRAINED, "_group": _GROUPS, "_rollout": _ROLLOUTS}.get(look.__name__, _METRICS)
+        looks = {_TRAINED: self._trained, _GROUPS: self._group, _ROLLOUTS: self._rollout, _METRICS: self._metrics}
+        for name, look in looks.items():
             for where, line in self.lines[name]:
                 look(where, line.record)
         self._iterations()
-        self._ends()
+        if self.rows:
+            self._ends()
         for directory in sorted((self.path / "checkpoints").glob("step_*")):
-            self._checkpoint(directory)
+            if directory.is_dir() and directory.name.removeprefix("step_").isdecimal():
+                self._checkpoint(directory)
         tokens = sum(one[2] for _, line in self.lines[_TRAINED] for one in line.record["samples"])
         counts = {"iterations": len(self.versions), "rollouts": len(self.groups), "kept whole": len(self.kept)}
         self.result.counts = {**counts, "tokens trained": tokens}
@@ -126,7 +136,7 @@ class _Run:
             if state == 2 and outcome is not None:
                 self._claim(_LEDGER, f"rollout {name}", outcome=outcome, reason=reason, task=task)
         for task, closed in finished:
-            self._claim(_LEDGER, f"task {task}", ends=[*self.claims.pop((f"task {task}", "ends"), (0, []))[1], closed])
+            self.ends[task].append(closed)
         told = {f"{kind} {reason}".strip(): n for kind, reason, n in counts}
         here = Counter(("open", "ready")[row[2]] if row[2] < 2 else f"closed:{row[3]} {row[4]}".strip() for row in rows)
         self._claim(f"{_LEDGER} counts", "the ledger", opened=told.pop("opened", 0))
@@ -153,9 +163,8 @@ class _Run:
                 self._claim(_SUMMARY, "the run", ledger=+Counter(summary.get("ledger") or {}))
             self._claim(_SUMMARY, "the run", iterations=summary.get("iterations"))
 
-    def _pushed(self, where: str, iteration: int, versions: Any) -> None:
-        known = {"0", *(version for at, version in self.versions.items() if at < iteration)}
-        for version in sorted(set(map(str, versions)) - known):
+    def _pushed(self, where: str, iteration: int, versions: Iterable[str]) -> None:
+        for version in sorted(version for version in versions if self.pushed.get(version, iteration) >= iteration):
             self._say(where, f"weights of version {version} were not pushed before iteration {iteration}")
 
     def _trained(self, where: str, record: dict[str, Any]) -> None:
@@ -233,18 +242,17 @@ class _Run:
         about = f"iteration {iteration}"
         self._once(where, about, "finished")
         self._claim(where, about, **{name: record.get(name) for name in ("rollout/reward_mean", "weights/version")})
-        lines = [line.record for _, line in self.lines[_TRAINED] if line.record["iteration"] == iteration]
-        samples = [sample for line in lines for sample in line["samples"]]
+        samples = [sample for line in self.batches[iteration] for sample in line["samples"]]
         tokens = sum(sample[2] for sample in samples)
         found = {"train/tokens_trained": tokens, "rollout/tokens_under_mask": tokens, "train/samples": len(samples)}
-        found["train/rollouts"] = sum(len(line["rollouts"]) for line in lines)
-        policy = max((int(v) for at, v in self.versions.items() if at < iteration and v.isdecimal()), default=0)
+        found["train/rollouts"] = sum(len(line["rollouts"]) for line in self.batches[iteration])
+        before = self.versions.get(iteration - 1, "0")
+        policy = int(before) if before.isdecimal() else 0
         ages = [policy - int(version) for one in samples for version in one[3] if version.isdecimal()]
         found |= {"rollout/staleness_max": max(ages)} if ages else {}
         found = found if (self.path / _TRAINED).exists() else {}
-        groups = [line.record for _, line in self.lines[_GROUPS] if line.record["collected"] == iteration]
         if (self.path / _GROUPS).exists():
-            found |= _sums([group for group in groups if not group.get("restored")])
+            found |= _sums(self.collected[iteration])
         named = {name for name in record if name.startswith(("rollout/failed/", "rollout/dropped/"))}
         for name in sorted({*found, *named}):
             if not _same(record.get(name) or 0, found.get(name) or 0):
@@ -252,12 +260,11 @@ class _Run:
 
     def _iterations(self) -> None:
         version = "0"
-        trained = {line.record["iteration"] for _, line in self.lines[_TRAINED]}
         for iteration in range(1, self.last + 1):
             if iteration not in self.versions:
                 self._say(_METRICS, f"there is no line of iteration {iteration}")
             elif (self.path / _TRAINED).exists():
-                version = str(iteration) if iteration in trained else version
+                version = str(iteration) if self.batches[iteration] else version
                 self._claim(_TRAINED, f"iteration {iteration}", **{"weights/version": version})
 
     def _ends(self) -> None:
@@ -265,28 +272,25 @@ class _Run:
         of_task: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
         for row in self.rows.values():
             of_task[row[1]].append(row)
+        groups = {line.record["instance_id"]: line.record for _, line in self.lines[_GROUPS]}
         written = max((row[5] or 0 for name, row in self.rows.items() if name in self.groups), default=0)
-        tasks = {subject.removeprefix("task ") for subject, what in self.claims if what in ("ends", "finalized")}
-        for task in sorted((tasks | {row[1] for row in self.rows.values()}) - {None}) if self.rows else ():
-            rows, ends = of_task[task], self.claims.get((f"task {task}", "ends"), ("", []))[1]
-            if len(ends) > 1:
-                self._say(_LEDGER, f"task {task} has {len(ends)} ends")
+        for task in sorted({*of_task, *self.ends, *groups} - {None}):
+            rows, ends, group = of_task[task], self.ends[task], groups.get(task)
             cut_off = any(row[4] in _CUT_OFF or row[2] < 2 for row in rows)
-            if (
-                not ends
-                and (self.result.finished or not cut_off)
-                and (rows or (f"task {task}", "finalized") in self.claims)
-            ):
-                self._say(_LEDGER, f"task {task} has no end")
+            if len(ends) > 1 or (not ends and (self.result.finished or not cut_off) and (rows or group)):
+                self._say(_LEDGER, f"task {task} has {len(ends)} ends")
             closed = {row[5] for row in rows if row[3] in ("trained", "filtered", "stale")}
             if ends and closed and closed != {*ends}:
                 self._say(_LEDGER, f"task {task} ended as number {ends}, its rollouts as {sorted(closed)}")
-            late = not self.result.finished and min(ends, default=0) >= written
-            if ends and not late and (f"task {task}", "finalized") not in self.claims:
+            if not ends or (not self.result.finished and min(ends) >= written):
+                continue
+            if group is None:
                 self._say(_LEDGER, f"task {task} has an end, and groups.jsonl has no line of it")
-            for row in rows if ends and not late and not cut_off else ():
-                if row[0] not in self.groups and not (task in self.restored and row[3] in ("failed", "cancelled")):
-                    self._say(_LEDGER, f"rollout {row[0]} of task {task} is not in groups.jsonl")
+            # of a group that was ready before a restart, only the members to train on are known, and not its name
+            known = ("failed", "cancelled") if group is not None and group["group_id"] in group["rollouts"] else ()
+            missing = [] if cut_off else [row[0] for row in rows if row[0] not in self.groups and row[3] not in known]
+            for name in missing:
+                self._say(_LEDGER, f"rollout {name} of task {task} is not in groups.jsonl")
         for name, row in self.rows.items():
             if row[3] == "trained" and name not in self.trained and (self.result.finished or row[5] <= written):
                 self._say(_LEDGER, f"rollout {name} is trained, and trained.jsonl does not know it")

@@ -90,7 +90,8 @@ class RolloutWriter:
             self._best = max(map(_best, iter_jsonl(self._groups_file.path)), default=self._best)
         elif isinstance(event, GroupsRestored):
             known = self._written_until(event.iteration)
-            self._collected(event.iteration, [g for g in event.groups if known.isdisjoint(_ids(g))])
+            waiting = [group for group in event.groups if known.isdisjoint(_ids(group))]
+            self._collected(event.iteration, waiting, restored=True)
         elif isinstance(event, BatchTrained):
             self._trained(event)
         elif isinstance(event, IterationFinished):
@@ -114,8 +115,8 @@ class RolloutWriter:
         for alarm in find_alarms_of_step(lines, best=self._best):
             self._warn(f"{alarm.text}; try {alarm.advice}", f"{alarm.kind}:{alarm.about}")
 
-    def _collected(self, iteration: int, groups: Sequence[Any]) -> list[dict[str, Any]]:
-        lines = [describe_group(group, collected=iteration) for group in groups]
+    def _collected(self, iteration: int, groups: Sequence[Any], **more: Any) -> list[dict[str, Any]]:
+        lines = [{**describe_group(group, collected=iteration), **more} for group in groups]
         members = {member.rollout_id: member for group in groups for member in group.members}
         labels: dict[str, str] = {}
         if self.tokenizer is not None and self._keep == "all":
