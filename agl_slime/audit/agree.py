@@ -169,7 +169,8 @@ class _Run:
 
     def _trained(self, where: str, record: dict[str, Any]) -> None:
         iteration, sealed = record["iteration"], defaultdict(list)
-        self._once(where, f"task {record['instance_id']}", "trained on")
+        if record["instance_id"] is not None:
+            self._once(where, f"task {record['instance_id']}", "trained on")
         for name, digest, n, versions in record["samples"]:
             sealed[name].append([digest, n, versions])
             self._pushed(where, iteration, versions)
@@ -189,7 +190,8 @@ class _Run:
 
     def _group(self, where: str, record: dict[str, Any]) -> None:
         self._once(where, f"group {record['group_id']}", "finalized")
-        self._once(where, f"task {record['instance_id']}", "finalized")
+        if record["instance_id"] is not None:
+            self._once(where, f"task {record['instance_id']}", "finalized")
         self._pushed(where, record["iteration"], record["weight_versions"])
         columns = ("rollouts", "rewards", "outcomes", "reasons", "tokens", "turns", "samples", "sealed")
         if len({len(record[name]) for name in columns}) > 1 or record["ready"] == bool(record["code"]):
