@@ -31,7 +31,7 @@ from agl_slime.tokens.codec import TokenArray
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import Message
-from agl_slime.tokens.tokenizer import ChatTokenizer
+from agl_slime.tokens.tokenizer import ChatTokenizer, special_tokens
 from agl_slime.trace import attributes as names
 
 SpanSink = Callable[[str, dict[str, Any], float], None]
@@ -226,7 +226,7 @@ class Attempt:
         if not trained:
             untrained = f"role:{role}"
         opens = None if call.raw else tree.template.opens_thinking
-        reads = Reading(opens, None if silent else parser, sampling.stop)
+        reads = Reading(opens, None if silent else parser, sampling.stop, special_tokens(tokenizer))
         match = tree.find(call.messages)
         self._clock += 1
         begun = self._clock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +16,23 @@ from agl_slime.tokens.template import Message
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the text of an answer becomes its parts. ``opened`` is ``None`` where it stays as it is."""
+    """How the text of an answer becomes its parts. ``opened`` is ``None`` where it stays as it is; ``special`` are
+    tokens that are no text, where no call may be written with them."""
 
     opened: bool | None
     parser: ToolParser | None
     stops: tuple[str, ...]
+    special: re.Pattern[str] | None = None
 
     def visible(self, text: str) -> tuple[str, str]:
-        return visible(text, opened=self.opened, parser=self.parser, stops=self.stops)
+        return visible(self._text(text), opened=self.opened, parser=self.parser, stops=self.stops)
+
+    def _text(self, text: str) -> str:
+        return text if self.special is None or self.opened is None or self.parser else self.special.sub("", text)
 
     def choice(self, generation: Any, call: Call, session: RolloutSession) -> tuple[Choice, dict[str, str]]:
         """The parts, and the ids of calls, as served and as written."""
-        reasoning, content, _ = split_thinking(generation.text, opened=self.opened)
+        reasoning, content, _ = split_thinking(self._text(generation.text), opened=self.opened)
         cut = generation.finish_reason == "abort"
         if cut:  # what its reader saw
             reasoning, content = self.visible(generation.text)

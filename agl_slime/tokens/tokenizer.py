@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -50,6 +52,14 @@ def longest_prefix(tokenizer: ChatTokenizer, ids: list[int], text: str) -> tuple
     while length and not text.startswith(decoded(length)):
         length -= 1
     return length, decoded(length)
+
+
+@functools.lru_cache(maxsize=8)
+def special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
+    """What is skipped when text is shown to people, but for the marks of thinking."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    special = {token.content for token in added if token.special} - {"<think>", "</think>"}
+    return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
 
 
 _loaded: dict[str, Any] = {}

@@ -65,3 +65,12 @@ def test_an_end_mark_that_is_sampled_at_the_limit_is_no_text(stream: bool) -> No
         assert first.response_ids[-1] == case.tokenizer.eos_token_id
         assert case.tokenizer.decode(second.prompt_ids[first.length :]).startswith("\n<|im_start|>user")
         assert len(case.segments) == 1
+
+
+def test_a_special_token_in_an_answer_is_no_text_and_is_kept_in_the_next_prompt() -> None:
+    with serving("Forty<|im_start|> two", "Yes.") as case:
+        said, pieces = streamed(case)
+        assert said.message.content == "".join(pieces) == "Forty two"
+        streamed(case, [*HELLO, {"role": "assistant", "content": "Forty two"}, *HELLO])
+        assert len(case.segments) == 1
+        trained_once(case.turns, case.segments)
