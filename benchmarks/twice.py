@@ -1,7 +1,7 @@
 """The lookup agent with the ``openai`` client, which asks for each first answer twice and throws the first one away:
 what ``--branches`` is compared with.
 
-    python -m benchmarks.learning --seeds 6 --agent benchmarks/twice.py:twice -- --num-iterations 10 --branches leaves
+    python -m benchmarks.learning --seeds 6 --agent benchmarks/twice.py:twice -- --num-iterations 10 --branches used
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ from typing import Literal
 
 from agl_slime.support.ranges import check_ranges
 
-Branches = Literal["all", "leaves", "last"]
+Branches = Literal["all", "used", "last"]
 Constraints = Literal["mask", "drop", "refuse"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """``branches``: which answers of a rollout are trained: ``leaves``, without those that were asked for again later
+    """``branches``: which answers of a rollout are trained: ``used``, without those that were asked for again later
     and that nothing went on from; ``all``; ``last``, the conversation with the last answer. ``constraints``: what
     becomes of JSON schemas, regular expressions and tool choices that force a call, under which the engine's log-probs
     are not the policy's: ``drop`` samples freely, ``mask`` obeys and does not train those tokens, ``refuse`` answers
@@ -28,7 +28,7 @@ class GatewaySettings:
 
     host: str = "127.0.0.1"
     port: int = 0
-    branches: Branches = "leaves"
+    branches: Branches = "used"
     constraints: Constraints = "drop"
     untrained_models: tuple[str, ...] = ()
     trained_models: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class GatewaySettings:
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            ("branches", lambda value: value in ("all", "leaves", "last"), "one of all, leaves, last"),
+            ("branches", lambda value: value in ("all", "used", "last"), "one of all, used, last"),
             ("constraints", lambda value: value in ("mask", "drop", "refuse"), "one of mask, drop, refuse"),
             ("max_turns max_trajectory_tokens max_in_flight max_requests", lambda value: value > 0, "above 0"),
             ("port", lambda value: 0 <= value <= 65_535, "from 0, which takes a free one, to 65535"),

@@ -111,8 +111,8 @@ class TrainConfig:
     """Scheduler that decides what follows each answer, by the name it is registered under."""
     max_turns: int | None = None
     """Most answers of one rollout."""
-    branches: Branches = "leaves"
-    """Answers of agents that talk to the gateway that are trained: leaves (without those that were asked for again and
+    branches: Branches = "used"
+    """Answers of agents that talk to the gateway that are trained: used (without those that were asked for again and
     not gone on from), all, or last (the conversation with the last answer)."""
     constraints: Constraints = "drop"
     """What becomes of JSON schemas and forced calls of tools: drop (sampled freely and trained), mask (obeyed and not

@@ -21,7 +21,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition, FinishedFeed
 from agl_slime.support.agl import LightningStoreServer, Rollout, Span
-from agl_slime.support.net import has_token, is_loopback, page_refusal, require_token
+from agl_slime.support.net import has_token, is_loopback, page_refusal, require_own_address, require_token
 from agl_slime.support.threads import run_blocking
 
 BATCH_PATH = "/agl_slime/v1/batch"
@@ -45,6 +45,7 @@ class StoreService:
 
     def __init__(self, *, store: BridgeStore, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
         require_token(host, token, setting=TOKEN_VARIABLE)
+        require_own_address(host)
         from agentlightning.utils.server_launcher import PythonServerLauncherArgs
 
         self.feed = FinishedFeed()

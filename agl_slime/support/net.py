@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import socket
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
@@ -16,6 +17,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def require_own_address(host: str) -> None:
+    """Raises ``ConfigError`` when this machine cannot listen on ``host``."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"host {host!r} is no address of this machine: name one of its own, or 127.0.0.1") from error
 
 
 def require_token(host: str, token: str | None, *, setting: str) -> None:

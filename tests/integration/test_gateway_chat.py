@@ -285,7 +285,7 @@ def test_a_summary_of_the_context_is_a_compaction_and_other_tools_an_edit() -> N
         trained_once(case.turns, case.segments)
 
 
-@pytest.mark.parametrize(("branches", "untrained"), [("all", None), ("leaves", [0]), ("last", [0])])
+@pytest.mark.parametrize(("branches", "untrained"), [("all", None), ("used", [0]), ("last", [0])])
 def test_answers_that_were_thrown_away(branches: Any, untrained: list[int] | None) -> None:
     with serving("bad", "good", "end", settings=GatewaySettings(branches=branches)) as case:
         ask(case)

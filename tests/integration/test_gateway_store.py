@@ -159,7 +159,7 @@ def test_it_is_closed_by_default(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_settings_that_are_none_say_so() -> None:
     wrong: Any = {"branches": "some"}
-    with pytest.raises(ConfigError, match="branches must be one of all, leaves, last"):
+    with pytest.raises(ConfigError, match="branches must be one of all, used, last"):
         GatewaySettings(**wrong)
     with pytest.raises(ConfigError, match="max_turns must be above 0"):
         GatewaySettings(max_turns=0)

@@ -164,7 +164,7 @@ async def storm(seed: int, *, rollouts: int, clients: int, steps: int) -> int:
     tokenizer = chat_tokenizer("qwen", "chatml")
     engine = StormyEngine(tokenizer, rng)
     llm = LLM(endpoint="http://127.0.0.1:9", model="m", sampling_parameters={"max_new_tokens": 4096})
-    settings = GatewaySettings(max_in_flight=4, branches=rng.choice(("leaves", "all", "last")))
+    settings = GatewaySettings(max_in_flight=4, branches=rng.choice(("used", "all", "last")))
     with Gateway(settings, access=_Access(tokenizer, engine)) as gateway:
         spans: list[list[Any]] = [[] for _ in range(rollouts)]
         opened = [gateway.open(f"ro-{n}", "at", {"main_llm": llm}, writer(own)) for n, own in enumerate(spans)]

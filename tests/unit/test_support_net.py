@@ -3,6 +3,8 @@
 import pytest
 
 from agl_slime.errors import ConfigError
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.server import StoreService
 from agl_slime.support.net import has_token, is_loopback, require_token
 
 
@@ -30,3 +32,11 @@ def test_only_the_token_opens(header):
     assert not has_token(header, "secret")
     assert has_token("Bearer secret", "secret")
     assert has_token(header, None)
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid", "x" * 70])
+def test_an_address_of_another_machine_is_named_before_anything_listens(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"host '{host}' is no address of this machine"):
+        StoreService(store=BridgeStore(), host=host, token="t" * 20)
+    for own in ("127.0.0.1", "0.0.0.0", "localhost"):
+        StoreService(store=BridgeStore(), host=own, token="t" * 20)
