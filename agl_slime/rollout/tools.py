@@ -2,9 +2,10 @@
 
 A function's schema is told from its signature and docstring (``Args:``) by pydantic, which also checks what the model
 gives: numbers, strings, lists, ``Literal``, ``Optional``, enums, dataclasses, pydantic models. An object has ``schema``
-(``{"name", "description", "parameters"}``, or OpenAI's form around it) and is called with the arguments. A class is
-instantiated for each rollout, with the task when its constructor takes one parameter: that is how a tool has a state,
-and a sandbox that its ``aclose`` closes. Functions and methods may be async; others run in threads.
+(``{"name", "description", "parameters"}``, or OpenAI's form around it) and is called with the arguments; one that has
+``tool_info()`` in its place is called with its name and a dict of them. A class is instantiated for each rollout, with
+the task when its constructor takes one parameter: that is how a tool has a state, and a sandbox that its ``aclose``
+closes. Functions and methods may be async; others run in threads.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class ToolManager:
 
     def __init__(
         self,
-        tools: Iterable[Any] = (),
+        tools: Iterable[Any] | Mapping[str, Any] | None = (),
         *,
         timeout_s: float = 60.0,
         max_result_chars: int | None = None,
@@ -84,7 +85,7 @@ class ToolManager:
         self._tools: dict[str, _Tool] = {}
         self._open: list[Any] = []
         self._closed = False
-        for tool in tools:
+        for tool in tools.values() if isinstance(tools, Mapping) else tools or ():
             self.register(tool)
 
     def register(self, tool: Any) -> None:
@@ -160,7 +161,9 @@ class ToolManager:
 
 
 def _tool_of(tool: Any) -> _Tool:
-    given = getattr(tool, "schema", None)
+    given, function = getattr(tool, "schema", None), tool
+    if by_name := given is None and hasattr(tool, "tool_info"):  # as twinkle has them
+        given = tool.tool_info
     if given is not None:
         given = given() if callable(given) else given
         schema = given.get("function", given) if isinstance(given, Mapping) else {}
@@ -168,13 +171,16 @@ def _tool_of(tool: Any) -> _Tool:
             raise ConfigError(f"the schema of a tool must have name, description and parameters, got {given!r:.200}")
         if not callable(tool):
             raise ConfigError(f"tool {schema['name']!r} cannot be called; give its class a __call__")
-        schema = {"parameters": {"type": "object", "properties": {}}, **schema}
+        nothing = {"type": "object", "properties": {}, **({"additionalProperties": True} if by_name else {})}
+        schema = {**schema, "parameters": schema.get("parameters") or nothing}
+        if by_name:
+            function = lambda **arguments: tool(schema["name"], arguments)  # noqa: E731
         arguments = _arguments_of_schema(schema["parameters"])
     elif callable(tool) and hasattr(tool, "__name__"):
         schema, arguments = _inspected(tool)
     else:
         raise ConfigError(f"a tool must be a function, a class or a callable object with a schema, got {tool!r:.200}")
-    return _Tool(schema, tool, arguments)
+    return _Tool(schema, function, arguments)
 
 
 _inspections: WeakKeyDictionary[Any, tuple[dict[str, Any], _Arguments]] = WeakKeyDictionary()

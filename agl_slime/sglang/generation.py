@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
@@ -36,8 +36,8 @@ _first, _second = itemgetter(0), itemgetter(1)
 class SamplingParams:
     """How to sample one generation; the names are SGLang's.
 
-    ``max_new_tokens`` counts the tokens of one call, resumed parts included. ``extra`` is sent as it stands (``regex``
-    and the like).
+    ``max_new_tokens`` counts the tokens of one call, resumed parts included; ``max_tokens`` is another name for it.
+    ``stop`` may be one string, or token ids. ``extra`` is sent as it stands (``regex`` and the like).
     """
 
     temperature: float = 1.0
@@ -48,8 +48,15 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: InitVar[int | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, max_tokens: int | None) -> None:
+        if max_tokens is not None:
+            object.__setattr__(self, "max_new_tokens", max_tokens)
+        stops: tuple[Any, ...] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        ids = tuple(stop for stop in stops if isinstance(stop, int))
+        object.__setattr__(self, "stop", tuple(stop for stop in stops if not isinstance(stop, int)))
+        object.__setattr__(self, "stop_token_ids", (*self.stop_token_ids, *ids))
         check_ranges(
             self,
             ("temperature", lambda value: 0 <= value < math.inf, "a finite number of at least 0"),

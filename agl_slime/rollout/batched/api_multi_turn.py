@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
-from agl_slime.rollout.batched.multi_turn import Rollout, Trajectory
+from agl_slime.rollout.batched.multi_turn import Trajectory, TurnsRollout
 from agl_slime.rollout.scheduler import StopReason
 from agl_slime.rollout.session import Answer, Session
 from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolCall, get_tool_parser, read_object
@@ -51,10 +51,11 @@ class OpenAI:
         return {name: value for name, value in self.__dict__.items() if name != "_client"}  # belongs to a process
 
 
-class APIMultiTurnRollout(Rollout):
+class APIMultiTurnRollout(TurnsRollout):
     """Rollouts over an API, each trajectory in a thread of its own, at most ``concurrency`` at the same time; other
-    ``options`` are those of ``Rollout``. Of ``sampling_params`` temperature, top_p, max_new_tokens and stop are
-    sent, and ``extra_body``. Without ``tool_parser`` only the server's own ``tool_calls`` count.
+    ``options`` are those of ``TurnsRollout``. Of ``sampling_params`` temperature, top_p, stop and max_new_tokens are
+    sent (its default is not: the server's own limit holds then), and ``extra_body``. Without ``tool_parser`` only the
+    server's own ``tool_calls`` count.
 
     A trajectory comes back with its own keys and ``messages``, ``turns``, ``truncated``, ``tools_called`` and
     ``stop_reason``: ``stop`` (an answer without calls), ``length``, ``max_turns``, or ``api_error`` (the API or a tool
@@ -78,7 +79,8 @@ class APIMultiTurnRollout(Rollout):
         options: dict[str, Any] = {"extra_body": self._extra_body} if self._extra_body else {}
         if sampling is not None:
             options |= {name: getattr(sampling, name) for name in ("temperature", "top_p")}
-            options |= {"max_tokens": sampling.max_new_tokens}
+            if sampling.max_new_tokens != SamplingParams().max_new_tokens:
+                options["max_tokens"] = sampling.max_new_tokens
             options |= {"stop": list(sampling.stop)} if sampling.stop else {}
 
         def run(trajectory: Trajectory, manager: Any) -> Trajectory:

@@ -38,7 +38,25 @@ _NOT_IN_TRACES = frozenset({"input_ids", "labels", "logprobs", "turn_records", "
 
 class Rollout(ABC):
     """Trajectories in, the same number of trajectories out, in their order, with ``messages``, ``turns``,
-    ``stop_reason`` and ``truncated``.
+    ``stop_reason`` and ``truncated``."""
+
+    @abstractmethod
+    def __call__(self, trajectories: list[Trajectory], **kwargs: Any) -> list[Trajectory]:
+        """Run ``trajectories`` to their ends."""
+
+    @classmethod
+    def remote(cls, *args: Any, **kwargs: Any) -> Any:
+        """The rollout as a Ray actor: ``actor = MultiTurnRollout.remote(...)``, then
+        ``ray.get(actor.__call__.remote(trajectories))``."""
+        try:
+            import ray
+        except ImportError as error:
+            raise MissingDependencyError(f"{cls.__name__}.remote needs Ray: pip install ray") from error
+        return ray.remote(cls).remote(*args, **kwargs)
+
+
+class TurnsRollout(Rollout):
+    """A rollout in the loop of turns that agents run in.
 
     Args:
         tool_manager: A ``ToolManager`` for all trajectories, a list with one for each, or a function that makes one for
@@ -66,6 +84,8 @@ class Rollout(ABC):
         self._sampling = sampling_params
         self._max_turns = max_turns
         self._tool_parser = tool_parser
+        if trace_dir is not None:
+            Path(trace_dir).mkdir(parents=True, exist_ok=True)
         self._traces = trace_dir, trace_callback, success_callback
         self._calls = 0
 
@@ -79,6 +99,10 @@ class Rollout(ABC):
         **kwargs: Any,
     ) -> list[Trajectory]:
         """Run ``trajectories`` to their ends. ``step`` (in trace files' names) is by default the call's number."""
+        if kwargs:
+            raise ConfigError(f"{', '.join(kwargs)}: not known; a call takes tool_manager, sampling_params and step")
+        if not isinstance(trajectories, (list, tuple)):
+            raise ConfigError(f"trajectories must be a list of them, got {type(trajectories).__name__}")
         step = self._calls if step is None else step
         self._calls += 1
         tools: Any = tool_manager if tool_manager is not None else self._tools
@@ -93,16 +117,6 @@ class Rollout(ABC):
         for number, trajectory in enumerate(finished):
             self._write_trace(trajectory, step, str(trajectory.get("id", number)))
         return finished
-
-    @classmethod
-    def remote(cls, *args: Any, **kwargs: Any) -> Any:
-        """The rollout as a Ray actor: ``actor = MultiTurnRollout.remote(...)``, then
-        ``ray.get(actor.__call__.remote(trajectories))``."""
-        try:
-            import ray
-        except ImportError as error:
-            raise MissingDependencyError(f"{cls.__name__}.remote needs Ray: pip install ray") from error
-        return ray.remote(cls).remote(*args, **kwargs)
 
     @abstractmethod
     def _run(
@@ -122,7 +136,6 @@ class Rollout(ABC):
             ended = trajectory["stop_reason"] == "stop" and not trajectory["truncated"]
             outcome = "ok" if (ended if is_success is None else is_success(trajectory)) else "fail"
             readable = {key: value for key, value in trajectory.items() if key not in _NOT_IN_TRACES}
-            Path(directory).mkdir(parents=True, exist_ok=True)
             name = re.sub(r"[^\w.-]", "_", name)[:100]
             file = Path(directory) / f"{step}-{outcome}-{name}.json"
             file.write_text(json.dumps(readable, ensure_ascii=False, indent=1, default=str) + "\n", encoding="utf-8")
@@ -130,8 +143,8 @@ class Rollout(ABC):
             logger.exception("The trace of a trajectory could not be written to %s.", directory)
 
 
-class MultiTurnRollout(Rollout):
-    """Batched multi-turn rollouts over a ``Sampler``; ``options`` are those of ``Rollout``. ``template`` is the
+class MultiTurnRollout(TurnsRollout):
+    """Batched multi-turn rollouts over a ``Sampler``; ``options`` are those of ``TurnsRollout``. ``template`` is the
     tokenizer, with its chat template. A trajectory of ``max_trajectory_tokens`` is truncated.
 
     A trajectory has ``messages``, and perhaps ``tools``: schemas to show in place of the manager's (an empty list:
