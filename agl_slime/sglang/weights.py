@@ -15,11 +15,9 @@ Per worker: pause → flush → update → verify → continue. The order is wha
 - ``continue`` is sent whatever happened before, or the worker would hold all requests for ever.
 
 Paused with ``retract`` or ``in_place``, running requests stay in the engine and one answer has tokens of two versions;
-only an engine that lists the version of each token can be asked for that (``settle_pause``). ``retract`` keeps the
-order above: its keys and values are computed anew by the new weights, so the cache can be flushed, and a token's
-log-prob is what the weights that sampled it give its whole prefix. After ``in_place`` tokens stand on keys and values
-of the old weights, and what is running keeps the flush from happening: SGLang goes on reusing cached prefixes of the
-old weights, for later requests as well. Nothing is computed twice; the log-probs are those of no single version.
+only an engine that lists the version of each token is asked for that (``settle_pause``). With ``retract`` the new
+weights recompute the KV cache, and the order above holds. After ``in_place`` tokens stand on the old weights' KV cache,
+and running requests keep the flush from happening: SGLang reuses prefixes of the old weights for later ones, too.
 """
 
 from __future__ import annotations

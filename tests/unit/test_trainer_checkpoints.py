@@ -136,7 +136,7 @@ def test_a_saved_state_is_a_checkpoint_as_well(policy: Path, tmp_path: Path):
 def test_loading_what_is_not_there_or_broken_changes_nothing(policy: Path, samples: list[Sample], tmp_path: Path):
     ours = trainer(policy)
     before = weights(ours.model)
-    with pytest.raises(TrainerError, match=r"trainer_state\.pt does not exist"):
+    with pytest.raises(TrainerError, match=r"cannot be read: .* is missing"):
         ours.load(tmp_path)
     ours.save(tmp_path / "state")
     whole = (tmp_path / "state" / "trainer_state.pt").read_bytes()

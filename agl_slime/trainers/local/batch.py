@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from agl_slime.errors import TrainerError
 from agl_slime.groups.normalize import by_reward, normalize_rewards, reward_value
 from agl_slime.tokens.codec import common_prefix
-from agl_slime.types import Sample, flat_samples, get_rollout_id
+from agl_slime.types import Sample, flat_samples, get_rollout_id, staleness_spans
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,20 @@ class TrainBatch:
     def token_offsets(self) -> NDArray[np.int64]:
         """``[n_samples + 1]``: sample ``i`` has entries ``token_offsets[i]:token_offsets[i + 1]`` of ``token_...``."""
         return np.concatenate([[0], np.cumsum(self.token_counts)])
+
+
+def token_staleness(samples: Sequence[Sample], batch: TrainBatch) -> NDArray[np.int64]:
+    """``[n_tokens]``: versions between the weights that sampled a token under the mask and those that train on it, -1
+    where that is not known. ``batch`` was made of ``samples``, flat; their ``metadata`` says the versions:
+    ``weight_spans`` of the tokens, ``policy_version`` of the policy that they were delivered to."""
+    found = []
+    for sample, tokens, positions in zip(samples, batch.tokens, batch.target_positions, strict=True):
+        own = np.full(len(tokens), -1, dtype=np.int64)
+        prompt_length = len(tokens) - sample.response_length
+        for staleness, start, end in staleness_spans(sample, (sample.metadata or {}).get("policy_version")):
+            own[prompt_length + start : prompt_length + end] = staleness
+        found.append(own[positions])
+    return np.concatenate(found)
 
 
 @dataclass(frozen=True)

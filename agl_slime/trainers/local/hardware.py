@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
-from typing_extensions import ParamSpec
 
 from agl_slime.errors import ConfigError
-from agl_slime.support.threads import ThreadPool, usable_cores
+from agl_slime.support.threads import usable_cores
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class HasThread(Protocol):
-    """What ``in_own_thread`` decorates methods of."""
-
-    thread: ThreadPool
-
-
-S = TypeVar("S", bound=HasThread)
+F = TypeVar("F", bound=Callable[..., Any])
 
 _SMALL_MODEL = 5_000_000  # parameters, below which more than one thread costs more than it brings
 
@@ -65,11 +54,11 @@ def set_threads(setting: int | Literal["auto"] | None, model: torch.nn.Module) -
     torch.set_num_threads(setting)
 
 
-def in_own_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """``method`` as one that runs in its object's ``thread``, whichever thread calls it."""
+def in_own_thread(method: F) -> F:
+    """``method`` as one that runs in the ``thread`` of its object, whichever thread calls it."""
 
     @wraps(method)
-    def call(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.thread.submit(method, self, *args, **kwargs).result()
 
-    return call
+    return call  # type: ignore[return-value]

@@ -15,7 +15,7 @@ from weakref import finalize
 
 import numpy as np
 
-from agl_slime.errors import ConfigError, MissingDependencyError, TrainerError
+from agl_slime.errors import MissingDependencyError, TrainerError
 
 try:
     import torch
@@ -27,7 +27,7 @@ from agl_slime.support.files import check_seal, seal, whole_directory
 from agl_slime.support.threads import ThreadPool
 from agl_slime.trainers.base import TokenScores
 from agl_slime.trainers.local import lora
-from agl_slime.trainers.local.batch import MicroBatch, TrainBatch, make_microbatches, split_minibatches
+from agl_slime.trainers.local.batch import MicroBatch, TrainBatch, make_microbatches, split_minibatches, token_staleness
 from agl_slime.trainers.local.hardware import bfloat16_wanted, in_own_thread, set_threads, torch_device
 from agl_slime.trainers.local.loss import Objective, token_entropy, token_log_probs, token_weights
 from agl_slime.trainers.local.model import (
@@ -40,7 +40,6 @@ from agl_slime.trainers.local.model import (
     save_model,
 )
 from agl_slime.trainers.local.settings import LocalTrainerSettings, WeightsDtype
-from agl_slime.trainers.local.staleness import token_staleness
 from agl_slime.types import Sample, flat_samples
 
 _STATE_FILE = "trainer_state.pt"
@@ -114,19 +113,10 @@ class LocalTrainer:
         them alike.
 
         Returns:
-            Of the batch: ``train/samples``, ``train/rollouts``, ``train/entropy`` (nats per token, of the policy that
-            first sees the token: there is no pass over the batch before the steps but for ``old_log_probs`` of
-            ``"recompute"``). Before any step: ``train/logprob_diff_max`` and ``_mean`` (trainer and engine, per token;
-            where the engine's are given), of the first minibatch, with ``"recompute"`` of the whole batch. Of
-            the steps: ``train/tokens`` (under the mask, of one epoch), ``train/loss`` and ``train/grad_norm`` (before
-            clipping), means over steps; ``train/first_ratio_dev_max`` (largest ``|ratio - 1|`` of the first minibatch
-            before its step); ``train/clip_fraction``, ``train/log_ratio_clamped`` (share of tokens whose ratio is
-            beyond ``MAX_LOG_RATIO``), ``train/kl`` (from the old policy, k3) and with ``kl_coef``
-            ``train/reference_kl`` (to the start policy), means over tokens; where the engine's log-probs are given
-            ``train/engine_kl`` (of the trainer's policy before the first step, or with ``old_log_probs`` of "engine" of
-            the one that is trained, from the engine's; k3), with ``off_policy`` ``train/off_policy_weight`` and
-            ``train/off_policy_clipped`` (share of tokens whose weight was clipped or masked), and each of these by the
-            age of the weights that sampled (see ``Objective.metrics``); and ``steps``, ``lr`` and ``seconds``.
+            Metrics named ``train/...`` (docs/report.md, docs/off-policy.md). ``tokens`` are those of one epoch, and
+            ``grad_norm`` is before clipping; ``entropy`` is of the policy that first sees the token: there is no pass
+            over the batch before the steps but for ``old_log_probs`` of ``"recompute"``. ``logprob_diff_...`` are of
+            the first minibatch, with ``"recompute"`` of the whole batch.
 
         Raises:
             TrainerError: the batch cannot be trained on (nothing has changed then), or the loss or the gradient of a
@@ -360,15 +350,14 @@ class LocalTrainer:
             TrainerError: ``directory`` does not hold what ``save`` writes, or it is of another model. Nothing has
                 changed then.
         """
-        if not (path := Path(directory) / _STATE_FILE).is_file():
-            raise TrainerError(f"{path} does not exist; give a directory that LocalTrainer.save wrote.")
+        path = Path(directory) / _STATE_FILE
         try:
             check_seal(Path(directory))
             state = torch.load(path, map_location=self._device, weights_only=True)
             saved: dict[str, Tensor] = {}
             if not (with_adapters := self.settings.lora_rank > 0):
                 saved = load_model(Path(directory), device=self._device).state_dict()
-        except (ConfigError, OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
             raise TrainerError(f"the trainer state in {directory} cannot be read: {error}") from error
         if not isinstance(state, dict) or state.get("format") != _STATE_FORMAT:
             raise TrainerError(f"{path} is not a state of format {_STATE_FORMAT}; another version has written it.")
