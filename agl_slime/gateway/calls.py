@@ -20,6 +20,7 @@ _THINK, _END_OF_THINKING = "<think>", "</think>"
 # What changes the distribution that tokens are sampled from; the run decides on these.
 IMPOSED = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 IMPOSED += ("logit_bias", "seed")
+MOST_LOG_PROBS = 100  # of the likeliest tokens at each place
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.calls import IMPOSED, Answered, Call, Choice, json_constraint, number, read_tool, strings
+from agl_slime.gateway.calls import (
+    IMPOSED,
+    MOST_LOG_PROBS,
+    Answered,
+    Call,
+    Choice,
+    json_constraint,
+    number,
+    read_tool,
+    strings,
+)
 from agl_slime.gateway.messages import read_messages
 from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
 
@@ -48,7 +58,7 @@ class ChatCompletions(Protocol):
             asked=self.asked(body),
             constraint=_constraint(body),
             template_kwargs=body.get("chat_template_kwargs") or {},
-            top_log_probs=number(body, "top_logprobs") or 0,
+            top_log_probs=number(body, "top_logprobs", most=MOST_LOG_PROBS) or 0,
             stream=bool(body.get("stream")),
         )
 

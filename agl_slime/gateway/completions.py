@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.calls import IMPOSED, Answered, Call, Choice, number, strings
+from agl_slime.gateway.calls import IMPOSED, MOST_LOG_PROBS, Answered, Call, Choice, number, strings
 from agl_slime.gateway.chat import usage
 from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
 
@@ -42,7 +42,7 @@ class Completions(Protocol):
             n=number(body, "n", least=1, most=128) or 1,
             asked=self.asked(body),
             constraint=constraint,
-            top_log_probs=number(body, "logprobs") or 0,
+            top_log_probs=number(body, "logprobs", most=MOST_LOG_PROBS) or 0,
             stream=bool(body.get("stream")),
         )
 

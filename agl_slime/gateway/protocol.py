@@ -22,6 +22,7 @@ Kept = Mapping[str, list[Message]]
 NOTHING_KEPT: Kept = MappingProxyType({})
 
 _OBJECTS = ("chat_template_kwargs", "stream_options", "text", "output_config")
+_LARGEST = 2**31 - 1  # of a number that is handed on to an engine
 _LISTS = ("tools", "include")
 
 
@@ -106,7 +107,13 @@ class Protocol(ABC):
         """What the client would sample with."""
         told = {name: body[name] for name in IMPOSED if body.get(name) is not None}
         for name in told.keys() - {"logit_bias", "seed"}:
-            number(body, name, least=-2, whole=name == "top_k")
+            number(body, name, least=-2, most=_LARGEST, whole=name == "top_k")
+        number(body, "seed", least=-_LARGEST, most=_LARGEST)
+        biases = told.get("logit_bias", {})
+        if not isinstance(biases, Mapping) or not all(key.isdecimal() and len(key) < 10 for key in biases):
+            raise GatewayRequestError("logit_bias must be an object from token ids to numbers", param="logit_bias")
+        for key in biases:
+            number(biases, key, least=-100, most=100, whole=False)
         return told
 
     @staticmethod

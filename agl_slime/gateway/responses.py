@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.calls import Answered, Call, Choice, function_tool, json_constraint, number
+from agl_slime.gateway.calls import MOST_LOG_PROBS, Answered, Call, Choice, function_tool, json_constraint, number
 from agl_slime.gateway.chat import logprobs
 from agl_slime.gateway.messages import Message, read_messages, text_of
 from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
@@ -53,7 +53,7 @@ class Responses(Protocol):
             max_tokens=number(body, "max_output_tokens", least=1),
             asked=self.asked(body),
             constraint=_constraint(body),
-            top_log_probs=number(body, "top_logprobs") or 0,
+            top_log_probs=number(body, "top_logprobs", most=MOST_LOG_PROBS) or 0,
             stream=bool(body.get("stream")),
         )
 

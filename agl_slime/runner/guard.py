@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 # How long a cancelled agent may take to clean up before it is abandoned.
 _CANCEL_GRACE_S = 2.0
+# An agent that blocks the loop for longer when it begins is not begun with others at once.
+_LONG_STEP_S = 0.005
 
 
 class GuardedAgent:
@@ -59,6 +61,8 @@ class GuardedAgent:
         max_threads = settings.max_sync_threads
         self._running: dict[str, asyncio.Future[None]] = {}  # resolved to cancel the agent
         self._refused: set[str] = set()
+        self._beginning = asyncio.Lock()
+        self._first_step_s = math.inf  # of the last agent that was measured
         self.threads = ThreadPool(name="agl-slime-agent", max_running=max_threads, max_abandoned=2 * max_threads)
 
     def __getattr__(self, name: str) -> Any:
@@ -132,8 +136,9 @@ class GuardedAgent:
 
     async def _with_time_limit(self, work: Coroutine[Any, Any, Any], rollout: Rollout) -> Any:
         limit = rollout.config.timeout_seconds or self._settings.timeout_s or math.inf
-        inner, told = asyncio.ensure_future(work), asyncio.get_running_loop().create_future()
+        told = asyncio.get_running_loop().create_future()
         self._running[rollout.rollout_id] = told
+        inner = await self._begun(work)
         try:
             await self._first_of(inner, told, limit, rollout)
             if not inner.done():
@@ -153,6 +158,27 @@ class GuardedAgent:
         finally:
             if self._running.get(rollout.rollout_id) is told:
                 del self._running[rollout.rollout_id]
+
+    async def _begun(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+        """The agent's task. Where the first step of such an agent takes long, as making a client does, they begin one
+        after the other: those that have begun could not connect in time while many block the loop together."""
+        if self._gateway is None or self._first_step_s < _LONG_STEP_S:
+            return asyncio.ensure_future(work)
+        try:
+            await self._beginning.acquire()
+        except asyncio.CancelledError:
+            work.close()
+            raise
+        try:
+            loop = asyncio.get_running_loop()
+            before, after = loop.create_future(), loop.create_future()
+            loop.call_soon(lambda: before.set_result(time.perf_counter()))
+            inner = asyncio.ensure_future(work)
+            loop.call_soon(lambda: after.cancelled() or after.set_result(time.perf_counter()))
+            self._first_step_s = await after - before.result()
+            return inner
+        finally:
+            self._beginning.release()
 
     async def _first_of(
         self, inner: asyncio.Future[Any], told: asyncio.Future[None], limit_s: float, rollout: Rollout

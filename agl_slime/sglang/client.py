@@ -193,7 +193,7 @@ class SGLangClient:
                 wanted.give_up("abort")
             elif wanted.resumed >= self.settings.resume_limit:
                 times = f"{wanted.resumed + 1} times (ClientSettings.resume_limit)"
-                raise EngineServerError(f"{self.base_url}/generate aborted one generation {times}: find out who does")
+                raise EngineServerError(f"{self._http.shown} aborted one generation {times}: find out who does")
             elif part.output_ids:
                 emptied.reset()
             else:
@@ -221,7 +221,7 @@ class SGLangClient:
             payload["stream"] = True
         if top:
             payload["top_logprobs_num"] = top
-        where = f"{self.base_url}/generate"
+        where = f"{self._http.shown}/generate"
 
         async def attempt() -> Generation:
             rid = next(rids)
@@ -278,7 +278,7 @@ class SGLangClient:
             return ""
 
     async def weight_version(self) -> str:
-        return version_of(await self.model_info(), self.base_url)
+        return version_of(await self.model_info(), self._http.shown)
 
     async def workers(self) -> tuple[str, ...]:
         """URLs of all workers behind a router, unhealthy ones included; the URL itself when it is none. Weights and
@@ -290,9 +290,9 @@ class SGLangClient:
             listed = await self._http.call("GET", "/workers")
         except EngineRequestError:
             return (self.base_url,)  # plain SGLang has no /workers
-        workers = parse_workers(listed, where=f"{self.base_url}/workers")
+        workers = parse_workers(listed, where=f"{self._http.shown}/workers")
         if not workers:
-            raise EngineProtocolError(f"the router at {self.base_url} has no workers; start some with --worker-urls")
+            raise EngineProtocolError(f"the router at {self._http.shown} has no workers; start some with --worker-urls")
         return workers
 
     async def flush_cache(self) -> None:
@@ -331,7 +331,7 @@ class SGLangClient:
         payload = {"model_path": path, "weight_version": version, "flush_cache": False}
         found = await self._http.call("POST", "/update_weights_from_disk", payload, timeout_s=timeout_s)
         if found.get("success") is not True:
-            raise EngineRequestError(f"{self.base_url}/update_weights_from_disk answered {str(found)[:500]}")
+            raise EngineRequestError(f"{self._http.shown}/update_weights_from_disk answered {str(found)[:500]}")
 
     async def probe(self, *, timeout_s: float = 10.0) -> EngineDescription:
         """Look at the server once, at start-up, and say what it is; a failure is one sentence for the person who gave
@@ -341,7 +341,7 @@ class SGLangClient:
         is not SGLang), ``EngineServerError`` (5xx, as while it starts) or ``EngineRequestError`` (another API
         key is wanted).
         """
-        url = self.base_url
+        url = self._http.shown
         try:
             # one hiccup is forgiven; an address where nobody listens is told at once
             info = await asyncio.wait_for(self.model_info(timeout_s=timeout_s, max_attempts=2), timeout_s)

@@ -61,7 +61,7 @@ class SamplingParams:
             self,
             ("temperature", lambda value: 0 <= value < math.inf, "a finite number of at least 0"),
             ("top_p", lambda value: 0 < value <= 1, "in (0, 1]"),
-            ("top_k", lambda value: value == -1 or value >= 1, "-1 (all tokens) or at least 1"),
+            ("top_k", lambda value: value == -1 or 1 <= value < 2**31, "-1 (all tokens) or from 1 to 2147483647"),
             ("max_new_tokens", lambda value: value >= 1, "at least 1"),
         )
 

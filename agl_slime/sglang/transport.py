@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -82,6 +83,7 @@ class HttpTransport:
 
     def __init__(self, *, base_url: str, settings: ClientSettings) -> None:
         self.base_url = checked_url(base_url)
+        self.shown = shown_url(self.base_url)
         self.settings = settings
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self._lock = threading.Lock()
@@ -98,7 +100,7 @@ class HttpTransport:
     ) -> dict[str, Any]:
         """One control call with retries. Returns the JSON object of the answer; nothing of it without ``json``."""
         deadline = time.monotonic() + (timeout_s or self.settings.control_timeout_s)
-        where = self.base_url + path
+        where = self.shown + path
 
         async def attempt() -> dict[str, Any]:
             found = await self.send(method, path, payload, deadline=deadline, json=json)
@@ -162,7 +164,7 @@ class HttpTransport:
         Of an answer that is streamed ``on_event`` gets the JSON of events, those excepted that a later one has
         overtaken (SGLang's hold all that came before them), and the last one is returned.
         """
-        where = self.base_url + path
+        where = self.shown + path
         remaining = max(0.001, deadline - time.monotonic())
         timeout = aiohttp.ClientTimeout(
             total=remaining,
@@ -175,7 +177,7 @@ class HttpTransport:
             headers = {**(headers or {}), "Content-Type": "application/json"}
         # a redirect is not followed: it is no answer of SGLang's, and the key would travel with it
         async with session.request(
-            method, where, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            method, self.base_url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
         ) as answer:
             if on_event is not None and answer.status == 200 and answer.content_type == "text/event-stream":
                 return await _last_event(answer, on_event, where)
@@ -267,8 +269,13 @@ def checked_url(url: str) -> str:
     except ValueError:
         usable = False
     if not usable or any(char.isspace() for char in url):
-        raise ConfigError(f"the SGLang URL must look like http://127.0.0.1:30000, got {url!r}")
+        raise ConfigError(f"the SGLang URL must look like http://127.0.0.1:30000, got {shown_url(url)!r}")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def shown_url(url: str) -> str:
+    """``url`` as people may read it: without a password."""
+    return re.sub(r"//[^/?#]*@", "//***@", url)
 
 
 def _drop(session: aiohttp.ClientSession) -> None:

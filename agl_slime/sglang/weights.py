@@ -105,7 +105,7 @@ class DiskWeightSync:
             EngineError: The workers could not be found.
         """
         if self._pushing:
-            raise WeightSyncError(f"a push to {self.base_url} is still under way; wait before pushing {version}")
+            raise WeightSyncError(f"a push is still under way; wait before pushing {version}")
         self._pushing = True
         started = time.monotonic()
         try:

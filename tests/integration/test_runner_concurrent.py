@@ -15,6 +15,7 @@ import pytest
 from opentelemetry import trace as otel
 
 from agl_slime.datasource.read import failure_of
+from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner import concurrent, guard
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
@@ -74,6 +75,19 @@ async def reason_of(store: LightningStore, rollout: Any) -> tuple[str, str]:
     assert attempt is not None
     spans = [*await store.query_spans(rollout.rollout_id, attempt.attempt_id)]
     return failure_of(spans, attempt_status=attempt.status)
+
+
+async def test_agents_that_take_long_to_begin_do_not_keep_each_other_from_connecting() -> None:
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+
+    async def work(task: int) -> float:
+        time.sleep(0.05)  # noqa: ASYNC251 - what making a client costs
+        await asyncio.wait_for(asyncio.open_connection(host, port), 0.5)
+        return 1.0
+
+    async with server, running(FnAgent(work), gateway=GatewaySettings()) as store:
+        assert {rollout.status for rollout in await finished(store, range(56))} == {"succeeded"}
 
 
 async def test_each_reward_lands_on_its_own_rollout_across_tasks_and_threads() -> None:
