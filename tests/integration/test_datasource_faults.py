@@ -37,7 +37,7 @@ async def get(source: AGLDataSource, n: int) -> list[list[Sample]]:
     return await asyncio.to_thread(source.get_samples, n)
 
 
-# -- fault 2: a store that is away for a moment ----------------------------------------------------------------------
+# -- a store that is away for a moment ---------------------------------------------------------------------------------
 
 
 class Flaky(BridgeStore):
@@ -56,7 +56,6 @@ class Flaky(BridgeStore):
         return await super().get_latest_attempt(rollout_id)
 
 
-# fault 2
 async def test_a_read_that_fails_while_the_store_restarts_is_made_again() -> None:
     store = Flaky(ConnectionError("refused"), asyncio.TimeoutError(), ConnectionResetError("reset"))
     with AGLDataSource(store=store, settings=QUICK) as source:
@@ -68,7 +67,6 @@ async def test_a_read_that_fails_while_the_store_restarts_is_made_again() -> Non
         assert source.groups.ledger.counts().closed == {Outcome.TRAINED: 2}
 
 
-# fault 2
 async def test_a_store_that_stays_away_ends_it_with_the_first_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ends, "_PATIENCE_S", 0.5)
     store = Flaky(ConnectionError("the first cause"))
@@ -82,7 +80,6 @@ async def test_a_store_that_stays_away_ends_it_with_the_first_cause(monkeypatch:
             await get(source, 1)
 
 
-# fault 2
 def test_a_store_server_that_restarts_between_an_end_and_its_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agent Lightning's client answers "there is no such rollout" for a server that cannot be reached."""
     with service_with_runner() as (_, service):
@@ -106,14 +103,13 @@ def test_a_store_server_that_restarts_between_an_end_and_its_read(monkeypatch: p
         assert calls > 2
 
 
-# -- fault 5: what slime's dynamic filter drops ----------------------------------------------------------------------
+# -- what slime's dynamic filter drops ---------------------------------------------------------------------------------
 
 
 def keep_odd(args: Any, samples: list[Sample], **_: Any) -> Any:
     return Namespace(keep=bool((samples[0].group_index or 0) % 2), reason="even")
 
 
-# fault 5
 def test_groups_that_slimes_dynamic_filter_drops_are_counted_as_filtered() -> None:
     with AGLDataSource(args_for(agl_agent=AGENT)) as source:
         args = Namespace(rollout_batch_size=2, dynamic_sampling_filter_path=f"{__name__}.keep_odd")
@@ -125,10 +121,9 @@ def test_groups_that_slimes_dynamic_filter_drops_are_counted_as_filtered() -> No
         assert counts.opened == counts.open + counts.ready + sum(counts.closed.values())
 
 
-# -- fault 7: a feed that names a rollout twice ----------------------------------------------------------------------
+# -- a feed that names a rollout twice ---------------------------------------------------------------------------------
 
 
-# fault 7
 def test_an_end_that_is_reported_twice_is_told_once_and_does_not_freeze_the_saved_position(tmp_path: Path) -> None:
     with service_with_runner() as (_, service):
         service.feed.append, append = lambda rollout: (append(rollout), append(rollout)), service.feed.append
@@ -149,10 +144,9 @@ def test_an_end_that_is_reported_twice_is_told_once_and_does_not_freeze_the_save
             assert source.groups.ledger.counts().closed == {Outcome.TRAINED: 10}
 
 
-# -- fault 8: a store that restarts during an evaluation -------------------------------------------------------------
+# -- a store that restarts during an evaluation ------------------------------------------------------------------------
 
 
-# fault 8
 def test_a_store_that_restarts_during_an_evaluation(tmp_path: Path) -> None:
     HeldAgent.release.clear()
     evaluation: dict[str, Any] = {}
@@ -175,10 +169,9 @@ def test_a_store_that_restarts_during_an_evaluation(tmp_path: Path) -> None:
         assert counts.closed[Outcome.VALIDATED] == 3
 
 
-# -- fault 9: a state that is taken while groups are finalized -------------------------------------------------------
+# -- a state that is taken while groups are finalized ------------------------------------------------------------------
 
 
-# fault 9
 def test_states_taken_at_any_moment_have_each_group_in_one_place() -> None:
     """A task is under way or its group is ready, not both, also at the very moment at which the group is finalized."""
     args = args_for(agl_agent=AGENT, n_samples_per_prompt=1)

@@ -88,7 +88,7 @@ def test_settings_that_the_algorithm_does_not_have_are_named():
         ({"store_host": "10.0.0.1"}, "local"),
     ],
 )
-def test_settings_of_the_trainer_or_the_agent_are_refused(settings: dict[str, Any], trainer: Any):  # fault 6
+def test_settings_of_the_trainer_or_the_agent_are_refused(settings: dict[str, Any], trainer: Any):
     (name,) = settings
     with pytest.raises(ConfigError, match=name.replace("_", "[_-]")):
         SlimeAlgorithm(model_path="/model", trainer=trainer, **settings)

@@ -194,7 +194,7 @@ async def _sampling_by_mode(store: BridgeStore) -> dict[str, list[dict[str, Any]
     return found
 
 
-def test_evaluations_are_sampled_as_slimes_eval_flags_say(tmp_path: Path):  # fault 6
+def test_evaluations_are_sampled_as_slimes_eval_flags_say(tmp_path: Path):
     tasks = write_tasks(tmp_path / "t.jsonl", 4)
     args = args_for(agl_tasks=tasks, agl_eval_tasks=tasks, agl_eval_rollouts=2)
     args.rollout_temperature, args.rollout_top_p, args.rollout_max_response_len = 1.0, 0.95, 64
@@ -329,7 +329,6 @@ async def test_generate_runs_one_rollout_for_one_prompt_of_slime():
         check([[after]], size=1)
 
 
-# fault 12
 @pytest.mark.usefixtures("stopped_afterwards")
 async def test_a_failed_rollout_of_generate_is_a_failed_sample_with_its_reason():
     args = args_for(agl_agent=f"{HERE}:FlakyAgent")

@@ -143,7 +143,7 @@ def iterations() -> list[set[str]]:
 async def test_a_loaded_run_goes_on_with_the_next_task_and_ends_in_time(
     engine: str, tmp_path: Path, own_checkpoint: bool
 ):
-    """fault 11: tasks began again at the first one, and slime ran past --num-rollout."""
+    """Tasks began again at the first one, and slime ran past --num-rollout."""
     tasks = numbered(4 * BATCH)
     checkpoint = tmp_path / "checkpoint"
     await run(config_for(engine, tmp_path, 2, tasks), "--save", str(checkpoint))
@@ -182,7 +182,7 @@ async def test_the_record_of_a_slime_run_is_what_the_page_shows(engine: str, tmp
     assert told["kept"][0] in write_report([tmp_path / "run-2"]).read_text()
 
 
-async def test_slimes_sampling_flags_reach_the_agents(engine: str, tmp_path: Path):  # fault 6
+async def test_slimes_sampling_flags_reach_the_agents(engine: str, tmp_path: Path):
     config = config_for(engine, tmp_path, 1, numbered(3), temperature=0.8, max_new_tokens=7)
     await run(config, "--rollout-top-p", "0.9")
     assert NumbersAgent.sampling == [{"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 7}] * BATCH * SIZE
@@ -199,14 +199,14 @@ async def test_rewards_are_left_to_a_slime_that_finds_groups_itself(
     assert ("--custom-reward-post-process-path" in given) is not by_group
 
 
-async def test_slimes_evaluation_flags_are_refused(engine: str, tmp_path: Path):  # fault 6
+async def test_slimes_evaluation_flags_are_refused(engine: str, tmp_path: Path):
     with pytest.raises(ConfigError, match="--eval-temperature"):
         await run(config_for(engine, tmp_path, 1, numbered(3)), "--eval-temperature", "0")
 
 
 async def test_the_store_host_is_where_slimes_manager_reaches_the_store(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):  # fault 6
+):
     monkeypatch.delenv("AGL_SLIME_STORE_TOKEN", raising=False)
     await run(config_for(engine, tmp_path, 1, numbered(3), store_host="0.0.0.0"))
     assert StandIn.args.agl_store_token  # an address that others reach needs one
@@ -216,7 +216,7 @@ async def test_the_store_host_is_where_slimes_manager_reaches_the_store(
 
 
 @pytest.mark.slow  # a process that imports Agent Lightning
-async def test_runners_in_processes_run_the_agent(engine: str, tmp_path: Path):  # fault 6
+async def test_runners_in_processes_run_the_agent(engine: str, tmp_path: Path):
     file = tmp_path / "process"
     await run(
         config_for(engine, tmp_path, 1, [{"prompt": "x", "label": "", "process": str(file)}], runners="process:1")

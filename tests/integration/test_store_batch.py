@@ -87,7 +87,6 @@ async def test_a_call_that_fails_does_not_stop_the_others(served: tuple[BridgeSt
 
 
 async def test_a_call_that_cannot_be_encoded_is_an_error_of_its_own_caller(served: tuple[BridgeStore, str]) -> None:
-    # fault 32
     store, url = served
     await enqueue(store, 1)
     claimed = await claim(store)

@@ -59,7 +59,7 @@ async def test_another_server_instance_is_told_by_its_id():
     with StoreService(store=(store := BridgeStore())) as service:
         await _finish(store, 1)
         remote = RemoteStore(service.url)
-        async for page in remote.follow_finished(FeedPosition("an earlier life", 40), wait_s=5):
+        async for page in remote.follow_finished(FeedPosition("an earlier server", 40), wait_s=5):
             assert page["server_instance_id"] == service.feed.server_instance_id
             assert len(page["rollout_ids"]) == page["last"] == 1
             break

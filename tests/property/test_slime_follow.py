@@ -27,7 +27,7 @@ def page(after: int, ids: list[str]) -> FeedPage:
 def test_after_a_crash_exactly_what_the_saved_state_had_not_read_comes_again(
     data: st.DataObject, feed: list[str], hold: bool
 ) -> None:
-    """``feed`` names rollouts again, as a store does when an end is reported twice (fault 7)."""
+    """``feed`` names rollouts again, as a store does when an end is reported twice."""
     table = EndTable(hold=hold)
     unread: list[str] = []
     read: set[str] = set()  # what the ledger knows as ended
@@ -70,7 +70,6 @@ def test_after_a_crash_exactly_what_the_saved_state_had_not_read_comes_again(
     assert state["ended"] == []
 
 
-# fault 7
 @given(first=st.integers(1, 5), hold=st.booleans())
 @example(first=1, hold=False)
 def test_a_duplicate_in_the_feed_does_not_freeze_the_position(first: int, hold: bool) -> None:

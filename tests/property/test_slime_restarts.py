@@ -213,7 +213,7 @@ class Restarts(RuleBasedStateMachine):
         self.source.source.restore(json.loads(state))
 
     @rule(paged=st.booleans())
-    def short_life(self, paged: bool) -> None:
+    def killed_soon(self, paged: bool) -> None:
         """One that is killed as soon as it starts: two batches, perhaps before the feed has told it of anything."""
         self.crash(0)
         if paged:

@@ -76,7 +76,6 @@ def test_with_saves_a_rollout_is_kept_until_two_saved_states_have_it() -> None:
     assert sorted(after_a_restart.due) == ["a", "b", "c", "d"]
 
 
-# fault 4
 async def test_slime_that_never_saves_releases_what_was_read(tmp_path: Path) -> None:
     """slime's ``--save-interval`` is None by default, and then nothing is ever saved."""
     store = Elsewhere()
