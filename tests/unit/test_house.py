@@ -66,3 +66,14 @@ def test_what_the_architecture_page_names_is_there() -> None:
         for part in filter(None, name.split(".")):
             assert hasattr(where, part), f"{file} has no {name}"
             where = getattr(where, part)
+
+
+def test_every_python_that_is_claimed_is_one_that_ci_trains_on() -> None:
+    root = PACKAGE.parent
+    claimed = re.findall(r"Python :: (3\.\d+)", (root / "pyproject.toml").read_text())
+    said = re.search(r"Python (3\.\d+) to (3\.\d+)", (root / "README.md").read_text())
+    tried = re.search(r"for version in (.*); do", (root / ".ci/run").read_text())
+    assert said is not None
+    assert tried is not None
+    assert (claimed[0], claimed[-1]) == said.groups()
+    assert claimed == tried[1].split()
