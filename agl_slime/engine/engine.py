@@ -42,7 +42,7 @@ class Engine:
     engine's thread.
 
     ``max_running`` rows decode together; the rest wait in order of arrival. ``context_length`` counts the tokens of
-    prompt and response together, by default the model's; ``max_total_tokens`` bounds the cache of keys and values, by
+    prompt and response together, by default the model's; ``max_total_tokens`` bounds the KV cache, by
     default to a quarter of the machine's memory; ``prefill_tokens`` are what one prefill may compute, so that running
     rows do not wait long. Rows that no longer fit wait again, the last to come first, and are prefilled anew.
     """
@@ -152,7 +152,7 @@ class Engine:
         return (
             f"{kind} of {parameters / 1e6:,.1f} M parameters ({_size(self.weight_bytes)}, float32) on "
             f"{threads} torch thread{'s' * (threads > 1)}; "
-            f"keys and values of a token take {_size(slots.bytes_per_token)}: "
+            f"the KV cache of a token takes {_size(slots.bytes_per_token)}: "
             f"at most {self.max_running} requests at once, {self.context_length:,} tokens each, "
             f"{slots.capacity:,} together ({_size(slots.capacity * slots.bytes_per_token)})"
         )

@@ -54,7 +54,7 @@ class EngineProcess:
         self._stderr: IO[bytes] | None = None
         self._url: str | None = None
         self.summary = ""
-        """In a sentence what is served and what it takes: model, threads, memory of keys and values. Once started."""
+        """In a sentence what is served and what it takes: model, threads, memory of the KV cache. Once started."""
         self._lock = threading.Lock()
         self._stopped = False
 

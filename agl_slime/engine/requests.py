@@ -132,7 +132,7 @@ class Request:
     """How often it was queued again."""
     started: bool = False
     cached_tokens: int = 0
-    """Tokens of the prompt whose keys and values were there already."""
+    """Tokens of the prompt whose KV cache was there already."""
     limit: int = 0
     """Output tokens at which it ends, the context length considered; set on submission."""
     ends: frozenset[int] = frozenset()

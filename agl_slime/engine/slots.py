@@ -1,4 +1,4 @@
-"""A causal language model with rows of keys and values: prefill some rows, decode all of them together.
+"""A causal language model with rows of KV cache: prefill some rows, decode all of them together.
 
 Active rows are always slots 0 … n-1, so a decode step works on views of the cache and copies nothing; a row that ends
 is replaced by the last one. A forward pass takes its tokens as one flat list, whatever sequences they belong to, so no
@@ -6,8 +6,8 @@ token of padding is computed. Works with transformers' causal models whose layer
 Llama).
 
 **Prefixes are computed once.** A prompt that begins like a row that is active, or like one that has ended and was not
-overwritten yet, copies those keys and values; equal prompts of one prefill, as the members of a group have, are
-computed as one. Only rows whose keys and values are all of the current weights are copied from.
+overwritten yet, copies that KV cache; equal prompts of one prefill, as the members of a group have, are
+computed as one. Only rows whose KV cache is all of the current weights are copied from.
 
 **Memory.** The cache is a rectangle, rows by tokens of the longest, and grows by need; ``max_total_tokens`` bounds it,
 by default to a quarter of the machine's memory.
@@ -288,7 +288,7 @@ class SlotModel:
         return int(rows[best]), int(common[best])
 
     def _copy(self, source: int, rows: list[int], length: int) -> None:
-        """The first ``length`` tokens' keys and values of a row into others."""
+        """The first ``length`` tokens' KV cache of a row into others."""
         for held in (*self._keys, *self._values):
             # a copy of its own: where rows are full, torch does not write what it reads in the same call
             held[rows, :, :length] = held[source, :, :length].clone()

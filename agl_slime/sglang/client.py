@@ -55,8 +55,8 @@ _ABORTERS, _ABORT_TIMEOUT_S = 32, 2.0  # for requests that nobody waits for any 
 
 PauseMode = Literal["abort", "retract", "in_place"]
 """What becomes of running requests while SGLang is paused. ``abort``: they answer with what they have, and ``generate``
-takes them up again; ``retract``: they stay in the engine and their keys and values are computed anew afterwards;
-``in_place``: they stay, and go on with the keys and values that they hold."""
+takes them up again; ``retract``: they stay in the engine and their KV cache is recomputed afterwards;
+``in_place``: they stay, and resume with the KV cache that they have."""
 
 # A resumed answer of more ids is joined in a thread: decoding takes about a millisecond per 2,000.
 _LONG_ANSWER = 4_000

@@ -1,4 +1,4 @@
-"""The embedded engine's keys and values: what is computed once, what it may take, what it refuses."""
+"""The embedded engine's KV cache: what is computed once, what it may take, what it refuses."""
 
 from __future__ import annotations
 
