@@ -1,0 +1,153 @@
+"""Whatever a field of a request holds, the answer is a served one or a typed error: never a 500, never an event stream
+that ends without saying why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agl_slime.gateway.anthropic import AnthropicMessages
+from agl_slime.gateway.calls import IMPOSED
+from agl_slime.gateway.chat import ChatCompletions
+from agl_slime.gateway.completions import Completions
+from agl_slime.gateway.responses import Responses
+from agl_slime.gateway.settings import GatewaySettings
+from tests.gateway_cases import CALL, WEATHER, Case, serving
+
+USER = {"role": "user", "content": "Weather?"}
+FUNCTION = WEATHER["function"]
+BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "chat/completions": (ChatCompletions, {"messages": [USER], "tools": [WEATHER], "max_tokens": 9}),
+    "completions": (Completions, {"prompt": "x", "max_tokens": 9}),
+    "responses": (Responses, {"input": [USER], "tools": [{"type": "function", **FUNCTION}], "max_output_tokens": 9}),
+    "messages": (
+        AnthropicMessages,
+        {"messages": [USER], "tools": [{"name": "weather", "input_schema": {"type": "object"}}], "max_tokens": 9},
+    ),
+}
+FIELDS = {
+    path: sorted({*protocol.honoured, *protocol.ignored, *IMPOSED, "thread", "telepathy"})
+    for path, (protocol, _) in BODIES.items()
+}
+NUMBERS = [0, -1, 1, 2**31, 2**63, 2**64, -(2**70), 10**30, 0.5, -0.0, 1e308, 5e-324]
+TEXTS = ["", "x", "\ud800", "a\udc00b", "\x00", "auto", "none", "required", "json_schema", "assistant", "</think>"]
+WORDS = [
+    "role",
+    "content",
+    "type",
+    "text",
+    "name",
+    "id",
+    "arguments",
+    "function",
+    "tool_calls",
+    "tool_call_id",
+    "input",
+    "output",
+    "call_id",
+    "schema",
+    "format",
+    "json_schema",
+    "parameters",
+    "input_schema",
+    "strict",
+    "tools",
+    "thinking",
+    "source",
+    "summary",
+    "refusal",
+    "reasoning_content",
+    "effort",
+    "key",
+    "value",
+]
+KINDS = [
+    "text",
+    "input_text",
+    "output_text",
+    "refusal",
+    "image_url",
+    "tool_use",
+    "tool_result",
+    "thinking",
+    "redacted_thinking",
+    "function",
+    "custom",
+    "namespace",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "reasoning",
+    "item_reference",
+    "message",
+    "json_object",
+    "json_schema",
+    "auto",
+    "any",
+    "tool",
+    "none",
+    "user",
+    "assistant",
+    "system",
+    "developer",
+    "tool",
+]
+
+
+def hostile() -> st.SearchStrategy[Any]:
+    plain = st.sampled_from([None, True, False, *NUMBERS, *TEXTS, *KINDS])
+
+    def nested(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        kinds = st.sampled_from(KINDS)
+        objects = st.dictionaries(st.sampled_from(WORDS), values, max_size=4)
+        typed = st.builds(lambda kind, more: {**more, "type": kind}, kinds, objects)
+        said = st.builds(lambda role, more: {**more, "role": role}, kinds, objects)
+        return st.lists(values, max_size=3) | objects | typed | said
+
+    return st.recursive(plain, nested, max_leaves=12)
+
+
+@pytest.fixture(scope="module")
+def case() -> Iterator[Case]:
+    with serving(CALL, "ok", settings=GatewaySettings(max_requests=10**6)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    with httpx.Client(timeout=20) as made:
+        yield made
+
+
+@pytest.mark.parametrize("path", BODIES)
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(data=st.data())
+def test_any_value_of_any_field_gets_an_answer_or_a_typed_error(
+    path: str, data: st.DataObject, case: Case, client: httpx.Client
+) -> None:
+    changed = data.draw(st.dictionaries(st.sampled_from(FIELDS[path]), hostile(), min_size=1, max_size=2))
+    body = {**BODIES[path][1], "stream": data.draw(st.booleans()), **changed}
+    answer = client.post(
+        f"{case.llm.endpoint}/{path}", content=json.dumps(body), headers={"Content-Type": "application/json"}
+    )
+    if answer.status_code != 200:
+        assert 400 <= answer.status_code < 500, answer.text
+        assert answer.json()["error"]["message"]
+        return
+    if answer.headers["Content-Type"].startswith("text/event-stream"):
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        assert "HTTP/1.1" not in answer.text
+        assert not [event for event in events if "gateway failed" in json.dumps(event)]
+        last = events[-1]
+        ended = last.get("type") in ("message_stop", "response.completed", "response.incomplete")
+        assert ended or "data: [DONE]" in answer.text
+    else:
+        assert isinstance(answer.json(), dict)
