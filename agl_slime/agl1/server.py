@@ -28,7 +28,7 @@ from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.remote import StoreGateway
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess
-from agl_slime.store.bridge import FINISHED, BridgeStore
+from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.http import json_response
 from agl_slime.support.threads import run_in_thread
@@ -64,7 +64,6 @@ class ControllerGateway(StoreGateway):
         access: EngineAccess | None = None,
     ) -> None:
         super().__init__(store=store, llm=None, token=key, settings=settings, access=access)
-        self._bridge = store
         self.rollouts = Rollouts(store, config=config or Config())
         self.asked = 0
         """How often somebody has asked for rollouts to run."""
@@ -248,13 +247,6 @@ class ControllerGateway(StoreGateway):
     async def _attempt_of(self, rollout_id: str) -> Attempt:
         begun = await self.rollouts.begin(rollout_id)
         return await self._opened(rollout_id, begun.attempt_id)
-
-    async def end_all(self, *, reason: str) -> None:
-        """Fail what runs; nobody will end it any more."""
-        for rollout in self._bridge.running():
-            attempt = await self._store.get_latest_attempt(rollout.rollout_id)
-            if attempt is not None and rollout.status not in FINISHED:
-                await self._store.update_rollout(rollout.rollout_id, status="cancelled")
 
 
 def _refused(status: int, told: str) -> web.Response:
