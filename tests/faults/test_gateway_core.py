@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from agl_slime.errors import EngineUnreachableError
+from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.rollout.access import EngineAccess
 from agl_slime.sglang.client import SGLangClient
@@ -231,6 +233,34 @@ def test_a_reward_of_an_empty_answer_is_passed_over_and_an_answer_that_was_gone_
         case.close()
         reward = [linked(0.5, {names.RESPONSE_ID: empty.json()["id"]})]
         assert read_turn_rewards([*map(as_span, case.spans), *reward]) == {}
+
+
+def test_many_log_probs_are_written_off_the_event_loop_and_each_token_is_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[str] = []
+    write = ChatCompletions.answer
+
+    def answer(self: Any, *told: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return write(self, *told)
+
+    monkeypatch.setattr(ChatCompletions, "answer", answer)
+    with serving("x y " * 200, sampling={"max_new_tokens": 3000}) as case:
+        body = {**BODY, "logprobs": True, "top_logprobs": 20}
+        content = post(case, body, timeout=30).json()["choices"][0]["logprobs"]["content"]
+        assert text(post(case))
+        assert (len(content[0]["top_logprobs"]), len(content) * 20 > 2_000) == (20, True)
+    assert [name == "agl-slime-gateway" for name in threads] == [False, True]
+
+
+def test_offsets_of_a_completions_tokens_are_where_they_begin() -> None:
+    with serving("one two three four") as case:
+        answer = httpx.post(f"{case.llm.endpoint}/completions", json={"prompt": "a", "max_tokens": 9, "logprobs": 0})
+        told = answer.json()["choices"][0]["logprobs"]
+        whole = "".join(told["tokens"])
+        for token, at in zip(told["tokens"], told["text_offset"], strict=True):
+            assert whole[at:].startswith(token)
 
 
 def as_span(written: Any) -> Span:
