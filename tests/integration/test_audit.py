@@ -6,6 +6,8 @@ import asyncio
 import io
 import random
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +63,24 @@ def test_the_files_of_a_run_agree(runs: dict[str, Path], name: str, capsys: pyte
 @pytest.mark.parametrize("change", [damage, lie], ids=["damage", "lie"])
 @pytest.mark.parametrize("n", [50, pytest.param(500, marks=pytest.mark.slow)])
 def test_every_change_is_found(runs: dict[str, Path], tmp_path: Path, change: Any, n: int) -> None:
-    copies = {name: shutil.copytree(run, tmp_path / name.replace(" ", "-")) for name, run in runs.items()}
+    kept = {name: shutil.copytree(run, tmp_path / "kept" / name) for name, run in runs.items()}
+    for run in kept.values():  # a database is its journal as well: one file has all that is put back
+        with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
+            ledger.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    copies = {name: shutil.copytree(run, tmp_path / "changed" / name) for name, run in kept.items()}
     missed: list[str] = []
     for seed in range(n):
         rng = random.Random(seed)
         name = rng.choice(sorted(copies))
         path, how = change(copies[name], rng)
-        origin = runs[name] / path.relative_to(copies[name])
+        origin = kept[name] / path.relative_to(copies[name])
         if not audit(copies[name]).findings:
             missed.append(f"seed {seed}: {path.name} of {name}, {how}")
         if path.name == "loop.json":
             shutil.copytree(origin.parent, path.parent, dirs_exist_ok=True)
         shutil.copyfile(origin, path)
     assert missed == []
-    assert not any(audit(copy).findings for copy in copies.values())  # each change was taken back
+    assert [finding for copy in copies.values() for finding in audit(copy).findings] == []  # each was taken back
 
 
 def test_a_finding_names_file_and_line(

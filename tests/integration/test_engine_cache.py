@@ -143,6 +143,6 @@ def test_the_sentence_at_the_start_says_what_it_takes(engine: Engine) -> None:
     said = engine.summary
     slots = engine._slots
     assert f"{slots.capacity:,} together" in said
-    assert f"a token take {slots.bytes_per_token / 1000:.2f} kB" in said
+    assert f"the KV cache of a token takes {slots.bytes_per_token / 1000:.2f} kB" in said
     held = sum(layer[0, :, 0].numel() * layer.element_size() for layer in (*slots._keys, *slots._values))
     assert slots.bytes_per_token == held

@@ -36,5 +36,5 @@ def test_a_plan_is_read_and_written(text: str, kind: str, count: int) -> None:
     ],
 )
 def test_what_is_no_plan_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ConfigError, match="expected inproc, process:N or ray:N"):
+    with pytest.raises(ConfigError, match="expected inproc, controller, process:N or ray:N"):
         RunnerPlan.parse(text)
