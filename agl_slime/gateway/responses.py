@@ -112,7 +112,8 @@ class _ResponseStream(Stream):
             done = {key: item[key], **({"name": item["name"]} if name else {})}
             yield self._event(f"{prefix}.done", **self._at(), **done)
             yield self._event("response.output_item.done", output_index=self._place, item=item)
-        yield self._event(f"response.{final['status']}", response=final)
+        # also of an answer that a limit has cut, whose status says so: SGLang's event, and SDKs raise on OpenAI's
+        yield self._event("response.completed", response=final)
 
     def error(self, refusal: GatewayRequestError) -> bytes:
         return self._event("error", code=refusal.code, message=str(refusal), param=refusal.param)

@@ -72,6 +72,17 @@ def test_the_events_of_a_response_add_up_to_it(says: str) -> None:
         assert [item.model_dump() for item in done] == [item.model_dump() for item in final.output]
 
 
+def test_a_streamed_response_that_a_limit_cuts_is_an_answer_and_no_error() -> None:
+    with (
+        serving("One two three four five six.", sampling={"max_new_tokens": 4}) as case,
+        client_of(case).responses.stream(model="m", input="Count.") as stream,
+    ):
+        assert [event.type for event in stream][-1] == "response.completed"
+        final = stream.get_final_response()
+    assert (final.status, final.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert final.output_text
+
+
 def test_tools_of_namespaces_and_custom_tools_are_called_by_their_own_names() -> None:
     call = '<tool_call>\n{"name": "files__read", "arguments": {"path": "a"}}\n</tool_call>'
     patch = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin"}}\n</tool_call>'
