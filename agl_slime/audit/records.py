@@ -8,6 +8,7 @@ import re
 import sqlite3
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
@@ -167,7 +168,7 @@ def read_database(path: Path, *queries: str) -> list[list[tuple]]:
     """The rows of each query, from a file that nothing is written to."""
     read_regular(path)
     try:
-        with sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True) as connection:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
             if connection.execute("PRAGMA integrity_check").fetchone() != ("ok",):
                 raise ValueError("is damaged, says SQLite")
             return [connection.execute(query).fetchall() for query in queries]
