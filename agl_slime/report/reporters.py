@@ -152,8 +152,9 @@ class StandardReporters(Reporters):
         trackers = make_trackers(track, run)
         outputs |= trackers
         summary = SummaryReporter(run, outputs=outputs, console=console)
-        # the metrics first: nothing of an iteration is lost while others work; the summary last: every file is there
-        super().__init__((metrics, tensorboard, transcripts, rollouts, *trackers.values(), plot, progress, summary))
+        # the groups first: a killed run has no metrics of an iteration whose groups are not there; then the metrics,
+        # so that nothing is lost while others work; the summary last: every file is there
+        super().__init__((rollouts, metrics, tensorboard, transcripts, *trackers.values(), plot, progress, summary))
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """What transcripts and kept rollouts are decoded with."""
