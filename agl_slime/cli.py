@@ -8,11 +8,13 @@ the output any more.
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
@@ -74,8 +76,9 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if training:  # until the event loop has handlers of its own, these are what Ctrl-C is
-        for number in _stop_signals()[1:]:
-            signal.signal(number, signal.default_int_handler)
+        for number in _stop_signals():
+            signal.signal(number, _stop)
+        threading.excepthook = _of_a_thread
     try:
         code = main(arguments)
     except SystemExit as end:  # of --help, or of flags that cannot be parsed
@@ -216,6 +219,25 @@ def _assign_instance_ids(arguments: list[str]) -> None:
     print(f"{output}: {lines} lines, {assigned} got an instance_id")
 
 
+logger = logging.getLogger(__name__)
+
+_stopped: list[int] = []
+"""The signals that came before the event loop had handlers of its own."""
+
+
+def _stop(number: int, _: Any) -> NoReturn:
+    _stopped.append(number)
+    raise KeyboardInterrupt
+
+
+def _of_a_thread(failed: threading.ExceptHookArgs) -> None:
+    """A library's thread on a full disk, such as TensorBoard's, says so in a sentence as everything else does."""
+    if isinstance(failed.exc_value, OSError) and failed.exc_value.errno == errno.ENOSPC:
+        logger.warning("A thread has ended: %s", failed.exc_value)
+    else:
+        threading.__excepthook__(failed)
+
+
 def _reported(command: Callable[[], None]) -> int:
     """Run a command; what goes wrong is told in one sentence. Returns the exit code."""
     errors = Console(stderr=True)
@@ -226,20 +248,27 @@ def _reported(command: Callable[[], None]) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         errors.print("Interrupted; what was written is kept.", highlight=False)
         return 130
-    except AglSlimeError as error:
-        _tell(errors, str(error), error, debug)
-        return 2 if isinstance(error, (ConfigError, MissingDependencyError)) else 1
     except BrokenPipeError:  # nobody reads the output any more
         raise
-    except OSError as error:  # a full disk, a path that is too long or may not be read
+    except Exception as error:
+        # a library that was being imported may have made an error of its own of the signal
+        return 130 if _stopped else _told(errors, error, debug)
+    return 0
+
+
+def _told(errors: Console, error: Exception, debug: bool) -> int:
+    """Says what went wrong; returns the exit code."""
+    if isinstance(error, AglSlimeError):
+        _tell(errors, str(error), error, debug)
+        return 2 if isinstance(error, (ConfigError, MissingDependencyError)) else 1
+    if isinstance(error, OSError):  # a full disk, a path that is too long or may not be read
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         _tell(errors, f"{where}{error.strerror or spell_exception(error)}", error, debug)
         return 1
-    except Exception as error:  # a mistake of ours; the person who runs this is not the one who can use a traceback
-        text = f"this should not happen: please report it with what {DEBUG_VARIABLE}=1 shows"
-        _tell(errors, f"{spell_exception(error)}; {text}", error, debug)
-        return 1
-    return 0
+    # a mistake of ours; the person who runs this is not the one who can use a traceback
+    text = f"this should not happen: please report it with what {DEBUG_VARIABLE}=1 shows"
+    _tell(errors, f"{spell_exception(error)}; {text}", error, debug)
+    return 1
 
 
 def _tell(console: Console, text: str, error: BaseException, debug: bool) -> None:
