@@ -130,7 +130,7 @@ class Rollouts:
         """The state that ``wanted`` brings, when it may follow. Raises ``GatewayRequestError`` (409)."""
         rollout = await self.get(rollout_id)
         now, new = _state_of(rollout), wanted.state
-        known = await self._told(rollout_id)
+        known = _told(await self._store.get_latest_attempt(rollout_id))
         # begun by its first call, and said to run only now
         catches_up = now == new == "running" and "last_attempt_id" not in known
         if new is not None and new not in NEXT[now] and not catches_up:
@@ -145,7 +145,7 @@ class Rollouts:
         if not changes or rollout.status in FINISHED:
             return self._view(rollout)
         attempt = await self.begin(rollout_id)
-        known = await self._told(rollout_id)
+        known = _told(await self._store.get_latest_attempt(rollout_id))
         told = {**known, **changes, "version": known.get("version", 1) + 1, "updated_at": time.time()}
         told.setdefault("last_attempt_id", None)
         metadata: dict[str, Any] = {**(attempt.metadata or {}), _TOLD: told}
@@ -170,13 +170,9 @@ class Rollouts:
     async def attempts(self, rollout_id: str) -> list[str]:
         return [] if await self._store.get_latest_attempt(rollout_id) is None else ["0"]
 
-    async def _told(self, rollout_id: str) -> Mapping[str, Any]:
-        latest = await self._store.get_latest_attempt(rollout_id)
-        return ((latest.metadata or {}) if latest is not None else {}).get(_TOLD, {})
-
     def _view(self, rollout: Rollout) -> RolloutView:
         latest = self._store.collections.latest_attempt(rollout.rollout_id)
-        told = ((latest.metadata or {}) if latest is not None else {}).get(_TOLD, {})
+        told = _told(latest)
         state = _state_of(rollout)
         status = {**told, "state": state}
         if state == "failed" and rollout.status == "cancelled":
@@ -202,6 +198,11 @@ class Rollouts:
 def reason_of(error_message: str) -> str:
     """The reason by which a failure is counted, from a controller's words for it."""
     return next((reason for words, reason in _REASONS if words in error_message), "controller")
+
+
+def _told(attempt: Attempt | None) -> Mapping[str, Any]:
+    """What the controller has said of an attempt."""
+    return ((attempt.metadata or {}) if attempt is not None else {}).get(_TOLD, {})
 
 
 def _state_of(rollout: Rollout) -> State:
