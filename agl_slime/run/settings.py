@@ -298,6 +298,8 @@ class TrainConfig:
                 read_tasks(path, flag=name)
         if self.model_path is not None:
             check_model(self.model_path)
+        if self.job_template is not None and not self.job_template.is_file():
+            raise ConfigError(f"--job-template {self.job_template}: there is no such file")
         if (controller := self.controller(log=None)) is not None and controller.python is not None:
             check_python(controller.python)
         if self.engine == "sglang":

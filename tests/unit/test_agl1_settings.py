@@ -53,3 +53,11 @@ def test_the_environment_names_key_and_python(monkeypatch: pytest.MonkeyPatch) -
 def test_what_does_not_fit_is_refused_by_name(more: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         TrainConfig(**{**_FITS, **more})
+
+
+def test_a_job_template_that_is_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"question": "2+2?"}\n' * 4)
+    config = TrainConfig(runners="controller", tasks=tasks, job_template=tmp_path / "job.yaml")
+    with pytest.raises(ConfigError, match=r"--job-template .*there is no such file"):
+        config.check_files()
