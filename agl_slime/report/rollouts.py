@@ -161,11 +161,12 @@ class RolloutWriter:
                 kept[rollout_id] = jsonable({**outcome, **self._describe(member, group)})
         if kept and self._keep == "sampled" and not self._room.take(size_of(iteration, list(kept.values()))):
             kept = {}
-        # also where there is nothing to write: what a run that was cut off has left of this iteration goes
-        lines = [{**group.line, "kept": [one for one in group.members if one in kept]} for group in groups]
-        self._groups_file.append(iteration, lines)
+        # also where there is nothing to write: what a run that was cut off has left of this iteration goes. Rollouts
+        # first: a run that is killed between the two has no group that keeps a rollout which is not there.
         if kept or self._file.path.exists():
             self._file.append(iteration, list(kept.values()))
+        lines = [{**group.line, "kept": [one for one in group.members if one in kept]} for group in groups]
+        self._groups_file.append(iteration, lines)
 
     def _describe(self, member: Any, group: _Group) -> dict[str, Any]:
         if self._pieces is None:

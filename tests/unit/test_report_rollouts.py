@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from agl_slime.errors import TraceError
 from agl_slime.events import BatchTrained, GroupsCollected, GroupsRestored, IterationFinished, RunFinished
 from agl_slime.groups.results import GroupResult, MemberResult, Outcome
-from agl_slime.report.files import RunDir, iter_jsonl
+from agl_slime.report.files import IterationFile, RunDir, iter_jsonl
 from agl_slime.report.pieces import Pieces
 from agl_slime.report.rollouts import RolloutWriter, describe_tokens
 from agl_slime.types import Sample
@@ -151,6 +151,22 @@ def test_none_keeps_the_groups_alone(tmp_path: Path) -> None:
     tell(writer, collected(1, a_member("a")), batch(1, a_member("a")), finished(1))
     assert not (tmp_path / "rollouts.jsonl").exists()
     assert rows(tmp_path, "groups")[0]["outcomes"] == ["trained"]
+
+
+def test_a_run_that_dies_between_the_two_files_has_no_group_that_keeps_what_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, one, append = a_writer(tmp_path), a_member("one"), IterationFile.append
+
+    def die_after_the_first(self: IterationFile, *args: Any) -> None:
+        append(self, *args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(IterationFile, "append", die_after_the_first)
+    with pytest.raises(KeyboardInterrupt):
+        tell(writer, collected(1, one), batch(1, one), finished(1))
+    there = {row["rollout_id"] for row in rows(tmp_path)}
+    assert {name for group in rows(tmp_path, "groups") for name in group["kept"]} <= there
 
 
 def test_an_iteration_that_is_run_again_replaces_what_it_left(tmp_path: Path) -> None:
