@@ -38,7 +38,7 @@ def answer(tokens: int, version: str) -> bytes:
             "output_token_logprobs": pairs,
         },
     }
-    return _response(json.dumps(body).encode())
+    return http_answer(json.dumps(body).encode())
 
 
 @cache
@@ -52,10 +52,10 @@ def completion(tokens: int) -> bytes:
         "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}],
         "usage": {"prompt_tokens": 32, "completion_tokens": tokens, "total_tokens": 32 + tokens},
     }
-    return _response(json.dumps(body).encode())
+    return http_answer(json.dumps(body).encode())
 
 
-def _response(body: bytes) -> bytes:
+def http_answer(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
@@ -114,7 +114,7 @@ class Desk:
 
     def _info(self) -> bytes:
         info = {"model_path": "scripted", "weight_version": self._version, "is_generation": True}
-        return _response(json.dumps({**info, "success": True}).encode())
+        return http_answer(json.dumps({**info, "success": True}).encode())
 
 
 class Engine(asyncio.Protocol):
