@@ -275,10 +275,10 @@ class _Run:
         for row in self.rows.values():
             of_task[row[1]].append(row)
         groups = {line.record["instance_id"]: line.record for _, line in self.lines[_GROUPS]}
-        # of a run that was killed: what ended before the groups of the last iteration but one were trained on; what was
-        # dropped since then may have ended before those of the last, and be told of with the next
+        # of a run that was killed: what ended before the groups of the last iteration but two were trained on. The next
+        # batch is collected while one is trained on, and what is dropped after that is told of with the one after it.
         newest = max((group["iteration"] for group in groups.values()), default=0)
-        told = {one for group in groups.values() if group["iteration"] < newest for one in group["rollouts"]}
+        told = {one for group in groups.values() if group["iteration"] < newest - 1 for one in group["rollouts"]}
         written = max((row[5] or 0 for name, row in self.rows.items() if name in told), default=0)
         for task in sorted({*of_task, *self.ends, *groups} - {None}):
             rows, ends, group = of_task[task], self.ends[task], groups.get(task)
