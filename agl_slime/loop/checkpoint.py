@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from agl_slime.datasource.source import GroupSource
 from agl_slime.errors import ConfigError, TrainerError, spell_exception
 from agl_slime.groups.ledger import Ledger
 from agl_slime.loop.settings import LoopState
-from agl_slime.support.files import check_seal, seal, whole_directory
+from agl_slime.support.files import check_seal, remove_directory, seal, whole_directory
 from agl_slime.trainers.base import Trainer
 
 logger = logging.getLogger(__name__)
@@ -83,7 +82,7 @@ class CheckpointWriter:
         now = steps.index(target)
         # one that is later than this was damaged, and the run went on from an older one
         for old in (*steps[: max(now + 1 - self._keep, 0)], *steps[now + 1 :]):
-            shutil.rmtree(old, ignore_errors=True)
+            remove_directory(old)
 
 
 def read_checkpoints(directory: Path) -> list[Checkpoint]:

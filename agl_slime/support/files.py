@@ -137,6 +137,14 @@ def remove_leftovers(directory: Path) -> None:
                 _remove(path)
 
 
+def remove_directory(path: Path) -> None:
+    """Remove a directory so that a kill in between leaves all of it or nothing under its name."""
+    aside = _temporary(path, "new")  # what is left of it is removed like other leftovers
+    with suppress(OSError):
+        path.rename(aside)
+        _remove(aside)
+
+
 @contextmanager
 def _replacing(target: str | os.PathLike[str], *, durable: bool) -> Iterator[Path]:
     target = Path(target).absolute()

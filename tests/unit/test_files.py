@@ -1,13 +1,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from agl_slime.support.files import remove_leftovers, scratch_directory, whole_directory, whole_file, write_file
+from agl_slime.support.files import (
+    remove_directory,
+    remove_leftovers,
+    scratch_directory,
+    whole_directory,
+    whole_file,
+    write_file,
+)
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -168,3 +176,22 @@ with scratch_directory(pathlib.Path(sys.argv[1]), "weights") as directory:
         assert {mine, other} == set((tmp_path / "memory").iterdir())
         assert left not in (mine, other)
     assert not list((tmp_path / "memory").iterdir())
+
+
+def test_a_kill_while_a_directory_is_removed_leaves_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "step_1"
+    for name in ("weights", "loop.json"):
+        write_file(target / name, "old")
+
+    def die_half_way(path: Path, **options: object) -> None:
+        next(Path(path).iterdir()).unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", die_half_way)
+        with pytest.raises(KeyboardInterrupt):
+            remove_directory(target)
+    assert not target.exists()
+    assert len(list(tmp_path.iterdir())) == 1
