@@ -39,9 +39,11 @@ async def collect(
     tokenizer: Any = None,
     reward_key: str | None = None,
     convert_validation: bool = False,
+    reward_spans: bool = False,
 ) -> MemberResult | None:
     """The result of a rollout; ``None`` when it has not ended yet (a failed attempt that is tried again) or does not
-    exist. Validation rollouts have samples only with ``convert_validation``."""
+    exist. Validation rollouts have samples only with ``convert_validation``; ``reward_spans`` as for
+    ``convert_rollout``."""
     rollout = await store.get_rollout_by_id(rollout_id)
     if rollout is None or rollout.status not in FINISHED:
         return None
@@ -79,7 +81,14 @@ async def collect(
         conversion = None
         if rollout.mode in (None, "train") or convert_validation:
             convert = partial(
-                convert_rollout, rollout, spans, tokenizer, reward=reward, reward_key=reward_key, attempt_id=attempt_id
+                convert_rollout,
+                rollout,
+                spans,
+                tokenizer,
+                reward=reward,
+                reward_key=reward_key,
+                attempt_id=attempt_id,
+                reward_spans=reward_spans,
             )
             conversion = await run_in_thread(convert) if heavy else convert()
     except RolloutError as error:

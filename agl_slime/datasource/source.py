@@ -60,6 +60,7 @@ class GroupSource:
         store: whose rollouts; ``None`` gives placeholders, groups of samples that nobody has sampled.
         reward_key: which of several named rewards is the one to train on; by default the first.
         convert_validation: validation rollouts have samples, too.
+        reward_spans: the trainer takes rewards of turns as spans of a Sample (see ``ConversionOptions``).
         hold: the store outlives this process and states are saved: see ``EndTable``.
         producer: who enqueues the rollouts, where that is one who wants to be told.
     """
@@ -74,6 +75,7 @@ class GroupSource:
         ledger: Ledger | None = None,
         reward_key: str | None = None,
         convert_validation: bool = False,
+        reward_spans: bool = False,
         hold: bool = False,
         producer: Producer | None = None,
     ) -> None:
@@ -92,7 +94,12 @@ class GroupSource:
             producer=self.producer,
             changed=self.changed,
             read=partial(
-                collect, self._store, tokenizer=tokenizer, reward_key=reward_key, convert_validation=convert_validation
+                collect,
+                store,
+                tokenizer=tokenizer,
+                reward_key=reward_key,
+                convert_validation=convert_validation,
+                reward_spans=reward_spans,
             ),
             default_size=n_samples_per_prompt,
             hold=hold,

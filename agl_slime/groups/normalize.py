@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from numbers import Real
 
 from agl_slime.errors import RewardError
-from agl_slime.types import Sample
+from agl_slime.types import Sample, get_rollout_id
 
 _EPS = 1e-6  # slime's
 
@@ -60,21 +60,17 @@ def normalize_rewards(
     return [advantage_of[rollout] for rollout in rollouts]
 
 
-def by_reward(
-    samples: Sequence[Sample], *, group_indices: Sequence[int | None], rollout_ids: Sequence[int | None]
-) -> tuple[list[Hashable], list[Hashable]]:
-    """The groups and rollouts to normalise by. A Sample whose turns have a reward of their own
-    (``metadata["reward_of"]``) stands for itself, and is compared with those of its role in the group, or with the
-    other single turns in it."""
-    of = [str((sample.metadata or {}).get("reward_of", "")) for sample in samples]
-    kinds = ["turn" if one.startswith("turn:") else one for one in of]
-    groups: list[Hashable] = [
-        (group, kind) if kind and group is not None else group for group, kind in zip(group_indices, kinds, strict=True)
-    ]
-    rollouts: list[Hashable] = [
-        (rollout, one) if one and rollout is not None else rollout for rollout, one in zip(rollout_ids, of, strict=True)
-    ]
-    return groups, rollouts
+def part_of(sample: Sample, of: str | None = None) -> tuple[Hashable, Hashable]:
+    """The group and the rollout to normalise by, of what was rewarded (``TurnReward.of``), by default what the sample
+    says (``metadata["reward_of"]``). Turns with a reward of their own stand for themselves, and are compared with those
+    of their role in the group, or with the other single turns in it."""
+    of = str((sample.metadata or {}).get("reward_of", "")) if of is None else of
+    kind = "turn" if of.startswith("turn:") else of
+    group, rollout = sample.group_index, get_rollout_id(sample)
+    return (
+        (group, kind) if of and group is not None else group,
+        (rollout, of) if of and rollout is not None else rollout,
+    )
 
 
 def reward_value(sample: Sample, position: int, *, key: str | None = None) -> float:

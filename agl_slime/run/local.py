@@ -128,7 +128,9 @@ async def run_training(
         )
         group_filter = zero_variance if config.drop_zero_variance else None
         settings = DataSourceSettings(policy=policy, group_filter=group_filter)
-        groups = GroupSource(store=parts.store, tokenizer=tokenizer, settings=settings, ledger=ledger)
+        groups = GroupSource(
+            store=parts.store, tokenizer=tokenizer, settings=settings, ledger=ledger, reward_spans=True
+        )
         source = stack.enter_context(groups)
         if checkpoint is not None:
             told = await run_in_thread(run.rewind, start.iteration)

@@ -20,7 +20,6 @@ from agl_slime.types import (
     RolloutFnTrainOutput,
     Sample,
     flat_samples,
-    get_rollout_id,
     staleness_of,
 )
 
@@ -169,12 +168,8 @@ def normalize_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
     std = estimator in _STD_NORMALIZED and bool(getattr(args, "grpo_std_normalization", True))
     # a failed rollout has no reward: its 0 is no part of the others' baseline
     fit = [i for i, sample in enumerate(flat) if getattr(sample, "status", None) != Sample.Status.FAILED]
-    members = [flat[i] for i in fit]
-    groups, rollouts = normalize.by_reward(
-        members,
-        group_indices=[sample.group_index for sample in members],
-        rollout_ids=[get_rollout_id(sample) for sample in members],
-    )
+    parts = [normalize.part_of(flat[i]) for i in fit]
+    groups, rollouts = [group for group, _ in parts], [rollout for _, rollout in parts]
     normalized = normalize.normalize_rewards([raw[i] for i in fit], group_indices=groups, rollout_ids=rollouts, std=std)
     advantages = dict(zip(fit, normalized, strict=True))
     return raw, [advantages.get(i, 0.0) for i in range(len(flat))]

@@ -56,6 +56,9 @@ class ConversionOptions(TypedDict, total=False):
     """Which model calls are the policy's, where spans do not tell: see ``read_turns``."""
     reward: Reward
     """What ``read_reward`` has found in the spans, where it was asked before."""
+    reward_spans: bool
+    """Rewards of single turns are told as spans (``metadata["reward_spans"]``) of the Samples that the rollout has
+    anyway, for a trainer that takes them; by default their turns become Samples of their own."""
 
 
 def convert_rollout(
@@ -110,6 +113,7 @@ def convert_rollout(
         turn_rewards=read_turn_rewards(own, reward_key=reward_key),
         metadata=metadata,
         reward_key=reward_key,
+        reward_spans=options.get("reward_spans", False),
         index=options.get("index"),
         group_index=options.get("group_index"),
         rollout_id=options.get("rollout_id"),
@@ -124,14 +128,16 @@ def convert_trajectory(
     turn_rewards: Mapping[int, TurnReward] | None = None,
     metadata: Mapping[str, Any] | None = None,
     reward_key: str | None = None,
+    reward_spans: bool = False,
     **numbers: int | None,
 ) -> Conversion:
     """The Samples of a trajectory that has its turns and its reward; see ``convert_rollout``.
 
     ``untrained_turns`` are context only. Turns with ``turn_rewards`` of their own are trained in Samples of their own,
-    which say in ``metadata["reward_of"]`` what was rewarded; ``metadata["reward"]`` is the rollout's. ``metadata`` is
-    added to that of the Samples; ``numbers`` are ``index``, ``group_index`` and ``rollout_id``. Raises ``TraceError``
-    when no token is to be trained, ``RewardError`` when there is no reward.
+    which say in ``metadata["reward_of"]`` what was rewarded; ``metadata["reward"]`` is the rollout's. With
+    ``reward_spans`` the Samples stay whole, and ``metadata["reward_spans"]`` says ``[what, reward, start, end]`` of
+    tokens of the response. ``metadata`` is added to that of the Samples; ``numbers`` are ``index``, ``group_index`` and
+    ``rollout_id``. Raises ``TraceError`` when no token is to be trained, ``RewardError`` when there is no reward.
     """
     if trajectory.reward is None:
         raise RewardError(f"trajectory {trajectory.rollout_id} has no reward", reason="no_reward")
@@ -144,8 +150,9 @@ def convert_trajectory(
             told += "; --constraints drop samples them freely and trains them, refuse answers 400 in place of mask"
         raise TraceError(told, reason="no_turns")
     forks = dict(Counter(segment.fork_reason.value for segment in segments if segment.fork_reason is not None))
-    if turn_rewards:
-        segments = _by_reward(segments, trajectory, tokenizer, untrained_turns, turn_rewards)
+    apart = turn_rewards if not reward_spans else None
+    if apart:
+        segments = _by_reward(segments, trajectory, tokenizer, untrained_turns, apart)
     common = {
         **(metadata or {}),
         **{key: trajectory.metadata[key] for key in ("group_id", "source_name") if key in trajectory.metadata},
@@ -163,9 +170,15 @@ def convert_trajectory(
     for number, segment in enumerate(segments):
         own = {"segment": number, "forks": dict(forks), "rewards": dict(trajectory.rewards)}
         reward, rewards = trajectory.reward, dict(trajectory.rewards)
-        if turn_rewards and (rewarded := turn_rewards.get(segment.placements[0].turn)) is not None:
+        if apart and (rewarded := apart.get(segment.placements[0].turn)) is not None:
             reward, own["reward_of"] = rewarded.primary, rewarded.of
             rewards = {**rewarded.named, **({reward_key: reward} if reward_key else {})}
+        elif turn_rewards and reward_spans:
+            own["reward_spans"] = [
+                [one.of, one.primary, at.start - segment.prompt_length, at.end - segment.prompt_length]
+                for at in segment.placements
+                if (one := turn_rewards.get(at.turn)) is not None
+            ]
         fields = _fields(segment, trajectory, tokenizer, {**common, **own}, with_log_probs=with_log_probs)
         sample = sample_from_fields(
             **numbers,

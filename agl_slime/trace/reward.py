@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.errors import RewardError
@@ -104,9 +104,11 @@ def read_turn_rewards(spans: Sequence[Span], *, reward_key: str | None = None) -
             raise RewardError(f"a reward is linked to the role {said[names.ROLE]!r}, {told}")
         named = {name: _finite(value, name) for name, value in dimensions}
         primary = named.get(reward_key or "", named[dimensions[0][0]])
-        of = f"role:{said[names.ROLE]}" if of_role else f"turn:{min(turns, default=0)}"
-        found.update(dict.fromkeys(turns, TurnReward(primary, named, of)))
-    return found
+        found.update(dict.fromkeys(turns, TurnReward(primary, named, f"role:{said[names.ROLE]}" if of_role else "")))
+    first: dict[int, int] = {}  # of the turns that a later reward has not taken
+    for turn, reward in sorted(found.items(), key=lambda item: item[0]):
+        first.setdefault(id(reward), turn)
+    return {turn: replace(one, of=one.of or f"turn:{first[id(one)]}") for turn, one in found.items()}
 
 
 def _roles(spans: Sequence[Span]) -> list[str]:

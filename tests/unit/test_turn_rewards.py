@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agl_slime import slime_hooks
-from agl_slime.errors import RewardError
+from agl_slime.errors import RewardError, TrainerError
 from agl_slime.support.agl import Span, emit_reward, make_link_attributes
 from agl_slime.trace import attributes as names
 from agl_slime.trace.converter import convert_rollout
@@ -144,13 +144,52 @@ def test_reward_key_picks_from_a_turns_reward_what_has_that_name() -> None:
     assert got[1][0] == {"primary": 0.4, "exact": 0.4}
 
 
-def group() -> list[Sample]:
+def test_of_a_reward_for_several_turns_a_later_one_for_the_first_of_them_takes_that_turn_alone() -> None:
+    spans = three()
+    spans[1].attributes[names.RESPONSE_ID] = "chatcmpl-0"  # two choices of one request
+    both, first = linked(0.5, {names.RESPONSE_ID: "chatcmpl-0"}), linked(0.7, {"span_id": spans[0].span_id})
+    both.sequence_id, first.sequence_id = 50, 51
+    got = trained([*spans, both, first])
+    assert got == [(0.7, [4, 5], "turn:0"), (0.5, [6, 7, 8], "turn:1"), (1.0, [9], None)]
+
+
+def group(**options: Any) -> list[Sample]:
     """Two rollouts of one prompt, their planners' turns rewarded apart."""
     samples: list[Sample] = []
     for number, (whole, planner) in enumerate(((1.0, 0.0), (0.0, 4.0))):
         spans = three(linked(planner, {names.ROLE: "planner"}), whole=whole)
-        samples += convert_rollout(rollout(), spans, rollout_id=number, group_index=0).samples
+        samples += convert_rollout(rollout(), spans, rollout_id=number, group_index=0, **options).samples
     return samples
+
+
+def test_a_trainer_that_takes_spans_gets_one_sample_with_the_rewards_of_its_turns() -> None:
+    whole, other = group(reward_spans=True)
+    assert whole.tokens == THIRD.token_ids.tolist()
+    assert whole.loss_mask == [1, 1, 0, 0, 1, 1, 1, 0, 1]
+    assert whole.metadata["reward_spans"] == [["role:planner", 0.0, 0, 2], ["role:planner", 0.0, 8, 9]]
+    assert (whole.reward, other.reward) == (1.0, 0.0)
+    batch = TrainBatch.from_samples([whole, other], std_normalization=False)
+    assert batch.token_rewards.tolist() == [-2.0] * 2 + [0.5] * 3 + [-2.0] + [2.0] * 2 + [-0.5] * 3 + [2.0]
+
+
+def test_a_reward_for_each_of_200_turns_leaves_one_sample_as_long_as_the_conversation() -> None:
+    held, turns = [1], []
+    for number in range(200):
+        turns.append(Turn(prompt_ids=held, response_ids=[2 + number], log_probs=[-1.0]))
+        held = [*turns[-1].token_ids.tolist(), 1]
+    spans = spans_of(turns, 1.0)
+    rewards = [linked(number / 200, {"span_id": span.span_id}) for number, span in enumerate(spans[:200])]
+    (sample,) = convert_rollout(rollout(), [*spans, *rewards], reward_spans=True).samples
+    assert sum(sample.loss_mask or ()) == 200
+    assert [reward for _, reward, _, _ in sample.metadata["reward_spans"]] == [number / 200 for number in range(200)]
+    assert len(sample.tokens) == 400
+
+
+def test_a_span_of_a_reward_that_is_no_part_of_the_response_is_refused() -> None:
+    whole = group(reward_spans=True)
+    whole[1].metadata["reward_spans"][0][3] = 99
+    with pytest.raises(TrainerError, match=r"reward_spans.* of sample 1 holds .* with a response of 9 tokens"):
+        TrainBatch.from_samples(whole)
 
 
 def test_roles_are_compared_with_their_own_kind_by_both_trainers() -> None:
@@ -161,6 +200,17 @@ def test_roles_are_compared_with_their_own_kind_by_both_trainers() -> None:
     batch = TrainBatch.from_samples(group(), std_normalization=False)
     assert batch.token_rewards.tolist() == [-2.0] * 3 + [0.5] * 3 + [2.0] * 3 + [-0.5] * 3
     assert set(batch.token_rollout_mask_sums.tolist()) == {6}
+
+
+def test_the_gradient_is_the_same_in_one_sample_as_in_many(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
+    from tests.trainer_cases import assert_close, gradient
+    from tests.trainer_policy import save_policy
+
+    policy = save_policy(tmp_path)
+    for aggregation in ("token", "rollout"):
+        many, one = (gradient(policy, group(reward_spans=how), aggregation=aggregation) for how in (False, True))
+        assert_close(one, many)
 
 
 def test_a_step_moves_the_rewarded_turns_tokens_by_that_turns_reward_and_no_others(tmp_path: Path) -> None:

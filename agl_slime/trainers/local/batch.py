@@ -6,6 +6,7 @@ sees: samples that begin alike, or of similar length; how they are cut changes s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agl_slime.errors import TrainerError
-from agl_slime.groups.normalize import by_reward, normalize_rewards, reward_value
+from agl_slime.groups.normalize import normalize_rewards, part_of, reward_value
 from agl_slime.tokens.codec import common_prefix
 from agl_slime.types import Sample, flat_samples, get_rollout_id, staleness_spans
 
@@ -32,7 +33,7 @@ class TrainBatch:
     rollout_ids: NDArray[np.int64]
     """``[n_samples]``: the same for the samples that one rollout became."""
     token_rewards: NDArray[np.float64]
-    """The advantage of the token's sample."""
+    """The advantage of the token's sample, or of the turn it is in where that has a reward of its own."""
     token_rollout_mask_sums: NDArray[np.int64]
     """Tokens under the mask in all samples of the token's rollout; slime's ``rollout_mask_sums``."""
     token_log_probs: NDArray[np.float32] | None
@@ -49,7 +50,8 @@ class TrainBatch:
     ) -> TrainBatch:
         """The batch of ``samples``, flat or nested in groups. A sample without a mask is trained as a whole, one with
         ``remove_sample`` not at all; advantages are normalised per ``group_index`` with one reward per rollout, as
-        the settings of the same names in ``LocalTrainerSettings`` say.
+        the settings of the same names in ``LocalTrainerSettings`` say. ``metadata["reward_spans"]`` (see
+        ``convert_trajectory``) are rewarded as if each reward's tokens were a sample of their own.
 
         Raises:
             TrainerError: no samples, or one that cannot be trained on; the text names the sample and the field.
@@ -57,14 +59,10 @@ class TrainBatch:
         """
         flat = list(flat_samples(samples))
         _require(flat, "there are no samples to make a batch of; collect at least one finished rollout.")
-        rewards = [reward_value(sample, position, key=reward_key) for position, sample in enumerate(flat)]
         given_ids = [get_rollout_id(sample) for sample in flat]
+        grouped = len(flat) == 1 or any(sample.group_index is not None for sample in flat)
         if rewards_normalization:
-            groups = [sample.group_index for sample in flat]
-            grouped = len(flat) == 1 or any(group is not None for group in groups)
             _require(grouped, "no sample has a group_index to take a baseline from; set it, or rewards_normalization.")
-            by, of = by_reward(flat, group_indices=groups, rollout_ids=given_ids)
-            rewards = normalize_rewards(rewards, group_indices=by, rollout_ids=of, std=std_normalization)
         taken = set(given_ids)
         unused = (number for number in count() if number not in taken)
         rollout_ids = [next(unused) if given is None else given for given in given_ids]
@@ -91,6 +89,16 @@ class TrainBatch:
                 own = _array(sample.rollout_log_probs, f"rollout_log_probs of sample {i}", np.float32, length)
                 log_probs.append(own[masks[i]])
 
+        parts = [part for i, mask in enumerate(masks) for part in _rewarded(flat[i], i, mask, reward_key)]
+        rewards = [part.reward for part in parts]
+        if rewards_normalization:
+            groups, rollouts = zip(*(part_of(flat[part.sample], part.of) for part in parts), strict=True)
+            rewards = normalize_rewards(rewards, group_indices=groups, rollout_ids=rollouts, std=std_normalization)
+        token_rewards = [np.zeros(len(mask)) for mask in masks]
+        for part, reward in zip(parts, rewards, strict=True):
+            for start, end in part.spans:
+                token_rewards[part.sample][start:end] = reward
+
         counts = np.array([mask.sum() for mask in masks], dtype=np.int64)
         numbers = np.array(rollout_ids, dtype=np.int64)
         _, rollout_of_sample = np.unique(numbers, return_inverse=True)
@@ -100,7 +108,7 @@ class TrainBatch:
             tokens=tokens,
             target_positions=targets,
             rollout_ids=numbers,
-            token_rewards=np.repeat(np.array(rewards, dtype=np.float64), counts),
+            token_rewards=np.concatenate([own[mask] for own, mask in zip(token_rewards, masks, strict=True)]),
             token_rollout_mask_sums=np.repeat(sums, counts),
             token_log_probs=np.concatenate(log_probs) if log_probs else None,
         )
@@ -127,6 +135,32 @@ class TrainBatch:
     def token_offsets(self) -> NDArray[np.int64]:
         """``[n_samples + 1]``: sample ``i`` has entries ``token_offsets[i]:token_offsets[i + 1]`` of ``token_...``."""
         return np.concatenate([[0], np.cumsum(self.token_counts)])
+
+
+@dataclass(frozen=True)
+class _Rewarded:
+    """Tokens of the response of one sample that share a reward; ``of`` is empty for the rollout's own."""
+
+    sample: int
+    reward: float
+    of: str
+    spans: Sequence[tuple[int, int]]
+
+
+def _rewarded(sample: Sample, i: int, mask: NDArray[np.bool_], key: str | None) -> Iterator[_Rewarded]:
+    """What sample ``i`` was rewarded for, the rollout first: not where single turns have taken all of its tokens."""
+    metadata, name, length = sample.metadata or {}, f"metadata['reward_spans'] of sample {i}", len(mask)
+    of_turns: dict[str, tuple[float, list[tuple[int, int]]]] = {}
+    left = mask.copy() if sample.loss_mask is None else np.asarray(sample.loss_mask, dtype=np.bool_)
+    for of, reward, start, end in metadata.get("reward_spans") or ():
+        fits = math.isfinite(reward) and 0 <= start < end <= length
+        _require(fits, f"{name} holds [{of!r}, {reward}, {start}, {end}] with a response of {length} tokens.")
+        of_turns.setdefault(of, (float(reward), []))[1].append((start, end))
+        left[start:end] = False
+    if not of_turns or left.any():
+        yield _Rewarded(i, reward_value(sample, i, key=key), str(metadata.get("reward_of", "")), [(0, length)])
+    for of, (reward, spans) in of_turns.items():
+        yield _Rewarded(i, reward, of, spans)
 
 
 def token_staleness(samples: Sequence[Sample], batch: TrainBatch) -> NDArray[np.int64]:
