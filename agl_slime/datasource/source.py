@@ -95,7 +95,7 @@ class GroupSource:
             changed=self.changed,
             read=partial(
                 collect,
-                store,
+                self._store,
                 tokenizer=tokenizer,
                 reward_key=reward_key,
                 convert_validation=convert_validation,

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from agl_slime.errors import ContextOverflowError, GatewayRequestError
-from agl_slime.gateway.branches import AnswerInTime, left_out
+from agl_slime.gateway.branches import AnswerInTime, LeftOut
 from agl_slime.gateway.calls import Answered, Call, Choice
 from agl_slime.gateway.raw import RawTree
 from agl_slime.gateway.reading import Reading, served_message
@@ -78,13 +78,15 @@ class Attempt:
     _to_begin: Counter[bytes] = field(default_factory=Counter)  # requests without an answer that may be sent again
     _trees: dict[tuple[str, str], Tree] = field(default_factory=dict)
     _root: RolloutSession | None = None
-    _answers: list[AnswerInTime] = field(default_factory=list)
     _clock: int = 0
     _empty: int = 0
-    _left_out: bool = False  # it was said that turns are not trained
+    _says_left_out: bool = False  # it was said that turns are not trained
     _lock: threading.Lock = field(default_factory=threading.Lock)
     quiet: threading.Event = field(default_factory=threading.Event)
     _spans: list[tuple[dict[str, Any], float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._left_out = LeftOut(self.settings.branches)
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
@@ -339,9 +341,9 @@ class Attempt:
 
     def _note(self, node: Node, match: Match, place: tuple[int, int], begun: int) -> None:
         self._clock += 1
-        self._answers.append(AnswerInTime(node, match.node, place, begun, self._clock))
+        self._left_out.add(AnswerInTime(node, match.node, place, begun, self._clock))
         assert self._root is not None
-        self._root.stats.untrained_turns = tuple(left_out(self._answers, self.settings.branches))
+        self._root.stats.untrained_turns = self._left_out.turns
 
     # -- spans --------------------------------------------------------------------------------------------------------
 
@@ -361,8 +363,8 @@ class Attempt:
         if self._root is None:
             return known
         left_out = self._root.stats.untrained_turns
-        self._left_out = self._left_out or bool(left_out)
-        if self._left_out:  # also that there is none any more; of the turns of this gateway's encoder
+        self._says_left_out = self._says_left_out or bool(left_out)
+        if self._says_left_out:  # also that there is none any more; of the turns of this gateway's encoder
             known |= {names.STREAM: self._root.stream, names.UNTRAINED_TURNS: json.dumps(left_out)}
         return self._root.stats.attributes() | known
 
