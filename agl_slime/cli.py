@@ -148,18 +148,21 @@ def _plot(arguments: list[str]) -> None:
 
 
 def _report(arguments: list[str]) -> None:
-    def report(run_dirs: tyro.conf.Positional[tuple[Path, ...]], output: Path | None = None) -> None:
+    def report(
+        run_dirs: tyro.conf.Positional[tuple[Path, ...]], output: Path | None = None, tokenizer: Path | None = None
+    ) -> None:
         """Write runs as one HTML page that needs no network: trend, steps, rollouts, tokens.
 
         Args:
-            run_dirs: Directories of runs, or one that has runs in it.
+            run_dirs: Directories of runs, or one that has runs in it; also what slime wrote with --dump-details.
             output: Where the page goes; report.html in the first directory by default.
+            tokenizer: For slime's own runs, a directory with the model's tokenizer.json.
         """
         from agl_slime.report.page import write_report
 
         if not run_dirs:
             raise ConfigError("name the directory of a run: agl-slime report RUN_DIR")
-        print(write_report(run_dirs, output))
+        print(write_report(run_dirs, output, tokenizer=tokenizer))
 
     tyro.cli(report, prog="agl-slime report", args=arguments)
 
@@ -171,21 +174,24 @@ def _view(arguments: list[str]) -> None:
         host: str = "127.0.0.1",
         port: int = 0,
         browser: bool = True,
+        tokenizer: Path | None = None,
     ) -> None:
         """Show runs in the browser, one or several side by side.
 
         Args:
-            run_dirs: Directories of runs, or one that has runs in it.
+            run_dirs: Directories of runs, or one that has runs in it; also what slime wrote with --dump-details.
             follow: Show what is new while a run goes on.
             host: Address to listen on; one that other machines reach needs AGL_SLIME_VIEW_TOKEN.
             port: Port to listen on; 0 takes a free one.
             browser: Open the page.
+            tokenizer: For slime's own runs, a directory with the model's tokenizer.json.
         """
         from agl_slime.report.view import view
 
         if not run_dirs:
             raise ConfigError("name the directory of a run: agl-slime view RUN_DIR")
-        asyncio.run(view(run_dirs, host=host, port=port, follow=follow, browser=browser))
+        shown = view(run_dirs, host=host, port=port, follow=follow, browser=browser, tokenizer=tokenizer)
+        asyncio.run(shown)
 
     tyro.cli(show, prog="agl-slime view", args=arguments)
 

@@ -76,10 +76,10 @@ def run_data(reader: RunReader) -> dict[str, Any] | None:
     return told
 
 
-def write_report(paths: Sequence[Path], output: Path | None = None) -> Path:
+def write_report(paths: Sequence[Path], output: Path | None = None, *, tokenizer: Path | None = None) -> Path:
     """Write the page of the runs at or below ``paths``; returns where it is: by default ``report.html`` in the first of
-    them."""
-    readers = [RunReader(path) for given in paths for path in find_runs(given)]
+    them. ``tokenizer`` as in ``RunReader``."""
+    readers = [RunReader(path, tokenizer=tokenizer) for given in paths for path in find_runs(given)]
     target = output or paths[0] / "report.html"
     runs = [run_data(reader) or {} for reader in readers]
     most = MOST_BYTES - len(page(title="", live=False).encode())

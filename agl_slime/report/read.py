@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import orjson
 from agl_slime.audit.records import Line, read_lines
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import RunDir
+from agl_slime.report.slime_runs import SlimeRun, dump_files
 from agl_slime.report.state import state_of
 
 _OF_GROUP = ("iteration", "collected", "group_id", "instance_id", "source", "ready", "code", "reason")
@@ -67,25 +69,34 @@ class Tail:
 
 
 class RunReader:
-    """What the page shows of one run. ``update`` gives what is new since the last one."""
+    """What the page shows of one run, ours or slime's own. ``update`` gives what is new since the last one.
+    ``tokenizer`` is for a run of slime's: a directory with a ``tokenizer.json``."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.run = RunDir(Path(path))
-        if not is_run(self.run.path):
-            raise ConfigError(f"{self.run.path} holds no run: neither config.json nor metrics.jsonl is there")
+    def __init__(self, path: str | os.PathLike[str], *, tokenizer: Path | None = None) -> None:
+        self.path = Path(path)
+        if not is_run(self.path):
+            raise ConfigError(f"{self.path} holds no run: neither config.json nor metrics.jsonl is there")
+        self._slime = None if _is_ours(self.path) else slime_run(self.path, tokenizer)
+        self.run = RunDir(self.path) if self._slime is None else self._slime.run
         self.metrics: list[dict[str, Any]] = []
         self.groups: list[dict[str, Any]] = []
         self.kept: dict[str, tuple[int, int, int]] = {}
         """Of each kept rollout its iteration, and first byte and length of its line in ``rollouts.jsonl``."""
         self._tails = {name: Tail(getattr(self.run, name)) for name in ("metrics", "groups", "rollouts")}
         self._told: Any = None
+        self._rewritten = 0
 
     def update(self) -> dict[str, Any] | None:
         """What the page has to be told, ``None`` when nothing is new: see ``agl_slime/report/web/model.js``. With
         ``reset`` it replaces all that was told before."""
+        replaced = False
+        if self._slime is not None:
+            self._slime.update()
+            replaced, self._rewritten = self._slime.rewritten != self._rewritten, self._slime.rewritten
         read = {name: tail.read() for name, tail in self._tails.items()}
-        reset = self._told is None or any(tail.replaced for tail in self._tails.values())
-        if any(tail.replaced for tail in self._tails.values()):  # a resumed run has replaced iterations
+        replaced = replaced or any(tail.replaced for tail in self._tails.values())
+        reset = self._told is None or replaced
+        if replaced:  # a resumed run has replaced iterations
             self._tails = {name: Tail(tail.path) for name, tail in self._tails.items()}
             self.metrics, self.groups, self.kept = [], [], {}
             read = {name: tail.read() for name, tail in self._tails.items()}
@@ -100,7 +111,7 @@ class RunReader:
             return None
         self._told = told
         return {
-            "name": self.run.path.resolve().name,
+            "name": self.path.resolve().name,
             "reset": reset,
             "state": {"word": state.word, "text": state.text},
             "damage": damage,
@@ -113,7 +124,9 @@ class RunReader:
     def damage(self) -> list[str]:
         """Sentences about files that are not as the package writes them."""
         found = []
-        if not self.run.config.exists():
+        if self._slime is not None:
+            found += self._slime.notes()
+        elif not self.run.config.exists():
             found.append("config.json is missing: the settings of this run are not known.")
         elif self.run.settings() is None:
             found.append("config.json is not a JSON object: the settings of this run are not known.")
@@ -134,7 +147,18 @@ class RunReader:
             return file.read(place[2]).rstrip(b"\n")
 
 
+@lru_cache(maxsize=64)
+def slime_run(path: Path, tokenizer: Path | None) -> SlimeRun:
+    """One for all readers of a path: its files are converted once."""
+    return SlimeRun(path, tokenizer)
+
+
 def is_run(path: Path) -> bool:
+    """Whether ``path`` has the files of a run, or those that slime writes of its own."""
+    return _is_ours(path) or bool(dump_files(path))
+
+
+def _is_ours(path: Path) -> bool:
     run = RunDir(path)
     return any(file.exists() for file in (run.config, run.metrics, run.summary, run.groups))
 

@@ -171,31 +171,43 @@ class RolloutWriter:
     def _describe(self, member: Any, group: _Group) -> dict[str, Any]:
         if self._pieces is None:
             self._pieces = Pieces(self.tokenizer)
-        line, talk = group.line, member.trajectory
-        samples = []
-        for number, sample in enumerate(member.samples[:MOST_SAMPLES]):
-            key = member.rollout_id, int(sample.metadata.get("segment", number))
-            samples.append(describe_tokens(sample, self._pieces, scores=group.scores.get(key)))
-        return {
-            "collected": line["collected"],
-            "rollout_id": member.rollout_id,
-            "group_id": line["group_id"],
-            "instance_id": member.instance_id,
-            "source": source_of(member),
-            "reason": member.failure or ("" if line["ready"] else line["code"]),
-            "message": member.failure_message or ("" if line["ready"] else line["reason"]),
-            "reward": member.reward,
-            "rewards": dict(member.rewards),
-            "stop_reason": getattr(talk, "stop_reason", ""),
-            "tokens": member.sampled_tokens,
-            "task": member.task,
-            "messages": list(talk.messages[:MOST_MESSAGES]) if talk is not None else [],
-            "tools": member.samples[0].metadata.get("tools") if member.samples else None,
-            "timeline": member.timeline,
-            "turns": [describe_turn(turn) for turn in getattr(talk, "turns", ())[:MOST_MESSAGES]],
-            "samples": samples,
-            "left_out": {"samples": max(len(member.samples) - MOST_SAMPLES, 0)},
-        }
+
+        def scores(sample: Sample, number: int) -> tuple[Any, Any] | None:
+            return group.scores.get((member.rollout_id, int(sample.metadata.get("segment", number))))
+
+        return describe_member(member, group.line, self._pieces, scores)
+
+
+def describe_member(
+    member: Any, line: Mapping[str, Any], pieces: Pieces, scores: Callable[[Sample, int], tuple[Any, Any] | None]
+) -> dict[str, Any]:
+    """A rollout as a line of ``rollouts.jsonl``, but for its label and outcome. ``line`` is its group's, ``scores``
+    what the trainer told of the member's Sample of that number (see ``describe_tokens``)."""
+    talk = member.trajectory
+    samples = [
+        describe_tokens(sample, pieces, scores=scores(sample, number))
+        for number, sample in enumerate(member.samples[:MOST_SAMPLES])
+    ]
+    return {
+        "collected": line["collected"],
+        "rollout_id": member.rollout_id,
+        "group_id": line["group_id"],
+        "instance_id": member.instance_id,
+        "source": source_of(member),
+        "reason": member.failure or ("" if line["ready"] else line["code"]),
+        "message": member.failure_message or ("" if line["ready"] else line["reason"]),
+        "reward": member.reward,
+        "rewards": dict(member.rewards),
+        "stop_reason": getattr(talk, "stop_reason", ""),
+        "tokens": member.sampled_tokens,
+        "task": member.task,
+        "messages": list(talk.messages[:MOST_MESSAGES]) if talk is not None else [],
+        "tools": member.samples[0].metadata.get("tools") if member.samples else None,
+        "timeline": member.timeline,
+        "turns": [describe_turn(turn) for turn in getattr(talk, "turns", ())[:MOST_MESSAGES]],
+        "samples": samples,
+        "left_out": {"samples": max(len(member.samples) - MOST_SAMPLES, 0)},
+    }
 
 
 def _best(line: Mapping[str, Any]) -> float:

@@ -36,8 +36,8 @@ _ENDS_S = 2.0  # a browser's open connection does not hold the end up for longer
 class _Runs:
     """The runs at the given paths, those that appear later at the end; one reader per run and follower."""
 
-    def __init__(self, given: Sequence[Path]) -> None:
-        self._given = list(given)
+    def __init__(self, given: Sequence[Path], tokenizer: Path | None) -> None:
+        self._given, self.tokenizer = list(given), tokenizer
         self.paths = [path for each in given for path in find_runs(each)]
 
     def look(self) -> list[Path]:
@@ -57,7 +57,7 @@ class _Follower:
     def news(self) -> bytes | None:
         """What is new, run by run; ``None`` when nothing is."""
         paths = self._runs.look()
-        self._readers += [RunReader(path) for path in paths[len(self._readers) :]]
+        self._readers += [RunReader(path, tokenizer=self._runs.tokenizer) for path in paths[len(self._readers) :]]
         told = [run_data(reader) for reader in self._readers]
         return unparsed(told) if any(told) else None
 
@@ -67,8 +67,8 @@ class _Follower:
 
 
 class _Viewer:
-    def __init__(self, paths: Sequence[Path], *, token: str | None, follow: bool) -> None:
-        self._runs, self._token, self._follow = _Runs(paths), token, follow
+    def __init__(self, runs: _Runs, *, token: str | None, follow: bool) -> None:
+        self._runs, self._token, self._follow = runs, token, follow
         self._latest, self._asked = _Follower(self._runs), asyncio.Lock()
         self.ending = asyncio.Event()
 
@@ -132,13 +132,19 @@ class _Viewer:
 
 @asynccontextmanager
 async def serving(
-    paths: Sequence[Path], *, host: str = "127.0.0.1", port: int = 0, token: str | None = None, follow: bool = False
+    paths: Sequence[Path],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    follow: bool = False,
+    tokenizer: Path | None = None,
 ) -> AsyncIterator[str]:
     """Serve the page of the runs at or below ``paths`` within the block, which gets its URL, token included.
-    ``follow``: pages are told what is new. Raises ``ConfigError`` for a ``host`` that other machines reach without a
-    ``token``, or where there is no run."""
+    ``follow``: pages are told what is new; ``tokenizer`` as in ``RunReader``. Raises ``ConfigError`` for a
+    ``host`` that other machines reach without a ``token``, or where there is no run."""
     require_token(host, token, setting=TOKEN_VARIABLE)
-    viewer, ends = _Viewer(paths, token=token, follow=follow), {"shutdown_timeout": _ENDS_S}
+    viewer, ends = _Viewer(_Runs(paths, tokenizer), token=token, follow=follow), {"shutdown_timeout": _ENDS_S}
     try:
         async with listening(viewer.app(), host=host, port=port, backlog=64, token=token, **ends) as url:
             try:
@@ -149,10 +155,12 @@ async def serving(
         raise ConfigError(f"{host} port {port} cannot be listened on: {error.strerror}; give another --port") from error
 
 
-async def view(paths: Sequence[Path], *, host: str, port: int, follow: bool, browser: bool) -> None:
+async def view(
+    paths: Sequence[Path], *, host: str, port: int, follow: bool, browser: bool, tokenizer: Path | None = None
+) -> None:
     """Serve until SIGINT or SIGTERM."""
-    ended = stop_signal()
-    async with serving(paths, host=host, port=port, token=os.environ.get(TOKEN_VARIABLE) or None, follow=follow) as url:
+    ended, token = stop_signal(), os.environ.get(TOKEN_VARIABLE) or None
+    async with serving(paths, host=host, port=port, token=token, follow=follow, tokenizer=tokenizer) as url:
         print(f"the run is at {url} (Ctrl-C ends this)", flush=True)
         if browser:
             await run_in_thread(webbrowser.open, url)

@@ -1,0 +1,296 @@
+"""The files that slime writes for debugging, read without trusting them: ``torch.load`` with ``weights_only`` on a
+regular file, where every class it does not know becomes an inert stand-in, and fields of another type than slime's are
+not there."""
+
+from __future__ import annotations
+
+import math
+import threading
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from agl_slime.audit.records import misfit
+from agl_slime.errors import MissingDependencyError
+from agl_slime.types import Sample, sample_from_fields
+
+MOST_SAMPLES = 1_000_000  # of a file
+_METADATA: dict[str, Any] = {
+    "weight_spans": [[str, int, int]],
+    "turn_spans": [[int, int]],
+    "segment": int,
+    "turns": int,
+}
+_METADATA |= {"fork_reason": str, "token_source": str, "stop_reason": str, "finish_reason": str, "source_name": str}
+_METADATA |= {"instance_id": str, "tools": {"offered": [str], "calls": {str: int}, "malformed": int}}
+_STATUS = {status.value: status for status in Sample.Status}
+_reading = threading.Lock()  # what torch may load is one list for the process
+
+
+class _Absent:
+    """In the place of an object of a class that is not loaded: an image, a user's own."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Absent:
+        return object.__new__(cls)
+
+    def __setstate__(self, _: Any) -> None: ...
+
+
+class _DType(_Absent):
+    name: str
+
+    def __new__(cls, name: Any = "", *_: Any) -> _DType:
+        made = object.__new__(cls)
+        made.name = name if name in ("f4", "f8", "i4", "i8", "b1") else ""
+        return made
+
+
+def _scalar(kind: Any = None, raw: Any = b"", *_: Any) -> Any:
+    """A number of numpy, little-endian as slime writes it."""
+    name = getattr(kind, "name", "")
+    known = name and isinstance(raw, bytes) and len(raw) == int(name[1])
+    return np.frombuffer(raw, name if name == "b1" else f"<{name}")[0].item() if known else None
+
+
+_STAND_INS: dict[str, Any] = {"numpy.dtype": _DType}
+_STAND_INS |= dict.fromkeys(("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"), _scalar)
+
+
+def load(path: Path) -> Mapping[str, Any]:
+    """The dictionary that ``torch.save`` wrote. ``ValueError`` with half a sentence for any other file."""
+    try:
+        import torch
+    except ImportError:
+        why = "the files that slime writes are read with torch: pip install 'agl-slime[local]'"
+        raise MissingDependencyError(why) from None
+    if not path.is_file():  # no FIFO, on which reading would hang
+        raise ValueError("is not a regular file")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if any(one.compress_type != zipfile.ZIP_STORED for one in archive.infolist()):
+                raise ValueError("is compressed, as torch.save never does")
+        with _reading:
+            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            known: list[Any] = [(_STAND_INS.get(name, _Absent), name) for name in unknown]
+            with torch.serialization.safe_globals(known):
+                # not mapped into memory: a file that shrinks while it is read would end this process
+                value = torch.load(path, map_location="cpu", weights_only=True)
+    except zipfile.BadZipFile:
+        raise ValueError("is not a whole file of torch.save") from None
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a file can make of a loader
+        said = " ".join(str(error).split(". ")[0].split())
+        raise ValueError(f"cannot be loaded ({type(error).__name__}: {said:.160})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"holds a {type(value).__name__}, no dictionary")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class DumpedSample:
+    """A Sample of a dump. ``rewards`` by name where slime has several, ``messages`` its prompt."""
+
+    sample: Sample
+    reward: float | None
+    rewards: dict[str, float]
+    messages: tuple[dict[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRow:
+    """What the trainer had of one Sample: of its response's tokens the mask, its own log-probs and advantages, each
+    ``None`` where the file has none."""
+
+    mask: np.ndarray
+    engine: np.ndarray | None
+    log_probs: np.ndarray | None
+    advantages: np.ndarray | None
+    raw_reward: float | None
+
+
+def samples_of(value: Mapping[str, Any]) -> Iterator[DumpedSample | str]:
+    """The Samples of a rollout dump; for one that does not fit, what is wrong with it."""
+    rows = value.get("samples")
+    if not isinstance(rows, list) or len(rows) > MOST_SAMPLES:
+        raise ValueError("holds no samples of slime")
+    for row in rows:
+        yield _sample(row) if isinstance(row, dict) else "is no dictionary"
+
+
+def is_train_dump(value: Mapping[str, Any]) -> bool:
+    return "dp_shards" in value or "rollout_data" in value
+
+
+def trained_rows(value: Mapping[str, Any]) -> Iterator[tuple[bytes, TrainedRow]]:
+    """What was trained, each with the key of its Sample (``key_of``): of 624b824's files, and of those before it, which
+    have columns for each rank. Rows that do not fit are left out."""
+    data = value.get("rollout_data")
+    rows, whole = value.get("samples"), value.get("raw_reward")
+    if isinstance(data, dict):
+        length = len(lengths) if isinstance(lengths := data.get("response_lengths"), list) else 0
+        columns = {name: column for name, column in data.items() if isinstance(column, list) and len(column) == length}
+        rows = [{name: column[at] for name, column in columns.items()} for at in range(length)]
+        for row, place in zip(rows, columns.get("partition", ()), strict=False):
+            row["rollout_position"] = place
+        whole = data.get("raw_reward")
+    for row in rows if isinstance(rows, list) else ():
+        if not isinstance(row, dict) or (tokens := numbers(row.get("tokens"), "iu")) is None:
+            continue
+        length, place = row.get("response_lengths"), row.get("rollout_position")
+        mask = numbers(row.get("loss_masks"), "iub")
+        if type(length) is not int or mask is None or len(mask) != length or length > len(tokens):
+            continue
+        raw = whole[place] if isinstance(whole, list) and type(place) is int and 0 <= place < len(whole) else None
+        names = ("rollout_log_probs", "log_probs", "advantages")
+        told = [numbers(row.get(name), "f", length=length) for name in names]
+        engine, log_probs, advantages = told
+        yield (
+            key_of(tokens, length),
+            TrainedRow(
+                mask=mask.astype(bool),
+                engine=engine,
+                log_probs=log_probs,
+                advantages=advantages,
+                raw_reward=_finite(raw),
+            ),
+        )
+
+
+def key_of(tokens: Any, length: int) -> bytes:
+    """What a Sample and its row in the train dump share: ids and response length."""
+    return length.to_bytes(8, "little") + np.asarray(tokens, dtype="<i8").tobytes()
+
+
+def numbers(value: Any, kinds: str, *, length: int | None = None) -> np.ndarray | None:
+    """A list of numbers or a tensor of one dimension that holds what it says, as an array; ``None`` for anything else.
+    ``kinds`` are numpy's letters, ``f`` takes whole numbers as well."""
+    if type(value) is list:
+        wanted = {float, int} if kinds == "f" else {int}
+        if not {*map(type, value)} <= wanted:
+            return None
+        try:
+            found = np.asarray(value, dtype="f8" if kinds == "f" else "i8")
+        except OverflowError:
+            return None
+    else:
+        found = _array(value)
+    if found is None or found.ndim != 1 or (len(found) and found.dtype.kind not in (kinds if kinds != "f" else "fiu")):
+        return None
+    if kinds == "f":
+        with np.errstate(over="ignore"):
+            found = found.astype("f4")
+    return found if length is None or len(found) == length else None
+
+
+def _array(value: Any) -> np.ndarray | None:
+    import torch
+
+    if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_quantized or value.dim() != 1:
+        return None
+    if not value.is_contiguous() or value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        return None  # a view that claims more than the file holds
+    if value.dtype == torch.bfloat16 or value.is_complex():
+        return value.float().numpy() if value.dtype == torch.bfloat16 else None
+    return value.detach().numpy()
+
+
+def _sample(row: Mapping[str, Any]) -> DumpedSample | str:
+    length, tokens = row.get("response_length"), numbers(row.get("tokens"), "iu")
+    if tokens is None:
+        return "has no tokens"
+    if len(tokens) and (tokens.min() < 0 or tokens.max() >= 2**31):
+        return "has tokens that are no ids"
+    if type(length) is not int or not 0 <= length <= len(tokens):
+        return f"has response_length {_short(length)} for {len(tokens)} tokens"
+    mask, scores = row.get("loss_mask"), numbers(row.get("rollout_log_probs"), "f", length=length)
+    if mask is not None and (mask := numbers(mask, "iu", length=length)) is None:
+        return f"has a loss_mask that is not of its {length} tokens"
+    given = row.get("metadata")
+    given = given if isinstance(given, dict) else {}
+    metadata = {name: given[name] for name, shape in _METADATA.items() if name in given and _fits(given[name], shape)}
+    versions = [one for one in _list(row.get("weight_versions")) if type(one) is str]
+    if "weight_spans" not in metadata and len(set(versions)) == 1:
+        metadata["weight_spans"] = [[versions[0], 0, length]]
+    reward, rewards = _rewards(row.get("reward"))
+    sample = sample_from_fields(
+        group_index=_whole(row.get("group_index")),
+        index=_whole(row.get("index")),
+        rollout_id=_whole(row.get("rollout_id", row.get("group_id"))),
+        tokens=tokens.tolist(),
+        response=text if type(text := row.get("response")) is str else "",
+        response_length=length,
+        loss_mask=None if mask is None else [int(one != 0) for one in mask.tolist()],
+        rollout_log_probs=None if scores is None else scores.tolist(),
+        weight_versions=versions,
+        remove_sample=row.get("remove_sample") is True,
+        reward=reward,
+        status=_STATUS.get(status, Sample.Status.FAILED)
+        if type(status := row.get("status")) is str
+        else Sample.Status.FAILED,
+        metadata=metadata,
+    )
+    return DumpedSample(sample=sample, reward=reward, rewards=rewards, messages=tuple(_messages(row.get("prompt"))))
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    try:
+        return not misfit(value, shape) and bool(orjson.dumps(value))  # whole numbers have 64 bits
+    except TypeError:
+        return False
+
+
+def _messages(prompt: Any) -> Iterator[dict[str, str]]:
+    """A prompt is messages, or the text that a chat template made of them."""
+    if type(prompt) is str and prompt:
+        yield {"role": "prompt", "content": prompt}
+    for message in _list(prompt):
+        if isinstance(message, dict):
+            content = message.get("content")
+            texts = [
+                one.get("text") or f"[{_short(one.get('type'))}]" for one in _list(content) if isinstance(one, dict)
+            ]
+            text = content if type(content) is str else "\n".join(map(_short, texts))
+            yield {"role": _short(message.get("role") or "?"), "content": text}
+
+
+def _rewards(value: Any) -> tuple[float | None, dict[str, float]]:
+    """The reward, and by name where there are several; which of several trains is not in the file: the first."""
+    if isinstance(value, dict):
+        named = {
+            name: found for name, one in value.items() if type(name) is str and (found := _finite(one)) is not None
+        }
+        return next(iter(named.values()), None), named
+    found = _finite(value)
+    return found, {} if found is None else {"primary": found}
+
+
+def _finite(value: Any) -> float | None:
+    import torch
+
+    if type(value) is torch.Tensor and value.dim() == 0 and not value.is_complex():
+        value = value.item()
+    return float(value) if type(value) in (int, float, bool) and abs(value) < 1e300 and math.isfinite(value) else None
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int and abs(value) < 2**63 else None
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if type(value) is list else ()
+
+
+def _short(value: Any) -> str:
+    return (
+        f"{value:.20000}"
+        if type(value) is str
+        else f"{value}"[:40]
+        if type(value) in (int, float)
+        else type(value).__name__
+    )
