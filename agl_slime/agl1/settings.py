@@ -24,8 +24,9 @@ class ControllerSettings:
 
     ``python``: a Python that has agentlightning 1.x, whose controller is started as a child and ended with the run;
     ``None`` waits for a controller that somebody else starts. It runs at most ``max_processes`` agents at once and
-    looks for new rollouts every ``poll_interval_s`` seconds; one that dies is started again, ``max_restarts`` times in
-    all. What the child and its agents write is appended to ``log``; without one only the last lines are kept.
+    looks for new rollouts every ``poll_interval_s`` seconds; one that dies is started again, at most ``max_restarts``
+    times without a rollout that succeeds between. What the child and its agents write is appended to ``log``; without
+    one only the last lines are kept.
 
     ``host``, ``port`` (0 takes a free one) and ``key`` are those of the API. Without a key a child gets a random one
     (some clients refuse an empty one), and everybody on this machine may ask; another address needs a key.

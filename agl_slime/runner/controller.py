@@ -6,6 +6,7 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from typing_extensions import Self
@@ -17,7 +18,7 @@ from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner.base import RunnerPlan, RunnerPool, RunnerSettings
 from agl_slime.runner.controller_process import ControllerProcess, check_python, end_agents
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import LightningStore
+from agl_slime.support.agl import LightningStore, Rollout
 from agl_slime.support.threads import run_blocking
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ class ControllerPool(RunnerPool):
         self._child: ControllerProcess | None = None
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
+        self._restarts = settings.max_restarts
+        self._unsubscribe: Callable[[], None] = lambda: None
 
     @property
     def command(self) -> str:
@@ -77,6 +80,7 @@ class ControllerPool(RunnerPool):
         except BaseException:
             self.gateway.stop()
             raise
+        self._unsubscribe = self._store.subscribe_finished(self._has_ended)
         self._watcher = threading.Thread(target=self._watch, name="agl-slime-controller", daemon=True)
         self._watcher.start()
         if self._child is None:
@@ -99,6 +103,7 @@ class ControllerPool(RunnerPool):
         left = self._store.running()
         for rollout in left:
             run_blocking(self._store.update_rollout(rollout.rollout_id, status="cancelled"))
+        self._unsubscribe()
         self.gateway.stop()
         return not left or cancel
 
@@ -107,17 +112,21 @@ class ControllerPool(RunnerPool):
         child.start()
         return child
 
+    def _has_ended(self, rollout: Rollout) -> None:
+        if rollout.status == "succeeded":
+            self._restarts = self._settings.max_restarts
+
     def _watch(self) -> None:
-        restarts, waiting_since, told = self._settings.max_restarts, time.monotonic(), False
+        waiting_since, told = time.monotonic(), False
         while not self._stopping.wait(_LOOK_S):
             if self._child is not None and not self._child.alive:
                 words = self._child.last_words()
                 self._child.stop()
                 end_agents(self.gateway.url)
-                if not restarts:
+                if not self._restarts:
                     self.failure = LoopError(f"the controller has ended; its last words: {words}")
                     return
-                restarts -= 1
+                self._restarts -= 1
                 logger.warning("The controller has ended and is started again; its last words: %s", words)
                 try:
                     self._child = self._new_child()

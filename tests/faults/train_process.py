@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,20 +60,22 @@ class Run:
 
 
 @contextmanager
-def train(*flags: str | Path) -> Iterator[Run]:
-    environment = {
+def train(*flags: object, environment: Mapping[str, str] | None = None) -> Iterator[Run]:
+    """``environment`` beside this process's own."""
+    variables = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
+        **(environment or {}),
     }
     command = [sys.executable, str(REPOSITORY / "train.py"), "--view", "lines", *map(str, flags)]
     # a session of its own, so that a signal to the test is not one to it
     process = subprocess.Popen(
         command,
         cwd=REPOSITORY,
-        env=environment,
+        env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

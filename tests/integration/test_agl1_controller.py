@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,26 +93,44 @@ def test_what_an_agent_does_wrong_is_the_reason_of_its_rollout(
     assert (member.failure, member.turns) == (reason, 1)
 
 
-def test_a_controller_that_dies_is_started_again_and_costs_what_it_ran(engine: tuple[str, str], tmp_path: Path) -> None:
+def test_controllers_that_die_are_started_again_while_rollouts_succeed(engine: tuple[str, str], tmp_path: Path) -> None:
+    """Twice, with one restart allowed: a rollout that succeeds gives it back. Each death costs what runs."""
     url, model = engine
     store = BridgeStore()
+    succeeded: queue.SimpleQueue[str] = queue.SimpleQueue()
+    store.subscribe_finished(lambda one: succeeded.put(one.rollout_id) if one.status == "succeeded" else None)
     sampling = {"temperature": 1.0, "max_new_tokens": 32}
     run_blocking(store.add_resources({"main_llm": LLM(endpoint=url, model=model, sampling_parameters=sampling)}))
     task = {"question": "2+2?", "label": "four"}
-    ids = [run_blocking(store.enqueue_rollout(input=task, mode="train")).rollout_id for _ in range(12)]
-    with pool_of("TwoTurns", store, tmp_path / "controller.log", max_processes=3) as pool:
-        deadline = time.monotonic() + 60
-        while not store.running() and time.monotonic() < deadline:
-            time.sleep(0.05)  # of another process: there is no event to wait for
-        assert pool._child is not None
-        assert pool._child.pid is not None
-        for child in psutil.Process(pool._child.pid).children():
-            child.send_signal(signal.SIGKILL)
+    ids = [run_blocking(store.enqueue_rollout(input=task, mode="train")).rollout_id for _ in range(24)]
+    with pool_of("TwoTurns", store, tmp_path / "controller.log", max_processes=3, max_restarts=1) as pool:
+        for _ in range(2):
+            while not succeeded.empty():
+                succeeded.get()
+            succeeded.get(timeout=60)
+            assert pool._child is not None
+            assert pool._child.pid is not None
+            for child in psutil.Process(pool._child.pid).children():
+                child.send_signal(signal.SIGKILL)
         ended = run_blocking(store.wait_for_rollouts(rollout_ids=ids, timeout=180))
-        assert len(ended) == 12
         assert pool.failure is None
+        assert len(ended) == 24
     assert all(rollout.status in FINISHED for rollout in ended)
-    assert any(rollout.status == "succeeded" for rollout in ended)
+
+
+def test_a_controller_that_dies_without_a_rollout_that_succeeds_ends_the_run(
+    engine: tuple[str, str], tmp_path: Path
+) -> None:
+    store = BridgeStore()
+    with pool_of("TwoTurns", store, tmp_path / "controller.log", max_restarts=1) as pool:
+        deadline = time.monotonic() + 60
+        while pool.failure is None and time.monotonic() < deadline:
+            time.sleep(0.05)  # of another process: there is no event to wait for
+            if pool._child is not None and pool._child.pid is not None:
+                with suppress(psutil.Error):
+                    for child in psutil.Process(pool._child.pid).children():
+                        child.send_signal(signal.SIGKILL)
+        assert "has ended" in str(pool.failure)
 
 
 def test_a_python_without_a_controller_is_refused(tmp_path: Path) -> None:

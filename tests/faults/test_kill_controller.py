@@ -1,0 +1,22 @@
+"""A short run of ``tests/faults/kill_controller.py``; its 2,000 rollouts take some twenty minutes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from agl_slime.agl1.settings import PYTHON_VARIABLE
+from tests.faults.kill_controller import run
+
+pytest.importorskip("torch", reason="needs agl-slime[local]")
+
+
+@pytest.mark.controller
+@pytest.mark.skipif(not os.environ.get(PYTHON_VARIABLE), reason=f"{PYTHON_VARIABLE} names no Python of 1.x")
+def test_no_rollout_is_lost_or_trained_on_twice_when_controllers_and_agents_are_killed(tmp_path: Path) -> None:
+    result = run(tmp_path, rollouts=40, kills=4, seed=2, limit_s=300, batch=2)
+    assert result.wrong == []
+    assert sum(result.kills.values()) == 4
+    assert result.trained > 0
