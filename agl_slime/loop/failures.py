@@ -15,12 +15,15 @@ logger = logging.getLogger(__name__)
 
 # Pauses while all rollouts fail grow up to the second.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 60.0
+# Failures that say nothing of the agent: the controller that ran it died, or ended it.
+_OF_THE_CONTROLLER = frozenset({"agent_lost", "controller_shutdown"})
 
 
 class Failures:
     """Judges each batch. Where all rollouts fail that never succeeded, the agent is at fault, and the run ends at once.
-    Where they did before (``worked``), something that they need is away, such as a judge: the run waits for
-    ``failure_patience_s``. It ends as well after ``max_empty_iterations`` in a row without a group to train on."""
+    Where they did before (``worked``), or a controller lost some of them, something that they need is away: the run
+    waits for ``failure_patience_s``. It ends as well after ``max_empty_iterations`` in a row without a group to train
+    on."""
 
     def __init__(self, settings: LoopSettings, *, worked: bool) -> None:
         self._settings, self._worked = settings, worked
@@ -41,7 +44,8 @@ class Failures:
         if not any(member.ok for member in members):
             self.why = f"iteration {iteration}: all {len(members)} rollouts failed: {spell_failures(members)}"
             error = LoopError(self.why)
-            if not (self._worked and self._settings.failure_patience_s):
+            away = self._worked or any(member.failure in _OF_THE_CONTROLLER for member in members)
+            if not (away and self._settings.failure_patience_s):
                 raise error
             if (pause_s := self._outage.failed(error)) is None:
                 raise self._outage.given_up(error)
