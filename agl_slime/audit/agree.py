@@ -280,10 +280,14 @@ class _Run:
         newest = max((group["iteration"] for group in groups.values()), default=0)
         told = {one for group in groups.values() if group["iteration"] < newest - 1 for one in group["rollouts"]}
         written = max((row[5] or 0 for name, row in self.rows.items() if name in told), default=0)
+        last = max((int(task) for task in self.ends if task.isdecimal()), default=-1)
         for task in sorted({*of_task, *self.ends, *groups} - {None}):
             rows, ends, group = of_task[task], self.ends[task], groups.get(task)
             cut_off = any(row[4] in _CUT_OFF or row[2] < 2 for row in rows)
-            if len(ends) > 1 or (not ends and (self.result.finished or not cut_off) and (rows or group)):
+            # begun ahead, cut off by a restart, and not needed again before the run came to its end
+            ahead = cut_off and group is None and task.isdecimal() and int(task) > last
+            due = (self.result.finished and not ahead) or not cut_off
+            if len(ends) > 1 or (not ends and due and (rows or group)):
                 self._say(_LEDGER, f"task {task} has {len(ends)} ends")
             closed = {row[5] for row in rows if row[3] in ("trained", "filtered", "stale")}
             if ends and closed and closed != {*ends}:

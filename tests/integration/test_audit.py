@@ -85,6 +85,24 @@ def test_every_change_is_found(runs: dict[str, Path], tmp_path: Path, change: An
     assert [finding for copy in copies.values() for finding in audit(copy).findings] == []  # each was taken back
 
 
+@pytest.mark.parametrize(("ahead", "findings"), [(True, 0), (False, 1)])
+def test_a_task_that_a_restart_cut_off_is_run_again_unless_the_run_ended_before_it(
+    runs: dict[str, Path], tmp_path: Path, ahead: bool, findings: int
+) -> None:
+    run = shutil.copytree(runs["serial"], tmp_path / "run")
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger, ledger:
+        (last,) = ledger.execute("SELECT max(CAST(instance_id AS INTEGER)) FROM ledger_finished").fetchone()
+        task = str(last + 1 if ahead else 0)
+        if not ahead:  # as if it had never been run again
+            lines = (run / "groups.jsonl").read_text().splitlines(keepends=True)
+            (run / "groups.jsonl").write_text("".join(line for line in lines if '"instance_id": "0"' not in line))
+            for table in ("ledger_finished", "ledger_rollouts"):
+                ledger.execute(f"DELETE FROM {table} WHERE instance_id = ?", (task,))
+        ledger.execute("INSERT INTO ledger_rollouts VALUES ('ro-cut', ?, 2, 'cancelled', 'restarted', 1)", (task,))
+    said = [one for one in audit(run).findings if f"task {task} has 0 ends" in one]
+    assert len(said) == findings
+
+
 def test_a_finding_names_file_and_line(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
