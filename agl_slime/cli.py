@@ -124,7 +124,7 @@ def _model(arguments: list[str]) -> None:
         """Fetch a model and print the directory it is in, for --model-path or an SGLang server.
 
         Args:
-            name: smollm2, a name on the Hugging Face hub, or a directory.
+            name: smollm2, a name on the Hugging Face hub, or a directory: of a model, or of a run.
         """
         from agl_slime.run.models import find_model
 

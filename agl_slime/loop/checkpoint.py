@@ -67,8 +67,9 @@ class CheckpointWriter:
         self._directory, self._trainer, self._source, self._keep = directory, trainer, source, keep
         self._save_partial = save_partial
 
-    def save(self, state: LoopState) -> None:
-        """Write one. Raises ``TrainerError`` or ``OSError`` when it cannot be written; the older ones are kept then."""
+    def save(self, state: LoopState) -> Path:
+        """Write one; returns where the trainer's part of it is. Raises ``TrainerError`` or ``OSError`` when it cannot
+        be written; the older ones are kept then."""
         target = self._directory / f"step_{state.iteration:06d}"
         held = self._source.state(checkpoint=state.iteration)
         with whole_directory(target) as fresh:
@@ -83,6 +84,7 @@ class CheckpointWriter:
         # one that is later than this was damaged, and the run went on from an older one
         for old in (*steps[: max(now + 1 - self._keep, 0)], *steps[now + 1 :]):
             remove_directory(old)
+        return target / _TRAINER
 
 
 def read_checkpoints(directory: Path) -> list[Checkpoint]:

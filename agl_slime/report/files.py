@@ -153,6 +153,10 @@ class RunDir:
         """What the run began with and its settings do not say: the model, and how many tasks were held out."""
         self.ledger = path / "ledger.sqlite"
         self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        """The newest weights as a Hugging Face directory."""
+        self.best_model = path / "model-best"
+        """Those of the best validation, with ``--keep-best``."""
         reports = (self.metrics, self.plot, self.summary, self.tensorboard, self.transcripts, self.trained)
         reports += (
             self.start,
@@ -164,7 +168,7 @@ class RunDir:
             self.controller_log,
         )
         database = (self.ledger.with_name(self.ledger.name + suffix) for suffix in ("", "-wal", "-shm"))
-        self.reports = (*reports, self.checkpoints, *database)
+        self.reports = (*reports, self.checkpoints, self.model, self.best_model, *database)
         """What a new run in the same place replaces."""
 
     def rewind(self, iteration: int) -> set[str]:

@@ -20,7 +20,7 @@ from agl_slime.report.metrics import MetricsWriter, TensorBoardWriter
 from agl_slime.report.plot import RewardPlot
 from agl_slime.report.rollouts import Keep, RolloutWriter
 from agl_slime.report.state import say_alive
-from agl_slime.report.summary import Output, SummaryReporter
+from agl_slime.report.summary import ModelOfRun, Output, SummaryReporter
 from agl_slime.report.trackers import Tracker, make_trackers
 from agl_slime.report.transcripts import TranscriptWriter
 
@@ -149,6 +149,7 @@ class StandardReporters(Reporters):
             "tensorboard": tensorboard,
         }
         outputs["rollouts"] = rollouts
+        outputs["model"] = ModelOfRun(run.model)
         trackers = make_trackers(track, run)
         outputs |= trackers
         summary = SummaryReporter(run, outputs=outputs, console=console)

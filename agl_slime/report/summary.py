@@ -6,8 +6,10 @@ outcome and the wall time by phase are those of this session. Entries of ``RunFi
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
@@ -131,6 +133,8 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("wall time", "  ".join([spell_seconds(summary["wall_s"]), *parts])))
     rows += [("warning", text + (f" (x{times})" if times > 1 else "")) for text, times in get("warnings") or ()]
     rows += [(label, path) for label, path in (get("files") or {}).items()]
+    if model := (get("files") or {}).get("model"):
+        rows.append(("serve it", shlex.join(["python", "-m", "sglang.launch_server", "--model-path", model])))
     rows += [("note", note) for note in get("notes") or ()]
     return rows
 
@@ -154,6 +158,14 @@ class Output(Protocol):
 
     path: Path
     note: str
+
+
+@dataclass(frozen=True)
+class ModelOfRun:
+    """The weights that a run leaves, for the summary."""
+
+    path: Path
+    note: str = "no model directory was written: there is no checkpoint, or it is slime's (docs/after-the-run.md)"
 
 
 class SummaryReporter:

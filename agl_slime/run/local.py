@@ -32,6 +32,7 @@ from agl_slime.report.files import IterationFile, RunDir
 from agl_slime.report.rollouts import describe_batch
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.rollout.partial import PartialRollouts
+from agl_slime.run.model_dir import RunModels
 from agl_slime.run.models import check_tokenizer
 from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, step
 from agl_slime.run.settings import TrainConfig
@@ -143,7 +144,10 @@ async def run_training(
         if isinstance(parts.agent, SGLangLitAgent):  # others, and those in other processes, begin again
             parts.agent.partial = partial if config.runners == "inproc" else None
 
+        models = RunModels(run, base=model_path, weights=directory.resolve() if config.keep_best else None)
+
         def train(iteration: int) -> dict[str, float]:
+            models.save_best()
             groups = source.get_samples(config.rollout_batch_size)
             trainer.on_progress = lambda share: reports.handle(
                 events.TrainingProgressed(iteration=iteration, share=share)
@@ -163,7 +167,8 @@ async def run_training(
 
         def save(state: LoopState) -> None:
             reports.flush()  # no iteration that a checkpoint has is missing in the reports after a kill
-            checkpoints_of_run.save(state)
+            models.save_newest(checkpoints_of_run.save(state), iteration=state.iteration)
+            models.save_best()
 
         val_engine = None
         if config.eval_sglang_url is not None:
@@ -185,7 +190,7 @@ async def run_training(
             weight_sync_fn=weights.push,
             save_fn=save,
             start=start,
-            observer=_Observers(reports, partial),
+            observer=_Observers(reports, partial, models),
             check_alive=check_engine,
             val_engine=val_engine,
         )

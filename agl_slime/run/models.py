@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.errors import ConfigError
+from agl_slime.report.files import RunDir
 from agl_slime.run.smollm2 import make_smollm2, require_gguf, smollm2_directory
 from agl_slime.sglang.describe import vocab_size_of
 
 _SMOLLM2 = "smollm2"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # who published it, and its name
 # What engine and trainer read; the same weights in other forms are left there.
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "README.md"]
 
 
 def check_model(model: Path) -> None:
     """Raise ``ConfigError`` or ``MissingDependencyError`` when ``find_model`` could not find ``model``, as far as that
     can be told at once."""
-    if (model / "config.json").is_file():
+    if (model / "config.json").is_file() or _is_trained(model):
         return
     if str(model) == _SMOLLM2 and not model.exists():
         if smollm2_directory() is None:
@@ -42,13 +43,23 @@ def check_tokenizer(model: Path, tokenizer: Any) -> None:
 
 
 def find_model(model: Path, say: Callable[[str], None]) -> Path:
-    """The directory of ``model``, with what is not on this machine fetched first; a directory of that name comes before
-    the other meanings. ``say`` is told what takes a while. Raises as ``check_model`` does, and ``ConfigError`` when
-    it cannot be fetched."""
+    """The directory of ``model``, with what is not on this machine fetched first; of a run its newest weights. A
+    directory of that name comes before the other meanings. ``say`` is told what takes a while. Raises as
+    ``check_model`` does, and ``ConfigError`` when it cannot be fetched."""
     check_model(model)
+    if _is_trained(model):
+        from agl_slime.run.model_dir import model_of_run  # takes a second to import; --help should not
+
+        return model_of_run(model)
     if (model / "config.json").is_file():
         return model.resolve()
     return make_smollm2(say) if str(model) == _SMOLLM2 else _from_hub(str(model), say)
+
+
+def _is_trained(path: Path) -> bool:
+    """Whether it is the directory of a run that has weights; its config.json are settings, and no model's."""
+    run = RunDir(path)
+    return (run.model / "config.json").is_file() or run.checkpoints.is_dir()
 
 
 def _from_hub(name: str, say: Callable[[str], None]) -> Path:

@@ -40,8 +40,8 @@ class TrainConfig:
     """Tasks as JSON lines, one object each. Without it the agent's own make_task(rng) is used."""
     model_path: Annotated[Path | None, tyro.conf.arg(aliases=["--model"])] = None
     """Model to start from: a Hugging Face directory, smollm2 (SmolLM2-135M-Instruct, Apache-2.0, 93 MB from the package
-    registry) or a name on the Hugging Face hub. Without it agents of the lookup task start from the tiny policy
-    of the first command."""
+    registry), a name on the Hugging Face hub, or a run's directory. Without it agents of the lookup task start from the
+    tiny policy of the first command."""
     sglang_url: str | None = None
     """URL of a running SGLang server or router. Without it an engine is started on this machine."""
     engine: Literal["embedded", "sglang"] = "embedded"
@@ -146,6 +146,8 @@ class TrainConfig:
     """Go on with the run in the output directory from its newest checkpoint."""
     save_interval: int = 10
     """A checkpoint after every so many iterations and at the end."""
+    keep_best: bool = False
+    """Keep the weights of the best validation as well, in model-best beside model."""
     seed: int = 0
     """Seed of tasks, policy and trainer."""
     keep_rollouts: Keep = "sampled"
@@ -200,7 +202,7 @@ class TrainConfig:
         if self.resume and self.overwrite:
             raise ConfigError("--resume goes on with a run and --overwrite replaces it; give one of them")
         if not self.eval_interval:
-            for name in ("eval_rollouts", "eval_tasks"):
+            for name in ("eval_rollouts", "eval_tasks", "keep_best"):
                 self._refuse(name, "there are no validations with --eval-interval 0; leave it out")
         if self.trainer == "slime":
             self._check_slime()
@@ -242,6 +244,11 @@ class TrainConfig:
         if self.eval_sglang_url is not None and not (self.max_staleness and self.eval_interval):
             fix = "give --max-staleness 1 or more and an --eval-interval, or leave it out"
             raise ConfigError(f"--eval-sglang-url {self.eval_sglang_url}: validations run beside training only; {fix}")
+        if self.keep_best and self.max_staleness:
+            why = (
+                "validations beside training end when their weights may be gone; use --max-staleness 0, or leave it out"
+            )
+            raise ConfigError(f"--keep-best with --max-staleness {self.max_staleness}: {why}")
         if not self.max_staleness:
             self._refuse("weight_pause", "nothing is sampled while the weights change; give --max-staleness 1 or more")
         if self.runners == "inproc":
@@ -269,6 +276,7 @@ class TrainConfig:
         for name in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance"):
             self._refuse(name, "both processes must agree on groups, which slime wants complete; leave it out")
         self._refuse("weight_pause", "slime updates the weights itself; leave it out")
+        self._refuse("keep_best", "slime keeps its own checkpoints; see docs/after-the-run.md")
         self._refuse("weights_dir", "slime brings its weights to the engines itself; leave it out")
         self._refuse("save_interval", "slime keeps its own checkpoints; give -- --save DIR --save-interval N instead")
         for setting in fields(self.local):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,6 +72,20 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
         if ".lora_" not in name:
             weights[name] = tensor.contiguous()
     return weights
+
+
+def save_adapter(model: PreTrainedModel, directory: Path, *, base: Path) -> None:
+    """Write the adapters alone, as ``peft`` reads them on top of the model in ``base``."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    directory.mkdir()
+    weights = get_peft_model_state_dict(model, adapter_name=_ADAPTER)  # pyright: ignore[reportArgumentType]
+    named = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    config: Any = copy.copy(model.peft_config[_ADAPTER])  # pyright: ignore[reportIndexIssue, reportCallIssue, reportArgumentType]
+    config.base_model_name_or_path, config.task_type, config.inference_mode = str(base), "CAUSAL_LM", True
+    config.save_pretrained(str(directory))
 
 
 @contextmanager

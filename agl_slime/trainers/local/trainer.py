@@ -334,6 +334,8 @@ class LocalTrainer:
                 merged = lora.merged_weights(self.model) if self.settings.lora_rank else None
                 save_model(self.model, fresh, source=self._source, weights=merged, dtype=getattr(torch, dtype))
                 if state is not None:
+                    if merged is not None:
+                        lora.save_adapter(self.model, fresh / "adapter", base=self._source)
                     with (fresh / _STATE_FILE).open("wb") as file:  # of a path it would not say why it failed
                         torch.save(state, file)
                     seal(fresh)
