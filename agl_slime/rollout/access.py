@@ -19,7 +19,7 @@ from agl_slime.sglang.generation import SamplingParams
 from agl_slime.sglang.transport import ClientSettings
 from agl_slime.support.agl import LLM, ProxyLLM
 from agl_slime.support.threads import run_in_thread
-from agl_slime.tokens.template import ChatTemplate
+from agl_slime.tokens.template import ChatTemplate, chat_template
 from agl_slime.tokens.tokenizer import ChatTokenizer, load_tokenizer
 
 # Agent Lightning's convention for the name of the model under training.
@@ -92,7 +92,7 @@ class EngineAccess:
         key = template_key(tools, template_kwargs), id(tokenizer)
         made = self._templates.pop(key, None)
         if made is None:
-            made = ChatTemplate(tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs)
+            made = chat_template(tokenizer, tools, template_kwargs)
         self._templates[key] = made  # those used last at the end
         if len(self._templates) > _MAX_TEMPLATES:
             del self._templates[next(iter(self._templates))]

@@ -25,7 +25,7 @@ from agl_slime.sglang.generation import SamplingParams
 from agl_slime.sglang.transport import ClientSettings
 from agl_slime.support.agl import LLM, LitAgent, NamedResources, Rollout, emit_reward, make_link_attributes
 from agl_slime.support.threads import call_user_code, run_user_code
-from agl_slime.tokens.tokenizer import ChatTokenizer
+from agl_slime.tokens.tokenizer import ChatTokenizer, has_chat_template
 from agl_slime.trace import attributes as names
 from agl_slime.trace.trajectory import Trajectory
 
@@ -82,8 +82,8 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         raise NotImplementedError(f"{type(self).__name__} must implement compute_reward(task, response)")
 
     def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]] | str:
-        """Chat messages for a task, or a string, which is a question; by default ``task["messages"]`` or
-        ``task["prompt"]``."""
+        """Chat messages for a task, or a string: a question, or the text as it is for a model without chat template. By
+        default ``task["messages"]`` or ``task["prompt"]``."""
         prompt = task.get("messages", task.get("prompt"))
         if prompt and isinstance(prompt, (str, list)):
             return prompt
@@ -158,7 +158,8 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         def prepare() -> Any:
             for tool in self.build_tools(task) or ():
                 tools.register(tool)
-            return _messages(self.build_prompt(task), f"{type(self).__name__}.build_prompt")
+            role = "user" if has_chat_template(tokenizer) or self.template_kwargs.get("chat_template") else "text"
+            return _messages(self.build_prompt(task), f"{type(self).__name__}.build_prompt", role)
 
         own, base = type(self), SGLangLitAgent
         ours = (own.build_prompt, own.build_tools) == (base.build_prompt, base.build_tools) and not self.tools
@@ -205,9 +206,9 @@ def _emit(reward: Any, *, source: str, attributes: dict[str, Any]) -> None:
         emit_reward(rewards, primary_key=primary, attributes=attributes)
 
 
-def _messages(prompt: Any, source: str) -> list[dict[str, Any]]:
+def _messages(prompt: Any, source: str, role: str) -> list[dict[str, Any]]:
     if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
+        return [{"role": role, "content": prompt}]
     if isinstance(prompt, (list, tuple)) and all(isinstance(message, Mapping) for message in prompt):
         return list(prompt)
     raise ConfigError(f"{source} must return chat messages (a list of dicts) or a string, got {prompt!r:.99}")

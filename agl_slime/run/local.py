@@ -36,13 +36,13 @@ from agl_slime.run.model_dir import RunModels
 from agl_slime.run.models import check_tokenizer
 from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, step
 from agl_slime.run.settings import TrainConfig
-from agl_slime.run.start import find_start, load_parts, run_directory, set_aside
+from agl_slime.run.start import find_start, gives_texts, load_parts, run_directory, set_aside
 from agl_slime.sglang.client import PauseMode, SGLangClient
 from agl_slime.sglang.transport import checked_url
 from agl_slime.sglang.weights import DiskWeightSync
 from agl_slime.support.files import scratch_directory
 from agl_slime.support.threads import run_in_thread
-from agl_slime.tokens.tokenizer import load_tokenizer
+from agl_slime.tokens.tokenizer import has_chat_template, load_tokenizer
 from agl_slime.trainers.base import TellsTokens, Trainer
 from agl_slime.trainers.local.settings import WeightsDtype
 from agl_slime.types import Sample, flat_samples
@@ -100,8 +100,8 @@ async def run_training(
         model_path = await find_start(config, parts, run, described, console)
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         check_tokenizer(model_path, tokenizer)
-        if not getattr(tokenizer, "chat_template", None):
-            text = f"--model-path {model_path}: the tokenizer has no chat template, so chat messages cannot be rendered"
+        if not has_chat_template(tokenizer) and not await gives_texts(parts, model_path, seed=config.seed):
+            text = f"--model-path {model_path}: without a chat template only prompts that are texts can be asked"
             reports.handle(events.Warning(text=text, key="chat_template"))
         reports.use_tokenizer(tokenizer)
         # while the engine starts, in a process of its own; if the engine fails first, nobody asks

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -18,13 +19,15 @@ from agl_slime.errors import ConfigError
 from agl_slime.loop.tasks import Task, read_tasks, shuffled
 from agl_slime.report import open_run_dir
 from agl_slime.report.files import RunDir, dump, read_object
+from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.rollout.loading import configure_agent, load_agent
 from agl_slime.run.models import find_model
 from agl_slime.run.parts import RunParts, say
 from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.describe import EngineDescription
 from agl_slime.support.files import sole_owner, write_file
-from agl_slime.support.threads import run_in_thread
+from agl_slime.support.threads import call_user_code, run_in_thread
+from agl_slime.tokens.tokenizer import NO_TEMPLATE
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +132,28 @@ def _unnamed_model(config: TrainConfig, agent: Any, described: EngineDescription
     why = "the tiny policy of the first command knows its lookup task only"
     fix = "scripts/make_demo_policy.py makes one for an agent with `demonstrations`"
     raise ConfigError(f"--model-path is needed for {config.agent}: {why}; {fix}")
+
+
+async def gives_texts(parts: RunParts, model: Path, *, seed: int) -> bool:
+    """Whether the agent's prompts are texts, which a model without chat template needs, as far as the first task tells.
+    Raises ``ConfigError`` where they are chat messages."""
+    agent, tasks = parts.agent, parts.tasks
+    if not isinstance(agent, SGLangLitAgent) or agent.template_kwargs.get("chat_template"):
+        return False
+    try:
+        if callable(tasks):
+            task = await call_user_code(tasks, random.Random(seed))
+        elif isinstance(tasks, Sequence) and tasks:
+            task = tasks[0]
+        else:
+            return False
+        prompt = await call_user_code(agent.build_prompt, task)
+    except Exception as error:  # the rollout of this task says so itself; others may be better
+        logger.debug("The first prompt could not be built.", exc_info=error)
+        return False
+    if not isinstance(prompt, str):
+        raise ConfigError(f"--model-path {model}: {type(agent).__name__} gives chat messages, and {NO_TEMPLATE}")
+    return True
 
 
 def set_aside(run: RunDir) -> None:

@@ -318,12 +318,14 @@ class ChatContext:
             both = self._encode(self._tokenizer.decode([last], skip_special_tokens=False) + text)
             if both[:1] == [last]:
                 return both[1:], 0
-        return self._encode(text), int(len(held) > 0 and not self._template.begins_with_added_token(text))
+        special = not len(held) and self._template.begins_with_special_tokens
+        ids = self._encode(text, add_special_tokens=special)
+        return ids, int(len(held) > 0 and not self._template.begins_with_added_token(text))
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if not text.isascii():  # half a character (of a file's name, of JSON that was cut) is none to a tokenizer
             text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _stop_text(self, generation: Generation) -> str:
         """The text of the stop token that ends the answer; empty when it ended otherwise."""

@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 
 from agl_slime.errors import PromptError
 from agl_slime.tokens.codec import shared_length
-from agl_slime.tokens.tokenizer import ChatTokenizer, render_chat
+from agl_slime.tokens.tokenizer import NO_TEMPLATE, ChatTokenizer, has_chat_template, render_chat
 
 Message = dict[str, Any]
 T = TypeVar("T")
@@ -78,6 +78,9 @@ class ChatTemplate:
     ``first_prompts`` is what conversations keep of their beginnings for others that begin in the same way; ``None``
     where the template may write something else the next time.
     """
+
+    begins_with_special_tokens = False
+    """Whether what the tokenizer puts before and after a text belongs to the first prompt; templates write it."""
 
     def __init__(
         self,
@@ -217,6 +220,30 @@ class ChatTemplate:
             return self.closing + written[len(alone) :]
         end = _end_of_same(written, sampled + mark, done) if mark.strip() else None
         return None if end is None or not written.endswith(mark, done, end) else written[end - len(mark) :]
+
+
+class NoTemplate(ChatTemplate):
+    """Of a tokenizer without one: what a text (a message of role ``text``), its answers and further texts say, as it
+    is."""
+
+    begins_with_special_tokens = True
+    closing = ""
+
+    def _as_is(self, messages: Sequence[Message], *, opening: bool) -> str:
+        if {message.get("role") for message in messages} - {"text", "assistant"}:
+            raise PromptError(NO_TEMPLATE)
+        return "".join(map(_text_of, messages))
+
+
+def chat_template(
+    tokenizer: ChatTokenizer,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> ChatTemplate:
+    """That of the tokenizer, or of the arguments."""
+    there = has_chat_template(tokenizer) or (template_kwargs or {}).get("chat_template")
+    kind = ChatTemplate if there else NoTemplate
+    return kind(tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs)
 
 
 def _text_of(message: Message) -> str:

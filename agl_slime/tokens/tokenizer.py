@@ -12,6 +12,11 @@ from typing import Any, Protocol
 
 from agl_slime.errors import ConfigError, PromptError
 
+NO_TEMPLATE = (
+    "the model has no chat template, so chat messages cannot be rendered: give --model-path a model that has one, "
+    "or prompts as strings, which are used as they are"
+)
+
 
 class ChatTokenizer(Protocol):
     """What this package asks of a tokenizer; every ``transformers`` tokenizer with a chat template has it."""
@@ -25,11 +30,17 @@ class ChatTokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
 
 
+def has_chat_template(tokenizer: Any) -> bool:
+    return bool(getattr(tokenizer, "chat_template", True))  # one that is not of transformers is taken at its word
+
+
 def render_chat(
     tokenizer: ChatTokenizer, messages: Iterable[Any], *, tools: Any = None, opening: bool = False, **options: Any
 ) -> str:
     """What the chat template writes for ``messages``, with the ``opening`` of an answer after them or without.
-    ``PromptError`` when it refuses them."""
+    ``PromptError`` when it refuses them, or when there is none."""
+    if not (has_chat_template(tokenizer) or options.get("chat_template")):
+        raise PromptError(NO_TEMPLATE)
     try:
         return tokenizer.apply_chat_template(
             list(messages), tools=tools or None, add_generation_prompt=opening, tokenize=False, **options

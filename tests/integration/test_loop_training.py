@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shutil
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ from rich.console import Console
 pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
 
 from agl_slime.engine import EmbeddedEngine
+from agl_slime.errors import ConfigError
 from agl_slime.metric_names import REQUIRED_KEYS
 from agl_slime.report import read_metrics
+from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.run.local import run_training
+from agl_slime.run.parts import RunParts
 from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.weights import DiskWeightSync
 from tests.faults.token_counter import TokenCounter
@@ -114,6 +119,40 @@ def test_the_run_leaves_its_reports_and_says_where(finished: tuple[Path, str, di
     assert "NOT EQUAL" not in text
     ledger = json.loads((directory / "summary.json").read_text())["ledger"]
     assert ledger == {"opened": 6 * 64 + 3 * 8, "open": 0, "ready": 0, "trained": 6 * 64, "validated": 3 * 8}
+
+
+class Sorter(SGLangLitAgent):
+    """Its prompt is ``prompt`` of the task, a string or chat messages; a lower first letter is better."""
+
+    def compute_reward(self, task: dict[str, Any], response: str) -> float:
+        return -float(ord((response or "~")[0]))
+
+
+async def test_a_model_without_chat_template_is_asked_texts_as_they_are(policy_dir: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(policy_dir, tmp_path / "model"))
+    (model / "chat_template.jinja").unlink()
+    config = TrainConfig(
+        model_path=model,
+        num_iterations=1,
+        rollout_batch_size=2,
+        n_samples_per_prompt=2,
+        max_new_tokens=4,
+        eval_interval=0,
+        output_dir=tmp_path / "out",
+    )
+    said = io.StringIO()
+    parts = RunParts(agent=Sorter(), tasks=[{"prompt": "Once upon a time"}])
+    await run_training(config, given=parts, console=Console(file=said))
+    lines = (tmp_path / "out" / "rollouts.jsonl").read_text().splitlines()
+    samples = [sample for line in lines for sample in json.loads(line)["samples"]]
+    prompts = {"".join(sample["pieces"][: sample["prompt_length"]]) for sample in samples}
+    assert prompts == {"Once upon a time"}
+    assert "chat template" not in said.getvalue()
+    chat = RunParts(agent=Sorter(), tasks=[{"messages": [{"role": "user", "content": "Hi"}]}])
+    with pytest.raises(
+        ConfigError, match=f"^--model-path {model}: Sorter gives chat messages, .* has no chat template"
+    ):
+        await run_training(replace(config, output_dir=tmp_path / "chat"), given=chat, console=Console(file=said))
 
 
 @pytest.mark.slow

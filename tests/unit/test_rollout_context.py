@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, PromptError
 from agl_slime.sglang.generation import Generation
 from agl_slime.tokens import forks
 from agl_slime.tokens.codec import TokenBuffer
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.tokens.template import ChatTemplate
+from agl_slime.tokens.template import ChatTemplate, chat_template
 from tests.chat_templates import CHATML
 from tests.conversations import answer, generation_of
 from tests.vocabularies import base_tokenizer, chat_tokenizer
@@ -355,3 +357,26 @@ def test_views_of_a_token_buffer_do_not_change() -> None:
     assert buffer.ids[300] == -1
     with pytest.raises(ValueError, match="read-only"):
         views[0][0] = 5
+
+
+def test_without_a_template_a_text_is_the_text_as_it_is_and_messages_are_refused() -> None:
+    made = (PreTrainedTokenizerFast(tokenizer_object=copy.deepcopy(base_tokenizer("anthropic"))) for _ in range(2))
+    bare, begins = made
+    begins.add_special_tokens({"bos_token": "<begin>"})
+    begins._tokenizer.post_processor = TemplateProcessing(
+        single="<begin> $A", special_tokens=[("<begin>", begins.convert_tokens_to_ids("<begin>"))]
+    )
+    for tokenizer in (bare, begins):
+        text = "Once upon a time, there was  "
+        context = ChatContext(template=chat_template(tokenizer), messages=[{"role": "text", "content": text}])
+        prompt, generation = answer(context, tokenizer, " a king", finish="length")
+        assert prompt == tokenizer.encode(text)
+        context.add({"role": "text", "content": " who"})
+        assert text_of(tokenizer, context.prompt_ids()).removeprefix("<begin>") == f"{text} a king who"
+        assert context.prompt_ids()[: len(context.token_ids)] == [*prompt, *generation.output_ids]
+        context.add({"role": "user", "content": "Why?"})
+        with pytest.raises(PromptError, match=r"no chat template.*--model-path"):
+            context.prompt_ids()
+    assert prompt[0] == begins.convert_tokens_to_ids("<begin>")
+    own = chat_template(bare, template_kwargs={"chat_template": "{{ messages[0].content }}"})
+    assert own.render([{"role": "user", "content": "x"}], opening=False) == "x"
