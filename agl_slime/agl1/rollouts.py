@@ -19,7 +19,7 @@ from agl_slime.store.feed import FinishedFeed
 from agl_slime.support.agl import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig
 
 CONTROLLER = "agl-controller"
-"""What the store calls whoever runs these rollouts."""
+"""What the store calls whoever runs these rollouts, followed by the controller's name if it has one."""
 
 _TOLD = "agl1"  # in an attempt's metadata: what its controller said of it
 _CONFIG = "agl1.config"  # in a rollout's metadata: the configuration that it was created with
@@ -47,6 +47,7 @@ class Rollouts:
         self._config = config
         self._feed = FinishedFeed()
         self._deleted: OrderedDict[str, None] = OrderedDict()
+        self._gone: set[str] = set()
         self._unsubscribe: Callable[[], None] = lambda: None
 
     def start(self) -> None:
@@ -72,11 +73,12 @@ class Rollouts:
         )
         return await self._store.enqueue_as(request, rollout_id=wanted.rollout_id)
 
-    async def list(self, states: frozenset[State], limit: int) -> list[RolloutView]:
-        """Those that are queuing or running, oldest first; of ended ones ``terminal`` tells."""
+    async def list(self, states: frozenset[State], limit: int, *, by: str = "") -> list[RolloutView]:
+        """Those that are queuing, or running under the controller ``by``, oldest first; of ended ones ``terminal``
+        tells. A controller fails what it is shown as running and does not run."""
         found: list[Rollout] = []
         if "running" in states:
-            found += sorted(self._store.running(), key=lambda rollout: rollout.start_time)[:limit]
+            found += sorted(self._running(by), key=lambda rollout: rollout.start_time)[:limit]
         if "queuing" in states:
             found += self._store.waiting(limit - len(found))
         ended = states & TERMINAL
@@ -114,23 +116,42 @@ class Rollouts:
     async def view(self, rollout_id: str) -> RolloutView:
         return self._view(await self.get(rollout_id))
 
-    async def begin(self, rollout_id: str) -> Attempt:
+    def _running(self, by: str) -> Sequence[Rollout]:
+        worker, latest = _worker(by), self._store.collections.latest_attempt
+        running = self._store.running()
+        return [one for one in running if (own := latest(one.rollout_id)) is not None and own.worker_id == worker]
+
+    def lose(self, by: str) -> Sequence[Rollout]:
+        """The controller ``by`` is dead and will not come back: it begins nothing any more. Returns what it ran."""
+        self._gone.add(by)
+        return self._running(by)
+
+    async def begin(self, rollout_id: str, *, by: str = "") -> Attempt:
         """The attempt of a rollout, which begins where it has not: a controller starts the agent's process before it
-        says so, and the first call may come before. Raises ``GatewayRequestError`` when there is no such rollout, or it
-        has ended."""
+        says so, and the first call may come before. Raises ``GatewayRequestError`` when there is no such rollout, it
+        has ended, or it runs under another controller than ``by``."""
         rollout = await self.get(rollout_id)
         if rollout.status in FINISHED:
             raise GatewayRequestError(f"rollout {rollout_id} has ended", status=410, code="rollout_ended")
         latest = await self._store.get_latest_attempt(rollout_id)
         if latest is not None and rollout.status in RUNNING:
+            if latest.worker_id != _worker(by):
+                told = f"rollout {rollout_id} runs under another controller"
+                raise GatewayRequestError(told, status=409, code="other_controller")
             return latest
-        return (await self._store.begin(rollout_id, worker_id=CONTROLLER)).attempt
+        if by in self._gone:
+            raise GatewayRequestError(f"the controller {by} is over", status=410, code="controller_gone")
+        return (await self._store.begin(rollout_id, worker_id=_worker(by))).attempt
 
-    async def check(self, rollout_id: str, wanted: StatusPatch) -> State | None:
+    async def check(self, rollout_id: str, wanted: StatusPatch, *, by: str = "") -> State | None:
         """The state that ``wanted`` brings, when it may follow. Raises ``GatewayRequestError`` (409)."""
         rollout = await self.get(rollout_id)
         now, new = _state_of(rollout), wanted.state
-        known = _told(await self._store.get_latest_attempt(rollout_id))
+        latest = await self._store.get_latest_attempt(rollout_id)
+        known = _told(latest)
+        if now == "running" and latest is not None and latest.worker_id != _worker(by):
+            told = f"Rollout {rollout_id} runs under another controller"
+            raise GatewayRequestError(told, status=409, code="other_controller")
         # begun by its first call, and said to run only now
         catches_up = now == new == "running" and "last_attempt_id" not in known
         if new is not None and new not in NEXT[now] and not catches_up:
@@ -138,13 +159,13 @@ class Rollouts:
             raise GatewayRequestError(told, status=409, code="invalid_transition")
         return new
 
-    async def patch(self, rollout_id: str, wanted: StatusPatch) -> RolloutView:
+    async def patch(self, rollout_id: str, wanted: StatusPatch, *, by: str = "") -> RolloutView:
         """Note what a controller says, and begin or end the attempt by it; ``check`` it before."""
         changes = wanted.model_dump(exclude_unset=True)
         rollout = await self.get(rollout_id)
         if not changes or rollout.status in FINISHED:
             return self._view(rollout)
-        attempt = await self.begin(rollout_id)
+        attempt = await self.begin(rollout_id, by=by)
         known = _told(await self._store.get_latest_attempt(rollout_id))
         told = {**known, **changes, "version": known.get("version", 1) + 1, "updated_at": time.time()}
         told.setdefault("last_attempt_id", None)
@@ -203,6 +224,10 @@ def reason_of(error_message: str) -> str:
 def _told(attempt: Attempt | None) -> Mapping[str, Any]:
     """What the controller has said of an attempt."""
     return ((attempt.metadata or {}) if attempt is not None else {}).get(_TOLD, {})
+
+
+def _worker(controller: str) -> str:
+    return f"{CONTROLLER}/{controller}" if controller else CONTROLLER
 
 
 def _state_of(rollout: Rollout) -> State:

@@ -5,15 +5,20 @@
     /proxy/pause, /proxy/resume, /proxy/state
     /proxy/rollout/{id}/attempt/0/mode/{train|val}/openai/v1/…                        model calls: the gateway's
 
+``/controller/NAME`` before any of them says which controller asks, where there is more than one: each is shown as
+running what it runs itself.
+
 More than 1.0's own server has: streams, ``/responses``, ``…/anthropic/v1/messages``, rewards by name and of single
 answers; a reward is a number or an error, and a call of a rollout that has ended is refused.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, get_args
 
 import orjson
@@ -22,7 +27,18 @@ from pydantic import TypeAdapter, ValidationError
 
 from agl_slime.agl1.events import events_of, span_of
 from agl_slime.agl1.rollouts import Rollouts, reason_of
-from agl_slime.agl1.schemas import TERMINAL, Config, Create, EventCreate, Model, Patch, Pause, State
+from agl_slime.agl1.schemas import (
+    TERMINAL,
+    Config,
+    Create,
+    EventCreate,
+    Model,
+    Patch,
+    Pause,
+    RolloutView,
+    State,
+    StatusPatch,
+)
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.remote import StoreGateway
@@ -39,6 +55,7 @@ _MOST_LISTED = 1_000
 _CREATES = TypeAdapter(list[Create])
 _MODELS = TypeAdapter(list[Model])
 _EXCEPTION_SPAN = "agentlightning.exception"
+_CONTROLLER = re.compile(r"(?:/k/[^/]+)?/controller/([^/]+)/")
 
 Handler = Callable[..., Awaitable[web.Response]]
 
@@ -68,6 +85,7 @@ class ControllerGateway(StoreGateway):
         self.asked = 0
         """How often somebody has asked for rollouts to run."""
         self._paused: Pause | None = None
+        self._losing: list[asyncio.Future[None]] = []
         self._api: list[tuple[str, re.Pattern[str], Handler]] = [
             (method, re.compile(pattern), handler)
             for method, pattern, handler in (
@@ -95,6 +113,17 @@ class ControllerGateway(StoreGateway):
     async def _finish(self) -> None:
         self.rollouts.stop()
         await super()._finish()
+
+    def lose(self, by: str) -> None:
+        """The controller ``by`` is dead, and its agents with it: what they ran fails. From any thread; does not wait
+        for it."""
+        self._on_loop(lambda: self._losing.append(asyncio.ensure_future(self._lose(by))))
+
+    async def _lose(self, by: str) -> None:
+        for rollout in self.rollouts.lose(by):
+            lost = StatusPatch(state="failed", error_message="the controller has died: its agent is not running")
+            with suppress(GatewayRequestError):  # it has ended meanwhile
+                await self._change(rollout.rollout_id, lost, by=by)
 
     # -- the API ------------------------------------------------------------------------------------------------------
 
@@ -134,7 +163,8 @@ class ControllerGateway(StoreGateway):
             raise GatewayRequestError(told, status=422)
         self.asked += 1
         limit = _number(request, "limit", 500)
-        found = await self.rollouts.list(frozenset(states), min(limit, _MOST_LISTED))  # type: ignore[arg-type]
+        wanted: frozenset[State] = frozenset(states)  # type: ignore[arg-type]
+        found = await self.rollouts.list(wanted, min(limit, _MOST_LISTED), by=_by(request))
         return json_response([one.model_dump() for one in found])
 
     async def _terminal(self, request: web.Request) -> web.Response:
@@ -149,15 +179,18 @@ class ControllerGateway(StoreGateway):
         status = Patch.model_validate(await _body(request)).status
         if status is None:
             return json_response((await self.rollouts.view(rollout_id)).model_dump())
-        new = await self.rollouts.check(rollout_id, status)
-        if new in TERMINAL:
-            await self._wind_up(rollout_id, status.error_message if new == "failed" else None)
-        return json_response((await self.rollouts.patch(rollout_id, status)).model_dump())
+        return json_response((await self._change(rollout_id, status, by=_by(request))).model_dump())
 
-    async def _wind_up(self, rollout_id: str, error: str | None) -> None:
+    async def _change(self, rollout_id: str, status: StatusPatch, *, by: str) -> RolloutView:
+        new = await self.rollouts.check(rollout_id, status, by=by)
+        if new in TERMINAL:
+            await self._wind_up(rollout_id, status.error_message if new == "failed" else None, by=by)
+        return await self.rollouts.patch(rollout_id, status, by=by)
+
+    async def _wind_up(self, rollout_id: str, error: str | None, *, by: str) -> None:
         """The agent's process is over: what it asked for and did not wait for is cut off, and all is written that there
         is to say of the attempt before it ends."""
-        attempt = await self._attempt_of(rollout_id)
+        attempt = await self._attempt_of(rollout_id, by=by)
         if error is not None:
             told = {FAILURE_REASON: reason_of(error), "exception.type": "Controller", "exception.message": error}
             attempt.write(_EXCEPTION_SPAN, told, time.time())
@@ -172,7 +205,7 @@ class ControllerGateway(StoreGateway):
     async def _post_event(self, request: web.Request, rollout_id: str) -> web.Response:
         event = EventCreate.model_validate(await _body(request))
         name, attributes = span_of(event)
-        attempt, at = await self._attempt_of(rollout_id), time.time()
+        attempt, at = await self._attempt_of(rollout_id, by=_by(request)), time.time()
         attempt.write(name, attributes, at)
         assert attempt.flush is not None
         await attempt.flush()
@@ -242,11 +275,17 @@ class ControllerGateway(StoreGateway):
         if (mode := named.get("mode")) is not None and mode != ("val" if rollout.mode == "val" else "train"):
             told = f"rollout {rollout_id} is not of mode {mode}: use AGL_OPENAI_BASE_URL as it is"
             raise GatewayRequestError(told, status=404, code="unknown_rollout")
-        return await self._attempt_of(rollout_id)
+        return await self._attempt_of(rollout_id, by=_by(request))
 
-    async def _attempt_of(self, rollout_id: str) -> Attempt:
-        begun = await self.rollouts.begin(rollout_id)
+    async def _attempt_of(self, rollout_id: str, *, by: str) -> Attempt:
+        begun = await self.rollouts.begin(rollout_id, by=by)
         return await self._opened(rollout_id, begun.attempt_id)
+
+
+def _by(request: web.Request) -> str:
+    """The controller that the address names."""
+    found = _CONTROLLER.match(request.path)
+    return found[1] if found is not None else ""
 
 
 def _refused(status: int, told: str) -> web.Response:

@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 _ADDRESS = re.compile(
     r"(?:/k/(?P<secret>[^/]+))?"
-    # the second form is Agent Lightning 1.0's
+    # the second form is Agent Lightning 1.0's, whose controllers may have names
+    r"(?:/controller/[A-Za-z0-9._-]{1,64}(?=/))?"
     r"(?:(?:/proxy(?=/rollout))?/rollout/(?P<rollout>[^/]+)/attempt/(?P<attempt>[^/]+)"
     r"(?:/mode/(?P<mode>[^/]+)/(?:openai|anthropic))?)?(?:/role/(?P<role>[^/]+))?"
     r"(?:/v1)*(?P<path>/.*)?",

@@ -58,7 +58,7 @@ class ControllerPool(RunnerPool):
         self._child: ControllerProcess | None = None
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
-        self._restarts = settings.max_restarts
+        self._restarts, self._started = settings.max_restarts, 0
         self._unsubscribe: Callable[[], None] = lambda: None
 
     @property
@@ -108,9 +108,15 @@ class ControllerPool(RunnerPool):
         return not left or cancel
 
     def _new_child(self) -> ControllerProcess:
-        child = ControllerProcess(self._settings, url=self.gateway.url)
+        """Under a name that no other has: what agents of an earlier one still ask belongs to nobody."""
+        self._started += 1
+        child = ControllerProcess(self._settings, url=f"{self.gateway.url}/controller/{self._name}")
         child.start()
         return child
+
+    @property
+    def _name(self) -> str:
+        return f"child-{self._started}"
 
     def _has_ended(self, rollout: Rollout) -> None:
         if rollout.status == "succeeded":
@@ -122,7 +128,8 @@ class ControllerPool(RunnerPool):
             if self._child is not None and not self._child.alive:
                 words = self._child.last_words()
                 self._child.stop()
-                end_agents(self.gateway.url)
+                end_agents(f"{self.gateway.url}/controller/{self._name}")
+                self.gateway.lose(self._name)
                 if not self._restarts:
                     self.failure = LoopError(f"the controller has ended; its last words: {words}")
                     return

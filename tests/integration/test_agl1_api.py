@@ -11,6 +11,7 @@ import pytest
 
 from agl_slime.datasource.read import collect
 from agl_slime.support.threads import run_blocking
+from benchmarks.common import Countdown
 from tests.agl1_cases import Api, serving_api
 
 
@@ -290,3 +291,46 @@ def test_junk_is_refused_in_a_typed_way(api: Api, method: str, path: str, body: 
     answer = api.http.request(method, path, content=body)
     assert answer.status_code == status
     assert answer.json()
+
+
+def test_a_rollout_runs_under_one_of_two_controllers_and_the_other_changes_nothing(api: Api) -> None:
+    rollout = api.create()
+    first, second = (f"/controller/{name}" for name in ("a", "b"))
+    for address in (first, second):  # both have seen it in the queue
+        assert api.http.get(f"{address}/api/rollouts?state_in=queuing").json()
+    running = {"status": {"state": "running", "last_attempt_id": "0"}}
+    assert api.http.patch(f"{first}/api/rollouts/{rollout}", json=running).status_code == 200
+    assert api.http.patch(f"{second}/api/rollouts/{rollout}", json=running).status_code == 409
+    body = {"model": "auto", "messages": [{"role": "user", "content": "2+2?"}]}
+    call = f"/proxy/rollout/{rollout}/attempt/0/mode/train/openai/v1/chat/completions"
+    event = {"event_type": "reward", "data": {"value": 0.25}}
+    assert api.http.post(f"{second}{call}", json=body).status_code == 409
+    assert api.http.post(f"{second}/api/rollouts/{rollout}/attempt/0/events", json=event).status_code == 409
+    # 1.0's controller fails what it is shown as running and does not run: it is not shown
+    listed = "/api/rollouts?state_in=queuing&state_in=running"
+    assert api.http.get(f"{second}{listed}").json() == api.http.get(listed).json() == []
+    assert [one["rollout_id"] for one in api.http.get(f"{first}{listed}").json()] == [rollout]
+    failed = {"status": {"state": "failed", "error_message": "subprocess exited with code 1"}}
+    assert api.http.patch(f"{second}/api/rollouts/{rollout}", json=failed).status_code == 409
+    assert api.http.post(f"{first}{call}", json=body).status_code == 200
+    event["data"] = {"value": 1.0}
+    assert api.http.post(f"{first}/api/rollouts/{rollout}/attempt/0/events", json=event).status_code == 200
+    assert api.http.patch(f"{first}/api/rollouts/{rollout}", json={"status": {"state": "succeeded"}}).status_code == 200
+    member = member_of(api, rollout)
+    assert (member.reward, member.turns) == (1.0, 1)
+
+
+def test_what_a_dead_controller_ran_fails_and_its_agents_begin_nothing_more(api: Api) -> None:
+    runs, waits = api.create(), api.create()
+    ended = Countdown(1)
+    api.store.subscribe_finished(ended.down)
+    body = {"model": "auto", "messages": [{"role": "user", "content": "2+2?"}]}
+    calls = [
+        f"/controller/a/proxy/rollout/{one}/attempt/0/mode/train/openai/v1/chat/completions" for one in (runs, waits)
+    ]
+    assert api.http.post(calls[0], json=body).status_code == 200
+    api.gateway.lose("a")
+    assert ended.zero.wait(10)
+    assert member_of(api, runs).failure == "agent_lost"
+    assert [api.http.post(call, json=body).status_code for call in calls] == [410, 410]
+    assert api.state(waits) == "queuing"
