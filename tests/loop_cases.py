@@ -117,6 +117,8 @@ class LoopCase:
         start: LoopState | None = None,
         save: Callable[[LoopState], Any] | None = None,
         val_tasks: Any = None,
+        model: str = "scripted",
+        runners: RunnerPlan | None = None,
         **settings: Any,
     ) -> None:
         self.store = store if store is not None else BridgeStore()
@@ -131,14 +133,15 @@ class LoopCase:
                 tasks=tasks if tasks is not None else TASKS,
                 llm=LLM(
                     endpoint=url,
-                    model="scripted",
+                    model=model,
                     sampling_parameters={"max_new_tokens": max_new_tokens, "temperature": 1.0},
                 ),
                 data_source=self.source,
                 slime_train_fn=train or self.trainer,
                 weight_sync_fn=sync,
                 settings=self.settings,
-                runners=RunnerPlan(
+                runners=runners
+                or RunnerPlan(
                     settings=RunnerSettings(max_concurrent=max_concurrent, poll_interval_s=0.01, heartbeat_interval_s=0)
                 ),
                 observer=self.recorder,
