@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from agl_slime.support.arrays import array_from_json, array_to_json
 from agl_slime.support.slime import find, installed
 
 HAS_SLIME = not TYPE_CHECKING and installed()
@@ -122,6 +123,25 @@ else:
     class RolloutFnEvalOutput:
         data: dict[str, dict[str, Any]]
         metrics: dict[str, Any] | None = None
+
+
+ARRAY_FIELDS = ("rollout_routed_experts", "rollout_top_p_token_ids", "rollout_top_p_token_offsets")
+"""Fields of a ``Sample`` that are arrays here and tensors in slime."""
+
+
+def sample_to_json(sample: Sample) -> dict[str, Any]:
+    """As JSON values, for files."""
+    values = sample.to_dict()
+    for name in ARRAY_FIELDS:
+        if values.get(name) is not None:
+            values[name] = array_to_json(values[name])
+    return values
+
+
+def sample_from_json(values: dict[str, Any]) -> Sample:
+    """What ``sample_to_json`` gave."""
+    arrays = {name: array_from_json(told) for name in ARRAY_FIELDS if isinstance(told := values.get(name), dict)}
+    return Sample.from_dict({**values, **arrays})
 
 
 _SAMPLE_FIELDS = frozenset(Sample.__dataclass_fields__)

@@ -25,7 +25,7 @@ from agl_slime.gateway.work import Work
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, sampling_of, template_key
 from agl_slime.rollout.session import RolloutSession, RolloutStopped
 from agl_slime.rollout.tool_parsers import get_tool_parser, parser_for_template
-from agl_slime.sglang.generation import Progress
+from agl_slime.sglang.resumable import Progress
 from agl_slime.support.agl import LLM
 from agl_slime.tokens.codec import TokenArray
 from agl_slime.tokens.conversation import ChatContext

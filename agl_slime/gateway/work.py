@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from agl_slime.gateway.calls import Answered
-from agl_slime.sglang.generation import Progress
+from agl_slime.sglang.resumable import Progress
 
 
 class Work:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import GroupResult, Outcome, instance_of, rollout_of
 from agl_slime.groups.versions import WeightVersions
-from agl_slime.types import Sample, set_rollout_id
+from agl_slime.types import Sample, sample_from_json, sample_to_json, set_rollout_id
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Delivery:
 
     def state(self) -> dict[str, Any]:
         return {
-            "groups": [[sample.to_dict() for sample in samples] for samples in self.ready],
+            "groups": [[sample_to_json(sample) for sample in samples] for samples in self.ready],
             "members": [_rollouts_of(samples) for samples in self.ready],
             "instances": [instance_of(samples[0].metadata) if samples else None for samples in self.ready],
             "versions": self.versions.state(),
@@ -117,7 +117,7 @@ class Delivery:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        groups = [[Sample.from_dict(sample) for sample in samples] for samples in state["groups"]]
+        groups = [[sample_from_json(sample) for sample in samples] for samples in state["groups"]]
         numbers = {name: max(self._next[name], state[name]) for name in _NUMBERS}
         self.versions.restore(state["versions"])
         for samples in groups:

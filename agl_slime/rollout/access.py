@@ -41,7 +41,7 @@ class EngineAccess:
         self._clients: dict[str, SGLangClient] = {}
         self._templates: dict[Any, ChatTemplate] = {}
         self._tokenizers: dict[str, ChatTokenizer] = {}
-        self._engines: dict[str, str] = {}  # behind gateways
+        self._engines: dict[str, dict[str, Any]] = {}  # behind gateways: address, what is asked for to be replayed
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_clients": {}, "_templates": {}, "_tokenizers": {}}
@@ -66,9 +66,10 @@ class EngineAccess:
                 if answer.status != 200:
                     where = str(URL(gateway).origin())  # its path may hold the token
                     raise ConfigError(f"{LLM_RESOURCE} names {where}, which is no gateway of agl-slime's")
-                self._engines[gateway] = (await answer.json())["endpoint"]
-        named = {"model": llm.model, "sampling_parameters": llm.sampling_parameters}
-        return LLM(endpoint=self._engines[gateway], **named)
+                self._engines[gateway] = await answer.json()
+        told = self._engines[gateway]
+        sampling = {**told.get("replay", {}), **llm.sampling_parameters}
+        return LLM(endpoint=told["endpoint"], model=llm.model, sampling_parameters=sampling)
 
     def client(self, llm: LLM, tokenizer: ChatTokenizer) -> SGLangClient:
         client = self._clients.get(llm.endpoint)
@@ -118,6 +119,11 @@ class ServedResources(dict[str, Any]):
         if name != "llm":
             raise KeyError(name)
         return self.get(LLM_RESOURCE) or next(found for found in self.values() if isinstance(found, LLM))
+
+
+def replay_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a run's sampling parameters is between gateway and engine, and no client's to hand on."""
+    return {name: sampling[name] for name in ("routed_experts", "nucleus") if sampling.get(name)}
 
 
 def sampling_of(llm: LLM) -> SamplingParams:

@@ -23,8 +23,11 @@ from typing import Any
 from agl_slime import events
 from agl_slime.errors import ConfigError, EngineError, TraceError, spell_exception
 from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.generation import Generation, Progress, SamplingParams, WeightSpan
+from agl_slime.sglang.generation import Generation, SamplingParams, WeightSpan
+from agl_slime.sglang.replay import Nucleus, RoutedExperts
+from agl_slime.sglang.resumable import Progress
 from agl_slime.support.agl import Rollout
+from agl_slime.support.arrays import array_from_json, array_to_json
 from agl_slime.tokens.codec import (
     log_prob_array,
     pack_array,
@@ -38,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 # How long requests may take to answer an abort with what they have; one that waits for a retry has nothing new to tell.
 _CUT_TIMEOUT_S = 5.0
-_PACKED = "output_ids", "log_probs", "weight_versions", "top_log_probs"
+_PACKED = "output_ids", "log_probs", "weight_versions", "top_log_probs", "experts", "nucleus"
 _PLAIN = [f.name for f in fields(Generation) if f.name not in _PACKED]
 
 
@@ -169,7 +172,7 @@ class _KeepingClient:
     async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, **how: Any) -> Generation:
         if how.get("top_log_probs"):  # which are not kept
             return await self._client.generate(input_ids, sampling, **how)
-        call = self._owner.begin(self._rollout, _key(input_ids, sampling))
+        call = self._owner.begin(self._rollout, _key(input_ids, sampling, how.get("experts_start")))
         kept = call.generation
         if kept is not None and kept.finish_reason != "abort":
             if how.get("on_progress") is not None:
@@ -193,9 +196,11 @@ async def _abort_all(base_url: str) -> None:
             await client.abort()
 
 
-def _key(input_ids: Sequence[int], sampling: SamplingParams) -> str:
+def _key(input_ids: Sequence[int], sampling: SamplingParams, experts_start: int | None) -> str:
     asked = hashlib.blake2b(stored_bytes(token_array(input_ids)), digest_size=16)
     asked.update(json.dumps(sampling.to_payload(), sort_keys=True, default=str).encode())
+    if sampling.routed_experts is not None:
+        asked.update(json.dumps([sampling.routed_experts, experts_start]).encode())
     return asked.hexdigest()
 
 
@@ -204,6 +209,10 @@ def _told(generation: Generation) -> dict[str, Any]:
         "output_ids": pack_array(token_array(generation.output_ids)),
         "log_probs": pack_array(log_prob_array(generation.log_probs)),
         "weight_versions": [[span.version, span.start, span.end] for span in generation.weight_versions],
+        "experts": None if (got := generation.experts) is None else [got.start, array_to_json(got.rows)],
+        "nucleus": None
+        if (kept := generation.nucleus) is None
+        else [array_to_json(kept.ids), array_to_json(kept.offsets)],
     }
 
 
@@ -213,5 +222,7 @@ def _generation(told: dict[str, Any]) -> Generation:
         output_ids=tuple(unpack_token_ids(told["output_ids"]).tolist()),
         log_probs=tuple(unpack_log_probs(told["log_probs"]).tolist()),
         weight_versions=tuple(WeightSpan(*span) for span in told["weight_versions"]),
+        experts=None if (kept := told.get("experts")) is None else RoutedExperts(kept[0], array_from_json(kept[1])),
+        nucleus=None if (kept := told.get("nucleus")) is None else Nucleus(*map(array_from_json, kept)),
         **plain,
     )

@@ -20,9 +20,10 @@ from agl_slime.errors import ConfigError, ContextOverflowError, RolloutError
 from agl_slime.rollout.scheduler import StopReason
 from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolParser
 from agl_slime.rollout.tools import ToolManager, ToolResult
-from agl_slime.sglang.generation import FinishReason, Generation, Progress, SamplingParams
+from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
+from agl_slime.sglang.resumable import Progress
 from agl_slime.support.agl import TraceStatus, get_active_tracer
-from agl_slime.tokens.codec import common_prefix
+from agl_slime.tokens.codec import common_prefix, token_array
 from agl_slime.tokens.conversation import ChatContext, Message
 from agl_slime.tokens.forks import ForkReason, fork_as_told
 from agl_slime.tokens.template import ChatTemplate
@@ -194,11 +195,13 @@ class RolloutSession(Session):
         if self.max_turns is not None and len(self.turns) + self.stats.asking >= self.max_turns:
             raise self._stopped(StopReason.MAX_TURNS, f"the rollout has had its {self.max_turns} turns")
         context, started, asked = self.context, time.time(), list(self.messages)
-        prompt_ids, cut = [], False
+        prompt_ids, cut, limited = [], False, sampling or self.sampling
         self.stats.asking += 1
         try:
             prompt_ids = await context.prompt()
-            limited = self._within_limits(sampling or self.sampling, len(prompt_ids))
+            limited = self._within_limits(limited, len(prompt_ids))
+            if limited.routed_experts is not None:
+                how["experts_start"] = self._experts_held(prompt_ids)
             # one key per rollout: behind a router its turns stay on the worker that has their prefix cached
             generation = await self._client.generate(prompt_ids, limited, routing_key=self.rollout_id or None, **how)
         except asyncio.CancelledError:
@@ -223,6 +226,8 @@ class RolloutSession(Session):
             if kept < len(first):
                 fork = ForkReason.BRANCH if kept == len(prompt) else ForkReason.NEW_CONTEXT
         self.last_turn, fork = len(self.turns), fork_as_told(fork, told)
+        if generation.output_ids and not untrained:
+            untrained = _lost(limited, generation, len(prompt_ids))
         place: Any = {"base_turn": base_turn, "kept_tokens": kept, "fork": fork, "untrained": untrained}
         self.turns.append(Turn.from_generation(prompt, generation, messages=asked, **place))
         if self._encoder is not None:
@@ -251,6 +256,14 @@ class RolloutSession(Session):
             raise ConfigError("a branch needs a role for a reward of its own: session.branch(messages, role=...)")
         self.stats.rewards[self.role] = reward
 
+    def _experts_held(self, prompt_ids: Sequence[int]) -> int:
+        """The tokens of a prompt whose routed experts the turn that it goes on from has; the others are asked for."""
+        base = self.turns[self.last_turn or 0] if self.turns else None
+        if base is None or base.experts is None:
+            return 0
+        same = common_prefix(base.token_ids, token_array(prompt_ids, name="prompt_ids"))
+        return min(same, base.experts.end)
+
     def _within_limits(self, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
         limit = self.max_trajectory_tokens
         if limit is None:
@@ -265,6 +278,14 @@ class RolloutSession(Session):
     def _stopped(self, reason: StopReason, message: str) -> RolloutStopped:
         self.stats.stop_reason = reason
         return RolloutStopped(reason, message)
+
+
+def _lost(asked: SamplingParams, generation: Generation, prompt_tokens: int) -> str:
+    """Why a cut answer cannot be trained: what is to be replayed was lost with its stream. Empty for one that can."""
+    end = prompt_tokens + len(generation.output_ids) - 1
+    if asked.routed_experts is not None and (generation.experts is None or generation.experts.end < end):
+        return "no_routed_experts"
+    return "no_nucleus" if asked.nucleus and generation.nucleus is None else ""
 
 
 def _write_span(attributes: dict[str, Any], started: float) -> None:

@@ -32,12 +32,11 @@ from agl_slime.sglang.generation import (
     Decode,
     Generation,
     PartRequest,
-    Progress,
-    ResumableGeneration,
     SamplingParams,
     broken_off,
     parse_generation,
 )
+from agl_slime.sglang.resumable import Progress, ResumableGeneration
 from agl_slime.sglang.retry import check_event, context_limit
 from agl_slime.sglang.streamed import telling
 from agl_slime.sglang.transport import ClientSettings, HttpTransport
@@ -58,8 +57,7 @@ PauseMode = Literal["abort", "retract", "in_place"]
 takes them up again; ``retract``: they stay in the engine and their KV cache is recomputed afterwards;
 ``in_place``: they stay, and resume with the KV cache that they have."""
 
-# A resumed answer of more ids is joined in a thread: decoding takes about a millisecond per 2,000.
-_LONG_ANSWER = 4_000
+_LONG_ANSWER = 4_000  # ids; a longer resumed answer is joined in a thread: decoding takes 1 ms per 2,000
 
 
 class SGLangClient:
@@ -128,6 +126,7 @@ class SGLangClient:
         top_log_probs: int = 0,
         resume: Generation | None = None,
         on_part: Callable[[Generation], None] | None = None,
+        experts_start: int = 0,
     ) -> Generation:
         """Sample one continuation of ``input_ids``.
 
@@ -145,6 +144,7 @@ class SGLangClient:
             top_log_probs: How many of the likeliest tokens to report for each place.
             resume: What an earlier call with the same arguments had sampled when it was aborted, to go on from.
             on_part: Gets what has been sampled whenever the engine aborts.
+            experts_start: With ``sampling.routed_experts``, the first token whose experts are not known yet.
 
         Raises ``OutOfVocabularyError`` and ``ContextOverflowError`` (before sending when the client knows the sizes),
         ``EngineRequestError`` when refused, and another ``EngineError`` after retries.
@@ -159,6 +159,7 @@ class SGLangClient:
             eos_token_ids=self._eos_token_ids,
             context_length=self.context_length,
             decode=self._decode,
+            experts_start=experts_start,
         )
         if resume is not None:
             wanted.add(resume)
@@ -221,6 +222,10 @@ class SGLangClient:
             payload["stream"] = True
         if top:
             payload["top_logprobs_num"] = top
+        if request.sampling.routed_experts is not None:
+            payload["return_routed_experts"] = True
+            if request.experts_start:
+                payload["routed_experts_start_len"] = request.experts_start
         where = f"{self._http.shown}/generate"
 
         async def attempt() -> Generation:
@@ -245,9 +250,8 @@ class SGLangClient:
                 if isinstance(error, asyncio.CancelledError) or not streamed:
                     raise
                 answer = streamed[0]
-            return parse_generation(
-                broken_off(answer) if streamed else answer, latency_s=time.monotonic() - sent, where=where
-            )
+            said = broken_off(answer) if streamed else answer
+            return parse_generation(said, request=request, latency_s=time.monotonic() - sent, where=where)
 
         return await self._http.retry(attempt, where=where, deadline=deadline)
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, ValidationError
 
 from agl_slime.errors import ConfigError
+from agl_slime.slime.replay import replay_sampling
 
 # slime's sampling flags, without rollout_ or eval_ before them, by SGLang's names.
 _SAMPLING = {
@@ -115,7 +116,7 @@ class PluginSettings(BaseModel):
         sampling = _sampling(args, "rollout")
         values |= {
             "model": getattr(args, "hf_checkpoint", None),
-            "sampling": sampling,
+            "sampling": sampling | replay_sampling(args),
             "eval_sampling": sampling | _sampling(args, "eval"),
             "eval_sets": _eval_sets(args) if values.get("eval_tasks") is None else (),
             "seed": getattr(args, "rollout_seed", None) or 0,

@@ -14,9 +14,10 @@ from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.errors import ConfigError, DataSourceError, EngineError
 from agl_slime.groups.policy import CompleteGroup, RetryGroup, zero_variance
 from agl_slime.loop.tasks import TaskCursor, TaskGroup, as_task_source, enqueue_requests, read_tasks
-from agl_slime.rollout.access import LLM_RESOURCE
+from agl_slime.rollout.access import LLM_RESOURCE, replay_of, sampling_of
 from agl_slime.rollout.loading import load_agent
 from agl_slime.runner.thread import RunnerThread
+from agl_slime.sglang.check import check_replay
 from agl_slime.sglang.client import ClientSettings, SGLangClient
 from agl_slime.slime.args import PluginSettings
 from agl_slime.store.bridge import BridgeStore
@@ -83,6 +84,7 @@ class Connection:
             why = "is kept by how many groups are enqueued, and here others enqueue them"
             raise ConfigError(f"agl_max_staleness {settings.max_staleness} {why}: set agl_tasks, or leave it out")
         self._resources: dict[str, str] = {}
+        self._checked = False  # the engine sends what is to be replayed
 
     def _cursor(self, given: Any, *, offset: int = 0) -> Any:
         seed = self.settings.seed + offset
@@ -145,6 +147,9 @@ class Connection:
 
     async def _published(self, sampling: dict[str, Any]) -> str:
         """The resources snapshot with the engine and these sampling parameters."""
+        if not self._checked and replay_of(sampling):
+            named = LLM(endpoint=self.settings.llm_url or "", model="", sampling_parameters=sampling)
+            self._checked = await check_replay(named.endpoint, sampling_of(named))
         key = json.dumps(sampling, sort_keys=True, default=str)
         if key not in self._resources:
             if len(self._resources) >= _MOST_SNAPSHOTS:

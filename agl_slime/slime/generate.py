@@ -23,7 +23,8 @@ from agl_slime.groups.results import MemberResult
 from agl_slime.loop.tasks import TaskGroup
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.connection import Connection
-from agl_slime.types import Sample, set_rollout_id
+from agl_slime.slime.replay import replay_sampling, with_tensors
+from agl_slime.types import ARRAY_FIELDS, Sample, set_rollout_id
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 _FROM_ROLLOUT = (
     *("tokens", "response", "response_length", "loss_mask", "rollout_log_probs"),
     *("reward", "status", "weight_versions", "prefix_cache_info"),
+    *ARRAY_FIELDS,
 )
 
 
@@ -39,11 +41,12 @@ async def run_rollout(
 ) -> Sample | list[Sample]:
     """See ``agl_slime.slime_hooks.generate``."""
     task = {**(sample.metadata or {}), "prompt": sample.prompt, "label": sample.label}
-    future = _rollouts_for(args).run(task, sampling_params, mode="val" if evaluation else "train")
+    sampling = {**sampling_params, **({} if evaluation else replay_sampling(args))}
+    future = _rollouts_for(args).run(task, sampling, mode="val" if evaluation else "train")
     member = await asyncio.wrap_future(future)
     if not member.ok:
         return _failed(sample, member)
-    completed = [_completed(sample, own) for own in member.samples]
+    completed = [_completed(sample, own) for own in with_tensors(member.samples)]
     if len(completed) == 1:
         return completed[0]
     for sibling in completed:

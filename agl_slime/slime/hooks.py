@@ -14,6 +14,7 @@ from typing import Any
 from agl_slime.errors import DataSourceError
 from agl_slime.groups import normalize
 from agl_slime.groups.policy import all_equal
+from agl_slime.slime.replay import check_replayed
 from agl_slime.slime.versions import filter_output
 from agl_slime.types import (
     RolloutFnEvalOutput,
@@ -111,6 +112,7 @@ def _collect_groups(
                     what = "set agl_store_url or agl_agent, or use slime's default rollout function"
                     raise DataSourceError(f"nobody has sampled these samples: {what}")
                 _check_log_probs(args, group)
+                check_replayed(args, group)
                 everything.append(group)
                 output = keep(args, group)
                 if getattr(output, "keep", output):

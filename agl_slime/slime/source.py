@@ -18,11 +18,12 @@ from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.connection import Connection
 from agl_slime.slime.demand import Demand
 from agl_slime.slime.pacing import Pacing
+from agl_slime.slime.replay import with_tensors
 from agl_slime.slime.states import as_json, state_path
 from agl_slime.support.agl import LightningStore
 from agl_slime.support.files import write_file
 from agl_slime.support.threads import run_in_thread
-from agl_slime.types import DataSource, Sample
+from agl_slime.types import DataSource, Sample, sample_from_json, sample_to_json
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class AGLDataSource(DataSource):
             self._demand.begin_pacing(getattr(self._args, "start_rollout_id", None) or 0)
             blocking = self.groups.settings.blocking
             self._demand.want((None if blocking else getattr(self._args, "rollout_batch_size", None)) or num_samples)
-        return self.groups.get_samples(num_samples)
+        return [*with_tensors(self.groups.get_samples(num_samples))]
 
     async def get_samples_async(self, num_samples: int) -> list[list[Sample]]:
         """``get_samples``, for slime's event loop. Groups that come after the caller was cancelled are given back."""
@@ -201,13 +202,16 @@ class AGLDataSource(DataSource):
         Returns the groups as they will be read back."""
         if self._delivery_path is None:
             return groups
-        delivery = {"rollout_id": rollout_id, "groups": [[sample.to_dict() for sample in group] for group in groups]}
+        delivery = {
+            "rollout_id": rollout_id,
+            "groups": [[sample_to_json(sample) for sample in group] for group in groups],
+        }
         self._delivery = json.loads(as_json(delivery))
         self._write(self._delivery_path, {**self.groups.state(), "delivery": self._delivery})
         return self._batch()
 
     def _batch(self) -> list[list[Sample]]:
-        return [[Sample.from_dict(sample) for sample in group] for group in self._delivery["groups"]]
+        return [*with_tensors([[sample_from_json(sample) for sample in group] for group in self._delivery["groups"]])]
 
     def _write(self, path: Path, state: dict[str, Any]) -> None:
         write_file(path, as_json(state))

@@ -189,7 +189,14 @@ def convert_trajectory(
             reward=reward if reward_key is None else rewards,
         )
         samples.append(sample)
-    return Conversion(samples, trajectory, forks)
+    return Conversion(samples, _without_replay(trajectory), forks)
+
+
+def _without_replay(trajectory: Trajectory) -> Trajectory:
+    """The Samples hold experts and nuclei; nobody reads those of turns any more."""
+    if not any(turn.experts is not None or turn.nucleus is not None for turn in trajectory.turns):
+        return trajectory
+    return replace(trajectory, turns=tuple(replace(turn, experts=None, nucleus=None) for turn in trajectory.turns))
 
 
 def _by_reward(
@@ -300,7 +307,14 @@ def _fields(
     else:
         prompt = "" if tokenizer is None else tokenizer.decode(tokens[:start], skip_special_tokens=False)
     said = None if tokenizer is None else tokenizer.decode(tokens[start:], skip_special_tokens=False)
+    nucleus = segment.nucleus
+    replayed = {
+        "rollout_routed_experts": segment.experts,
+        "rollout_top_p_token_ids": None if nucleus is None else nucleus.ids,
+        "rollout_top_p_token_offsets": None if nucleus is None else nucleus.offsets,
+    }
     return {
+        **replayed,
         "tokens": tokens,
         "response_length": len(tokens) - start,
         "loss_mask": mask.tolist(),

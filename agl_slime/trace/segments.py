@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from agl_slime.errors import TraceError
+from agl_slime.sglang.replay import Nucleus
 from agl_slime.tokens.codec import LogProbArray, TokenArray
 from agl_slime.tokens.forks import ForkReason, fork_of_turn
+from agl_slime.trace.replay import experts_of, nucleus_of
 from agl_slime.trace.turn import Turn
 
 if TYPE_CHECKING:
@@ -50,6 +52,10 @@ class Segment:
     log_probs: LogProbArray | None
     placements: tuple[Placement, ...]
     fork_reason: ForkReason | None
+    experts: npt.NDArray[Any] | None = None
+    """``[tokens - 1, layers, experts per token]``."""
+    nucleus: Nucleus | None = None
+    """Of the tokens from ``prompt_length`` on."""
 
     @property
     def prompt_length(self) -> int:
@@ -80,7 +86,15 @@ class _Open:
                 log_probs = None
             elif log_probs is not None:
                 log_probs[at.start : at.end] = own
-        return Segment(tokens, mask, log_probs, tuple(placements), self.fork_reason)
+        experts, nucleus = experts_of(turns, placements[-1].turn), None
+        if experts is None and any(turn.experts is not None for turn in turns):
+            raise TraceError(f"turn {placements[-1].turn} has no routed experts for some of its tokens")
+        if any(turn.nucleus is not None for turn in turns):
+            first = placements[0].start
+            nucleus = nucleus_of(turns, [(at.turn, at.start - first) for at in placements], len(tokens) - first)
+            if nucleus is None:
+                raise TraceError("a trained turn has no nucleus although others of its rollout have one")
+        return Segment(tokens, mask, log_probs, tuple(placements), self.fork_reason, experts, nucleus)
 
 
 def merge_turns(

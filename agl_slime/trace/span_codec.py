@@ -30,6 +30,7 @@ from agl_slime.tokens.codec import (
 )
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace import attributes as names
+from agl_slime.trace.replay import decode_replay, replay_attributes
 from agl_slime.trace.turn import Messages, Turn
 
 T = TypeVar("T")
@@ -87,6 +88,8 @@ class TurnEncoder:
             attributes[names.PROMPT_FORK] = turn.fork.value
         if turn.log_probs is not None:
             attributes[names.LOG_PROBS] = pack_array(turn.log_probs)
+        if turn.experts is not None or turn.nucleus is not None:
+            attributes |= replay_attributes(turn)
         if turn.weight_versions:
             versions = [[span.version, span.start, span.end] for span in turn.weight_versions]
             attributes[names.WEIGHT_VERSIONS] = json.dumps(versions)
@@ -218,6 +221,7 @@ def _decode_turn(attributes: Mapping[str, Any], earlier: Sequence[Turn], places:
         base_turn=base_turn,
         kept_tokens=kept,
         fork=None if fork is None else ForkReason(fork),
+        **decode_replay(attributes),
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from agl_slime.errors import TraceError
 from agl_slime.sglang.generation import WeightSpan
+from agl_slime.sglang.replay import Nucleus, RoutedExperts
 from agl_slime.tokens.codec import LogProbArray, TokenArray, log_prob_array, token_array
 from agl_slime.tokens.forks import ForkReason
 
@@ -35,6 +36,9 @@ class Turn:
     ``None``, 0 and ``None``. ``untrained`` says why the response is context only (``role:judge``, ``constrained``);
     empty for one that is trained.
 
+    ``experts`` are the routed experts of the tokens for which ``base_turn`` has none; ``nucleus`` has an entry per
+    response id. Both are ``None`` unless the engine was asked for them.
+
     Raises ``TraceError`` when ids are not non-negative int32, log-probs are not finite, or the lengths do not fit.
     """
 
@@ -54,6 +58,8 @@ class Turn:
     kept_tokens: int = 0
     fork: ForkReason | None = None
     untrained: str = ""
+    experts: RoutedExperts | None = None
+    nucleus: Nucleus | None = None
 
     def __post_init__(self) -> None:
         for name in ("prompt_ids", "response_ids"):
@@ -77,6 +83,10 @@ class Turn:
         most = 0 if self.base_turn is None else len(self.prompt_ids)
         if not 0 <= self.kept_tokens <= most:
             raise TraceError(f"kept_tokens must lie between 0 and {most}, got {self.kept_tokens}")
+        if self.experts is not None and self.experts.end > self.length:
+            raise TraceError(f"routed experts end at token {self.experts.end} of a turn of {self.length}")
+        if self.nucleus is not None and len(self.nucleus) != n:
+            raise TraceError(f"a nucleus is there for {len(self.nucleus)} of {n} sampled tokens")
         if self.messages is not None:
             object.__setattr__(self, "messages", tuple(self.messages))
 
@@ -95,6 +105,8 @@ class Turn:
             text=generation.text,
             latency_s=generation.latency_s,
             resumed=generation.resumed,
+            experts=generation.experts,
+            nucleus=generation.nucleus,
             **more,
         )
 

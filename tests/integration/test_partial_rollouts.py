@@ -19,7 +19,8 @@ from agl_slime.rollout.session import RolloutSession
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.generation import Progress, SamplingParams, WeightSpan
+from agl_slime.sglang.generation import SamplingParams, WeightSpan
+from agl_slime.sglang.resumable import Progress
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest
 from agl_slime.trace.converter import convert_rollout

@@ -9,7 +9,8 @@ from itertools import pairwise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agl_slime.sglang.generation import Generation, ResumableGeneration, SamplingParams, WeightSpan, parse_generation
+from agl_slime.sglang.generation import Generation, SamplingParams, WeightSpan, parse_generation
+from agl_slime.sglang.resumable import ResumableGeneration
 from tests.faults.engine_faults import PIECES, Abort, NewVersion
 from tests.faults.scripted_engine import ScriptedEngine
 

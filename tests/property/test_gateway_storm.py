@@ -16,7 +16,8 @@ import pytest
 from agl_slime.errors import EngineServerError
 from agl_slime.gateway.server import Gateway
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.sglang.generation import Generation, Progress, SamplingParams
+from agl_slime.sglang.generation import Generation, SamplingParams
+from agl_slime.sglang.resumable import Progress
 from agl_slime.support.agl import LLM
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.span_codec import decode_turns

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from agl_slime.sglang.generation import FinishReason, Generation, ResumableGeneration, SamplingParams
+from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
+from agl_slime.sglang.resumable import ResumableGeneration
 
 
 def part(

@@ -1,0 +1,129 @@
+"""What an engine says of its own choices, so that a trainer can repeat them: the experts that each token went through,
+and the nucleus that each sampled token was drawn from. SGLang's forms in, small arrays out; no I/O here."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agl_slime.errors import EngineProtocolError
+
+Shape = tuple[int, int]
+"""(layers, experts per token)."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RoutedExperts:
+    """``rows`` ``[n, layers, experts per token]``, uint8 where that holds them, else uint16: the experts of the tokens
+    at ``start`` to ``start + n`` of a sequence. The last token of a sequence has gone through none."""
+
+    start: int
+    rows: NDArray[Any]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.rows)
+
+    def joined(self, later: RoutedExperts) -> RoutedExperts:
+        """With the rows of ``later``, which count where both have some; these alone where rows between are missing."""
+        if not self.start <= later.start <= self.end:
+            return self
+        rows = np.concatenate((self.rows[: later.start - self.start], later.rows))
+        return RoutedExperts(self.start, rows)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RoutedExperts):
+            return NotImplemented
+        return self.start == other.start and np.array_equal(self.rows, other.rows)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Nucleus:
+    """Of token ``i`` the ids ``ids[offsets[i]:offsets[i + 1]]`` were left by top_p and top_k; int32 both."""
+
+    ids: NDArray[np.int32]
+    offsets: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def joined(self, later: Nucleus) -> Nucleus:
+        offsets = np.concatenate((self.offsets, later.offsets[1:] + self.offsets[-1]))
+        return Nucleus(np.concatenate((self.ids, later.ids)), offsets)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Nucleus):
+            return NotImplemented
+        return np.array_equal(self.ids, other.ids) and np.array_equal(self.offsets, other.offsets)
+
+
+def narrowed(experts: NDArray[Any], *, where: str) -> NDArray[Any]:
+    """As the smallest unsigned integers that hold them."""
+    if not experts.size:
+        return experts.astype(np.uint8)
+    if experts.min() < 0 or (most := experts.max()) > 0xFFFF:
+        raise EngineProtocolError(f"{where} answered routed_experts outside of 0 to 65535: its capture is broken")
+    return experts.astype(np.uint8 if most < 256 else np.uint16)
+
+
+def parse_experts(
+    meta: Mapping[str, Any], shape: Shape, *, length: int, start: int, where: str
+) -> RoutedExperts | None:
+    """The rows from ``start`` on that ``meta_info`` has for a sequence of ``length`` tokens; ``None`` where it has
+    none. How many there are says where they begin: an engine that knows no start sends all.
+
+    Raises ``EngineProtocolError`` naming flag and shape when they do not fit.
+    """
+    given = _int32(meta, "routed_experts", where)
+    if given is None:
+        return None
+    layers, top_k = shape
+    count, rest = divmod(given.size, layers * top_k)
+    begins = length - 1 - count
+    told = meta.get("routed_experts_start_len")
+    if rest or begins < 0 or begins > start or (told is not None and told != begins):
+        wanted = f"[{max(0, length - 1 - start)}, {layers}, {top_k}] (tokens, layers, experts per token)"
+        fix = "check --num-layers and --moe-router-topk (locally the model's config.json) against the served model"
+        raise EngineProtocolError(f"{where} answered {given.size} routed_experts, which do not fit {wanted}: {fix}")
+    rows = narrowed(given.reshape(count, layers, top_k)[start - begins :], where=where)
+    rows.flags.writeable = False
+    return RoutedExperts(start, rows)
+
+
+def parse_nucleus(meta: Mapping[str, Any], *, count: int, where: str) -> Nucleus | None:
+    """The kept ids of ``count`` sampled tokens; ``None`` where ``meta_info`` has none."""
+    ids, offsets = (_int32(meta, f"top_p_token_{name}", where) for name in ("ids", "offsets"))
+    if ids is None or offsets is None:
+        return None
+    fits = len(offsets) == count + 1 and offsets[0] == 0 and offsets[-1] == len(ids) and (np.diff(offsets) >= 0).all()
+    if not fits:
+        told = f"{len(offsets)} top_p_token_offsets and {len(ids)} ids for {count} sampled tokens"
+        raise EngineProtocolError(f"{where} answered {told}: offsets must be one more than tokens and end at the ids")
+    return Nucleus(ids, offsets)
+
+
+NO_EXPERTS = (
+    "answered no routed_experts for --use-rollout-routing-replay or --routed-experts: start SGLang with "
+    "--enable-return-routed-experts"
+)
+NO_NUCLEUS = (
+    "answered no top_p_token_ids, which training on a nucleus (top_p below 1, or top_k) needs: stock SGLang does not "
+    "send them, apply slime's docker/patch/*/sglang-top_p.patch or sample with top_p 1"
+)
+
+
+def _int32(meta: Mapping[str, Any], name: str, where: str) -> NDArray[np.int32] | None:
+    value = meta.get(name)
+    if value is None:
+        return None
+    try:
+        raw = base64.b64decode(value, validate=True)
+        return np.frombuffer(raw, dtype="<i4").astype(np.int32, copy=False)
+    except (TypeError, ValueError, binascii.Error) as error:
+        raise EngineProtocolError(f"{where} answered {name} that is no base64 of int32: {value!r:.80}") from error

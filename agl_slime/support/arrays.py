@@ -1,0 +1,30 @@
+"""Arrays in JSON: what is too long for lists of numbers."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_KINDS = frozenset({"|u1", "<u2", "<i4"})
+
+
+def array_to_json(values: Any) -> dict[str, Any]:
+    """An array (or tensor) of uint8, uint16 or int32 as a dict that ``array_from_json`` reads."""
+    array = np.ascontiguousarray(values)
+    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    if array.dtype.str not in _KINDS:
+        raise ValueError(f"arrays of {array.dtype} are not written, only uint8, uint16 and int32")
+    data = base64.b64encode(array.data).decode("ascii")
+    return {"dtype": array.dtype.str, "shape": list(array.shape), "base64": data}
+
+
+def array_from_json(told: Mapping[str, Any]) -> NDArray[Any]:
+    """Raises ``ValueError`` or ``KeyError`` when it is none."""
+    if told["dtype"] not in _KINDS:
+        raise ValueError(f"an array of {told['dtype']!r} is not known")
+    raw = base64.b64decode(told["base64"], validate=True)
+    return np.frombuffer(raw, dtype=np.dtype(told["dtype"])).reshape(told["shape"])

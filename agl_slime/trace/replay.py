@@ -1,0 +1,94 @@
+"""Routed experts and nuclei of turns: as span attributes, and laid along a segment's tokens as slime's Samples have
+them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agl_slime.errors import TraceError
+from agl_slime.sglang.replay import Nucleus, RoutedExperts
+from agl_slime.tokens.codec import pack_array, unpack_token_ids
+from agl_slime.trace import attributes as names
+from agl_slime.trace.turn import Turn
+
+_KINDS = {1: np.dtype("u1"), 2: np.dtype("<u2")}
+
+
+def replay_attributes(turn: Turn) -> dict[str, Any]:
+    """None for a turn without."""
+    attributes: dict[str, Any] = {}
+    if turn.experts is not None:
+        rows = np.ascontiguousarray(turn.experts.rows, dtype=_KINDS[turn.experts.rows.itemsize])
+        shape = [turn.experts.start, *rows.shape, rows.itemsize, zlib.crc32(rows.data)]
+        attributes[names.EXPERTS] = base64.b64encode(rows.data).decode("ascii")
+        attributes[names.EXPERTS_SHAPE] = json.dumps(shape)
+    if turn.nucleus is not None:
+        attributes[names.NUCLEUS_IDS] = pack_array(turn.nucleus.ids)
+        attributes[names.NUCLEUS_OFFSETS] = pack_array(turn.nucleus.offsets)
+    return attributes
+
+
+def decode_replay(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """``experts`` and ``nucleus`` of a turn, where it has them. Raises ``TraceError`` when they are damaged."""
+    found: dict[str, Any] = {}
+    if names.EXPERTS in attributes:
+        try:
+            start, *shape, size, checksum = json.loads(attributes[names.EXPERTS_SHAPE])
+            raw = base64.b64decode(attributes[names.EXPERTS], validate=True)
+            rows = np.frombuffer(raw, dtype=_KINDS[size]).reshape(shape)
+            whole = rows.ndim == 3 and start >= 0 and zlib.crc32(raw) == checksum
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"{names.EXPERTS} cannot be read: {error}") from error
+        if not whole:
+            raise TraceError(f"{names.EXPERTS} does not have the checksum that was written with it")
+        found["experts"] = RoutedExperts(start, rows)
+    if names.NUCLEUS_IDS in attributes:
+        ids, offsets = (
+            unpack_token_ids(attributes.get(name), name=name) for name in (names.NUCLEUS_IDS, names.NUCLEUS_OFFSETS)
+        )
+        if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
+            raise TraceError(f"{names.NUCLEUS_OFFSETS} do not divide the {len(ids)} ids of {names.NUCLEUS_IDS}")
+        found["nucleus"] = Nucleus(ids, offsets)
+    return found
+
+
+def experts_of(turns: Sequence[Turn], index: int) -> NDArray[Any] | None:
+    """``[tokens - 1, layers, experts per token]`` of all tokens of turn number ``index`` but the last; ``None`` where
+    some have none. What a turn has not itself is in the turn that it goes on from."""
+    end, at, pieces = turns[index].length - 1, index, []
+    while end > 0:
+        turn = turns[at]
+        if turn.experts is None or turn.experts.end < end:
+            return None
+        start = min(turn.experts.start, end)
+        pieces.append(turn.experts.rows[: end - start])
+        if not (end := start):
+            break
+        if turn.base_turn is None:
+            return None
+        at = turn.base_turn
+    if not pieces:
+        return None
+    pieces.reverse()
+    return np.concatenate(pieces) if len(pieces) > 1 else pieces[0]
+
+
+def nucleus_of(turns: Sequence[Turn], places: Sequence[tuple[int, int]], length: int) -> Nucleus | None:
+    """Of ``length`` tokens, of which turn ``places[i][0]`` has sampled those from ``places[i][1]`` on; tokens that
+    nobody sampled keep nothing. ``None`` where a turn has none."""
+    counts, ids = np.zeros(length, dtype=np.int32), []
+    for turn, start in places:
+        own = turns[turn].nucleus
+        if own is None:
+            return None
+        counts[start : start + len(own)] = np.diff(own.offsets)
+        ids.append(own.ids)
+    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    return Nucleus(np.concatenate(ids), offsets)
