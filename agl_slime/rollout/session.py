@@ -262,7 +262,7 @@ class RolloutSession(Session):
         if base is None or base.experts is None:
             return 0
         same = common_prefix(base.token_ids, token_array(prompt_ids, name="prompt_ids"))
-        return min(same, base.experts.end)
+        return min(same, base.experts.end, len(prompt_ids) - 1)  # an answer of no rows at all is an error to slime
 
     def _within_limits(self, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
         limit = self.max_trajectory_tokens

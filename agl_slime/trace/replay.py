@@ -51,7 +51,8 @@ def decode_replay(attributes: Mapping[str, Any]) -> dict[str, Any]:
         found["experts"] = RoutedExperts(start, rows)
     if names.NUCLEUS_IDS in attributes:
         ids, offsets = (
-            unpack_token_ids(attributes.get(name), name=name) for name in (names.NUCLEUS_IDS, names.NUCLEUS_OFFSETS)
+            unpack_token_ids(str(attributes.get(name)), name=name)
+            for name in (names.NUCLEUS_IDS, names.NUCLEUS_OFFSETS)
         )
         if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
             raise TraceError(f"{names.NUCLEUS_OFFSETS} do not divide the {len(ids)} ids of {names.NUCLEUS_IDS}")

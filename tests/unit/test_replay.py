@@ -1,0 +1,215 @@
+"""Routed experts and nuclei between an engine's answer and a Sample: what fits, what is refused, what is kept."""
+
+from __future__ import annotations
+
+import base64
+import json
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agl_slime.errors import ConfigError, DataSourceError, EngineProtocolError, TraceError
+from agl_slime.rollout.access import replay_of, sampling_of
+from agl_slime.rollout.partial import _generation, _told
+from agl_slime.sglang.generation import Generation, PartRequest, SamplingParams, parse_generation
+from agl_slime.sglang.replay import Nucleus, RoutedExperts
+from agl_slime.sglang.resumable import ResumableGeneration
+from agl_slime.slime.args import PluginSettings
+from agl_slime.slime.replay import check_replayed, with_tensors
+from agl_slime.support.agl import LLM
+from agl_slime.trace import attributes as names
+from agl_slime.trace.converter import convert_trajectory
+from agl_slime.trace.segments import merge_turns
+from agl_slime.trace.span_codec import TurnEncoder, decode_turns
+from agl_slime.trace.trajectory import Trajectory
+from agl_slime.trace.turn import Turn
+from agl_slime.types import sample_from_json, sample_to_json
+
+SHAPE = (2, 3)
+WANTED = SamplingParams(max_new_tokens=4, routed_experts=SHAPE)
+
+
+def packed(values: Any) -> str:
+    return base64.b64encode(np.asarray(values, dtype="<i4").tobytes()).decode()
+
+
+def rows(count: int, first: int = 0) -> np.ndarray[Any, Any]:
+    return np.arange(first * 6, (first + count) * 6, dtype=np.int32).reshape(count, *SHAPE) % 100
+
+
+def answer(ids: list[int], kind: str = "length", **meta: Any) -> dict[str, Any]:
+    pairs = [[-0.5, token, None] for token in ids]
+    return {"text": "", "meta_info": {"finish_reason": {"type": kind}, "output_token_logprobs": pairs, **meta}}
+
+
+def request(prompt: tuple[int, ...], sampling: SamplingParams = WANTED, start: int = 0) -> PartRequest:
+    return PartRequest(prompt, sampling, start)
+
+
+def test_an_engine_that_was_not_started_for_experts_is_told_by_its_flag() -> None:
+    with pytest.raises(EngineProtocolError, match="--enable-return-routed-experts"):
+        parse_generation(answer([5]), request=request((1, 2)))
+
+
+def test_experts_of_another_shape_are_refused_with_the_shape_that_was_wanted() -> None:
+    with pytest.raises(EngineProtocolError, match=r"answered 18 routed_experts.*\[2, 2, 3\].*--moe-router-topk"):
+        parse_generation(answer([5], routed_experts=packed(np.zeros(18))), request=request((1, 2)))
+
+
+def test_an_engine_that_sends_no_nucleus_is_told_what_it_needs() -> None:
+    asked = SamplingParams(max_new_tokens=4, top_p=0.9, nucleus=True)
+    assert asked.to_payload()["custom_params"] == {"return_top_p_token_ids": True}
+    with pytest.raises(EngineProtocolError, match=r"sglang-top_p\.patch"):
+        parse_generation(answer([5]), request=request((1,), asked))
+    ragged = {"top_p_token_ids": packed([5, 6]), "top_p_token_offsets": packed([0, 1])}
+    with pytest.raises(EngineProtocolError, match="top_p_token_offsets"):
+        parse_generation(answer([5], **ragged), request=request((1,), asked))
+
+
+def test_an_engine_that_knows_no_start_sends_all_and_the_rest_is_dropped_at_once() -> None:
+    found = parse_generation(answer([5], routed_experts=packed(rows(3))), request=request((1, 2, 3), start=2))
+    assert found.experts == RoutedExperts(2, rows(1, 2))
+
+
+def test_experts_are_as_small_as_they_can_be() -> None:
+    few = parse_generation(answer([5], routed_experts=packed(rows(1))), request=request((1,))).experts
+    many = parse_generation(answer([5], routed_experts=packed(rows(1) + 300)), request=request((1,))).experts
+    assert few is not None
+    assert few.rows.dtype == np.uint8
+    assert many is not None
+    assert many.rows.dtype == np.uint16
+
+
+def test_a_resumed_answer_asks_for_the_rows_that_it_lacks_and_has_each_once() -> None:
+    wanted = ResumableGeneration(prompt_ids=(1, 2, 3), sampling=WANTED, experts_start=1)
+    first = wanted.next_request()
+    assert first.experts_start == 1
+    wanted.add(parse_generation(answer([7, 8], "abort", routed_experts=packed(rows(3, 1))), request=first))
+    second = wanted.next_request()
+    assert second.experts_start == 4
+    wanted.add(parse_generation(answer([], "abort"), request=second))  # in the queue, without anything
+    third = wanted.next_request()
+    wanted.add(parse_generation(answer([9, 9], routed_experts=packed(rows(2, 4))), request=third))
+    assert wanted.result(latency_s=0.0).experts == RoutedExperts(1, rows(5, 1))
+
+
+def test_what_a_broken_stream_lost_is_asked_for_with_the_next_part() -> None:
+    wanted = ResumableGeneration(prompt_ids=(1, 2), sampling=WANTED)
+    wanted.add(parse_generation(answer([7, 8], "abort"), request=wanted.next_request()))  # events have no experts
+    request = wanted.next_request()
+    assert request.experts_start == 0
+    wanted.add(parse_generation(answer([9], "stop", routed_experts=packed(rows(4))), request=request))
+    assert wanted.result(latency_s=0.0).experts == RoutedExperts(0, rows(4))
+
+
+def chain() -> list[Turn]:
+    """Two turns, of which the second has the rows from token 3 on."""
+    first = Turn(
+        prompt_ids=[1, 2],
+        response_ids=[3, 4],
+        log_probs=[-1.0, -1.0],
+        experts=RoutedExperts(0, rows(3).astype(np.uint8)),
+        nucleus=Nucleus(np.array([3, 9, 4], dtype=np.int32), np.array([0, 2, 3], dtype=np.int32)),
+    )
+    second = Turn(
+        prompt_ids=[1, 2, 3, 4, 5],
+        response_ids=[6],
+        log_probs=[-1.0],
+        base_turn=0,
+        kept_tokens=4,
+        experts=RoutedExperts(3, rows(2, 3).astype(np.uint8)),
+        nucleus=Nucleus(np.array([6, 7], dtype=np.int32), np.array([0, 2], dtype=np.int32)),
+    )
+    return [first, second]
+
+
+def spans_of(turns: list[Turn]) -> list[Any]:
+    encoder = TurnEncoder()
+    return [SimpleNamespace(attributes=encoder.encode(turn)) for turn in turns]
+
+
+def test_turns_come_back_from_their_spans_with_experts_and_nuclei() -> None:
+    spans = spans_of(chain())
+    json.dumps([span.attributes for span in spans])
+    assert decode_turns(spans) == chain()
+
+
+def test_damaged_experts_are_an_error_and_not_other_experts() -> None:
+    spans = spans_of(chain())
+    spans[0].attributes[names.EXPERTS] = packed(rows(3) + 1)[: len(spans[0].attributes[names.EXPERTS])]
+    with pytest.raises(TraceError, match="routed_experts"):
+        decode_turns(spans)
+
+
+def test_a_segment_has_a_row_for_each_token_but_the_last_and_a_nucleus_for_each_response_token() -> None:
+    (segment,) = merge_turns(chain())
+    assert segment.experts is not None
+    assert segment.nucleus is not None
+    assert np.array_equal(segment.experts, rows(5))
+    assert segment.nucleus.offsets.tolist() == [0, 2, 3, 3, 5]  # nothing for the tool's token
+
+
+def test_a_turn_without_experts_among_others_fails_the_rollout() -> None:
+    first, second = chain()
+    bare = Turn(prompt_ids=first.prompt_ids, response_ids=first.response_ids, log_probs=first.log_probs)
+    with pytest.raises(TraceError, match="no routed experts"):
+        merge_turns([bare, second])
+
+
+def converted() -> Any:
+    made = Trajectory(rollout_id="a", attempt_id="1", task={}, turns=tuple(chain()), reward=1.0)
+    return convert_trajectory(made)
+
+
+def test_only_the_sample_keeps_what_is_replayed() -> None:
+    conversion = converted()
+    assert all(turn.experts is None and turn.nucleus is None for turn in conversion.trajectory.turns)
+    assert conversion.samples[0].rollout_routed_experts.shape == (5, 2, 3)
+
+
+def test_a_saved_sample_is_the_same_again() -> None:
+    (sample,) = converted().samples
+    again = sample_from_json(json.loads(json.dumps(sample_to_json(sample))))
+    for name in ("rollout_routed_experts", "rollout_top_p_token_ids", "rollout_top_p_token_offsets"):
+        assert np.array_equal(getattr(again, name), getattr(sample, name))
+
+
+def test_slime_is_given_int32_tensors_which_it_indexes_with() -> None:
+    torch = pytest.importorskip("torch")
+    (sample,) = with_tensors(converted().samples)
+    assert sample.rollout_routed_experts.dtype == sample.rollout_top_p_token_ids.dtype == torch.int32
+
+
+def test_a_kept_call_of_a_checkpoint_has_its_experts() -> None:
+    kept = Generation(
+        output_ids=(3, 4),
+        log_probs=(-1.0, -1.0),
+        text="",
+        finish_reason="abort",
+        experts=chain()[0].experts,
+        nucleus=chain()[0].nucleus,
+    )
+    assert _generation(json.loads(json.dumps(_told(kept)))) == kept
+
+
+def test_slimes_flags_are_what_engines_are_asked_for() -> None:
+    args = Namespace(use_rollout_routing_replay=True, num_layers=2, moe_router_topk=3, rollout_top_p=0.9)
+    settings = PluginSettings.from_args(args, {})
+    sampling = sampling_of(LLM(endpoint="", model="", sampling_parameters=dict(settings.sampling or {})))
+    assert sampling.routed_experts == (2, 3)
+    assert sampling.nucleus
+    assert not replay_of(settings.eval_sampling or {})
+    with pytest.raises(ConfigError, match="--moe-router-topk None"):
+        PluginSettings.from_args(Namespace(use_rollout_routing_replay=True, num_layers=2), {})
+
+
+def test_a_group_without_experts_is_refused_under_slimes_flag() -> None:
+    args = Namespace(use_rollout_routing_replay=True, num_layers=2, moe_router_topk=3)
+    group = converted().samples
+    check_replayed(args, group)
+    group[0].rollout_routed_experts = None
+    with pytest.raises(DataSourceError, match="rollout a has no rollout_routed_experts"):
+        check_replayed(args, group)
