@@ -38,6 +38,7 @@ _PIPE_CLOSED = 141  # what a shell reports of a program that SIGPIPE has ended
 COMMANDS = {
     "train": "train an agent online",
     "model": "fetch a model and print its directory",
+    "eval": "is it better: a model on tasks, or two on the same ones",
     "plot": "draw the reward.png of a run from its metrics",
     "view": "show a run in the browser, live while it goes on",
     "report": "write a run as one HTML page: trend, steps, rollouts, tokens",
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return import_module(f"agl_slime.{home}").main(rest)
     if command in COMMANDS:
         functions = {"train": _train, "model": _model, "plot": _plot, "report": _report, "view": _view}
-        functions["audit"] = _audit
+        functions |= {"audit": _audit, "eval": _eval}
         functions["assign-instance-id"] = _assign_instance_ids
         return _reported(partial(functions[command], rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
@@ -131,6 +132,13 @@ def _model(arguments: list[str]) -> None:
         print(find_model(name, partial(print, file=sys.stderr)))
 
     tyro.cli(model, prog="agl-slime model", args=arguments)
+
+
+def _eval(arguments: list[str]) -> None:
+    from agl_slime.run.evaluate import EvalConfig, run_evaluation
+
+    config = tyro.cli(EvalConfig, prog="agl-slime eval", args=arguments)
+    _run_until_signal(run_evaluation(config))
 
 
 def _plot(arguments: list[str]) -> None:

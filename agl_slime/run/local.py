@@ -108,7 +108,7 @@ async def run_training(
         _need_torch()
         loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path))
         loading.add_done_callback(lambda task: task.cancelled() or task.exception())
-        url, check_engine = await stack.enter_async_context(_engine(config, model_path, run, console))
+        url, check_engine = await stack.enter_async_context(engine_of(config, model_path, run, console))
         trainer = await loading
         checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
         start = checkpoint.loop if checkpoint is not None else LoopState()
@@ -282,7 +282,7 @@ def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
 
 
 @asynccontextmanager
-async def _engine(
+async def engine_of(
     config: TrainConfig, model_path: Path, run: RunDir, console: Console
 ) -> AsyncIterator[tuple[str, Callable[[], None] | None]]:
     """The URL of the engine, and a function that raises when the one that was started here has died."""

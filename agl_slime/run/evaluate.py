@@ -1,0 +1,296 @@
+"""``agl-slime eval``: one model or two on the same tasks, wired from the settings of a run and the flags."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from rich.console import Console
+
+from agl_slime.errors import ConfigError
+from agl_slime.loop.tasks import Task, as_task_source, read_tasks
+from agl_slime.report.console import spell_seconds
+from agl_slime.report.files import RunDir, dump, open_run_dir, read_object
+from agl_slime.run.models import check_model, find_model
+from agl_slime.run.settings import TrainConfig
+from agl_slime.support.files import sole_owner, write_file
+from agl_slime.support.ranges import check_ranges
+from agl_slime.support.threads import run_in_thread
+
+_OF_A_RUN = ("agent", "max_new_tokens", "temperature", "max_turns", "multi_turn_scheduler", "rollout_timeout", "seed")
+_FIXED = ("models", "agent", "tasks", "k", "seed", "temperature", "max_new_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Sample tasks with a model, or with two to compare: mean reward, pass@1, pass@k, 95 % intervals, failures apart.
+    Given again, the same command goes on where a kill has ended it. Without flags the agent, its held-out tasks and
+    the limits of rollouts are those of the run."""
+
+    models: tyro.conf.Positional[tuple[Path, ...]]
+    """One model, or two: before and after. A run's directory (its newest weights), a checkpoint of one, a Hugging Face
+    directory, smollm2, or a name on the hub."""
+    with_start: bool = False
+    """Compare the run's model with the one that the run began with."""
+    agent: str | None = None
+    """The agent, as module:Class or path/to/file.py:Class."""
+    tasks: Path | None = None
+    """Tasks as JSON lines. Without it those that the run held out, or the agent's make_task(rng) with the seed of its
+    validations."""
+    n_tasks: int | None = None
+    """Most tasks; all of a file by default, and 32 of make_task."""
+    k: int = 1
+    """Samples per task."""
+    passes: float = 1.0
+    """Reward from which on a sample passes."""
+    temperature: float | None = None
+    """Sampling temperature; 0 is greedy."""
+    max_new_tokens: int | None = None
+    """Most tokens of one answer."""
+    max_concurrent: int = 256
+    """Rollouts in flight."""
+    rollout_timeout: float | None = None
+    """Seconds after which a rollout is cancelled and counts as failed."""
+    sglang_url: str | None = None
+    """A running SGLang server that serves the (one) model. Without it an engine is started on this machine."""
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """The engine that is started: the package's own, or a real SGLang."""
+    sglang_python: Path | None = None
+    """A Python that has SGLang, for --engine sglang."""
+    seed: int | None = None
+    """Seed of the engine, of tasks that are made, and of the bootstrap."""
+    output_dir: Path | None = None
+    """Where samples and eval.json go; by default a directory under evals/ whose name follows from the settings."""
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            self,
+            ("k max_concurrent", lambda value: value >= 1, "at least 1"),
+            ("n_tasks", lambda value: value is None or value >= 1, "at least 1"),
+            ("temperature", lambda value: value is None or value >= 0, "0 (greedy) or more"),
+            named=lambda name: f"--{name.replace('_', '-')}",
+        )
+        wanted = 1 if self.with_start or self.sglang_url else 2
+        if not 1 <= len(self.models) <= wanted:
+            which = "one model" if wanted == 1 else "one model, or two to compare"
+            raise ConfigError(f"agl-slime eval: {len(self.models)} models are named; give {which}")
+
+
+async def run_evaluation(config: EvalConfig, *, console: Console | None = None) -> dict[str, Any]:
+    """Take the samples that are missing, write ``eval.json`` and return what it holds."""
+    console = console or Console()
+    run = RunDir(config.models[-1])
+    began = run.settings() or {} if (run.checkpoints.is_dir() or run.model.is_dir()) else {}
+    models = [await run_in_thread(find_model, _weights(path), lambda text: None) for path in config.models]
+    if config.with_start:
+        start = (read_object(run.start) or {}).get("model")
+        if start is None:
+            raise ConfigError(f"--with-start: {run.path} is no run that says what it began with; name two models")
+        models.insert(0, Path(str(start)))
+    settings = _settings(config, began)
+    temperature = settings.temperature if config.temperature is None else config.temperature
+    agent, tasks = await run_in_thread(_agent_and_tasks, config, settings, run if began else None)
+    told: dict[str, Any] = {
+        "models": [str(path) for path in models],
+        "weights": await run_in_thread(lambda: [_fingerprint(path) for path in models]),
+        "agent": settings.agent,
+        "tasks": hashlib.blake2b(dump(tasks), digest_size=8).hexdigest(),
+        "k": config.k,
+        "seed": settings.seed,
+        "temperature": temperature,
+        "max_new_tokens": settings.max_new_tokens,
+        "sglang_url": config.sglang_url,
+    }
+    name = hashlib.blake2b(dump(told), digest_size=5).hexdigest()
+    directory = config.output_dir or Path("evals") / f"{settings.agent.rpartition(':')[2]}-{name}"
+    directory.mkdir(parents=True, exist_ok=True)
+    from agl_slime.evaluation.samples import SampleFile
+
+    with sole_owner(directory):
+        kept = (directory / "config.json").exists()
+        settled: dict[str, Any] = {"agent": settings.agent, "settings": told}
+        open_run_dir(directory, **settled, resume=kept, fixed=(*_FIXED, "weights"))
+        write_file(directory / "tasks.jsonl", b"".join(map(dump, tasks)))
+        parts = []
+        for number, model in enumerate(models):
+            with SampleFile(directory / f"samples-{number + 1}.jsonl") as file:
+                which = f"model {number + 1} of {len(models)}" if len(models) > 1 else model.name
+                if file.missing(tasks=len(tasks), k=config.k):
+                    given = replace(settings, model_path=None if config.sglang_url else model)
+                    sampling: dict[str, Any] = {"temperature": temperature, "max_new_tokens": settings.max_new_tokens}
+                    await _sample(config, given, model, agent, tasks, sampling, file, RunDir(directory), console, which)
+                parts.append(file.lines)
+        result = _result(config, told, parts, n_tasks=len(tasks), seed=settings.seed)
+        write_file(directory / "eval.json", dump(result, indent=2))
+    for line in spell_result(result):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    console.print(f"{'written to':<14}{directory / 'eval.json'}", highlight=False, soft_wrap=True, markup=False)
+    return result
+
+
+def spell_result(result: dict[str, Any]) -> list[str]:
+    """The result as lines for a person."""
+    lines = []
+    for model in result["models"]:
+        figures = {name: value for name, value in model.items() if name == "reward" or name.startswith("pass@")}
+        found = [f"{name} {_spell(value)}" for name, value in figures.items() if value]
+        failed = f"; {model['failed']} of {model['samples']} samples failed" if model["failed"] else ""
+        lines.append(f"{model['model']}: {', '.join(found) or 'no sample has a reward'}{failed}")
+        lines += [f"  failed: {count} x {reason}" for reason, count in model["failures"].items()]
+    if (difference := result.get("difference")) is not None:
+        found = [f"{name} {_spell(difference[name], sign=True)}" for name in ("reward", "pass@1") if difference[name]]
+        lines.append(f"difference on the same tasks: {', '.join(found) or 'no task has rewards of both'}")
+        lines.append(
+            f"{len(difference['gained'])} tasks from wrong to right, {len(difference['lost'])} from right to wrong"
+        )
+    return [*lines, f"{result['tasks']} tasks, {result['k']} samples of each; [95 % interval, bootstrap over tasks]"]
+
+
+def _spell(value: dict[str, Any], *, sign: bool = False) -> str:
+    kind = "+.3f" if sign else ".3f"
+    between = "" if value["low"] is None else f" [{value['low']:{kind}}, {value['high']:{kind}}]"
+    return f"{value['mean']:{kind}}{between}"
+
+
+def _weights(path: Path) -> Path:
+    """The directory of the weights where ``path`` is a checkpoint of a run."""
+    path = path / "trainer" if (path / "trainer" / "config.json").is_file() else path
+    check_model(path)
+    return path
+
+
+def _fingerprint(model: Path) -> list[Any]:
+    """Tells whether these are still the weights that samples were taken with: name, size and time of their files."""
+    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(model.glob("*.safetensors"))]
+
+
+def _settings(config: EvalConfig, began: dict[str, Any]) -> TrainConfig:
+    """What the wiring of a run takes, from the flags, then from the run that the model is of."""
+    of_run = {name: began[name] for name in _OF_A_RUN if began.get(name) is not None}
+    of_run["external_plugins"] = tuple(map(Path, began.get("external_plugins") or ()))
+    flags = {name: value for name in _OF_A_RUN if (value := getattr(config, name, None)) is not None}
+    if flags.get("temperature") == 0:
+        del flags["temperature"]  # nothing is trained, but the class is that of trainings
+    names = ("sglang_url", "engine", "max_concurrent", "sglang_python")
+    own: dict[str, Any] = {name: getattr(config, name) for name in names}
+    return TrainConfig(**{**of_run, **flags, **own})
+
+
+def _agent_and_tasks(config: EvalConfig, settings: TrainConfig, run: RunDir | None) -> tuple[Any, list[Task]]:
+    from agl_slime.rollout.loading import configure_agent, load_agent
+    from agl_slime.run.start import split_tasks
+
+    agent = load_agent(settings.agent)
+    configure_agent(
+        agent,
+        scheduler=settings.multi_turn_scheduler,
+        max_turns=settings.max_turns,
+        plugins=settings.external_plugins,
+    )
+    if config.tasks is not None:
+        return agent, read_tasks(config.tasks)[: config.n_tasks]
+    began: dict[str, Any] = (run.settings() or {}) if run is not None else {}
+    if run is not None and began.get("tasks"):
+        named: dict[str, Any] = {name: Path(began[name]) for name in ("tasks", "eval_tasks") if began.get(name)}
+        named |= {"seed": began["seed"], "eval_interval": began["eval_interval"]}
+        told = TrainConfig(**named, output_dir=run.path, resume=True)
+        held_out = split_tasks(told)[1]
+        if not held_out:
+            raise ConfigError(f"the run in {run.path} held out no tasks; give --tasks FILE.jsonl")
+        return agent, held_out[: config.n_tasks]
+    if (make_task := getattr(agent, "make_task", None)) is None:
+        raise ConfigError(f"there are no tasks: give --tasks FILE.jsonl, or define make_task(rng) on {settings.agent}")
+    return agent, as_task_source(make_task, seed=settings.seed + 1).next_batch(config.n_tasks or 32)
+
+
+async def _sample(
+    config: EvalConfig,
+    settings: TrainConfig,
+    model: Path,
+    agent: Any,
+    tasks: Sequence[Task],
+    sampling: dict[str, Any],
+    file: Any,
+    directory: RunDir,
+    console: Console,
+    which: str,
+) -> None:
+    from agl_slime.evaluation.samples import Sampling, take_samples
+    from agl_slime.run.local import engine_of
+    from agl_slime.run.parts import RunParts, model_for_agents
+    from agl_slime.runner.base import RunnerPlan
+    from agl_slime.runner.concurrent import RunnerSettings
+    from agl_slime.tokens.tokenizer import load_tokenizer
+
+    async with AsyncExitStack() as stack:
+        url, alive = await stack.enter_async_context(engine_of(settings, model, directory, console))
+        parts = RunParts(agent=agent, tasks=tasks)
+        llm = stack.enter_context(model_for_agents(settings, parts, url=url, model_path=model, sampling=sampling))
+        runners = RunnerSettings(max_concurrent=config.max_concurrent, gateway=settings.gateway)
+        wanted = Sampling(
+            agent=agent,
+            llm=llm,
+            tokenizer=await run_in_thread(load_tokenizer, model),
+            runners=RunnerPlan(settings=runners),
+            timeout_s=settings.rollout_timeout,
+            max_in_flight=config.max_concurrent,
+            check_alive=alive,
+        )
+        tell = stack.enter_context(_Progress(console, which))
+        await take_samples(tasks, k=config.k, into=file, sampling=wanted, on_progress=tell)
+
+
+class _Progress:
+    """Tells how far it is and how long it still takes: on a terminal all the time, elsewhere in ten lines."""
+
+    def __init__(self, console: Console, which: str) -> None:
+        self._console, self._which = console, which
+        self._status = console.status(which) if console.is_terminal else None
+        self._began, self._first, self._told = time.monotonic(), -1, -1
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        if self._status is not None:
+            self._status.start()
+        return self._tell
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def _tell(self, ended: int, wanted: int) -> None:
+        if self._first < 0:
+            self._first = ended
+        fresh = ended - self._first
+        left = (time.monotonic() - self._began) / fresh * (wanted - ended) if fresh else None
+        text = f"{self._which}: {ended} of {wanted} samples" + (f", {spell_seconds(left)} left" if left else "")
+        if self._status is not None:
+            self._status.update(text)
+        elif (tenth := 10 * ended // wanted) > self._told:
+            self._told = tenth
+            print(text, file=self._console.file, flush=True)
+
+
+def _result(
+    config: EvalConfig, told: dict[str, Any], parts: Sequence[Sequence[dict[str, Any]]], *, n_tasks: int, seed: int
+) -> dict[str, Any]:
+    from collections import Counter
+
+    from agl_slime.evaluation.samples import rewards_of
+    from agl_slime.evaluation.statistics import compare, sum_up
+
+    rewards = [rewards_of(lines) for lines in parts]
+    models = []
+    for model, lines, own in zip(told["models"], parts, rewards, strict=True):
+        failures = Counter(line["failure"] for line in lines if line["reward"] is None)
+        about = {"model": model, "samples": len(lines), "failed": failures.total(), "failures": dict(failures)}
+        models.append({**about, **sum_up(own, limit=config.passes, k=config.k, seed=seed)})
+    result = {"tasks": n_tasks, "k": config.k, "passes": config.passes, "settings": told, "models": models}
+    if len(models) == 2:
+        result["difference"] = compare(*rewards, limit=config.passes, seed=seed)
+    return result

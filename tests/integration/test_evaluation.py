@@ -1,0 +1,123 @@
+"""``agl-slime eval``: the samples are the agent's, what is told follows from them, and a kill costs only what was in
+flight."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+pytest.importorskip("torch", reason='the engine needs torch: pip install "agl-slime[local]"')
+
+from agl_slime.errors import ConfigError
+from agl_slime.report.files import iter_jsonl
+from agl_slime.run.evaluate import EvalConfig, run_evaluation
+
+AGENTS = '''
+from agl_slime.demo.agent import LookupAgent
+
+
+class Picky(LookupAgent):
+    """Answers earn by their task and nothing else; the judge of one task is broken."""
+
+    def compute_reward(self, task, response):
+        if task["n"] == 3:
+            raise ValueError("the judge is broken")
+        return float(task["n"] % 2)
+'''
+
+
+def evaluate(*models: Path, **settings: Any) -> tuple[dict[str, Any], str]:
+    out = io.StringIO()
+    config = EvalConfig(models=models, **settings)
+    return asyncio.run(run_evaluation(config, console=Console(file=out, width=200))), out.getvalue()
+
+
+@pytest.fixture
+def picky(tmp_path: Path) -> dict[str, Any]:
+    """Five tasks whose rewards are 0 1 0 - 0, whatever is answered."""
+    (tmp_path / "agents.py").write_text(AGENTS)
+    tasks = [json.dumps({"key": "kz", "answer": "72", "n": n}) for n in range(5)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(tasks))
+    return {"agent": f"{tmp_path / 'agents.py'}:Picky", "tasks": tmp_path / "tasks.jsonl"}
+
+
+def test_what_is_told_follows_from_the_samples_and_failures_are_apart(
+    picky: dict[str, Any], policy_dir: Path, embedded_engine: str, tmp_path: Path
+) -> None:
+    found, text = evaluate(policy_dir, sglang_url=embedded_engine, k=2, output_dir=tmp_path / "out", **picky)
+    (model,) = found["models"]
+    assert (model["samples"], model["failed"], model["failures"]) == (10, 2, {"ValueError": 2})
+    assert (model["reward"]["mean"], model["reward"]["tasks"]) == (0.25, 4)
+    assert (model["pass@2"]["mean"], model["pass@2"]["tasks"]) == (0.25, 4)
+    assert "2 of 10 samples failed" in text
+    assert json.loads((tmp_path / "out" / "eval.json").read_text()) == found
+    lines = list(iter_jsonl(tmp_path / "out" / "samples-1.jsonl"))
+    assert sorted((line["task"], line["sample"]) for line in lines) == [(t, s) for t in range(5) for s in range(2)]
+    assert all(line["messages"][0]["role"] == "system" for line in lines if line["reward"] is not None)
+
+
+def test_samples_that_ended_are_not_taken_again_after_a_torn_line(
+    picky: dict[str, Any], policy_dir: Path, embedded_engine: str, tmp_path: Path
+) -> None:
+    told: dict[str, Any] = {"sglang_url": embedded_engine, "k": 2, "output_dir": tmp_path / "out", **picky}
+    whole, _ = evaluate(policy_dir, **told)
+    samples = tmp_path / "out" / "samples-1.jsonl"
+    lines = samples.read_bytes().splitlines(keepends=True)
+    samples.write_bytes(b"".join(lines[:6]) + lines[6][:20])
+    again, text = evaluate(policy_dir, **told)
+    assert samples.read_bytes().splitlines(keepends=True)[:6] == lines[:6]
+    assert "6 of 10 samples" in text
+    assert again["models"] == whole["models"]
+    pairs = [(line["task"], line["sample"]) for line in iter_jsonl(samples)]
+    assert len(pairs) == len({*pairs}) == 10
+
+
+def test_samples_of_another_evaluation_are_never_mixed_in(
+    picky: dict[str, Any], policy_dir: Path, embedded_engine: str, tmp_path: Path
+) -> None:
+    told: dict[str, Any] = {"sglang_url": embedded_engine, "output_dir": tmp_path / "out", **picky}
+    evaluate(policy_dir, **told)
+    with pytest.raises(ConfigError, match="temperature"):
+        evaluate(policy_dir, temperature=0.5, **told)
+
+
+def test_a_model_against_itself_gains_and_loses_what_its_samples_say(policy_dir: Path, tmp_path: Path) -> None:
+    found, _ = evaluate(policy_dir, policy_dir, n_tasks=12, k=1, output_dir=tmp_path / "out")
+    rewards = [
+        {line["task"]: line["reward"] for line in iter_jsonl(tmp_path / "out" / f"samples-{number}.jsonl")}
+        for number in (1, 2)
+    ]
+    assert [len(own) for own in rewards] == [12, 12]
+    differences = [rewards[1][task] - rewards[0][task] for task in range(12)]
+    assert found["difference"]["reward"]["mean"] == pytest.approx(np.mean(differences))
+    assert found["difference"]["gained"] == [task for task in range(12) if differences[task] > 0]
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_goes_on_where_it_was(policy_dir: Path, tmp_path: Path) -> None:
+    flags = ["--n-tasks", "64", "--k", "4", "--max-concurrent", "4", "--output-dir", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "agl_slime.cli", "eval", str(policy_dir), *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "of 256 samples" in line and not line.startswith(f"{policy_dir.name}: 0 "):
+                break
+        os.killpg(process.pid, signal.SIGKILL)
+    samples = tmp_path / "out" / "samples-1.jsonl"
+    kept = [line["rollout_id"] for line in iter_jsonl(samples)]
+    assert 0 < len(kept) < 256
+    found, _ = evaluate(policy_dir, n_tasks=64, k=4, max_concurrent=4, output_dir=tmp_path / "out")
+    lines = list(iter_jsonl(samples))
+    assert [line["rollout_id"] for line in lines[: len(kept)]] == kept
+    assert len({(line["task"], line["sample"]) for line in lines}) == len(lines) == found["models"][0]["samples"] == 256
