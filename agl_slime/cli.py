@@ -29,7 +29,13 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError, spell_exception
+from agl_slime.errors import (
+    AglSlimeError,
+    ConfigError,
+    MissingDependencyError,
+    UnknownVersionError,
+    spell_exception,
+)
 
 # With this variable set, tracebacks and the package's debug messages are shown.
 DEBUG_VARIABLE = "AGL_SLIME_DEBUG"
@@ -37,6 +43,7 @@ _PIPE_CLOSED = 141  # what a shell reports of a program that SIGPIPE has ended
 
 COMMANDS = {
     "train": "train an agent online",
+    "doctor": "what is installed, what will be used, and what to do about what will not work",
     "model": "fetch a model and print its directory",
     "eval": "is it better: a model on tasks, or two on the same ones",
     "plot": "draw the reward.png of a run from its metrics",
@@ -62,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return import_module(f"agl_slime.{home}").main(rest)
     if command in COMMANDS:
         functions = {"train": _train, "model": _model, "plot": _plot, "report": _report, "view": _view}
-        functions |= {"audit": _audit, "eval": _eval}
+        functions |= {"audit": _audit, "doctor": _doctor, "eval": _eval}
         functions["assign-instance-id"] = _assign_instance_ids
         return _reported(partial(functions[command], rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
@@ -118,6 +125,27 @@ def _train(arguments: list[str]) -> None:
         own_this_process()  # before the other imports, which it makes faster
         from agl_slime.run.local import run_training
     _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
+
+
+def _doctor(arguments: list[str]) -> None:
+    def doctor(sglang_url: str | None = None) -> None:
+        """Say what is installed here, what will be used for what, and what to do about what will not work. Exit code 1
+        where `python train.py` will not run.
+
+        Args:
+            sglang_url: An SGLang server to look for as well.
+        """
+        from agl_slime.run.doctor import examine, used
+
+        lines = []
+        for line in examine(sglang_url=sglang_url):
+            lines.append(line)
+            print(f"{line.verdict:<5}{line.name:<20} {line.text}", flush=True)
+        print(f"\n{used(lines)}")
+        if any(line.verdict == "FAIL" for line in lines):
+            raise AglSlimeError("something that the first command needs is not there")
+
+    tyro.cli(doctor, prog="agl-slime doctor", args=arguments)
 
 
 def _model(arguments: list[str]) -> None:
@@ -274,6 +302,8 @@ def _told(errors: Console, error: Exception, debug: bool) -> int:
     """Says what went wrong; returns the exit code."""
     if isinstance(error, AglSlimeError):
         _tell(errors, str(error), error, debug)
+        if isinstance(error, (MissingDependencyError, UnknownVersionError)):
+            errors.print("`agl-slime doctor` says what is installed and what to do.", style="dim", highlight=False)
         return 2 if isinstance(error, (ConfigError, MissingDependencyError)) else 1
     if isinstance(error, OSError):  # a full disk, a path that is too long or may not be read
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""

@@ -29,7 +29,7 @@ def main() -> int:
         return 1
     print(slime.version())
     faults = 0
-    for needed, name, said in _report():
+    for needed, name, said in look():
         faults += needed and said.startswith(("UNKNOWN", "MISSING"))
         print(f"  {name:<26} {said}")
     print(
@@ -40,7 +40,9 @@ def main() -> int:
     return int(faults > 0)
 
 
-def _report() -> Iterator[tuple[bool, str, str]]:
+def look() -> Iterator[tuple[bool, str, str]]:
+    """Of each thing: whether it is needed, its name, and what was found, which begins with UNKNOWN or MISSING where
+    that will not do."""
     for names, needed in ((slime.HOOK_NAMES, True), (slime.TRAINER_NAMES, True), (slime.OPTIONAL_NAMES, False)):
         for name, places in names.items():
             missing = f"UNKNOWN: in none of {', '.join(places)}" if needed else "not in this version"
