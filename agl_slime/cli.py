@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import tyro
 from rich.console import Console
@@ -46,6 +46,7 @@ COMMANDS = {
     "doctor": "what is installed, what will be used, and what to do about what will not work",
     "model": "fetch a model and print its directory",
     "eval": "is it better: a model on tasks, or two on the same ones",
+    "export": "the rollouts that a run has kept, as data: sft, dpo, messages, parquet, hf-dataset",
     "plot": "draw the reward.png of a run from its metrics",
     "view": "show a run in the browser, live while it goes on",
     "report": "write a run as one HTML page: trend, steps, rollouts, tokens",
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return import_module(f"agl_slime.{home}").main(rest)
     if command in COMMANDS:
         functions = {"train": _train, "model": _model, "plot": _plot, "report": _report, "view": _view}
-        functions |= {"audit": _audit, "doctor": _doctor, "eval": _eval}
+        functions |= {"audit": _audit, "doctor": _doctor, "eval": _eval, "export": _export}
         functions["assign-instance-id"] = _assign_instance_ids
         return _reported(partial(functions[command], rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
@@ -167,6 +168,34 @@ def _eval(arguments: list[str]) -> None:
 
     config = tyro.cli(EvalConfig, prog="agl-slime eval", args=arguments)
     _run_until_signal(run_evaluation(config))
+
+
+def _export(arguments: list[str]) -> None:
+    from agl_slime.run.export import export_run
+
+    def export(
+        run_dir: tyro.conf.Positional[Path],
+        to: Literal["sft", "dpo", "messages", "parquet", "hf-dataset"],
+        output: Path | None = None,
+        best: int = 1,
+        min_reward: float | None = None,
+        min_gap: float = 0.0,
+    ) -> None:
+        """Write the rollouts that a run has kept (train with --keep-rollouts all) as data for other trainers.
+
+        Args:
+            run_dir: The directory of a run.
+            to: sft (conversations of the best), dpo (pairs of the best and the worst), messages (all), parquet or
+                hf-dataset (all, with tokens, loss mask and log-probs).
+            output: Where it goes; export-FORMAT in the directory of the run by default.
+            best: For sft, of each group so many.
+            min_reward: Least reward of sft, and of what dpo prefers.
+            min_gap: For dpo, the rewards of a pair differ by more than this.
+        """
+        path, n = export_run(run_dir, to=to, output=output, best=best, min_reward=min_reward, min_gap=min_gap)
+        print(f"{path}: {n} rows")
+
+    tyro.cli(export, prog="agl-slime export", args=arguments)
 
 
 def _plot(arguments: list[str]) -> None:

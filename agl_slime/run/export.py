@@ -1,0 +1,149 @@
+"""``agl-slime export``: the rollouts that a run has kept as data for others: conversations, pairs, tokens."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.report.files import RunDir, dump, iter_jsonl
+from agl_slime.support.files import whole_directory, whole_file
+
+Format = Literal["sft", "dpo", "messages", "parquet", "hf-dataset"]
+Messages = Sequence[Mapping[str, Any]]
+
+
+def export_run(
+    run_dir: Path,
+    *,
+    to: Format,
+    output: Path | None = None,
+    best: int = 1,
+    min_reward: float | None = None,
+    min_gap: float = 0.0,
+) -> tuple[Path, int]:
+    """Write the kept rollouts of the run as ``to``; returns where, and how many rows. ``best``: of each group, for
+    ``sft``. ``min_reward``: of ``sft``, and of what ``dpo`` prefers. ``min_gap``: the reward of what ``dpo`` prefers is
+    above the other's by more than this. Raises ``ConfigError`` where there is nothing to write."""
+    if best < 1:
+        raise ConfigError(f"--best {best}: must be at least 1")
+    rollouts = list(_kept(run_dir))
+    rows: list[dict[str, Any]]
+    if to == "sft":
+        rows = list(sft_rows(rollouts, best=best, min_reward=min_reward))
+    elif to == "dpo":
+        rows = list(dpo_rows(rollouts, min_reward=min_reward, min_gap=min_gap))
+    elif to == "messages":
+        rows = [{"messages": list(one["messages"]), **_about(one)} for one in rollouts if one["messages"]]
+    else:
+        rows = [row for one in rollouts for row in token_rows(one)]
+    if not rows:
+        fix = "train with --keep-rollouts all to keep whole groups" if to in ("sft", "dpo") else "it kept none"
+        raise ConfigError(f"{run_dir}: of {len(rollouts)} kept rollouts none makes a row of {to}; {fix}")
+    suffix = {"parquet": ".parquet", "hf-dataset": ""}.get(to, ".jsonl")
+    target = output or run_dir / f"export-{to}{suffix}"
+    if to in ("parquet", "hf-dataset"):
+        _write_table(target, rows, to)
+    else:
+        with whole_file(target) as file:
+            file.writelines(map(dump, rows))
+    return target, len(rows)
+
+
+def sft_rows(rollouts: Sequence[Mapping[str, Any]], *, best: int, min_reward: float | None) -> Iterator[dict[str, Any]]:
+    """The ``best`` of each group by reward, from ``min_reward`` on, as TRL's SFTTrainer reads conversations."""
+    for group in _groups(rollouts):
+        chosen = sorted(group, key=lambda one: -one["reward"])[:best]
+        for one in chosen:
+            if min_reward is None or one["reward"] >= min_reward:
+                yield {"messages": list(one["messages"])}
+
+
+def dpo_rows(
+    rollouts: Sequence[Mapping[str, Any]], *, min_reward: float | None, min_gap: float
+) -> Iterator[dict[str, Any]]:
+    """The best and the worst of each group with other rewards, as TRL's DPOTrainer reads pairs: ``prompt`` is what
+    both have in common up to the first answer that differs."""
+    for group in _groups(rollouts):
+        better, worse = max(group, key=lambda one: one["reward"]), min(group, key=lambda one: one["reward"])
+        gap = better["reward"] - worse["reward"]
+        if gap <= max(0.0, min_gap) or (min_reward is not None and better["reward"] < min_reward):
+            continue
+        chosen, rejected = list(better["messages"]), list(worse["messages"])
+        same = len(list(takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False))))
+        answers = [at for at in range(same + 1) if _answers(chosen, at) and _answers(rejected, at)]
+        if answers:  # else one goes on where the other ended, and there is nothing to choose between
+            at = answers[-1]
+            yield {"prompt": chosen[:at], "chosen": chosen[at:], "rejected": rejected[at:]}
+
+
+def token_rows(rollout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row per Sample: ``input_ids`` with ``prompt_length``, and ``loss_mask`` and ``log_probs`` of the response (NaN
+    where the engine sampled nothing)."""
+    for sample in rollout["samples"]:
+        ids = np.frombuffer(base64.b64decode(sample["tokens"]), "<i4")
+        log_probs = np.frombuffer(base64.b64decode(sample["engine_log_probs"]), "<f4")
+        mask = np.zeros(len(log_probs), dtype=np.int8)
+        for start, end in sample["trained"]:
+            mask[start:end] = 1
+        yield {
+            "messages": json.dumps(rollout["messages"]),  # contents may be texts or lists, which a column may not mix
+            **_about(rollout),
+            "segment": sample["segment"],
+            "prompt_length": sample["prompt_length"],
+            "input_ids": ids.tolist(),
+            "loss_mask": mask.tolist(),
+            "log_probs": log_probs.tolist(),
+            "token_source": sample["token_source"],
+            "tokens_left_out": sample["left_out"],
+        }
+
+
+def _kept(run_dir: Path) -> Iterator[Mapping[str, Any]]:
+    run = RunDir(run_dir)
+    if not run.rollouts.is_file():
+        raise ConfigError(f"{run_dir}: there is no rollouts.jsonl; train with --keep-rollouts all")
+    for line in iter_jsonl(run.rollouts):
+        if isinstance(line.get("messages"), list) and isinstance(line.get("samples"), list):
+            yield line
+
+
+def _about(rollout: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("rollout_id", "group_id", "iteration", "reward", "outcome", "reason", "stop_reason")
+    return {**{name: rollout.get(name) for name in names}, "task": json.dumps(rollout.get("task"))}
+
+
+def _groups(rollouts: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Those that have a conversation and a reward; a missing reward is none of 0."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for one in rollouts:
+        if one["messages"] and isinstance(one.get("reward"), (int, float)):
+            groups.setdefault(str(one.get("group_id")), []).append(one)
+    return list(groups.values())
+
+
+def _answers(messages: Messages, at: int) -> bool:
+    return 0 < at < len(messages) and messages[at].get("role") == "assistant"
+
+
+def _write_table(target: Path, rows: list[dict[str, Any]], to: Format) -> None:
+    try:
+        if to == "parquet":
+            import pyarrow
+            import pyarrow.parquet
+
+            with whole_file(target) as file:
+                pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+            return
+        import datasets
+    except ImportError as error:
+        needed = "pyarrow" if to == "parquet" else "datasets"
+        raise MissingDependencyError(f"--to {to} needs {needed}: pip install {needed}") from error
+    with whole_directory(target) as fresh:
+        datasets.Dataset.from_list(rows).save_to_disk(str(fresh))
