@@ -158,6 +158,31 @@ class GroupSource:
             self.changed.notify_all()
         return left
 
+    def reserve_whole(self, rollout_ids: Sequence[str]) -> None:
+        """``reserve``, as soon as all of these groups are ready here: another process, which follows the same store,
+        has seen them ready. Raises ``DataSourceError`` when they are not at the deadline of ``get_samples``."""
+        self.ends.begin()
+        deadline = time.monotonic() + self.settings.get_timeout_s
+        with self.changed:
+            while True:
+                self.raise_if_dead()
+                self.delivery.reserve(rollout_ids)
+                if (ready := self.delivery.deliverable) >= len(rollout_ids):
+                    return
+                if (remaining := deadline - time.monotonic()) <= 0:
+                    self.delivery.reserve(None)
+                    raise DataSourceError(
+                        f"of {len(rollout_ids)} groups that a step is planned with, {ready} became ready within "
+                        f"{self.settings.get_timeout_s:g} s"
+                    )
+                self.changed.wait(min(remaining, 1.0))
+
+    @property
+    def deliverable(self) -> int:
+        """Groups that may be delivered now."""
+        with self.changed:
+            return self.delivery.deliverable
+
     def ready_groups(self) -> list[GroupResult]:
         """The groups that are ready, as far as their samples tell of them."""
         with self.changed:

@@ -269,10 +269,8 @@ class TrainConfig:
         """What slime does in its own way."""
         for name in ("engine", "sglang_python"):
             self._refuse(name, "slime starts its own engines, with --rollout-num-gpus; leave it out")
-        self._refuse("eval_sglang_url", "validations are the loop's, in turn with training; leave it out")
+        self._refuse("eval_sglang_url", "validations run on the engines of training; leave it out")
         self._refuse("resume", "slime keeps its own checkpoints; give -- --load DIR --save DIR instead")
-        fix = "slime has an asynchronous loop of its own, where agl_max_staleness bounds it: see docs/slime.md"
-        self._refuse("max_staleness", f"the loop trains in turn with slime; {fix}")
         for name in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance"):
             self._refuse(name, "both processes must agree on groups, which slime wants complete; leave it out")
         self._refuse("weight_pause", "slime updates the weights itself; leave it out")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.errors import ConfigError
 from agl_slime.events import BatchTrained, Observer
 from agl_slime.groups.policy import CompleteGroup
+from agl_slime.groups.results import rollout_of
 from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.metric_names import TOKENS_TRAINED
 from agl_slime.run.models import find_model
@@ -61,6 +63,9 @@ _THE_LOOPS = {"num_rollout": "num_iterations", **dict(zip(_SAME, _SAME, strict=T
 # What only slime's own loop, or its own evaluation, would look at.
 _SLIMES_OWN = "release_train dynamic_sampling_filter_path eval_interval eval_config eval_prompt_data eval_temperature"
 _SLIMES_OWN += " eval_top_p eval_top_k eval_max_response_len eval_min_new_tokens"
+
+
+_SHARED_GPUS = ("colocate", "offload_rollout")
 
 
 async def run_slime_training(
@@ -106,13 +111,16 @@ async def run_slime_training(
         sampling = dict(PluginSettings.from_args(args, {}).sampling or {})
         # the loop enqueues, so the manager's data source must not
         args.agl_store_url, args.agl_store_token, args.agl_tasks, args.prompt_data = service.url, token, None, None
-        args.agl_get_timeout_s = _MANAGER_TIMEOUT_S
+        args.agl_get_timeout_s, args.agl_planned = _MANAGER_TIMEOUT_S, config.max_staleness > 0
         trainer = SlimeTrainer(args=args)
         stack.callback(trainer.stop)
         with console.status("Starting slime …"):
             await run_in_thread(trainer.start)
-        steps = SlimeSteps(trainer=trainer, source=source, batch_size=config.rollout_batch_size, observer=reports)
-        start, drawn = steps.start(config.num_iterations)
+        plan = service.plan if config.max_staleness else None
+        steps = SlimeSteps(
+            trainer=trainer, source=source, batch_size=config.rollout_batch_size, observer=reports, plan=plan
+        )
+        start, finished = steps.start(config.num_iterations)
         url = (trainer.router_url if config.sglang_url is None else None) or agents_url
         loop = make_loop(
             replace(config, store_host=host),
@@ -127,8 +135,7 @@ async def run_slime_training(
             start=start,
             observer=reports,
         )
-        loop.tasks.skip_to(drawn)
-        steps.tasks_drawn = lambda: loop.tasks.drawn
+        loop.tasks.pass_over(finished)
         return await loop.run_async()
 
 
@@ -167,48 +174,72 @@ def check_slime_args(args: Any, config: TrainConfig) -> None:
         value = getattr(args, name, None)
         if value is not None and value is not False:
             raise ConfigError(f"{flag(name)} after -- is for slime's own loop, not for --trainer slime: leave it out")
+    if config.max_staleness and (shared := [name for name in _SHARED_GPUS if getattr(args, name, False)]):
+        why = "the engines have no GPU while the actors train: give them their own, or leave --max-staleness out"
+        raise ConfigError(f"--max-staleness {config.max_staleness} with {flag(shared[0])}: {why}")
 
 
 class SlimeSteps:
     """The loop's functions over a ``SlimeTrainer``.
 
-    slime trains on full batches only; one that dropped groups leave short waits for the next iteration's groups. Beside
+    slime trains on full batches only; one that dropped groups leave short waits for the next iteration's groups. With
+    ``plan``, which is told the rollouts of each step (one of each group) before the manager is asked for it, rollouts
+    run ahead: a short batch is filtered then, for waiting would make it too old. Beside
     each checkpoint of slime's lies where the loop stood, so that ``--load`` goes on there.
     """
 
     def __init__(
-        self, *, trainer: SlimeTrainer, source: GroupSource, batch_size: int, observer: Observer | None = None
+        self,
+        *,
+        trainer: SlimeTrainer,
+        source: GroupSource,
+        batch_size: int,
+        observer: Observer | None = None,
+        plan: Callable[[int, Sequence[str]], None] | None = None,
     ) -> None:
         self._trainer, self._source, self._batch_size, self._observer = trainer, source, batch_size, observer
+        self._plan = plan
         self._next = trainer.first_rollout_id
         self._trained = False
         self._written: int | None = None
-        self.tasks_drawn: Callable[[], int] = lambda: 0  # by the loop
+        self._finished_before: set[int] = set()
 
-    def start(self, num_iterations: int) -> tuple[LoopState, int]:
-        """Where the loop goes on after slime has loaded its checkpoint, and how many tasks were drawn before; each step
-        of a checkpoint without a file of ours is an iteration. Raises ``ConfigError`` when all iterations are done."""
-        state, drawn = LoopState(iteration=self._next), self._next * self._batch_size
+    def start(self, num_iterations: int) -> tuple[LoopState, set[int]]:
+        """Where the loop goes on after slime has loaded its checkpoint, and the numbers of the tasks that were dealt
+        with before; each step of a checkpoint without a file of ours is an iteration. Raises ``ConfigError`` when all
+        iterations are done."""
+        state, finished = LoopState(iteration=self._next), {*range(self._next * self._batch_size)}
         path = _state_path(getattr(self._trainer.args, "load", None) or "", self._next - 1)
         if self._next and path.exists():
             try:
                 saved = json.loads(path.read_bytes())
-                state, drawn = LoopState(**saved["loop"]), int(saved["tasks_drawn"])
+                state = LoopState(**saved["loop"])
+                # files of before tasks ran ahead have "tasks_drawn" alone
+                finished = {*range(int(saved["tasks_drawn"])), *map(int, saved.get("finished_beyond", ()))}
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(f"{path} is not a state of this loop ({error}): remove it to count steps") from error
         if state.iteration >= num_iterations:
             done = state.iteration
             raise ConfigError(f"--load: {done} iterations are done; give --num-iterations above {done} to go on")
-        return replace(state, version=str(self._trainer.updates)), drawn
+        self._finished_before = finished
+        return replace(state, version=str(self._trainer.updates)), finished
 
     def train(self, iteration: int) -> dict[str, float]:
-        ready = len(self._source)
+        ready = self._source.deliverable
         self._trained = ready >= self._batch_size
+        if not self._trained and self._plan is not None:
+            self._source.reject(self._source.get_samples(ready) if ready else [], "short_batch")
+            logger.warning("Iteration %d: %d groups are no full batch, and are not trained on.", iteration, ready)
+            return {"train/short_batch": float(ready)}
         if not self._trained:
             logger.warning("Iteration %d: %d of %d groups wait for the next one.", iteration, ready, self._batch_size)
             return {"train/waiting_groups": float(ready)}
         # the manager's process has the same groups; taken here, they are counted as trained
         groups = self._source.get_samples(self._batch_size)
+        if self._plan is not None:
+            self._plan(self._next, [str(rollout_of(samples[0])) for samples in groups])
+        if self._trainer.saves(self._next):  # a kill between slime's checkpoint and the end of the iteration
+            self._write(self._next, LoopState(iteration=iteration))
         tokens = self._trainer.train(self._next)
         self._next += 1
         if self._observer is not None:
@@ -223,8 +254,16 @@ class SlimeSteps:
         """Called after every iteration; writes where slime has written a checkpoint."""
         if self._trainer.saved not in (None, self._written):
             self._written = self._trainer.saved
-            content = {"loop": asdict(state), "tasks_drawn": self.tasks_drawn()}
-            write_file(_state_path(self._trainer.args.save, self._written), json.dumps(content))
+            self._write(self._written, state)
+
+    def _write(self, rollout_id: int, state: LoopState) -> None:
+        """The state and the tasks that are dealt with: all up to a number, and some beyond it, for those that run ahead
+        end in another order. What was drawn and is not among them is drawn again."""
+        finished = self._finished_before | {*map(int, self._source.ledger.finished_instances())}
+        whole = next(number for number in count() if number not in finished)
+        beyond = sorted(number for number in finished if number > whole)
+        content = {"loop": asdict(state), "tasks_drawn": whole, "finished_beyond": beyond}
+        write_file(_state_path(self._trainer.args.save, rollout_id), json.dumps(content))
 
 
 def _state_path(directory: str, rollout_id: int | None) -> Path:

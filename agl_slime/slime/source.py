@@ -20,9 +20,10 @@ from agl_slime.slime.demand import Demand
 from agl_slime.slime.pacing import Pacing
 from agl_slime.slime.replay import with_tensors
 from agl_slime.slime.states import as_json, state_path
+from agl_slime.store.client import RemoteStore
 from agl_slime.support.agl import LightningStore
 from agl_slime.support.files import write_file
-from agl_slime.support.threads import run_in_thread
+from agl_slime.support.threads import run_blocking, run_in_thread
 from agl_slime.types import DataSource, Sample, sample_from_json, sample_to_json
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,11 @@ class AGLDataSource(DataSource):
             self.groups.ends.begin()
 
     def pace(self, rollout_id: int) -> None:
-        """slime asks for the groups of this rollout; with ``agl_max_staleness`` that is what training is paced by."""
+        """slime asks for the groups of this rollout; with ``agl_max_staleness`` that is what training is paced by.
+        Where another process plans the steps (``agl_planned``), its groups are those that are delivered next."""
+        store = self._connection.store if self._connection is not None else None
+        if getattr(self._args, "agl_planned", False) and isinstance(store, RemoteStore):
+            self.groups.reserve_whole(run_blocking(store.planned(rollout_id)))
         if self._demand is not None:
             self._demand.pace(rollout_id)
 

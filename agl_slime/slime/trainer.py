@@ -132,13 +132,18 @@ class SlimeTrainer:
         ray.get(values)
         total = None if tokens is None else sum(ray.get(tokens))  # before slime lets go of what straw keeps
         side.tell("training_completed", rollout_id)
-        if find("should_run_periodic_action")(rollout_id, args.save_interval, side.per_epoch, args.num_rollout):
+        if self.saves(rollout_id):
             self._save(rollout_id, actor_trains)
             self.saved = rollout_id
         if not args.offload_train:
             (self._actor if actor_trains else self._critic).clear_memory()
         self._next = rollout_id + 1
         return total
+
+    def saves(self, rollout_id: int) -> bool:
+        """Whether slime writes a checkpoint after this step."""
+        args, due = self.args, find("should_run_periodic_action")
+        return bool(due(rollout_id, args.save_interval, self._side.per_epoch, args.num_rollout))
 
     def update_weights(self) -> str:
         """Bring the weights to every engine, the way ``--update-weight-mode`` and ``-transport`` say; returns their

@@ -17,7 +17,7 @@ import orjson
 
 from agl_slime.errors import DataSourceError
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition
-from agl_slime.store.server import BATCH_PATH, TOKEN_VARIABLE, UNNUMBERED
+from agl_slime.store.server import BATCH_PATH, PLAN_PATH, TOKEN_VARIABLE, UNNUMBERED
 from agl_slime.support.agl import Attempt, LightningStoreClient, ResourcesUpdate, Rollout, Span
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.batching import Batcher
@@ -104,6 +104,16 @@ class RemoteStore(LightningStoreClient):
         """The status of those of ``rollout_ids`` that the store knows; waits for a store that is away."""
         found = await self._backoff(None).run(lambda: self.query_rollouts(rollout_id_in=sorted(rollout_ids)), may_pass)
         return {rollout.rollout_id: rollout.status for rollout in found}
+
+    async def planned(self, step: int) -> list[str]:
+        """The rollouts, one of each group, that training step ``step`` is planned with (``StoreService.plan``)."""
+        body = orjson.dumps({"step": step})
+        try:
+            return await self._backoff(_UNREACHABLE_S).run(lambda: self._post(PLAN_PATH, body), may_pass)
+        except aiohttp.ClientResponseError as error:
+            raise DataSourceError(
+                f"the store has no plan for step {step} ({error.status}): ask for steps in order"
+            ) from error
 
     async def _post_calls(self, calls: list[orjson.Fragment]) -> list[dict[str, Any]]:
         # Sent twice is as good as once: a span that is there already is not added again, an end that is there stays.

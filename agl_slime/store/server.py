@@ -1,15 +1,16 @@
-"""A ``BridgeStore`` served over HTTP: Agent Lightning's own server, and three routes more.
+"""A ``BridgeStore`` served over HTTP: Agent Lightning's own server, and four routes more.
 
 ``POST /agl_slime/v1/finished`` with ``{"server_instance_id", "after", "wait_s"}`` answers with the ids of the rollouts
 that ended after position ``after``, as soon as there are any, so following a store costs the same however long it has
 lived. ``POST /agl_slime/v1/cancelled`` is the same for those that ended as cancelled: what runners elsewhere follow.
-``POST /agl_slime/v1/batch`` takes many calls at once.
+``POST /agl_slime/v1/batch`` takes many calls at once. ``POST /agl_slime/v1/plan`` with ``{"step"}`` answers with the
+rollouts, one of each group, that a training step is planned with.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any
 
 import orjson
@@ -25,12 +26,14 @@ from agl_slime.support.net import has_token, is_loopback, page_refusal, require_
 from agl_slime.support.threads import run_blocking
 
 BATCH_PATH = "/agl_slime/v1/batch"
+PLAN_PATH = "/agl_slime/v1/plan"
 TOKEN_VARIABLE = "AGL_SLIME_STORE_TOKEN"
 
 UNNUMBERED = 0
 """Sequence id of a span that gets the next one of its rollout when it is written."""
 
 _CANCELLED_WINDOW = 10_000
+_PLANS = 16  # training steps whose plans are kept, the last ones
 
 
 class StoreService:
@@ -50,6 +53,7 @@ class StoreService:
 
         self.feed = FinishedFeed()
         self.cancellations = FinishedFeed(window=_CANCELLED_WINDOW)
+        self._plans: dict[int, list[str]] = {}
         self._store = store
         # Agent Lightning finds the address that others see when none is given
         access_host = None if host == "0.0.0.0" else "127.0.0.1" if is_loopback(host) else host
@@ -87,6 +91,10 @@ class StoreService:
         self.cancellations.close()
         run_blocking(self._server.stop())
 
+    def plan(self, step: int, rollout_ids: Sequence[str]) -> None:
+        """Training step ``step`` is on the groups of these rollouts, for whoever asks (``RemoteStore.planned``)."""
+        self._plans = {**dict(list(self._plans.items())[1 - _PLANS :]), step: list(rollout_ids)}
+
     def __enter__(self) -> StoreService:
         return self.start()
 
@@ -109,6 +117,15 @@ class StoreService:
         app.post(FEED_PATH)(_pages_of(self.feed))
         app.post(CANCELLED_PATH)(_pages_of(self.cancellations))
         app.post(BATCH_PATH)(batch)
+
+        async def plan(request: Request) -> list[str]:
+            asked = await _json(request)
+            step = asked.get("step") if isinstance(asked, dict) else None
+            if not isinstance(step, int) or (found := self._plans.get(step)) is None:
+                raise HTTPException(404, f"no plan is known for step {step!r:.40}")
+            return found
+
+        app.post(PLAN_PATH)(plan)
 
         async def admit(request: Any, call_next: Any) -> Any:
             if token and not has_token(request.headers.get("authorization"), token):

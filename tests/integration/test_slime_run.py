@@ -74,6 +74,9 @@ class StandIn:
             self.saved = rollout_id
         return 1
 
+    def saves(self, rollout_id: int) -> bool:
+        return self.args.save is not None
+
     def update_weights(self) -> str:
         self.updates += 1
         return str(self.updates)
@@ -88,6 +91,7 @@ def parse(flags: Sequence[str]) -> Any:
         parser.add_argument(f"--{name}", type=int)
     for name in ("rollout-temperature", "rollout-top-p", "eval-temperature"):
         parser.add_argument(f"--{name}", type=float)
+    parser.add_argument("--colocate", action="store_true")
     parser.add_argument("--load")
     parser.add_argument("--save")
     return parser.parse_known_args(list(flags))[0]

@@ -12,7 +12,8 @@ class Source:
     def __init__(self) -> None:
         self.ready = 0
 
-    def __len__(self) -> int:
+    @property
+    def deliverable(self) -> int:
         return self.ready
 
     def get_samples(self, n: int) -> list[Any]:
@@ -31,6 +32,9 @@ class Trainer:
     def train(self, rollout_id: int) -> int:
         self.trained.append(rollout_id)
         return 100
+
+    def saves(self, rollout_id: int) -> bool:
+        return False
 
     def update_weights(self) -> str:
         self.updates += 1
