@@ -2,8 +2,8 @@
 
 The twins have the fields, defaults and status values of slime at v0.3.1; ``sample_from_fields`` is the one place that
 drops fields which the installed slime does not have, so the rest of the package names every field it knows.
-``set_rollout_id`` hides that the sibling id was called ``group_id`` in v0.3.0. Importing this raises
-``UnknownVersionError`` under a slime that has one of these classes elsewhere.
+Importing this raises ``UnknownVersionError`` under a slime that has one of these classes elsewhere, or whose Samples
+have no ``rollout_id``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from agl_slime.errors import UnknownVersionError
 from agl_slime.support.arrays import array_from_json, array_to_json
-from agl_slime.support.slime import find, installed
+from agl_slime.support.slime import KNOWN, find, installed
+from agl_slime.support.slime import version as slime_version
 
 HAS_SLIME = not TYPE_CHECKING and installed()
 if not TYPE_CHECKING and HAS_SLIME:
@@ -145,20 +147,13 @@ def sample_from_json(values: dict[str, Any]) -> Sample:
 
 
 _SAMPLE_FIELDS = frozenset(Sample.__dataclass_fields__)
-SIBLING_ID_FIELD = "rollout_id" if "rollout_id" in _SAMPLE_FIELDS else "group_id"
+if "rollout_id" not in _SAMPLE_FIELDS:  # up to v0.3.0
+    raise UnknownVersionError(f"Sample of {slime_version()} has no rollout_id: it came with v0.3.1; known are {KNOWN}")
 
 
 def sample_from_fields(**fields: Any) -> Sample:
     """A ``Sample`` from the named fields, without those that the installed slime does not have."""
-    rollout_id = fields.pop("rollout_id", None)
-    sample = Sample(**{name: value for name, value in fields.items() if name in _SAMPLE_FIELDS})
-    set_rollout_id(sample, rollout_id)
-    return sample
-
-
-def set_rollout_id(sample: Sample, rollout_id: int | None) -> None:
-    """Set the id that the samples of one rollout share, under the name that the installed slime gives it."""
-    setattr(sample, SIBLING_ID_FIELD, rollout_id)
+    return Sample(**{name: value for name, value in fields.items() if name in _SAMPLE_FIELDS})
 
 
 def flat_samples(samples: Iterable[Any]) -> Iterator[Sample]:
@@ -168,11 +163,6 @@ def flat_samples(samples: Iterable[Any]) -> Iterator[Sample]:
             yield from flat_samples(item)
         else:
             yield item
-
-
-def get_rollout_id(sample: Sample) -> int | None:
-    """The id that the samples of one rollout share; ``None`` when unset."""
-    return getattr(sample, SIBLING_ID_FIELD)
 
 
 def staleness_spans(sample: Any, policy: int | None) -> Iterator[tuple[int, int, int]]:

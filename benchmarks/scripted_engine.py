@@ -114,6 +114,7 @@ class Desk:
 
     def _info(self) -> bytes:
         info = {"model_path": "scripted", "weight_version": self._version, "is_generation": True}
+        info |= {"enable_memory_saver": False, "tp_size": 1, "dp_size": 1}  # what slime asks of an engine that runs
         return http_answer(json.dumps({**info, "success": True}).encode())
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import GroupResult, Outcome, instance_of, rollout_of
 from agl_slime.groups.versions import WeightVersions
-from agl_slime.types import Sample, sample_from_json, sample_to_json, set_rollout_id
+from agl_slime.types import Sample, sample_from_json, sample_to_json
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class Delivery:
                 sample.group_index, sample.index = numbers["group_index"], numbers["index"]
                 if group.instance_id is not None:
                     sample.metadata["instance_id"] = group.instance_id
-                set_rollout_id(sample, numbers["rollout_number"])
+                sample.rollout_id = numbers["rollout_number"]
                 numbers["index"] += 1
                 samples.append(sample)
             numbers["rollout_number"] += 1

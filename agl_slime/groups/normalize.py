@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from numbers import Real
 
 from agl_slime.errors import RewardError
-from agl_slime.types import Sample, get_rollout_id
+from agl_slime.types import Sample
 
 _EPS = 1e-6  # slime's
 
@@ -66,7 +66,7 @@ def part_of(sample: Sample, of: str | None = None) -> tuple[Hashable, Hashable]:
     of their role in the group, or with the other single turns in it."""
     of = str((sample.metadata or {}).get("reward_of", "")) if of is None else of
     kind = "turn" if of.startswith("turn:") else of
-    group, rollout = sample.group_index, get_rollout_id(sample)
+    group, rollout = sample.group_index, sample.rollout_id
     return (
         (group, kind) if of and group is not None else group,
         (rollout, of) if of and rollout is not None else rollout,

@@ -32,7 +32,6 @@ from agl_slime.report.slime_files import (
     trained_rows,
 )
 from agl_slime.report.transcripts import Room, choose_rollouts
-from agl_slime.types import get_rollout_id
 
 _FOLDERS = ("", "rollout_data", "train_data")
 # {rollout_id}.pt behind what the template adds; _rank was the end of train data before 624b824
@@ -136,7 +135,7 @@ class SlimeRun:
         """A group with its members: the Samples of one rollout are one. ``conversations`` gets those of its members."""
         parts: dict[str, list[DumpedSample]] = defaultdict(list)
         for at, one in enumerate(dumped):
-            rollout = get_rollout_id(one.sample)
+            rollout = one.sample.rollout_id
             rollout = one.sample.index if rollout is None else rollout
             parts[f"{number}-{place}-{at}s" if rollout is None else f"{number}-{place}-{rollout}"].append(one)
         members = []

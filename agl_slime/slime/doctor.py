@@ -99,7 +99,7 @@ def _data_source() -> str:
 
 
 def _samples() -> str:
-    from agl_slime.types import SIBLING_ID_FIELD, Sample
+    from agl_slime.types import Sample
 
     needed = [
         field.name
@@ -108,7 +108,7 @@ def _samples() -> str:
     ]
     if needed:
         return f"UNKNOWN: Sample cannot be made without {', '.join(needed)}"
-    return f"siblings of one rollout share {SIBLING_ID_FIELD}"
+    return "siblings of one rollout share rollout_id"
 
 
 def _transport(name: str, package: str) -> str:

@@ -24,7 +24,7 @@ from agl_slime.loop.tasks import TaskGroup
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.connection import Connection
 from agl_slime.slime.replay import replay_sampling, with_tensors
-from agl_slime.types import ARRAY_FIELDS, Sample, set_rollout_id
+from agl_slime.types import ARRAY_FIELDS, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ async def run_rollout(
     if len(completed) == 1:
         return completed[0]
     for sibling in completed:
-        set_rollout_id(sibling, sample.index)
+        sibling.rollout_id = sample.index
     return completed
 
 

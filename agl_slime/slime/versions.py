@@ -1,7 +1,7 @@
 """What differs between slime's versions, by feature: the one place that adapts to them. Where names are is in
 ``agl_slime.support.slime``, the fields of ``Sample`` in ``agl_slime.types``.
 
-| what                             | v0.3.0 to 624b824 | ec3003b5         | 13b347f8               | main           |
+| what                             | v0.3.1 to 624b824 | ec3003b5         | 13b347f8               | main           |
 |----------------------------------|-------------------|------------------|------------------------|----------------|
 | ``create_rollout_manager`` takes | args, pg          | and restore_plan | args, restore_plan     | as before      |
 | what it gives                    | a tuple           | a tuple          | RolloutStartup         | with ``close`` |

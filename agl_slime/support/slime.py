@@ -19,7 +19,7 @@ INSTALL_SLIME = (
     "slime is not installed, or the package of that name on PyPI is, which is another: get it from its repository "
     "(git clone https://github.com/THUDM/slime && pip install -e slime), or use --trainer local"
 )
-KNOWN = "v0.3.0, v0.3.1, v0.3.2 (624b824) and main (0.4.0) as of September 2026"
+KNOWN = "v0.3.1, v0.3.2 (624b824) and main (0.4.0) as of September 2026"
 
 _LOGGING = "slime.observability.logging_utils", "slime.utils.logging_utils"  # since 624b824, up to v0.3.1
 _PLACEMENT = ("slime.ray.placement_group",)

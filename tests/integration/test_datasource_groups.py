@@ -17,7 +17,7 @@ from agl_slime.groups.policy import CompleteGroup, MinimumViableGroup
 from agl_slime.groups.results import Outcome
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore, Span, emit_reward
-from agl_slime.types import Sample, get_rollout_id
+from agl_slime.types import Sample
 from tests.datasource_cases import QUICK, Told, counts_of, get
 from tests.store_cases import RESPONSE, a_turn, enqueue, finish
 
@@ -38,7 +38,7 @@ async def test_groups_complete_in_any_order_and_each_member_counts_once() -> Non
         assert sorted(sample.metadata["agl_rollout_id"] for sample in samples) == sorted(ids)
         assert [sample.group_index for sample in samples] == [number for number in range(6) for _ in range(3)]
         assert [sample.index for sample in samples] == list(range(18))
-        assert len({get_rollout_id(sample) for sample in samples}) == 18
+        assert len({sample.rollout_id for sample in samples}) == 18
         for group in groups:
             assert len({sample.metadata["group_id"] for sample in group}) == 1
         assert all(

@@ -17,7 +17,7 @@ from agl_slime.groups.policy import CompleteGroup, FailFast
 from agl_slime.groups.results import Outcome
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore, LightningStore
-from agl_slime.types import Sample, get_rollout_id
+from agl_slime.types import Sample
 from tests.store_cases import enqueue, finish
 
 QUICK = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
@@ -75,7 +75,7 @@ async def test_ready_groups_half_groups_and_numbers_go_on_where_they_were(tmp_pa
     for sample in first.groups.delivery.ready[0]:
         sample.metadata["policy_version"] = 0  # as its delivery will: the newest version that was seen
     before = [
-        (sample.index, sample.group_index, get_rollout_id(sample), sample.to_dict())
+        (sample.index, sample.group_index, sample.rollout_id, sample.to_dict())
         for sample in first.groups.delivery.ready[0]
     ]
     first.stop()
@@ -87,7 +87,7 @@ async def test_ready_groups_half_groups_and_numbers_go_on_where_they_were(tmp_pa
             await finish(store, rollout_id)
         later = await get(second, 3)
         assert [
-            (sample.index, sample.group_index, get_rollout_id(sample), sample.to_dict()) for sample in later[0]
+            (sample.index, sample.group_index, sample.rollout_id, sample.to_dict()) for sample in later[0]
         ] == before
         assert [set(rollouts_of([group])) for group in later] == [
             set(groups["ready"]),

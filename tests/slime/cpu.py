@@ -94,10 +94,29 @@ class CpuTrainActor(TrainRayActor):
         data: Any = ray.get(rollout_data_ref[self._rank].inner)
         batch = {name: _per_sample(value) for name, value in data.items()}
         metrics = self.trainer.train(_samples(batch), iteration=rollout_id)
+        if self.args.save_debug_train_data is not None:
+            self._dump(rollout_id, data)
         raw_rewards = [batch["raw_reward"][position] for position in batch["partition"]]
         reward = sum(raw_rewards) / len(raw_rewards)
         with open(self.args.agl_metrics, "a") as lines:
             lines.write(json.dumps({"step": rollout_id, "reward": reward, "version": self.version, **metrics}) + "\n")
+
+    def _dump(self, rollout_id: int, data: dict[str, Any]) -> None:
+        """The train data as slime's ``save_debug_train_data`` writes it, which asks Megatron for its ranks."""
+        from slime.observability.train_data_utils import _build_dump_payload, restore_context_parallel_fields_to_cpu
+
+        masks = [torch.as_tensor(mask).bool() for mask in data["loss_masks"]]
+        scores = self.trainer.scores
+        assert scores is not None
+        told: dict[str, list[torch.Tensor]] = {"log_probs": [], "advantages": []}
+        for name, column in told.items():
+            for mask, values in zip(masks, getattr(scores, name), strict=True):
+                column.append(torch.zeros(len(mask)).masked_scatter(mask, torch.as_tensor(values)))
+        whole = restore_context_parallel_fields_to_cpu({**data, **told}, lambda value, *_: value, keep_restored=True)
+        shard = {"rank": 0, "data_parallel_rank": 0, "rollout_data": whole}
+        path = Path(self.args.save_debug_train_data.format(rollout_id=rollout_id, rank=0))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(_build_dump_payload([shard], rollout_id=rollout_id, writer_rank=0), path)
 
     def update_weights(self) -> None:
         # the group of actors then has every engine load this directory: pause, flush, update, continue

@@ -50,20 +50,6 @@ def require_slime(*modules: str) -> Path:
     return root
 
 
-def has_disk_updates(root: Path) -> bool:
-    """Whether slime (v0.3.1 and later) brings full weights to engines over disk; the same versions run without engines
-    of their own."""
-    return '"--update-weight-disk-dir"' in (root / "slime" / "utils" / "arguments.py").read_text()
-
-
-def require_disk_updates(root: Path) -> None:
-    """Skip where slime cannot bring full weights to an engine over disk, the one way that needs no GPU."""
-    if not has_disk_updates(root):
-        pytest.skip(
-            "this slime has no full weight updates over disk, the one way that needs no GPU: they came with v0.3.1"
-        )
-
-
 def environment(root: Path) -> dict[str, str]:
     """Variables under which slime's code, the stand-ins and this repository are importable, in the program and in its
     Ray workers."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.slime.support import require_disk_updates, require_slime, run_program
+from agl_slime.report.read import RunReader
+from tests.slime.support import require_slime, run_program
 
 STEPS = 12
 
@@ -18,8 +22,32 @@ STEPS = 12
 @pytest.mark.parametrize("loop", ["train", "train_async"])
 def test_the_reward_rises_in_slimes_own_loop(loop: str, tmp_path: Path):
     root = require_slime("ray", "torch", "transformers", "sglang_router")
-    require_disk_updates(root)
-    _judge(run_program(root, "loop", tmp_path, loop, str(STEPS), "embedded", timeout_s=420), loop, engines=1)
+    result = run_program(root, "loop", tmp_path, loop, str(STEPS), "embedded", timeout_s=420)
+    _judge(result, loop, engines=1)
+    if loop == "train" and (root / "slime" / "observability").is_dir():
+        _report_shows(tmp_path / "dump", tmp_path / "policy", result["rewards"])
+
+
+def _report_shows(dump: Path, policy: Path, rewards: list[float]) -> None:
+    """What slime has written of itself is on our page: each step with its reward, every rollout with both log-probs."""
+    reader = RunReader(dump, tokenizer=policy)
+    told = reader.update()
+    assert told is not None
+    columns = told["metrics"]["columns"]
+    assert told["metrics"]["iteration"] == list(range(STEPS))
+    assert [round(mean, 3) for mean in columns["rollout/reward_mean"]] == rewards
+    assert max(columns["train/logprob_diff_max"]) < 1e-4
+    assert [value is not None for value in columns["val/reward_mean"]][-1]
+    assert {told["words"][at] for at in told["members"]["outcome"]} == {"trained"}
+    assert len(told["damage"]) == 1  # slime does not write the settings
+    one = json.loads(reader.rollout(told["kept"][-1]) or b"")
+    (sample,) = one["samples"]
+    engine, trainer = (
+        np.frombuffer(base64.b64decode(sample[f"{who}_log_probs"]), "<f4") for who in ("engine", "trainer")
+    )
+    assert np.isfinite(engine).sum() == one["tokens"] > 0
+    np.testing.assert_allclose(trainer, engine, atol=1e-4)
+    assert {"assistant", "environment"} <= {message["role"] for message in one["messages"]}
 
 
 @pytest.mark.slime
@@ -28,7 +56,6 @@ def test_the_reward_rises_in_slimes_own_loop(loop: str, tmp_path: Path):
 @pytest.mark.parametrize("loop", ["train", "train_async"])
 def test_the_reward_rises_in_slimes_own_loop_with_a_real_sglang(loop: str, tmp_path: Path):
     root = require_slime("ray", "torch", "transformers", "sglang_router")
-    require_disk_updates(root)
     from tests.integration.engine_servers import real_sglang
     from tests.slime.programs.common import make_policy
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slime.support import has_disk_updates, require_slime, run_program
+from tests.slime.support import require_slime, run_program
 
 # what reaches a training rank in every version
 _KEYS = {
@@ -28,8 +28,7 @@ _KEYS = {
 @pytest.mark.ray
 def test_ten_batches_a_checkpoint_and_another_manager(tmp_path: Path):
     root = require_slime("ray", "torch", "transformers", "sglang_router")
-    engineless = "router" if has_disk_updates(root) else "debug-train-only"
-    result = run_program(root, "manager", tmp_path, engineless, timeout_s=420)
+    result = run_program(root, "manager", tmp_path, timeout_s=420)
     assert set(result["keys"]) >= _KEYS
     assert result["samples"] == result["rollouts"] == [16] * 10
     assert result["lengths_match"]

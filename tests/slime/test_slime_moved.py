@@ -76,6 +76,16 @@ def test_a_name_that_was_moved_again_is_told_by_its_version_and_places(tmp_path:
     judge(entered(tmp_path), f"slime 0.9.1 ({tmp_path})", "DataSource", PLACES)
 
 
+def test_a_slime_whose_samples_have_no_id_for_siblings_is_refused(tmp_path: Path):
+    """v0.3.0 called it group_id."""
+    for place, source in _LEAST.items():
+        (tmp_path / "slime" / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "slime" / f"{place}.py").write_text(source.replace("rollout_id", "group_id"))
+    code, output = entered(tmp_path)["hooks"]
+    assert code == 1
+    assert "has no rollout_id: it came with v0.3.1; known are v0.3.1," in output
+
+
 def test_the_other_package_of_that_name_counts_as_no_slime(tmp_path: Path):
     """The one on PyPI has ``core`` and ``model``, and nothing of slime's."""
     (tmp_path / "slime" / "core").mkdir(parents=True)

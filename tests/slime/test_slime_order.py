@@ -26,7 +26,6 @@ def test_slimes_own_loop_makes_the_calls_that_ours_makes(
         pytest.skip("this slime's train.py is read, not run: see docs/slime.md")
     use("624b824", monkeypatch)
     logging = sys.modules["slime.observability.logging_utils"]
-    logging.update_tracking_open_metrics = lambda args, address: None  # type: ignore[attr-defined]  # v0.3.0
     monkeypatch.setitem(sys.modules, "slime.utils.logging_utils", logging)  # up to v0.3.1
     args = driver.driver_args(tmp_path / "calls")
     runpy.run_path(str(script))["train"](args)

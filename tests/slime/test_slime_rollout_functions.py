@@ -15,8 +15,6 @@ def test_slimes_own_rollout_functions_get_full_groups_of_finished_samples(tmp_pa
     root = require_slime("ray", "torch", "transformers", "sglang_router")
     result = run_program(root, "default_rollout", tmp_path, timeout_s=240)
     for name, found in result.items():
-        if found is None:  # v0.2.4 has the fully-async one only among its examples
-            continue
         assert found["groups"] == [4, 4, 4], name
         assert found["sizes"] == [4], name
         assert found["statuses"] == ["completed"], name

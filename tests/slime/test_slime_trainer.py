@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from tests.slime.support import require_disk_updates, require_slime, run_program
+from tests.slime.support import require_slime, run_program
 
 STEPS = 8
 
@@ -18,7 +18,6 @@ STEPS = 8
 def test_the_loop_trains_through_slime(engines: str, tmp_path: Path):
     """With one engine, and through a real sglang-router with two, both of which must get every weight update."""
     root = require_slime("ray", "torch", "transformers", "sglang_router")
-    require_disk_updates(root)
     result = run_program(root, "driver", tmp_path, str(STEPS), engines, timeout_s=420)
     rewards = result["rewards"]
     assert result["code"] == 0

@@ -8,7 +8,7 @@ import pytest
 from agl_slime.buffer import stages
 from agl_slime.buffer.samples import SampleMaker, agree
 from agl_slime.tokens.masks import get_loss_mask_generator
-from agl_slime.types import Sample, get_rollout_id
+from agl_slime.types import Sample
 from tests.buffer_cases import make_item
 from tests.vocabularies import chat_tokenizer
 
@@ -48,13 +48,13 @@ def test_numbers_are_integers_that_never_repeat():
     samples = [sample for group in groups for sample in group]
     assert [sample.index for sample in samples] == [0, 1, 2, 3]
     assert [sample.group_index for sample in samples] == [0, 0, 1, 1]
-    assert [get_rollout_id(sample) for sample in samples] == [0, 1, 2, 3]
+    assert [sample.rollout_id for sample in samples] == [0, 1, 2, 3]
 
 
 def test_a_rollout_that_forked_becomes_siblings():
     parts = [{"tokens": [1, 2, 3], "response_length": 1}, {"tokens": [1, 9, 9], "response_length": 2}]
     samples = maker().group([{**make_item("1"), "samples": parts}, sent("2")])
-    assert [get_rollout_id(sample) for sample in samples] == [0, 0, 1]
+    assert [sample.rollout_id for sample in samples] == [0, 0, 1]
     assert [sample.response_length for sample in samples] == [1, 2, 2]
     assert samples[0].loss_mask == [1]
 
@@ -72,7 +72,7 @@ def test_copies_are_masked_out_and_their_originals_keep_the_whole_advantage():
     assert [sample.reward for sample in samples] == pytest.approx([*advantages, 0.0])
     assert [bool(sample.remove_sample) for sample in samples] == [False, False, False, True]
     assert samples[3].loss_mask == [0, 0]
-    assert len({get_rollout_id(sample) for sample in samples}) == 4
+    assert len({sample.rollout_id for sample in samples}) == 4
 
 
 def test_slimes_own_normalisation_gets_raw_rewards_with_an_unmoved_mean():

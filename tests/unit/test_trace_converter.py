@@ -16,7 +16,7 @@ from agl_slime.trace import attributes as names
 from agl_slime.trace.converter import convert_rollout, rollout_to_sample, rollout_to_samples
 from agl_slime.trace.span_codec import TurnEncoder
 from agl_slime.trace.turn import Turn
-from agl_slime.types import Sample, get_rollout_id
+from agl_slime.types import Sample
 
 
 def spans_of(
@@ -74,7 +74,7 @@ def test_a_two_turn_rollout_is_one_sample_with_the_observation_masked():
     assert sample.response_length == 7
     assert sample.loss_mask == [1, 1, 0, 0, 1, 1, 1]
     assert sample.rollout_log_probs == [-0.5, -0.25, 0.0, 0.0, -1.0, -2.0, -3.0]
-    assert (sample.index, sample.group_index, get_rollout_id(sample)) == (3, 2, 11)
+    assert (sample.index, sample.group_index, sample.rollout_id) == (3, 2, 11)
     assert sample.reward == 0.5
     assert sample.label == "42"
     assert sample.status == Sample.Status.COMPLETED
@@ -131,7 +131,7 @@ def test_a_branching_rollout_gives_siblings_under_one_rollout_id_and_one_reward(
     assert first.tokens == [1, 2, 3, 4, 5, 90, 91, 6, 7, 8]
     assert second.tokens == [1, 2, 3, 4, 5, 70, 9]
     assert second.loss_mask == [1]
-    assert {get_rollout_id(sample) for sample in conversion.samples} == {5}
+    assert {sample.rollout_id for sample in conversion.samples} == {5}
     assert [sample.reward for sample in conversion.samples] == [0.25, 0.25]
     assert [sample.metadata["fork_reason"] for sample in conversion.samples] == [None, "branch"]
     assert conversion.forks == {"branch": 1}

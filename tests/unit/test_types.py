@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agl_slime import types
-from agl_slime.types import DataSource, Sample, get_rollout_id, sample_from_fields, set_rollout_id
+from agl_slime.types import DataSource, Sample, sample_from_fields
 
 
 def a_full_sample() -> Sample:
@@ -78,16 +78,6 @@ def test_fields_that_the_installed_slime_does_not_have_are_left_out() -> None:
     sample = sample_from_fields(response="x", a_field_that_no_version_has=1)
     assert sample.response == "x"
     assert not hasattr(sample, "a_field_that_no_version_has")
-
-
-@pytest.mark.parametrize("name", ["rollout_id", "group_id"])
-def test_the_sibling_id_goes_by_the_name_that_the_installed_slime_gives_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(types, "SIBLING_ID_FIELD", name)
-    sample = Sample()
-    set_rollout_id(sample, 12)
-    assert get_rollout_id(sample) == sample.__dict__[name] == 12
 
 
 def test_a_data_source_must_have_all_five_methods() -> None:

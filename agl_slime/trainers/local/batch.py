@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from agl_slime.errors import TrainerError
 from agl_slime.groups.normalize import normalize_rewards, part_of, reward_value
 from agl_slime.tokens.codec import common_prefix
-from agl_slime.types import Sample, flat_samples, get_rollout_id, staleness_spans
+from agl_slime.types import Sample, flat_samples, staleness_spans
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TrainBatch:
         """
         flat = list(flat_samples(samples))
         _require(flat, "there are no samples to make a batch of; collect at least one finished rollout.")
-        given_ids = [get_rollout_id(sample) for sample in flat]
+        given_ids = [sample.rollout_id for sample in flat]
         grouped = len(flat) == 1 or any(sample.group_index is not None for sample in flat)
         if rewards_normalization:
             _require(grouped, "no sample has a group_index to take a baseline from; set it, or rewards_normalization.")

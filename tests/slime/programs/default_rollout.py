@@ -37,13 +37,7 @@ def main(directory: Path) -> None:
             "agl_get_timeout_s": 60,
         }
         args = slime_args(flags, model=model, config=config, directory=directory)
-        args.rollout_num_gpus = args.rollout_num_gpus or 1  # up to v0.3.0 it is not counted from external engines
-        report({"default": run_default(args), "fully_async": run_fully_async(args) if has_fully_async() else None})
-
-
-def has_fully_async() -> bool:
-    """Up to v0.2.4 it was an example, which takes prompts that are text only."""
-    return importlib.util.find_spec("slime.rollout.fully_async_rollout") is not None
+        report({"default": run_default(args), "fully_async": run_fully_async(args)})
 
 
 def run_default(args: Any) -> dict[str, Any]:

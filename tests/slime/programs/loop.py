@@ -59,6 +59,7 @@ def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str])
             ),
             *("--update-weight-disk-keep-files",),
             *("--save", str(directory / "checkpoint"), "--save-interval", str(steps)),
+            *("--dump-details", str(directory / "dump")),
             *(
                 "--eval-interval",
                 str(steps),

@@ -1,7 +1,7 @@
 """slime's RolloutManager under real Ray, fed by agents that run elsewhere: ten batches, a checkpoint, another manager
 that goes on from it.
 
-python -m tests.slime.programs.manager DIRECTORY HAS_ENGINELESS_ROUTER
+python -m tests.slime.programs.manager DIRECTORY
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GROUPS, SIZE, BATCHES, CHECKPOINT = 4, 4, 10, 4
 PARALLEL = {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
 
 
-def main(directory: Path, mode: str) -> None:
+def main(directory: Path) -> None:
     model = make_policy(directory)
     store = BridgeStore()
     with (
@@ -52,7 +52,7 @@ def main(directory: Path, mode: str) -> None:
             ),
             *("--sglang-router-ip", host, "--sglang-router-port", port),
             *("--save-debug-rollout-data", str(directory / "rollouts_{rollout_id}.pt")),
-            *(("--debug-train-only",) if mode == "debug-train-only" else ("--rollout-num-gpus", "0")),
+            *("--rollout-num-gpus", "0"),
         ]
         config = {
             "agl_store_url": service.url,
@@ -201,4 +201,4 @@ async def expected_rows(store: BridgeStore, tokenizer: Any) -> Counter[tuple[Any
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

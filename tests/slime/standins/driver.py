@@ -65,9 +65,6 @@ class Manager:
     def offload(self) -> None:
         told(self.args, "offload")
 
-    def get_metrics_router_addr(self) -> None:  # v0.3.0
-        return None
-
     def onload_weights(self) -> None:
         told(self.args, "onload_weights")
 
