@@ -47,6 +47,7 @@ COMMANDS = {
     "model": "fetch a model and print its directory",
     "eval": "is it better: a model on tasks, or two on the same ones",
     "export": "the rollouts that a run has kept, as data: sft, dpo, messages, parquet, hf-dataset",
+    "chat": "talk with the model of a run, or watch it do tasks",
     "plot": "draw the reward.png of a run from its metrics",
     "view": "show a run in the browser, live while it goes on",
     "report": "write a run as one HTML page: trend, steps, rollouts, tokens",
@@ -71,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in COMMANDS:
         functions = {"train": _train, "model": _model, "plot": _plot, "report": _report, "view": _view}
         functions |= {"audit": _audit, "doctor": _doctor, "eval": _eval, "export": _export}
+        functions["chat"] = lambda flags: import_module("agl_slime.run.chat").main(flags)
         functions["assign-instance-id"] = _assign_instance_ids
         return _reported(partial(functions[command], rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)

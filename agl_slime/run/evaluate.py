@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -22,6 +22,9 @@ from agl_slime.run.settings import TrainConfig
 from agl_slime.support.files import sole_owner, write_file
 from agl_slime.support.ranges import check_ranges
 from agl_slime.support.threads import run_in_thread
+
+if TYPE_CHECKING:
+    from agl_slime.evaluation.samples import Sampling
 
 _OF_A_RUN = ("agent", "max_new_tokens", "temperature", "max_turns", "multi_turn_scheduler", "rollout_timeout", "seed")
 _FIXED = ("models", "agent", "tasks", "k", "seed", "temperature", "max_new_tokens")
@@ -82,9 +85,19 @@ class EvalConfig:
             raise ConfigError(f"agl-slime eval: {len(self.models)} models are named; give {which}")
 
 
-async def run_evaluation(config: EvalConfig, *, console: Console | None = None) -> dict[str, Any]:
-    """Take the samples that are missing, write ``eval.json`` and return what it holds."""
-    console = console or Console()
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What an evaluation or a conversation is wired from: models to load, agent, tasks, and sampling parameters."""
+
+    models: list[Path]
+    settings: TrainConfig
+    agent: Any
+    tasks: list[Task]
+    sampling: dict[str, Any]
+
+
+async def prepare(config: EvalConfig) -> Prepared:
+    """Find the models and, from the flags and the run, everything else."""
     run = RunDir(config.models[-1])
     began = run.settings() or {} if (run.checkpoints.is_dir() or run.model.is_dir()) else {}
     models = [await run_in_thread(find_model, _weights(path), lambda text: None) for path in config.models]
@@ -96,6 +109,15 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
     settings = _settings(config, began)
     temperature = settings.temperature if config.temperature is None else config.temperature
     agent, tasks = await run_in_thread(_agent_and_tasks, config, settings, run if began else None)
+    sampling = {"temperature": temperature, "max_new_tokens": settings.max_new_tokens}
+    return Prepared(models=models, settings=settings, agent=agent, tasks=tasks, sampling=sampling)
+
+
+async def run_evaluation(config: EvalConfig, *, console: Console | None = None) -> dict[str, Any]:
+    """Take the samples that are missing, write ``eval.json`` and return what it holds."""
+    console = console or Console()
+    ready = await prepare(config)
+    models, settings, agent, tasks = ready.models, ready.settings, ready.agent, ready.tasks
     told: dict[str, Any] = {
         "models": [str(path) for path in models],
         "weights": await run_in_thread(lambda: [_fingerprint(path) for path in models]),
@@ -103,14 +125,13 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
         "tasks": hashlib.blake2b(dump(tasks), digest_size=8).hexdigest(),
         "k": config.k,
         "seed": settings.seed,
-        "temperature": temperature,
-        "max_new_tokens": settings.max_new_tokens,
+        **ready.sampling,
         "sglang_url": config.sglang_url,
     }
     name = hashlib.blake2b(dump(told), digest_size=5).hexdigest()
     directory = config.output_dir or Path("evals") / f"{settings.agent.rpartition(':')[2]}-{name}"
     directory.mkdir(parents=True, exist_ok=True)
-    from agl_slime.evaluation.samples import SampleFile
+    from agl_slime.evaluation.samples import SampleFile, take_samples
 
     with sole_owner(directory):
         kept = (directory / "config.json").exists()
@@ -122,9 +143,10 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
             with SampleFile(directory / f"samples-{number + 1}.jsonl") as file:
                 which = f"model {number + 1} of {len(models)}" if len(models) > 1 else model.name
                 if file.missing(tasks=len(tasks), k=config.k):
-                    given = replace(settings, model_path=None if config.sglang_url else model)
-                    sampling: dict[str, Any] = {"temperature": temperature, "max_new_tokens": settings.max_new_tokens}
-                    await _sample(config, given, model, agent, tasks, sampling, file, RunDir(directory), console, which)
+                    more = {"directory": RunDir(directory), "max_concurrent": config.max_concurrent, "console": console}
+                    async with sampling_with(settings, model, agent, ready.sampling, **more) as sampling:
+                        with _Progress(console, which) as tell:
+                            await take_samples(tasks, k=config.k, into=file, sampling=sampling, on_progress=tell)
                 parts.append(file.lines)
         result = _result(config, told, parts, n_tasks=len(tasks), seed=settings.seed)
         write_file(directory / "eval.json", dump(result, indent=2))
@@ -209,19 +231,19 @@ def _agent_and_tasks(config: EvalConfig, settings: TrainConfig, run: RunDir | No
     return agent, as_task_source(make_task, seed=settings.seed + 1).next_batch(config.n_tasks or 32)
 
 
-async def _sample(
-    config: EvalConfig,
+@asynccontextmanager
+async def sampling_with(
     settings: TrainConfig,
     model: Path,
     agent: Any,
-    tasks: Sequence[Task],
     sampling: dict[str, Any],
-    file: Any,
+    *,
     directory: RunDir,
+    max_concurrent: int,
     console: Console,
-    which: str,
-) -> None:
-    from agl_slime.evaluation.samples import Sampling, take_samples
+) -> AsyncIterator[Sampling]:
+    """An engine that serves ``model``, and what samples are taken with from it."""
+    from agl_slime.evaluation.samples import Sampling
     from agl_slime.run.local import engine_of
     from agl_slime.run.parts import RunParts, model_for_agents
     from agl_slime.runner.base import RunnerPlan
@@ -230,20 +252,18 @@ async def _sample(
 
     async with AsyncExitStack() as stack:
         url, alive = await stack.enter_async_context(engine_of(settings, model, directory, console))
-        parts = RunParts(agent=agent, tasks=tasks)
+        parts = RunParts(agent=agent, tasks=[{}])
         llm = stack.enter_context(model_for_agents(settings, parts, url=url, model_path=model, sampling=sampling))
-        runners = RunnerSettings(max_concurrent=config.max_concurrent, gateway=settings.gateway)
-        wanted = Sampling(
+        runners = RunnerSettings(max_concurrent=max_concurrent, gateway=settings.gateway)
+        yield Sampling(
             agent=agent,
             llm=llm,
             tokenizer=await run_in_thread(load_tokenizer, model),
             runners=RunnerPlan(settings=runners),
             timeout_s=settings.rollout_timeout,
-            max_in_flight=config.max_concurrent,
+            max_in_flight=max_concurrent,
             check_alive=alive,
         )
-        tell = stack.enter_context(_Progress(console, which))
-        await take_samples(tasks, k=config.k, into=file, sampling=wanted, on_progress=tell)
 
 
 class _Progress:

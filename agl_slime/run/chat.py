@@ -1,0 +1,149 @@
+"""``agl-slime chat``: talk with a model in a terminal with its agent's tools, or watch it do one task at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from rich.console import Console
+
+from agl_slime.errors import ConfigError
+from agl_slime.report.files import RunDir
+from agl_slime.rollout.scheduler import MultiTurnScheduler
+from agl_slime.run.evaluate import EvalConfig, prepare, sampling_with
+
+_BYE = ("/bye", "/exit", "/quit")
+_A_DAY_S = 86400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """Talk with the newest model of a run, its agent's tools at hand, or with --tasks watch it do one task at a time.
+    /bye or Ctrl-D ends."""
+
+    model: tyro.conf.Positional[Path]
+    """A run's directory, or whatever else names a model."""
+    tasks: bool = False
+    """Show one task after the other, with its conversation and reward, instead of a conversation of your own."""
+    agent: str | None = None
+    """The agent, as module:Class or path/to/file.py:Class; by default the run's."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy."""
+    max_new_tokens: int | None = None
+    """Most tokens of one answer; by default the run's."""
+    sglang_url: str | None = None
+    """A running SGLang server that serves the model. Without it an engine is started on this machine."""
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """The engine that is started."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    asyncio.run(chat(tyro.cli(ChatConfig, prog="agl-slime chat", args=list(arguments))))
+
+
+async def chat(config: ChatConfig, *, read: Callable[[str], str] = input, write: Callable[[str], None] = print) -> None:
+    """Until whoever is asked by ``read`` has nothing more to say (``EOFError``, or /bye)."""
+    given = EvalConfig(
+        models=(config.model,),
+        agent=config.agent,
+        temperature=config.temperature,
+        max_new_tokens=config.max_new_tokens,
+        sglang_url=config.sglang_url,
+        engine=config.engine,
+        rollout_timeout=_A_DAY_S,
+    )
+    ready = await prepare(given)
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        more = {"max_concurrent": 1, "directory": RunDir(Path(scratch)), "console": console}
+        async with sampling_with(ready.settings, ready.models[0], ready.agent, ready.sampling, **more) as sampling:
+            from agl_slime.evaluation.samples import SampleFile, take_samples
+
+            async def one(task: Any, name: str) -> Mapping[str, Any]:
+                with SampleFile(Path(scratch) / f"{name}.jsonl") as file:
+                    await take_samples([task], k=1, into=file, sampling=sampling, on_progress=lambda *_: None)
+                    return file.lines[-1]
+
+            if not config.tasks:
+                write("Say something; /bye ends.")
+                task = _conversation(ready.agent, ready.tasks[0], read, write)
+                line = await one(task, "talk") if task is not None else {}
+                if line.get("failure"):
+                    write(f"the conversation failed: {line['failure']} {line['message']}")
+                return
+            for number, task in enumerate(ready.tasks):
+                line = await one(task, f"task-{number}")
+                for message in line["messages"]:
+                    write(f"{message['role']}: {message['content']}")
+                reward = line["reward"]
+                write(f"reward: {reward}" if reward is not None else f"failed: {line['failure']} {line['message']}")
+                if (
+                    number + 1 < len(ready.tasks)
+                    and await asyncio.to_thread(_asked, read, "next task (Enter) ") is None
+                ):
+                    return
+
+
+def _conversation(
+    agent: Any, task: Any, read: Callable[[str], str], write: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """The task of a conversation, for which ``agent`` is changed: it says what its prompt's system message says, and
+    what follows an answer is asked from a person. ``None`` when that one has nothing to say."""
+    from agl_slime.rollout.agent import SGLangLitAgent
+
+    if not isinstance(agent, SGLangLitAgent):
+        raise ConfigError("this agent makes its own calls, and none can be put in between; give --tasks")
+    prompt = agent.build_prompt(task)
+    system = [message for message in prompt if message.get("role") == "system"] if isinstance(prompt, list) else []
+    if not agent.build_tools(task):
+        write("(the agent declares no tools, so that the model has none here)")
+    if (first := _asked(read, "you: ")) is None:
+        return None
+    told: Any = agent
+    told.scheduler, told.max_turns = _Person(read, write), None
+    told.build_prompt = lambda task: task["messages"]
+    told.run = SGLangLitAgent.run.__get__(agent)
+    told.score = _no_score
+    return {"messages": [*system, {"role": "user", "content": first}]}
+
+
+async def _no_score(*_: Any) -> float:
+    """Nothing is scored in a conversation; what a rollout has to say at its end is thrown away with it."""
+    return 0.0
+
+
+def _asked(read: Callable[[str], str], prompt: str) -> str | None:
+    try:
+        said = read(prompt)
+    except EOFError:
+        return None
+    return None if said.strip() in _BYE else said
+
+
+class _Person(MultiTurnScheduler):
+    """Shows each answer, and what tools have said before it, and asks a person what comes next."""
+
+    def __init__(self, read: Callable[[str], str], write: Callable[[str], None]) -> None:
+        super().__init__()
+        self._read, self._write = read, write
+        self._shown, self._next = 0, ""
+
+    async def on_turn_end(self, infer_request: Any, result: Any, current_turn: int) -> None:
+        for message in infer_request.messages[self._shown :]:
+            if message.get("role") in ("tool", "assistant"):
+                self._write(f"{message['role']}: {message.get('content')}")
+        self._shown = len(infer_request.messages)
+
+    def check_finished(self, infer_request: Any, result: Any, current_turn: int) -> bool:
+        said = _asked(self._read, "you: ")
+        self._next = said or ""
+        return said is None
+
+    def step(self, infer_request: Any, result: Any, current_turn: int) -> Any:
+        infer_request.messages.append({"role": "user", "content": self._next})
+        return infer_request
