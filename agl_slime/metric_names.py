@@ -14,6 +14,8 @@ FORKS = "trace/forks"  # samples beyond the first of their rollout
 RETOKENIZED = "trace/retokenized"  # samples whose ids are not the engine's
 VAL_START_REWARD_MEAN = "val/start_reward_mean"  # validation before the first training step, in the first iteration
 VAL_REWARD_MEAN = "val/reward_mean"  # validation with the weights after the iteration; only in iterations that have one
+VAL_INTERVAL = ("val/reward_low", "val/reward_high")  # 95 % of that mean, bootstrap over its rollouts
+VAL_START_INTERVAL = ("val/start_reward_low", "val/start_reward_high")
 LOSS = "train/loss"
 LOGPROB_DIFF_MAX = (
     "train/logprob_diff_max"  # max |trainer - engine| log-prob, in nats, before the batch's first step (see train)

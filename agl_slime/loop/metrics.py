@@ -11,6 +11,7 @@ from typing import Any
 from agl_slime import metric_names as names
 from agl_slime.groups.policy import all_equal
 from agl_slime.groups.results import GroupResult, MemberResult
+from agl_slime.support.intervals import estimate
 from agl_slime.support.threads import abandoned_threads
 from agl_slime.types import Sample, staleness_of
 
@@ -90,8 +91,11 @@ def eval_metrics(groups: Sequence[GroupResult]) -> dict[str, Any]:
     """``val/…`` of a validation's rollouts."""
     members = [member for group in groups for member in group.members]
     rewards = [member.reward for member in members if member.reward is not None]
+    interval = estimate(rewards)
+    bounds = (None, None) if interval is None else (interval.low, interval.high)
     return {
         names.VAL_REWARD_MEAN: fmean(rewards) if rewards else None,
+        **dict(zip(names.VAL_INTERVAL, bounds, strict=True)),
         "val/count": len(members),
         "val/failed": sum(not member.ok for member in members),
     }

@@ -11,7 +11,20 @@ from agl_slime.loop.metrics import eval_metrics
 from agl_slime.loop.schedule import Schedule
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.loop.tasks import TaskCursor
-from agl_slime.metric_names import VAL_EARLIER_REWARD_MEAN, VAL_LAG, VAL_REWARD_MEAN, VAL_START_REWARD_MEAN
+from agl_slime.metric_names import (
+    VAL_EARLIER_REWARD_MEAN,
+    VAL_INTERVAL,
+    VAL_LAG,
+    VAL_REWARD_MEAN,
+    VAL_START_INTERVAL,
+    VAL_START_REWARD_MEAN,
+)
+
+
+def _of_the_start(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Those of the validation before the first step, under the names that they have there."""
+    told = zip((VAL_START_REWARD_MEAN, *VAL_START_INTERVAL), (VAL_REWARD_MEAN, *VAL_INTERVAL), strict=True)
+    return {name: metrics[ours] for name, ours in told}
 
 
 class Validations:
@@ -51,7 +64,7 @@ class Validations:
         """The metrics of the one before the first iteration, in turn with training."""
         if self._beside or iteration > 1:
             return {}
-        return {VAL_START_REWARD_MEAN: (await self._in_turn(iteration))[VAL_REWARD_MEAN]}
+        return _of_the_start(await self._in_turn(iteration))
 
     async def after(self, iteration: int) -> dict[str, Any]:
         """The metrics of a validation that belong to this iteration, if there are any."""
@@ -89,7 +102,7 @@ class Validations:
         self.count += 1
         metrics = eval_metrics(groups)
         if iteration == 0:
-            metrics = {VAL_START_REWARD_MEAN: metrics[VAL_REWARD_MEAN]}
+            metrics = _of_the_start(metrics)
         now = self._version() if self._sync_engine is None else version
         if version.isdecimal() and now.isdecimal():
             metrics[VAL_LAG] = int(now) - int(version)

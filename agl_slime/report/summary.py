@@ -55,12 +55,20 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "reward_best_iteration": best_iteration,
         "val_first": next(iter(validations), None),
         "val_last": validations[-1] if validations else None,
+        "val_first_interval": _interval(rows, *m.VAL_START_INTERVAL),
+        "val_last_interval": _interval(rows[::-1], *m.VAL_INTERVAL),
         "logprob_diff_first": next(iter(values(m.LOGPROB_DIFF_MAX)), None),
         "first_ratio_dev_max": max(values(m.FIRST_RATIO_DEV_MAX), default=None),
         "weights_version": versions[-1] if versions else None,
         **_overlap(rows),
         **{name: int(sum(counts)) if (counts := values(key)) else None for name, key in _SUMS.items()},
     }
+
+
+def _interval(rows: Sequence[Mapping[str, Any]], low: str, high: str) -> tuple[float, float] | None:
+    """The bounds of the first row that has both."""
+    found = ((number(row, low), number(row, high)) for row in rows)
+    return next(((below, above) for below, above in found if below is not None and above is not None), None)
 
 
 def _overlap(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -97,7 +105,11 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         best = f"  (best {get('reward_best'):.3f} in iteration {get('reward_best_iteration')})"
         rows.append(("reward", f"{get('reward_first'):.3f} -> {get('reward_last'):.3f}{best}"))
     if get("val_first") is not None:
-        rows.append(("validation", f"{get('val_first'):.3f} -> {get('val_last'):.3f}"))
+        first, last = (
+            f"{get(name):.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if (bounds := get(f"{name}_interval")) else "")
+            for name in ("val_first", "val_last")
+        )
+        rows.append(("validation", f"{first} -> {last}"))
     if ledger := get("ledger"):  # how each enqueued rollout ended; the outcomes of events know only how it ran
         ends = {name: count for name, count in ledger.items() if name != "opened" and count}
         rows.append(("rollouts", f"{ledger.get('opened', 0):,} enqueued: {spell_reasons(ends, most=10)}"))

@@ -21,7 +21,7 @@ from agl_slime.events import (
     Warning,
 )
 from agl_slime.report import RunDir, StandardReporters, TensorBoardWriter, open_run_dir, read_metrics
-from agl_slime.report.summary import sum_up, summary_rows
+from agl_slime.report.summary import ModelOfRun, sum_up, summary_rows
 from tests.unit.report_cases import hide, row
 
 # -- TensorBoard ------------------------------------------------------------------------------------------------------
@@ -104,6 +104,7 @@ def test_the_closing_summary_says_what_happened_and_where_it_is(tmp_path: Path) 
         ("summary", str(directory.summary)),
         ("note", "no rollout was sampled"),
         ("note", "no rollout was kept"),
+        ("note", ModelOfRun(tmp_path).note),
     ]
     summary = json.loads(directory.summary.read_text())
     assert summary["tokens_under_mask"] == summary["tokens_trained"] == 300

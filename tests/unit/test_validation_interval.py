@@ -1,0 +1,36 @@
+"""The line before and after training says how sure it is."""
+
+from __future__ import annotations
+
+from agl_slime.groups.results import GroupResult, MemberResult
+from agl_slime.loop.metrics import eval_metrics
+from agl_slime.report.summary import sum_up, summary_rows
+from agl_slime.support.intervals import estimate
+
+
+def validation(*rewards: float | None) -> dict[str, object]:
+    members = [
+        MemberResult(
+            rollout_id=str(n), group_id=str(n), mode="val", reward=reward, failure=None if reward is not None else "x"
+        )
+        for n, reward in enumerate(rewards)
+    ]
+    return eval_metrics([GroupResult(group_id="g", mode="val", size=len(members), members=tuple(members), ready=True)])
+
+
+def test_a_validation_has_the_interval_of_its_rewards_and_failures_are_none_of_them() -> None:
+    found, wanted = validation(0.0, 1.0, 1.0, None), estimate([0.0, 1.0, 1.0])
+    assert wanted is not None
+    assert (found["val/reward_low"], found["val/reward_high"]) == (wanted.low, wanted.high)
+    alone = validation(1.0)
+    assert (alone["val/reward_low"], alone["val/reward_high"]) == (None, None)
+
+
+def test_the_summary_tells_before_and_after_with_their_intervals() -> None:
+    start = {"val/start_reward_mean": 0.1, "val/start_reward_low": 0.0, "val/start_reward_high": 0.2}
+    rows = [
+        {"iteration": 1, **start},
+        {"iteration": 2, "val/reward_mean": 0.9, "val/reward_low": 0.8, "val/reward_high": 1.0},
+    ]
+    told = dict(summary_rows(sum_up(rows)))
+    assert told["validation"] == "0.100 [0.000, 0.200] -> 0.900 [0.800, 1.000]"
