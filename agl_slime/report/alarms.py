@@ -25,6 +25,11 @@ JUMP = 10.0  # times the median before
 STALL, STALL_S = 5.0, 10.0  # times the median before, and so many seconds more
 KL_LEAST, LOGPROB_LEAST = 0.05, 1e-3  # nats: below these a jump is no matter
 BIAS = 0.2  # of the mean length
+_OF_SQLITE = frozenset(("OperationalError", "DatabaseOperationError"))  # of sqlite3, and what CrewAI makes of it
+_ONE_AT_A_TIME = (
+    "a framework with one SQLite file for all of its runs, as CrewAI has, loses those that run at once: try "
+    "--max-concurrent 1 (docs/any-agent.md, How many at once)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,6 +226,8 @@ def failures(steps: Sequence[_Step]) -> Iterator[Alarm]:
             example = next(one for one, outcome, reason in step.members if reason == main and outcome == "failed")
             text = f"{share:.0%} of the rollouts failed ({_reasons(step, _failed)})"
             advice = f"open a rollout that failed with {main}: its message says where"
+            if main in _OF_SQLITE:
+                advice += f"; {_ONE_AT_A_TIME}"
             yield _alarm("failures", step, text, advice, about=main, metric=m.FAILED, rollout=example)
 
 

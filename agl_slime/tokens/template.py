@@ -227,7 +227,10 @@ class NoTemplate(ChatTemplate):
     is."""
 
     begins_with_special_tokens = True
-    closing = ""
+
+    @functools.cached_property
+    def closing(self) -> str:
+        return ""
 
     def _as_is(self, messages: Sequence[Message], *, opening: bool) -> str:
         if {message.get("role") for message in messages} - {"text", "assistant"}:

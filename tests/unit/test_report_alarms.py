@@ -126,6 +126,19 @@ def test_a_run_that_learns_raises_no_alarm() -> None:
     assert find_alarms(*healthy()) == []
 
 
+def test_failures_of_a_frameworks_own_sqlite_file_name_it_and_what_helps() -> None:
+    def advice(reason: str) -> str:
+        run = healthy()
+        for group in run[1]:
+            group["outcomes"][0], group["reasons"][0], group["rewards"][0] = "failed", reason, None
+        return next(alarm.advice for alarm in find_alarms(*run) if alarm.kind == "failures")
+
+    for reason in ("DatabaseOperationError", "OperationalError"):
+        assert "as CrewAI has" in advice(reason)
+        assert "--max-concurrent 1" in advice(reason)
+    assert "SQLite" not in advice("timeout")
+
+
 @pytest.mark.parametrize(
     ("fault", "kind", "iteration", "text"), FAULTS, ids=lambda value: getattr(value, "__name__", "")
 )
