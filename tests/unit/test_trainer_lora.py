@@ -38,6 +38,12 @@ def adapters(ours: LocalTrainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in ours.model.parameters() if p.requires_grad])
 
 
+def test_a_rank_above_the_models_hidden_size_is_refused(policy: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lora_rank is 65: the model's hidden size is 64.* set at most 64"):
+        trainer(policy, lora_rank=65)
+    assert adapters(trainer(policy, lora_rank=64)).numel()
+
+
 def test_only_adapters_are_trained_and_the_merged_weights_are_the_model_with_them(
     policy: Path, samples: list[Sample], tmp_path: Path
 ) -> None:

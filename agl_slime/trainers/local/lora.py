@@ -24,13 +24,16 @@ def add_adapters(model: PreTrainedModel, settings: LocalTrainerSettings) -> None
 
     Raises:
         MissingDependencyError: peft is not installed.
-        ConfigError: ``lora_targets`` names no layer of the model, one whose weights another layer has as well, or
-            the output layer alone.
+        ConfigError: ``lora_rank`` is above the model's hidden size, or ``lora_targets`` names no layer of the model,
+            one whose weights another layer has as well, or the output layer alone.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise MissingDependencyError('lora_rank needs peft: pip install "agl-slime[lora]"') from error
+    if settings.lora_rank > (hidden := model.config.get_text_config().hidden_size):
+        why = f"the model's hidden size is {hidden}, and no update of its weights has a rank above it"
+        raise ConfigError(f"lora_rank is {settings.lora_rank}: {why}; set at most {hidden}, usual are 8 to 64.")
     config = LoraConfig(
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,  # pyright: ignore[reportArgumentType]
