@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 from collections.abc import Iterator, Sequence
@@ -99,7 +100,14 @@ async def find_start(
     config: TrainConfig, parts: RunParts, run: RunDir, described: EngineDescription | None, console: Console
 ) -> Path:
     """The checkpoint that trainer and engine start from: noted in the directory of the run, for when it is resumed."""
-    began = began_with(config).get("model")
+    before = began_with(config)
+    began, task_files = before.get("model"), {}
+    for name in ("tasks", "eval_tasks"):
+        if (path := getattr(config, name)) is not None:
+            task_files[name] = hashlib.sha256(await run_in_thread(path.read_bytes)).hexdigest()
+            if (before.get("task_files") or task_files).get(name) != task_files[name]:
+                flag, fix = f"--{name.replace('_', '-')}", "resume it with the file as it was, or begin a new run"
+                raise ConfigError(f"{flag} {path}: not the tasks that the run in {run.path} began with; {fix}")
     if config.model_path is not None:
         model = await run_in_thread(find_model, config.model_path, partial(say, console))
         if began not in (None, str(model)):
@@ -110,7 +118,7 @@ async def find_start(
             raise ConfigError(f"the run in {run.path} began with the model at {began}, which is there no more")
     else:
         model = _unnamed_model(config, parts.agent, described)
-    write_file(run.start, dump({"model": str(model), "held_out": parts.held_out}))
+    write_file(run.start, dump({"model": str(model), "held_out": parts.held_out, "task_files": task_files}))
     if parts.held_out and not config.resume:
         rest = "give --eval-tasks to train on all"
         text = f"{parts.held_out} of the tasks are held out for validations; {rest}"

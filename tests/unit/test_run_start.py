@@ -56,6 +56,22 @@ async def test_a_resumed_run_goes_on_with_its_own_model(tmp_path: Path) -> None:
         await start(again, served(LOOKUP_POLICY, "12"))
 
 
+async def test_tasks_that_changed_under_the_same_name_are_noticed_on_resume(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("tasks", "eval_tasks")}
+    for file in files.values():
+        file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    config: dict[str, Any] = {"output_dir": tmp_path / "run", "model_path": LOOKUP_POLICY, **files}
+    await start(TrainConfig(**config))
+    assert await start(TrainConfig(**config, resume=True)) == LOOKUP_POLICY.resolve()
+    for name, file in files.items():
+        held = file.read_text()
+        file.write_text('{"prompt": "b"}\n{"prompt": "a"}\n')
+        flag = f"--{name.replace('_', '-')}"
+        with pytest.raises(ConfigError, match=f"^{flag} {file}: not the tasks that the run in .* began with"):
+            await start(TrainConfig(**config, resume=True))
+        file.write_text(held)
+
+
 def _hold(path: Path, connection: Any) -> None:
     with run_directory(TrainConfig(output_dir=path)):
         connection.send(os.getpid())
