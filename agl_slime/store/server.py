@@ -9,9 +9,13 @@ rollouts, one of each group, that a training step is planned with.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
+from weakref import WeakKeyDictionary
 
 import orjson
 from fastapi import HTTPException, Request
@@ -44,9 +48,18 @@ class StoreService:
         host: the address to bind. Anything but a loopback address needs ``token``, which every request must then carry
             as a bearer token.
         port: 0 takes a free one.
+        stalled_s: a connection is cut on which no request, or less than 1 kB/s of one, has come for so long.
     """
 
-    def __init__(self, *, store: BridgeStore, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        store: BridgeStore,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        stalled_s: float = 30.0,
+    ) -> None:
         require_token(host, token, setting=TOKEN_VARIABLE)
         require_own_address(host)
         from agentlightning.utils.server_launcher import PythonServerLauncherArgs
@@ -65,6 +78,7 @@ class StoreService:
             healthcheck_url=None,  # the launcher's own check carries no token
             log_level=logging.WARNING,
         )
+        self._stalled_s = stalled_s
         self._server = LightningStoreServer(store=store, launcher_args=arguments)
         self._add_routes(token)
         self._unsubscribe: Callable[[], None] | None = None
@@ -78,6 +92,8 @@ class StoreService:
         if self._unsubscribe is not None:
             raise ConfigError("the store service was started already")
         self._unsubscribe = self._store.subscribe_finished(self._take)
+        launcher = self._server.server_launcher
+        launcher.serve_context = _cutting_stalled(lambda: launcher._uvicorn_server, self._stalled_s)
         run_blocking(self._server.start())
         return self
 
@@ -136,6 +152,46 @@ class StoreService:
             return await call_next(request)
 
         app.middleware("http")(admit)
+
+
+@asynccontextmanager
+async def _cutting_stalled(server: Callable[[], Any], stalled_s: float) -> AsyncIterator[None]:
+    """Cut connections of a uvicorn server that stall: it has no limit for the first request, nor for any body."""
+    since: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # when a connection was seen to wait for more
+    came: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # and how many bytes of it since then
+
+    def count(connection: Any) -> None:
+        take = connection.data_received
+
+        def counted(data: bytes) -> None:
+            came[connection] += len(data)
+            take(data)
+
+        connection.data_received = counted
+
+    def look(connection: Any, now: float) -> None:
+        cycle = connection.cycle
+        if cycle is not None and not (cycle.response_complete or cycle.more_body):  # it is we who are asked
+            since.pop(connection, None)
+        elif connection not in since or came[connection] >= 1000 * stalled_s:
+            since[connection] = now
+            if connection not in came:
+                count(connection)
+            came[connection] = 0
+        elif now - since[connection] >= stalled_s:
+            connection.transport.abort()
+
+    async def look_on() -> None:
+        while True:
+            await asyncio.sleep(stalled_s / 4)
+            for connection in list(server().server_state.connections):
+                look(connection, time.monotonic())
+
+    looking = asyncio.ensure_future(look_on())
+    try:
+        yield
+    finally:
+        looking.cancel()
 
 
 async def _json(request: Request) -> Any:

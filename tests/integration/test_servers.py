@@ -1,4 +1,4 @@
-"""What every server of the package refuses and cuts off, whatever it serves: engine, buffer, gateway, view."""
+"""What every server of the package refuses and cuts off, whatever it serves: engine, buffer, gateway, view, store."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from agl_slime.buffer.server import BufferServer
 from agl_slime.buffer.settings import BufferSettings
 from agl_slime.gateway.server import Gateway
 from agl_slime.report.view import serving
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.feed import FEED_PATH
+from agl_slime.store.server import BATCH_PATH, StoreService
 from agl_slime.support.http import listening
 from tests.report_runs import write_run
 
@@ -104,16 +107,52 @@ async def impatient() -> AsyncIterator[tuple[str, int]]:
         yield str(place.hostname), place.port or 0
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"",
-        b"POST / HT",
-        b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le",
-        b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{",
-        b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
-    ],
-)
+@asynccontextmanager
+async def impatient_store() -> AsyncIterator[tuple[str, int]]:
+    with StoreService(store=BridgeStore(), stalled_s=0.2) as service:
+        place = urlsplit(service.url)
+        yield str(place.hostname), place.port or 0
+
+
+HALF_OPEN = [
+    b"",
+    b"POST / HT",
+    b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le",
+    b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{",
+    b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n",
+]
+
+
+async def test_a_half_open_request_to_a_served_store_is_cut_off() -> None:
+    async def cut(host: str, port: int, sent: bytes) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(sent.replace(b"POST /", b"POST " + BATCH_PATH.encode()))
+        await writer.drain()
+        with suppress(ConnectionResetError):
+            await asyncio.wait_for(reader.read(), 10)  # to the end
+        writer.close()
+
+    whole = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 12\r\n\r\n" + b'{"calls":[]}'
+    async with impatient_store() as (host, port):
+        await asyncio.gather(*(cut(host, port, before + sent) for before in (b"", whole) for sent in HALF_OPEN))
+
+
+async def test_a_served_store_waits_for_a_slow_body_and_lets_its_followers_wait() -> None:
+    async with impatient_store() as (host, port), aiohttp.ClientSession(f"http://{host}:{port}") as session:
+
+        async def slow() -> AsyncIterator[bytes]:
+            for _ in range(20):  # 0.8 s in all, four times what a body may stand still
+                yield b" " * 2000
+                await asyncio.sleep(0.04)
+            yield b'{"calls":[]}'
+
+        async with session.post(BATCH_PATH, data=slow()) as answer:
+            assert (answer.status, await answer.json()) == (200, {"results": []})
+        async with session.post(FEED_PATH, json={"wait_s": 0.8}) as answer:
+            assert answer.status == 200
+
+
+@pytest.mark.parametrize("sent", HALF_OPEN)
 async def test_a_request_that_stays_half_open_is_cut_off(sent: bytes) -> None:
     async with impatient() as (host, port):
         whole = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1\r\n\r\n1"
