@@ -218,10 +218,11 @@ class GroupSource:
         without those that are late."""
         self.intake.opened(rollouts)
 
-    def set_version(self, version: str | int) -> None:
-        """The run has pushed this weight version, or begins with it; what others push is not trained on."""
+    def set_version(self, version: str | int, *, named: bool = False) -> None:
+        """The run has pushed this weight version, or begins with it; what others push is not trained on. ``named``:
+        engines have it under this name, and until the next push no other is the run's either."""
         with self.changed:
-            self.delivery.versions.push(str(version))
+            self.delivery.versions.push(str(version), named=named)
 
     def abandon(self, rollout_ids: Sequence[str], *, group_ids: Iterable[str] = (), reason: str) -> None:
         """These will not end any more, or nobody waits for them: cancelled in the ledger for ``reason``, their groups

@@ -25,9 +25,9 @@ class WeightVersions:
         self._known: dict[str, None] = {}  # in the order of arrival
         self._pushed = False
 
-    def push(self, version: str) -> None:
-        """The run has pushed this version, or begins with it."""
-        self._pushed = self._pushed or self._current not in (None, version)
+    def push(self, version: str, *, named: bool = False) -> None:
+        """The run has pushed this version, or begins with it; ``named``: the engine has it under this name."""
+        self._pushed = self._pushed or named or self._current not in (None, version)
         self._current = version
         self._learn([version])
 

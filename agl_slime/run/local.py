@@ -138,6 +138,7 @@ async def run_training(
             checkpoint.rewind(ledger, told=told)
             source.restore(checkpoint.data_source)
 
+        source.set_version(start.version, named=True)  # it was pushed above
         partial = PartialRollouts()
         if checkpoint is not None:
             partial.load(checkpoint.partial)

@@ -177,6 +177,18 @@ async def test_what_was_pushed_before_a_restart_is_the_run_s_own_after_it() -> N
             await get(source, 1)
 
 
+async def test_where_the_first_weights_were_pushed_too_others_are_refused_from_the_start() -> None:
+    store = BridgeStore()
+    with source_over(store) as source:
+        source.set_version("0", named=True)
+        source.set_version("0")  # as the loop says it
+        await sampled(source, store, "a", "0", "0")
+        assert len(await get(source, 1)) == 1
+        await sampled(source, store, "b", "evil", "0")
+        with pytest.raises(DataSourceError, match=r"version 'evil', which this run did not push"):
+            await get(source, 1)
+
+
 async def test_an_engine_names_the_weights_that_it_begins_with_as_it_likes() -> None:
     store = BridgeStore()
     with source_over(store) as source:

@@ -17,7 +17,7 @@ from rich.console import Console
 pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
 
 from agl_slime.engine import EmbeddedEngine
-from agl_slime.errors import ConfigError
+from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.metric_names import REQUIRED_KEYS
 from agl_slime.report import read_metrics
 from agl_slime.rollout.agent import SGLangLitAgent
@@ -153,6 +153,39 @@ async def test_a_model_without_chat_template_is_asked_texts_as_they_are(policy_d
         ConfigError, match=f"^--model-path {model}: Sorter gives chat messages, .* has no chat template"
     ):
         await run_training(replace(config, output_dir=tmp_path / "chat"), given=chat, console=Console(file=said))
+
+
+async def test_somebody_elses_weights_are_refused_in_the_first_iteration_too(
+    policy_dir: Path, embedded_engine: str, tmp_path: Path
+) -> None:
+    class Intruder(Sorter):
+        pushed: asyncio.Future[None] | None = None
+
+        async def run(self, task: dict[str, Any], session: Any) -> None:
+            if self.pushed is None:
+                self.pushed = asyncio.ensure_future(
+                    DiskWeightSync(base_url=embedded_engine).push(str(policy_dir), "evil")
+                )
+            await self.pushed
+            await super().run(task, session)
+
+    before = model_info(embedded_engine)["weight_version"]
+    config = TrainConfig(
+        model_path=policy_dir,
+        sglang_url=embedded_engine,
+        num_iterations=1,
+        rollout_batch_size=2,
+        n_samples_per_prompt=2,
+        max_new_tokens=4,
+        eval_interval=0,
+        output_dir=tmp_path / "out",
+    )
+    parts = RunParts(agent=Intruder(), tasks=[{"prompt": "Say something."}])
+    try:
+        with pytest.raises(AglSlimeError, match="version 'evil', which this run did not push"):
+            await run_training(config, given=parts, console=Console(file=io.StringIO()))
+    finally:
+        await DiskWeightSync(base_url=embedded_engine).push(str(policy_dir), before)
 
 
 @pytest.mark.slow
