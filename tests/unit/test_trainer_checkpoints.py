@@ -15,17 +15,7 @@ from agl_slime.support.files import seal  # noqa: E402
 from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.trainer_cases import flat, trainer, weights  # noqa: E402
-from tests.trainer_policy import make_model, make_samples, save_policy  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return make_samples(make_model())
+from tests.trainer_policy import make_model, save_policy  # noqa: E402
 
 
 def test_the_weights_are_a_checkpoint_with_the_files_of_its_source(policy: Path, samples: list[Sample], tmp_path: Path):

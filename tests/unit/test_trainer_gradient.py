@@ -17,17 +17,7 @@ from transformers import PreTrainedModel  # noqa: E402
 from agl_slime.groups.normalize import normalize_rewards  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.trainer_cases import ONE_STEP, assert_close, flat, gradient, gradients, trainer  # noqa: E402
-from tests.trainer_policy import make_model, make_samples, response_log_probs, save_policy  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return make_samples(make_model())
+from tests.trainer_policy import make_model, make_samples, response_log_probs  # noqa: E402
 
 
 def plain_loss(

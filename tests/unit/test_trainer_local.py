@@ -16,18 +16,7 @@ from agl_slime.trainers import LocalTrainerSettings, TrainBatch, Trainer  # noqa
 from agl_slime.trainers.base import TellsTokens  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.trainer_cases import ONE_STEP, flat, gradient, trainer, weights  # noqa: E402
-from tests.trainer_policy import VOCABULARY, make_model, make_samples, response_log_probs, save_policy  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return make_samples(make_model())
-
+from tests.trainer_policy import VOCABULARY, make_model, make_samples, response_log_probs  # noqa: E402
 
 # -- metrics and the checks on a batch -------------------------------------------------------------------------------
 

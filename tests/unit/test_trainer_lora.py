@@ -15,17 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config  # noqa: E402
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
-from tests.trainer_policy import VOCABULARY, make_model, make_samples, response_log_probs, save_policy  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return make_samples(make_model())
+from tests.trainer_policy import VOCABULARY, make_model, response_log_probs, save_policy  # noqa: E402
 
 
 def trainer(policy: Path, **settings: Any) -> LocalTrainer:

@@ -16,7 +16,7 @@ from agl_slime.trainers.local.loss import MAX_STALENESS, Objective  # noqa: E402
 from agl_slime.trainers.local.settings import LocalTrainerSettings  # noqa: E402
 from agl_slime.trainers.local.trainer import LocalTrainer  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
-from tests.trainer_policy import make_model, make_samples, response_log_probs, save_policy  # noqa: E402
+from tests.trainer_policy import make_model, make_samples, response_log_probs  # noqa: E402
 
 N = 64
 CLIP = 0.2
@@ -110,11 +110,6 @@ def test_ages_that_do_not_occur_have_no_series():
 
 
 # -- the trainer -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_policy(tmp_path_factory.mktemp("policy"))
 
 
 def stepped(policy: Path, samples: list[Sample], **settings: Any) -> tuple[list[Any], dict[str, float]]:

@@ -29,7 +29,7 @@ from agl_slime.run.settings import TrainConfig  # noqa: E402
 from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.trainers.local.hardware import bfloat16_wanted, set_threads, torch_device  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
-from tests.trainer_policy import VOCABULARY, make_model, make_samples, save_policy  # noqa: E402
+from tests.trainer_policy import VOCABULARY, make_model, make_samples  # noqa: E402
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64, "initializer_range": 0.2}
@@ -41,11 +41,6 @@ MODELS = {  # with whether they go through packed
     "gemma2 with soft-capped logits": (Gemma2Config(**SMALL, final_logit_softcapping=2.0), False),
     "gpt2, with positions by table": (GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4), True),
 }
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")

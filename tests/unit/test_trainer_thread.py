@@ -14,19 +14,8 @@ pytest.importorskip("torch")
 
 from agl_slime.types import Sample
 from tests.trainer_cases import trainer
-from tests.trainer_policy import make_model, make_samples, save_policy
 
 NAME = "agl-slime-trainer"
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def samples() -> list[Sample]:
-    return make_samples(make_model())
 
 
 def test_steps_and_checkpoints_take_one_thread_whoever_calls(
