@@ -35,6 +35,8 @@ def main() -> int:
     add("--max-running-requests", type=int, default=128, help="requests that are decoded together; more wait")
     add("--max-total-tokens", type=int, help="of all running requests; by default what a quarter of the memory holds")
     add("--prefix-cache", type=int, choices=(0, 1), default=1, help="compute what prompts begin with alike only once")
+    experts = "answer which experts tokens went through, to those who ask"
+    add("--enable-return-routed-experts", type=int, nargs="?", const=1, choices=(0, 1), default=0, help=experts)
     add("--torch-threads", type=int, help="by default 1 for a tiny model, else --cores")
     add("--cores", type=int, help="by default those of this process, at most OMP_NUM_THREADS")
     add("--random-seed", type=int, default=0)
@@ -62,6 +64,7 @@ async def _serve(args: argparse.Namespace) -> int:
     sys.setswitchinterval(0.0002)
     limits = {"max_running": args.max_running_requests, "context_length": args.context_length, "seed": args.random_seed}
     limits |= {"prefix_cache": bool(args.prefix_cache)}
+    limits |= {"return_routed_experts": bool(args.enable_return_routed_experts)}
     limits |= {"max_total_tokens": args.max_total_tokens, "torch_threads": args.torch_threads, "cores": args.cores}
     server = load_server(args.model_path, token=args.token, **limits)
     stop = stop_signal()

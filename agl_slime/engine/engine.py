@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from agl_slime.engine.experts import ExpertCapture
 from agl_slime.engine.requests import BadRequest, Request
 from agl_slime.engine.sampling import RowParams, sample
 from agl_slime.engine.slots import SlotModel
@@ -57,6 +58,7 @@ class Engine:
         max_total_tokens: int | None = None,
         prefill_tokens: int = 4096,
         prefix_cache: bool = True,
+        return_routed_experts: bool = False,
         seed: int = 0,
     ) -> None:
         self.max_running = max_running
@@ -67,7 +69,7 @@ class Engine:
         self.paused = False
         self.failure: BaseException | None = None
         self.tokens_sampled = 0
-        self._model = model
+        self.model = model
         self._tokenizer = tokenizer
         self._slots = SlotModel(
             model,
@@ -75,7 +77,9 @@ class Engine:
             context=int(context_length or self.config.max_position_embeddings),
             max_total_tokens=max_total_tokens,
             prefix_cache=prefix_cache,
+            capture=ExpertCapture(model) if return_routed_experts else None,
         )
+        self.returns_routed_experts = return_routed_experts
         self.context_length, self.max_total_tokens = self._slots.context, self._slots.capacity
         self._prefill_tokens = prefill_tokens
         self._generator = torch.Generator().manual_seed(seed)
@@ -147,8 +151,8 @@ class Engine:
     @property
     def summary(self) -> str:
         """One sentence: what is served, and what it takes."""
-        parameters, slots = self._model.num_parameters(), self._slots
-        kind, threads = type(self._model).__name__, torch.get_num_threads()
+        parameters, slots = self.model.num_parameters(), self._slots
+        kind, threads = type(self.model).__name__, torch.get_num_threads()
         return (
             f"{kind} of {parameters / 1e6:,.1f} M parameters ({_size(self.weight_bytes)}, float32) on "
             f"{threads} torch thread{'s' * (threads > 1)}; "
@@ -159,7 +163,7 @@ class Engine:
 
     @property
     def weight_bytes(self) -> int:
-        return 4 * self._model.num_parameters()
+        return 4 * self.model.num_parameters()
 
     @property
     def alive(self) -> bool:
@@ -287,7 +291,9 @@ class Engine:
         self._last_ids = sampled[0]
         self._take(0, *sampled)
 
-    def _take(self, first: int, ids: torch.Tensor, log_probs: torch.Tensor, tops: Sequence[Any]) -> None:
+    def _take(
+        self, first: int, ids: torch.Tensor, log_probs: torch.Tensor, tops: Sequence[Any], kept: Mapping[int, list[int]]
+    ) -> None:
         """Hand the sampled tokens to the rows from ``first`` on, and end the rows that are done."""
         version = self.weight_version
         done: list[int] = []
@@ -303,6 +309,8 @@ class Engine:
             if request.top_logprobs:
                 request.tops.append(tops[row - first][: request.top_logprobs])
             request.log_probs.append(log_prob)
+            if request.sampling.nucleus:
+                request.nucleus.append(kept.get(row - first, []))
             if request.may_end(token):
                 request.finish = request.reason_to_end(token, self._tokenizer)
             if request.finish is not None:
@@ -315,6 +323,8 @@ class Engine:
 
     def _remove(self, row: int) -> Request:
         request = self._running[row]
+        if request.experts_start is not None:
+            request.experts = self._slots.routed(row, request.experts_start)
         moved = self._slots.release(row)
         if moved is not None:
             self._running[row] = self._running[moved]
@@ -358,7 +368,7 @@ class Engine:
                 self._retract(row)
 
     def _update(self, tensors: dict[str, torch.Tensor], version: str | None) -> None:
-        load_weights(self._model, tensors)
+        load_weights(self.model, tensors)
         self._slots.stale()
         if version is not None:
             self.weight_version = version

@@ -31,6 +31,7 @@ def _info(engine: Engine, model_path: str, url: str) -> dict[str, Any]:
         "max_total_num_tokens": engine.max_total_tokens,
         "dp_size": 1,
         "tp_size": 1,
+        "enable_return_routed_experts": engine.returns_routed_experts,
         "enable_memory_saver": False,  # slime asks for it before it uses an engine that runs already
         "tokens_sampled": engine.tokens_sampled,
     }

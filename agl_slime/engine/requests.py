@@ -68,6 +68,8 @@ class Sampling(BaseModel):
     no_stop_trim: bool = False
     n: int = Field(default=1, le=MOST_SEQUENCES)
     """Answers to one prompt."""
+    nucleus: bool = False
+    """Report what top_p and top_k leave of each token; log-probs are then of that."""
 
     @model_validator(mode="before")
     @classmethod
@@ -76,6 +78,9 @@ class Sampling(BaseModel):
         for name, off in UNSUPPORTED.items():
             if given.pop(name, off) not in (off, [], {}):
                 raise ValueError(f"{name} is not supported by the embedded engine: leave it out or use a real SGLang")
+        custom = given.get("custom_params")
+        if isinstance(custom, Mapping) and custom.get("return_top_p_token_ids"):  # as slime's SGLang takes it
+            given["nucleus"] = True
         for name in _WITHOUT_EFFECT:
             given.pop(name, None)
         for name in ("stop", "stop_token_ids"):
@@ -113,6 +118,8 @@ class Request:
     """First place of the prompt to report a log-prob for; -1 reports none."""
     top_logprobs: int = 0
     """How many of the likeliest tokens to report for each sampled one."""
+    experts_start: int | None = None
+    """First token to report the routed experts of; ``None`` reports none."""
     on_finish: Callable[[Request], object] = lambda _: None
     on_token: Callable[[], object] | None = None
     """Called after each step that sampled a token of it, where somebody follows."""
@@ -121,6 +128,10 @@ class Request:
     log_probs: list[float] = field(default_factory=list)
     tops: list[list[tuple[float, int]]] = field(default_factory=list)
     """Log-probs and ids of the likeliest tokens of each place, the likeliest first."""
+    nucleus: list[list[int]] = field(default_factory=list)
+    """What top_p and top_k left of each place; empty where they cut nothing."""
+    experts: Any = None
+    """``[tokens, layers, experts per token]``, set when it leaves its row."""
     input_log_probs: list[tuple[float | None, int]] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)
     """(weight version, index of the first output token that it sampled), in order."""
@@ -175,7 +186,7 @@ class Request:
         """SGLang's reasons in its order: length, stop strings, stop tokens."""
         if len(self.output_ids) >= self.limit:
             if self.limit == 0:  # SGLang samples one token all the same and reports none
-                for sampled in (self.output_ids, self.log_probs, self.tops, self.versions):
+                for sampled in (self.output_ids, self.log_probs, self.tops, self.nucleus, self.versions):
                     sampled.clear()
             return {"type": "length", "length": self.limit}
         if self.sampling.stop:
@@ -197,6 +208,8 @@ class GenerateBody(BaseModel):
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: Start | list[Start] | None = None
     top_logprobs_num: Top | list[Top] | None = None
+    return_routed_experts: bool | list[bool] | None = None
+    routed_experts_start_len: Annotated[int, Field(ge=0)] = 0
     stream: bool | None = None
 
 
@@ -222,6 +235,11 @@ def parse_generate(body: Any, *, encode: Encode) -> tuple[list[Request], bool, b
     rids = iter(_rids(asked.rid, len(prompts), n, batched))
     wanted = _each(asked.return_logprob, len(prompts), "return_logprob")
     starts = _each(asked.logprob_start_len, len(prompts), "logprob_start_len")
+    routed = _each(asked.return_routed_experts, len(prompts), "return_routed_experts")
+    if asked.routed_experts_start_len > min(map(len, prompts)):
+        raise BadRequest(
+            f"routed_experts_start_len={asked.routed_experts_start_len} is higher than the prompt is long."
+        )
     tops = _each(asked.top_logprobs_num, len(prompts), "top_logprobs_num")
     requests = [
         Request(
@@ -231,8 +249,11 @@ def parse_generate(body: Any, *, encode: Encode) -> tuple[list[Request], bool, b
             return_logprob=bool(logprob),
             logprob_start_len=start if logprob and start is not None else -1,
             top_logprobs=top or 0 if logprob else 0,
+            experts_start=asked.routed_experts_start_len if experts else None,
         )
-        for prompt, sampling, logprob, start, top in zip(prompts, params, wanted, starts, tops, strict=True)
+        for prompt, sampling, logprob, start, top, experts in zip(
+            *(prompts, params, wanted, starts, tops, routed), strict=True
+        )
         for _ in range(n)
     ]
     if asked.stream and len(requests) > 1:

@@ -43,6 +43,8 @@ class RowParams:
     """Every row takes its first choice."""
     unit: bool
     """Every temperature is 1."""
+    nucleus: bool
+    """A row reports what its cut leaves."""
     top: int
     """The most of the likeliest tokens that a row reports."""
 
@@ -63,16 +65,18 @@ class RowParams:
             plain=bool((top_k == ALL_TOKENS).all() and (top_p >= 1.0).all()),
             greedy=bool((top_k == 1).all()),
             unit=bool((temperature == 1.0).all()),
+            nucleus=any(request.sampling.nucleus for request in requests),
             top=max(request.top_logprobs for request in requests),
         )
 
 
-Sampled = tuple[torch.Tensor, torch.Tensor, list[list[tuple[float, int]]]]
+Sampled = tuple[torch.Tensor, torch.Tensor, list[list[tuple[float, int]]], dict[int, list[int]]]
 
 
 def sample(logits: torch.Tensor, params: RowParams, generator: torch.Generator) -> Sampled:
     """Sampled token ids (int64 [rows]) and their log-probs (float32 [rows]) from ``logits`` [rows, vocabulary], and of
-    each row the ``params.top`` likeliest tokens, empty for none."""
+    each row the ``params.top`` likeliest tokens, empty for none. Where a row wants its nucleus, the last has what top_k
+    and top_p leave of each row that they cut, by the row's number; the log-prob of such a row is of that."""
     scaled = logits if params.unit else logits / params.temperature.unsqueeze(1)
     # one copy of the logits' size serves the log-probs' denominator and the draw
     peak = scaled.amax(-1, keepdim=True)
@@ -87,12 +91,27 @@ def sample(logits: torch.Tensor, params: RowParams, generator: torch.Generator) 
             cut = ((params.top_k != 1) & ((params.top_k < ALL_TOKENS) | (params.top_p < 1.0))).nonzero().squeeze(1)
             if len(cut):
                 ids[cut] = _draw_cut(weights[cut], params.top_p[cut], params.top_k[cut], generator)
+    log_probs = scaled.gather(1, ids.unsqueeze(1)).squeeze(1) - normalizer
+    kept: dict[int, list[int]] = {}
+    if params.nucleus:
+        for row in ((params.top_k < ALL_TOKENS) | (params.top_p < 1.0)).nonzero().squeeze(1).tolist():
+            left = _kept(weights[row], float(params.top_p[row]), int(params.top_k[row]), int(ids[row]))
+            log_probs[row] = scaled[row, ids[row]] - scaled[row, left].logsumexp(0)
+            kept[row] = left.tolist()
     tops: list[list[tuple[float, int]]] = []
     if params.top:
         values, likeliest = scaled.topk(min(params.top, scaled.shape[1]), dim=-1)
         values -= normalizer.unsqueeze(1)
         tops = [list(zip(*row, strict=True)) for row in zip(values.tolist(), likeliest.tolist(), strict=True)]
-    return ids, scaled.gather(1, ids.unsqueeze(1)).squeeze(1) - normalizer, tops
+    return ids, log_probs, tops, kept
+
+
+def _kept(weights: torch.Tensor, top_p: float, top_k: int, sampled: int) -> torch.Tensor:
+    """The ids that top_p and top_k leave of a row, and the sampled one in any case."""
+    ordered, order = (weights / weights.sum()).sort(descending=True, stable=True)
+    before = ordered.cumsum(0) - ordered
+    left = order[(before <= top_p) & (torch.arange(len(order)) < top_k)]
+    return left if (left == sampled).any() else torch.cat((left, torch.tensor([sampled])))
 
 
 def _draw_cut(

@@ -8,13 +8,16 @@ images) is refused with status 400.
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import partial
+from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -25,7 +28,7 @@ from agl_slime.engine.chat import chat_requests, completion_requests, openai_ans
 from agl_slime.engine.engine import Engine
 from agl_slime.engine.information import INFORMATION
 from agl_slime.engine.requests import BadRequest, Name, Request, Sampling, parse, parse_generate
-from agl_slime.engine.weights import read_weights
+from agl_slime.engine.weights import as_the_models, read_weights
 from agl_slime.errors import AglSlimeError, ConfigError, EngineError
 from agl_slime.support.http import json_response, read_body
 from agl_slime.support.net import has_token
@@ -213,6 +216,12 @@ class EmbeddedServer:
                 [log_prob, token, None] for log_prob, token in zip(request.log_probs, request.output_ids, strict=True)
             ]
             meta["output_token_logprobs_length"] = len(request.output_ids)
+        if request.experts is not None:
+            last = len(request.input_ids) + len(request.output_ids) - 1
+            meta["routed_experts"] = _base64(request.experts[: max(0, last - (request.experts_start or 0))])
+        if request.nucleus and request.finish is not None:
+            meta["top_p_token_ids"] = _base64([token for kept in request.nucleus for token in kept])
+            meta["top_p_token_offsets"] = _base64([0, *accumulate(map(len, request.nucleus))])
         if request.top_logprobs:
             meta["output_top_logprobs"] = [[[value, token, None] for value, token in top] for top in request.tops]
         return {"text": self._text(request), "output_ids": request.output_ids, "meta_info": meta}
@@ -263,6 +272,7 @@ class EmbeddedServer:
         async with self._updating:
             try:
                 tensors = await run_in_thread(read_weights, asked.model_path, self.engine.weight_bytes)
+                tensors = await run_in_thread(as_the_models, self.engine.model, tensors, asked.model_path)
                 await _control(self.engine.update_weights(tensors, version=asked.weight_version))
             except ConfigError as error:
                 return json_response({"success": False, "message": str(error), "num_paused_requests": 0}, status=400)
@@ -289,6 +299,11 @@ class EmbeddedServer:
         except (asyncio.TimeoutError, EngineError):
             return web.Response(status=503)
         return web.Response()
+
+
+def _base64(values: Any) -> str:
+    """As SGLang sends arrays: int32, in a row."""
+    return base64.b64encode(np.asarray(values, dtype="<i4").tobytes()).decode("ascii")
 
 
 def _so_far(request: Request) -> Request:

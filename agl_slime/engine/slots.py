@@ -26,6 +26,7 @@ import torch
 from transformers import PreTrainedModel
 
 from agl_slime.engine.attention import ATTENTION, Step
+from agl_slime.engine.experts import ExpertCapture
 from agl_slime.errors import ConfigError
 
 _WIDTH_STEP = 16  # the attended width grows in steps, so that the allocator meets few different sizes
@@ -62,6 +63,7 @@ class SlotModel:
         context: int,
         max_total_tokens: int | None = None,
         prefix_cache: bool = True,
+        capture: ExpertCapture | None = None,
     ) -> None:
         config: Any = model.config
         if kinds := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
@@ -89,6 +91,10 @@ class SlotModel:
         self._fresh = np.zeros(slots, dtype=bool)
         self._used = np.zeros(slots, dtype=np.int64)
         self._clock = 0
+        self._capture = capture
+        self._experts: np.ndarray[Any, Any] | None = None
+        if capture is not None:
+            self._experts = np.zeros((0, 0, *capture.shape), dtype=capture.dtype)
         self._check()
 
     @torch.inference_mode()
@@ -138,6 +144,9 @@ class SlotModel:
                 for row in np.flatnonzero(self.lengths[:kept_rows]).tolist():
                     length = min(int(self.lengths[row]), kept_width)
                     held[layer][row, :, :length] = old[row, :, :length]
+        if (experts := self._experts) is not None:
+            self._experts = np.zeros((rows, width, *experts.shape[2:]), dtype=experts.dtype)
+            self._experts[:kept_rows, :kept_width] = experts[:kept_rows, :kept_width]
         ids = np.zeros((rows, width), dtype=np.int64)
         ids[:kept_rows, :kept_width] = self._ids[:kept_rows, :kept_width]
         self._ids = ids
@@ -189,6 +198,12 @@ class SlotModel:
             step.prefill(start, rows, held, length)
             start += len(rows) * (length - held)
         hidden = self._forward(ids, positions, step)
+        if self._experts is not None and self._capture is not None:
+            routed, at = self._capture.take(len(ids)), 0
+            for i in order:
+                new = lengths[i] - cached[i]
+                self._experts[first + i, cached[i] : lengths[i]] = routed[at : at + new]
+                at += new
         parts = dict(zip(order, hidden.split([lengths[i] - cached[i] for i in order]), strict=True))
         for i in order:
             copies = [copy for copy in range(count) if same[copy] == i != copy]
@@ -217,6 +232,8 @@ class SlotModel:
         step = Step(self._keys, self._values)
         step.decode(positions, lengths, _WIDTH_STEP)
         hidden = self._forward(last_ids, positions, step)
+        if self._experts is not None and self._capture is not None:
+            self._experts[np.arange(n), lengths] = self._capture.take(n)
         lengths += 1
         return self._logits(hidden)
 
@@ -247,6 +264,10 @@ class SlotModel:
             chosen = logits.gather(1, wanted[start : start + chunk]).squeeze(1)
             values += (chosen - logits.logsumexp(-1)).tolist()
         return values
+
+    def routed(self, row: int, start: int) -> np.ndarray[Any, Any] | None:
+        """The experts of the tokens of an active row from ``start`` on, where they are captured."""
+        return None if self._experts is None else self._experts[row, start : int(self.lengths[row])].copy()
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -292,11 +313,15 @@ class SlotModel:
         for held in (*self._keys, *self._values):
             # a copy of its own: where rows are full, torch does not write what it reads in the same call
             held[rows, :, :length] = held[source, :, :length].clone()
+        if self._experts is not None:
+            self._experts[rows, :length] = self._experts[source, :length]
 
     def _move(self, source: int, row: int) -> None:
         length = int(self.lengths[source])
         for held in (*self._keys, *self._values):
             held[row, :, :length] = held[source, :, :length]
+        if self._experts is not None:
+            self._experts[row, :length] = self._experts[source, :length]
         self._ids[row, :length] = self._ids[source, :length]
         self._set(row, length, self._fresh[source])
 

@@ -27,6 +27,24 @@ def read_weights(directory: str | Path, model_bytes: int | None = None) -> dict[
         raise ConfigError(f"the checkpoint in {str(directory)!r} cannot be read: {error}") from error
 
 
+def as_the_models(model: Any, tensors: dict[str, torch.Tensor], directory: str | Path) -> dict[str, torch.Tensor]:
+    """``tensors`` by the model's own names: a checkpoint has the experts of a layer one by one where transformers'
+    models have them in one tensor. Raises ``ConfigError`` when transformers cannot load it either."""
+    own = dict(model.named_parameters())
+    if not any(".experts." in name for name in tensors) or own.keys() <= tensors.keys():
+        return tensors
+    try:
+        loaded, info = type(model).from_pretrained(
+            directory, local_files_only=True, dtype=torch.float32, output_loading_info=True
+        )
+    except Exception as error:  # whatever transformers and safetensors raise for a checkpoint of another model
+        raise ConfigError(f"the checkpoint in {str(directory)!r} cannot be loaded: {error}") from error
+    if info["missing_keys"] or info["mismatched_keys"]:
+        missing = sorted(map(str, info["missing_keys"] or info["mismatched_keys"]))
+        raise ConfigError(f"the checkpoint does not fit the model: missing {missing[:3]}")
+    return dict(loaded.named_parameters())
+
+
 @torch.no_grad()
 def load_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy ``tensors`` into the model in place. Raises ``ConfigError``, the model unchanged, unless they are exactly

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -30,16 +30,19 @@ from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.metric_names import TOKENS_TRAINED
 from agl_slime.report.files import IterationFile, RunDir
 from agl_slime.report.rollouts import describe_batch
+from agl_slime.rollout.access import sampling_of
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.rollout.partial import PartialRollouts
 from agl_slime.run.model_dir import RunModels
 from agl_slime.run.models import check_tokenizer
-from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, step
+from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, sampling_parameters, step
 from agl_slime.run.settings import TrainConfig
 from agl_slime.run.start import find_start, gives_texts, load_parts, run_directory, set_aside
+from agl_slime.sglang.check import check_replay
 from agl_slime.sglang.client import PauseMode, SGLangClient
 from agl_slime.sglang.transport import checked_url
 from agl_slime.sglang.weights import DiskWeightSync
+from agl_slime.support.agl import LLM
 from agl_slime.support.files import scratch_directory
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.tokenizer import has_chat_template, load_tokenizer
@@ -121,6 +124,8 @@ async def run_training(
         weights.dtype = "bfloat16" if set(computes) == {"bfloat16"} else "float32"
         # engine and trainer start from the same weights, whatever the server had loaded
         await weights.push(int(start.version))
+        sampling = sampling_parameters(config, model_path)
+        await check_replay(url, sampling_of(LLM(endpoint=url, model="", sampling_parameters=sampling)))
         ledger = Ledger(path=run.ledger)
         stack.callback(ledger.shut)
         trained = stack.enter_context(closing(IterationFile(run.trained)))
@@ -294,7 +299,8 @@ async def engine_of(
         python = config.sglang_python or os.environ[SGLANG_PYTHON]  # which check_files has tried
         engine = SGLangProcess(model_path, python=str(python), log=run.sglang_log, random_seed=config.seed)
     else:
-        engine = EmbeddedEngine(model_path, random_seed=config.seed)
+        options: dict[str, Any] = {"enable_return_routed_experts": 1} if config.routed_experts else {}
+        engine = EmbeddedEngine(model_path, random_seed=config.seed, **options)
     try:
         with step(console, f"starting {engine.name}"):
             await run_in_thread(engine.start)

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from agl_slime.errors import ConfigError
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.loop.tasks import Tasks
@@ -21,6 +22,7 @@ from agl_slime.report.files import RunDir
 from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
+from agl_slime.sglang.describe import experts_shape_of
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources, ProxyLLM
 from agl_slime.support.threads import run_in_thread
@@ -41,13 +43,27 @@ class RunParts:
     held_out: int = 0
 
 
+def sampling_parameters(config: TrainConfig, model_path: Path) -> dict[str, Any]:
+    """Of rollouts with the local trainer. Raises ``ConfigError`` for --routed-experts of a model without experts."""
+    sampling: dict[str, Any] = {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
+    if config.top_p < 1 or config.top_k != -1:
+        sampling |= {"top_p": config.top_p, "top_k": config.top_k, "nucleus": True}
+    if config.routed_experts:
+        if (shape := experts_shape_of(str(model_path))) is None:
+            raise ConfigError(
+                f"--routed-experts: {model_path} has no num_experts_per_tok in its config.json; leave it out"
+            )
+        sampling["routed_experts"] = list(shape)
+    return sampling
+
+
 @contextmanager
 def model_for_agents(
     config: TrainConfig, parts: RunParts, *, url: str, model_path: Path, sampling: dict[str, Any] | None = None
 ) -> Iterator[LLM]:
     """What agents find as ``main_llm``: the engine at ``url``, or a gateway before it. ``sampling``: in the place of
     what ``config`` says."""
-    sampling = sampling or {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
+    sampling = sampling or sampling_parameters(config, model_path)
     llm = LLM(endpoint=url, model=str(model_path), sampling_parameters=sampling)
     if not parts.behind_gateway:
         yield llm

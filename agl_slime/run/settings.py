@@ -62,6 +62,14 @@ class TrainConfig:
     """Most tokens that one answer may have."""
     temperature: float = 1.0
     """Sampling temperature, in the engine and in the trainer."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that have this much of the probability. Below 1 the trainer's log-probs are of
+    the same tokens, which the engine must send: the embedded one does, and SGLang with slime's patch."""
+    top_k: int = -1
+    """Sample from so many of the likeliest tokens; -1 is all. Otherwise as top_p."""
+    routed_experts: bool = False
+    """Train a mixture of experts with the experts that the engine picked; an engine at --sglang-url must run with
+    --enable-return-routed-experts."""
     rollout_timeout: float = 600.0
     """Seconds after which a rollout is cancelled and counts as failed."""
     max_attempts: int = 1
@@ -189,6 +197,8 @@ class TrainConfig:
             ("eval_interval", lambda value: value >= 0, "0 (never) or more"),
             ("group_min_ratio", lambda value: 0 < value <= 1, "in (0, 1]"),
             ("group_timeout rollout_timeout", lambda value: value > 0, "above 0 seconds"),
+            ("top_p", lambda value: 0 < value <= 1, "in (0, 1]"),
+            ("top_k", lambda value: value == -1 or 1 <= value < 2**31, "-1 (all tokens) or at least 1"),
             ("temperature", lambda value: 0 < value < math.inf, "above 0: training needs samples that differ"),
             named=flag,
         )
@@ -270,6 +280,9 @@ class TrainConfig:
         for name in ("engine", "sglang_python"):
             self._refuse(name, "slime starts its own engines, with --rollout-num-gpus; leave it out")
         self._refuse("eval_sglang_url", "validations run on the engines of training; leave it out")
+        for name in ("top_p", "top_k"):
+            self._refuse(name, f"give slime's own flag, -- --rollout-{name.replace('_', '-')}")
+        self._refuse("routed_experts", "give slime's own flag, -- --use-rollout-routing-replay")
         self._refuse("resume", "slime keeps its own checkpoints; give -- --load DIR --save DIR instead")
         for name in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance"):
             self._refuse(name, "both processes must agree on groups, which slime wants complete; leave it out")

@@ -79,6 +79,14 @@ def vocab_size_of(model: str) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
+def experts_shape_of(model: str) -> tuple[int, int] | None:
+    """(layers, experts per token) of the mixture of experts at ``model``; ``None`` where it is none, or not here."""
+    config = _model_file(model, "config.json")
+    told = {**config, **(config.get("text_config") or {})}
+    layers, top_k = told.get("num_hidden_layers"), told.get("num_experts_per_tok")
+    return (layers, top_k) if isinstance(layers, int) and isinstance(top_k, int) else None
+
+
 def dtype_of(info: Mapping[str, Any]) -> str:
     """What a server computes in, by its ``/server_info``: its ``--dtype``, or with "auto" what the ``config.json`` of
     its model names where that is a directory of this machine; empty where it is not known."""

@@ -53,6 +53,13 @@ class Nucleus:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def of(self, tokens: NDArray[np.int64]) -> Nucleus:
+        """That of these tokens."""
+        counts = np.diff(self.offsets)[tokens]
+        starts, offsets = self.offsets[tokens], np.concatenate(([0], np.cumsum(counts)))
+        places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)
+        return Nucleus(self.ids[places], offsets.astype(np.int32))
+
     def joined(self, later: Nucleus) -> Nucleus:
         offsets = np.concatenate((self.offsets, later.offsets[1:] + self.offsets[-1]))
         return Nucleus(np.concatenate((self.ids, later.ids)), offsets)
@@ -63,11 +70,11 @@ class Nucleus:
         return np.array_equal(self.ids, other.ids) and np.array_equal(self.offsets, other.offsets)
 
 
-def narrowed(experts: NDArray[Any], *, where: str) -> NDArray[Any]:
+def narrowed(experts: NDArray[np.int32], *, where: str) -> NDArray[Any]:
     """As the smallest unsigned integers that hold them."""
     if not experts.size:
         return experts.astype(np.uint8)
-    if experts.min() < 0 or (most := experts.max()) > 0xFFFF:
+    if (most := experts.view(np.uint32).max()) > 0xFFFF:  # where a negative number is a large one
         raise EngineProtocolError(f"{where} answered routed_experts outside of 0 to 65535: its capture is broken")
     return experts.astype(np.uint8 if most < 256 else np.uint16)
 
@@ -91,7 +98,7 @@ def parse_experts(
         wanted = f"[{max(0, length - 1 - start)}, {layers}, {top_k}] (tokens, layers, experts per token)"
         fix = "check --num-layers and --moe-router-topk (locally the model's config.json) against the served model"
         raise EngineProtocolError(f"{where} answered {given.size} routed_experts, which do not fit {wanted}: {fix}")
-    rows = narrowed(given.reshape(count, layers, top_k)[start - begins :], where=where)
+    rows = narrowed(given[(start - begins) * layers * top_k :], where=where).reshape(-1, layers, top_k)
     rows.flags.writeable = False
     return RoutedExperts(start, rows)
 
@@ -123,7 +130,7 @@ def _int32(meta: Mapping[str, Any], name: str, where: str) -> NDArray[np.int32] 
     if value is None:
         return None
     try:
-        raw = base64.b64decode(value, validate=True)
+        raw = base64.b64decode(value)  # without validation, which takes longer than all else: sizes are checked
         return np.frombuffer(raw, dtype="<i4").astype(np.int32, copy=False)
     except (TypeError, ValueError, binascii.Error) as error:
         raise EngineProtocolError(f"{where} answered {name} that is no base64 of int32: {value!r:.80}") from error

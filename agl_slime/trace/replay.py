@@ -41,7 +41,7 @@ def decode_replay(attributes: Mapping[str, Any]) -> dict[str, Any]:
     if names.EXPERTS in attributes:
         try:
             start, *shape, size, checksum = json.loads(attributes[names.EXPERTS_SHAPE])
-            raw = base64.b64decode(attributes[names.EXPERTS], validate=True)
+            raw = base64.b64decode(attributes[names.EXPERTS])  # the checksum is the validation
             rows = np.frombuffer(raw, dtype=_KINDS[size]).reshape(shape)
             whole = rows.ndim == 3 and start >= 0 and zlib.crc32(raw) == checksum
         except (KeyError, TypeError, ValueError) as error:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from agl_slime.errors import TrainerError
 from agl_slime.groups.normalize import normalize_rewards, part_of, reward_value
+from agl_slime.sglang.replay import Nucleus
 from agl_slime.tokens.codec import common_prefix
 from agl_slime.types import Sample, flat_samples, staleness_spans
 
@@ -38,6 +39,10 @@ class TrainBatch:
     """Tokens under the mask in all samples of the token's rollout; slime's ``rollout_mask_sums``."""
     token_log_probs: NDArray[np.float32] | None
     """The engine's log-probs, or ``None`` when the samples have none."""
+    experts: list[NDArray[Any]] | None = None
+    """Which experts the engine routed each token but the last to, ``[length - 1, layers, experts per token]``."""
+    token_nucleus: Nucleus | None = None
+    """The ids that each token was sampled from."""
 
     @classmethod
     def from_samples(
@@ -71,6 +76,7 @@ class TrainBatch:
             first = with_log_probs.index(False)
             raise TrainerError(f"sample {first} has no rollout_log_probs while others do; give them to all or to none.")
 
+        replayed = _replayed(flat)
         tokens, masks, log_probs = [], [], []
         for i, sample in enumerate(flat):
             ids, length = _array(sample.tokens, f"tokens of sample {i}", np.int64), sample.response_length
@@ -111,6 +117,8 @@ class TrainBatch:
             token_rewards=np.concatenate([own[mask] for own, mask in zip(token_rewards, masks, strict=True)]),
             token_rollout_mask_sums=np.repeat(sums, counts),
             token_log_probs=np.concatenate(log_probs) if log_probs else None,
+            experts=[np.asarray(sample.rollout_routed_experts) for sample in flat] if replayed else None,
+            token_nucleus=_nucleus(flat, masks),
         )
 
     @property
@@ -196,18 +204,30 @@ class MicroBatch:
     """``[N]``: the token ids."""
     token_index: NDArray[np.int64]
     """``[N]``: where the tokens are in the batch's ``token_...`` arrays."""
+    experts: NDArray[Any] | None = None
+    """``[L, layers, experts per token]``: those of the engine."""
+    nucleus: Nucleus | None = None
+    """Of the ``N`` tokens: the ids that the engine sampled from."""
     has_advantage: bool = True
     """Whether any of the tokens has an advantage other than 0; without one they have no part in the gradient."""
 
     @classmethod
-    def of(cls, sequences: Sequence[NDArray[np.int64]], *, sources: NDArray[np.int64], **fields: Any) -> MicroBatch:
-        """``sequences`` laid out; each shares with the one before it what they have in common, so their order counts.
+    def of(
+        cls,
+        sequences: Sequence[NDArray[np.int64]],
+        *,
+        sources: NDArray[np.int64],
+        experts: Sequence[NDArray[Any]] | None = None,
+        **fields: Any,
+    ) -> MicroBatch:
+        """``sequences`` laid out; each shares with the one before it what they have in common, so their order counts;
+        with ``experts`` of each they share nothing, for the engine may have routed equal tokens differently.
         ``sources`` are counted in ``sequences`` laid end to end; ``fields`` are the other fields."""
         lengths = np.array([len(ids) for ids in sequences])
         cells = np.zeros((len(sequences), int(lengths.max())), dtype=np.int64)
         width, n_ids, rows, homes = cells.shape[1], 0, [], []
         for row, ids in enumerate(sequences):
-            known = common_prefix(sequences[row - 1], ids) if row else 0
+            known = common_prefix(sequences[row - 1], ids) if row and experts is None else 0
             new = len(ids) - known
             cells[row, :known] = cells[row - 1, :known]
             cells[row, known : len(ids)] = np.arange(n_ids, n_ids + new)
@@ -217,6 +237,8 @@ class MicroBatch:
         homes = np.concatenate(homes)
         end_to_end = np.concatenate([cells[row, :length] for row, length in enumerate(lengths)])
         laid_out: Any = {"ids": np.concatenate(rows), "positions": homes % width, "cells": cells, "homes": homes}
+        if experts is not None:
+            laid_out["experts"] = np.concatenate(experts)
         return cls(**laid_out, sources=end_to_end[sources], **fields)
 
 
@@ -246,6 +268,7 @@ def make_microbatches(
     without such a token are left out.
     """
     sequences = {int(i): batch.tokens[i][: batch.target_positions[i][-1]] for i in samples if batch.token_counts[i]}
+    sharing = sharing and batch.experts is None
     advantage = {i: bool(batch.token_rewards[slice(*batch.token_offsets[i : i + 2])].any()) for i in sequences}
 
     def place(i: int) -> tuple[Any, ...]:
@@ -258,7 +281,7 @@ def make_microbatches(
     for i in sorted(sequences, key=place):
         length = new = len(sequences[i])
         if bucket:
-            new -= common_prefix(sequences[bucket[-1]], sequences[i])
+            new -= common_prefix(sequences[bucket[-1]], sequences[i]) if batch.experts is None else 0
             cells = (len(bucket) + 1) * max(width, length)
             full = n_ids + new > max_tokens or cells > 2 * max_tokens if sharing else cells > max_tokens
             if full or advantage[i] != advantage[bucket[0]]:
@@ -275,15 +298,55 @@ def _pack(batch: TrainBatch, samples: list[int], sequences: dict[int, NDArray[np
     """One microbatch of ``samples``."""
     lengths = np.array([len(sequences[i]) for i in samples])
     starts = np.cumsum(lengths) - lengths
+    index = np.concatenate([np.arange(*batch.token_offsets[i : i + 2]) for i in samples])
     return MicroBatch.of(
         [sequences[i] for i in samples],
+        nucleus=None if batch.token_nucleus is None else batch.token_nucleus.of(index),
+        experts=None if batch.experts is None else [batch.experts[i][: len(sequences[i])] for i in samples],
         sources=np.concatenate(
             [start + batch.target_positions[i] - 1 for i, start in zip(samples, starts, strict=True)]
         ),
         targets=np.concatenate([batch.tokens[i][batch.target_positions[i]] for i in samples]),
-        token_index=(index := np.concatenate([np.arange(*batch.token_offsets[i : i + 2]) for i in samples])),
+        token_index=index,
         has_advantage=bool(batch.token_rewards[index].any()),
     )
+
+
+def _replayed(samples: Sequence[Sample]) -> bool:
+    """Whether the samples have routed experts: all, or none."""
+    having = [getattr(sample, "rollout_routed_experts", None) is not None for sample in samples]
+    if any(having) and not all(having):
+        first = having.index(False)
+        raise TrainerError(
+            f"sample {first} has no rollout_routed_experts while others do; give them to all or to none."
+        )
+    for i, sample in enumerate(samples if any(having) else ()):
+        shape = np.shape(sample.rollout_routed_experts)
+        rows = f"rollout_routed_experts of sample {i} has shape {shape}"
+        _require(len(shape) == 3 and shape[0] == len(sample.tokens) - 1, f"{rows}; it has {len(sample.tokens)} tokens.")
+    return any(having)
+
+
+def _nucleus(samples: Sequence[Sample], masks: Sequence[NDArray[np.bool_]]) -> Nucleus | None:
+    """Of the tokens under the mask; a token that nothing is known of keeps all ids, which an empty row says."""
+    if all(getattr(sample, "rollout_top_p_token_offsets", None) is None for sample in samples):
+        return None
+    ids, counts = [], []
+    for i, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
+        if sample.rollout_top_p_token_offsets is None:
+            counts.append(np.zeros(int(mask.sum()), dtype=np.int64))
+            continue
+        own, offsets = (np.asarray(v) for v in (sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets))
+        _require(
+            len(offsets) == len(mask) + 1 and offsets[-1] == len(own),
+            f"rollout_top_p_token_offsets of sample {i} has {len(offsets)} entries for {len(mask)} response tokens.",
+        )
+        lengths = np.diff(offsets)
+        ids.append(own[np.repeat(mask, lengths)])
+        counts.append(lengths[mask])
+    flat = np.concatenate(ids) if ids else np.zeros(0)
+    offsets = np.concatenate(([0], np.cumsum(np.concatenate(counts))))
+    return Nucleus(flat.astype(np.int32), offsets.astype(np.int32))
 
 
 def _require(fits: Any, text: str) -> None:

@@ -20,6 +20,9 @@ MAX_LOG_RATIO = 20.0
 """Ratios of probabilities are clamped to ``exp`` of this, beyond which float32 soon has only infinity."""
 
 
+_NEVER = -1e30  # as a logit: no probability at any temperature, and 0 times it is 0
+
+
 class PolicyTerms(NamedTuple):
     """All ``[N]``, one entry per token."""
 
@@ -34,6 +37,16 @@ def token_log_probs(logits: Tensor, targets: Tensor, *, temperature: float = 1.0
     ``targets`` ``[N]`` token ids."""
     scaled = _scale(logits, temperature)
     return scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(-1)
+
+
+def keep_nucleus(logits: Tensor, targets: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
+    """``logits`` ``[N, vocabulary]`` of only what each token was sampled from: ``counts`` ``[N]`` of ``ids`` each, laid
+    end to end, and the target itself, which the engine's rounding may have left out. Rows of no ids keep all."""
+    keep = (counts == 0).unsqueeze(1).expand_as(logits).clone()
+    rows = torch.repeat_interleave(torch.arange(len(counts), device=logits.device), counts)
+    keep[rows, ids] = True
+    keep[torch.arange(len(targets), device=logits.device), targets] = True
+    return logits.masked_fill(~keep, _NEVER)
 
 
 def token_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:

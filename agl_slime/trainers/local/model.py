@@ -19,12 +19,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from agl_slime.errors import ConfigError
 from agl_slime.trainers.local.batch import MicroBatch
+from agl_slime.trainers.local.experts import force_experts
 
 _PACKED = "agl_slime_packed"  # the name of our attention among transformers'
 _WORTH_PACKING = 0.9
@@ -64,10 +65,13 @@ def hidden_at(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
         for array in (micro.ids, micro.positions, micro.cells, micro.homes, micro.sources)
     )
     body: Any = model.base_model
+    experts = None if micro.experts is None else torch.from_numpy(micro.experts.astype(np.int64)).to(model.device)
     if len(ids) < _WORTH_PACKING * cells.numel() and packs(model):
         packed = _Packed(cells, homes)
+        force_experts(model, experts)
         output = body(input_ids=ids[None], position_ids=positions[None], use_cache=False, packed=packed)
         return output.last_hidden_state[0, sources]
+    force_experts(model, None if experts is None else experts[cells].flatten(0, 1))
     return body(input_ids=ids[cells], use_cache=False).last_hidden_state.flatten(0, 1)[homes[sources]]
 
 
@@ -75,7 +79,9 @@ def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """The logits ``[N, vocabulary]`` of ``hidden`` ``[N, hidden]``: the model with its body left out, so that what it
     does to its logits (scaling, soft-capping) still happens."""
     body: Any = model.base_model
-    known = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden.unsqueeze(0))  # pyright: ignore[reportArgumentType]
+    experts = getattr(model.config, "num_experts_per_tok", None) is not None  # whose models look for router logits
+    kind: Any = MoeModelOutputWithPast if experts else BaseModelOutputWithPastAndCrossAttentions
+    known = kind(last_hidden_state=hidden.unsqueeze(0))
     body.forward = lambda *_, **__: known
     try:
         return model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=hidden.device)).logits.squeeze(0)

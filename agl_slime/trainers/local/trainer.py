@@ -29,7 +29,7 @@ from agl_slime.trainers.base import TokenScores
 from agl_slime.trainers.local import lora
 from agl_slime.trainers.local.batch import MicroBatch, TrainBatch, make_microbatches, split_minibatches, token_staleness
 from agl_slime.trainers.local.hardware import bfloat16_wanted, in_own_thread, set_threads, torch_device
-from agl_slime.trainers.local.loss import Objective, token_entropy, token_log_probs, token_weights
+from agl_slime.trainers.local.loss import Objective, keep_nucleus, token_entropy, token_log_probs, token_weights
 from agl_slime.trainers.local.model import (
     allow_packing,
     checkpoint_layers,
@@ -263,8 +263,12 @@ class LocalTrainer:
             self._tensor(micro.targets).split(size),
             self._tensor(micro.token_index).split(size),
         )
-        for part, targets, index in zip(*parts, strict=True):
+        for number, (part, targets, index) in enumerate(zip(*parts, strict=True)):
             logits = logits_of(model, part.to(model.dtype))  # in bfloat16 they would be rounded by hundredths of a nat
+            if micro.nucleus is not None:
+                own = micro.nucleus.of(np.arange(number * size, number * size + len(targets)))
+                kept = (self._tensor(values.astype(np.int64)) for values in (own.ids, np.diff(own.offsets)))
+                logits = keep_nucleus(logits, targets, *kept)
             log_probs = token_log_probs(logits, targets, temperature=self._temperature)
             with torch.no_grad():
                 entropy = token_entropy(logits, temperature=self._temperature)

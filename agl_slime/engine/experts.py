@@ -1,0 +1,48 @@
+"""Which experts the tokens of a forward pass went through, of transformers' mixtures of experts (Qwen3-MoE, OLMoE,
+Mixtral): their routers answer logits, weights and expert ids."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from agl_slime.errors import ConfigError
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+
+
+def routers_of(model: Any) -> dict[int, Any]:
+    """The routers by the number of their layer; empty for a model without."""
+    found = {}
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith("TopKRouter") and (at := _LAYER.search(name)):
+            found[int(at[1])] = module
+    return found
+
+
+class ExpertCapture:
+    """Keeps what the routers of ``model`` answer, pass by pass."""
+
+    def __init__(self, model: Any) -> None:
+        routers = routers_of(model)
+        if not routers:
+            kind = type(model).__name__
+            raise ConfigError(f"--enable-return-routed-experts: {kind} has no experts known here; leave it out")
+        first = next(iter(routers.values()))
+        self.shape = int(model.config.num_hidden_layers), int(first.top_k)
+        self.dtype = np.uint8 if first.num_experts <= 256 else np.uint16
+        self._seen: dict[int, torch.Tensor] = {}
+        for layer, router in routers.items():
+            router.register_forward_hook(lambda _module, _args, said, layer=layer: self._seen.update({layer: said[2]}))
+
+    def take(self, tokens: int) -> NDArray[Any]:
+        """``[tokens, layers, experts per token]`` of the last pass; zeros for layers without experts."""
+        rows = np.zeros((tokens, *self.shape), dtype=self.dtype)
+        for layer, indices in self._seen.items():
+            rows[:, layer] = indices.numpy()
+        self._seen.clear()
+        return rows

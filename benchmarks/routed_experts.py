@@ -1,0 +1,85 @@
+"""What routed experts cost beside the same rollout without: bytes and CPU, from the engine's answers to slime's Sample.
+
+python -m benchmarks.routed_experts [--layers 48] [--top-k 8] [--turns 8]
+
+"all rows" is what an engine would send if every call asked for the rows of its whole prompt, as slime's own generate
+does; "int32" what a rollout would hold if each turn kept that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from agl_slime.sglang.generation import PartRequest, SamplingParams, parse_generation
+from agl_slime.slime.replay import with_tensors
+from agl_slime.trace.converter import convert_trajectory
+from agl_slime.trace.span_codec import TurnEncoder, decode_turns
+from agl_slime.trace.trajectory import Trajectory
+from agl_slime.trace.turn import Turn
+
+
+def rollout(tokens: int, turns: int, shape: tuple[int, int] | None) -> dict[str, float]:
+    """One rollout of ``turns`` turns, half of whose tokens are sampled; seconds of CPU and bytes."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 150_000, tokens, dtype=np.int32)
+    sampling = SamplingParams(max_new_tokens=tokens, routed_experts=shape)
+    each, start, spent = tokens // turns, 0, dict.fromkeys(("parse", "spans", "sample", "tensor"), 0.0)
+    encoder, spans, wire, naive = TurnEncoder(), list[Any](), 0, 0
+    for turn in range(turns):
+        prompt, end = ids[: turn * each + each // 2], (turn + 1) * each
+        said = ids[len(prompt) : end].tolist()
+        meta: dict[str, Any] = {"finish_reason": {"type": "stop"}}
+        meta["output_token_logprobs"] = [[-0.5, token, None] for token in said]
+        if shape is not None:
+            rows = rng.integers(0, 128, (end - 1 - start, *shape), dtype=np.int32)
+            meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
+            wire += len(meta["routed_experts"])
+            naive += 4 * (end - 1) * shape[0] * shape[1]
+        request = PartRequest(tuple(prompt.tolist()), sampling, start)
+        began = time.process_time()
+        generation = parse_generation({"text": "", "meta_info": meta}, request=request)
+        spent["parse"] += time.process_time() - began
+        link: Any = {"base_turn": turn - 1, "kept_tokens": turn * each} if turn else {}
+        began = time.process_time()
+        made = Turn.from_generation(prompt, generation, **link)
+        spans.append(SimpleNamespace(attributes=encoder.encode(made)))
+        spent["spans"] += time.process_time() - began
+        start = end - 1
+    began = time.process_time()
+    trajectory = Trajectory(rollout_id="a", attempt_id="1", task={}, turns=tuple(decode_turns(spans)), reward=1.0)
+    (sample,) = convert_trajectory(trajectory).samples
+    spent["sample"] = time.process_time() - began
+    held = 0 if sample.rollout_routed_experts is None else sample.rollout_routed_experts.nbytes
+    began = time.process_time()
+    with_tensors([sample])
+    spent["tensor"] = time.process_time() - began
+    stored = sum(len(value) for span in spans for value in span.attributes.values() if isinstance(value, str))
+    tensor = sample.rollout_routed_experts
+    sizes = {"wire": wire, "all rows": naive * 4 / 3, "spans": stored, "Sample": held}
+    sizes |= {"tensor": 0 if tensor is None else tensor.element_size() * tensor.numel(), "int32": naive}
+    return {**{f"{name} ms": 1e3 * value for name, value in spent.items()}, **sizes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("layers", 48), ("top-k", 8), ("turns", 8), ("repeat", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    print(f"{args.layers} layers, {args.top_k} experts per token, {args.turns} turns; least of {args.repeat}")
+    for tokens in (2_048, 32_768):
+        for shape in (None, (args.layers, args.top_k)):
+            found = [rollout(tokens, args.turns, shape) for _ in range(args.repeat)]
+            least = {name: min(one[name] for one in found) for name in found[0]}
+            times = "  ".join(f"{name} {value:8.1f}" for name, value in least.items() if name.endswith("ms"))
+            sizes = "  ".join(f"{name} {value / 1e6:8.2f}" for name, value in least.items() if not name.endswith("ms"))
+            print(f"{tokens:6} tokens, {'with' if shape else 'without':7} | {times} | MB: {sizes}")
+
+
+if __name__ == "__main__":
+    main()

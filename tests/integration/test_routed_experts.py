@@ -1,0 +1,168 @@
+"""The embedded engine's routed experts and nuclei, and the local trainer's replay of them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agl_slime.engine import EmbeddedEngine
+from agl_slime.engine.experts import ExpertCapture
+from agl_slime.errors import ConfigError, TrainerError
+from agl_slime.sglang.check import check_replay
+from agl_slime.sglang.client import SGLangClient
+from agl_slime.sglang.describe import experts_shape_of
+from agl_slime.sglang.generation import Generation, SamplingParams
+from agl_slime.types import Sample, sample_from_fields
+from tests.moe_policy import FAMILIES, LAYERS, TOP_K, save_moe
+from tests.trainer_cases import ONE_STEP, trainer
+
+SAMPLING = SamplingParams(max_new_tokens=12, routed_experts=(LAYERS, TOP_K), extra={"ignore_eos": True})
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    directory = save_moe(tmp_path_factory.mktemp("moe"), family=request.param)
+    with EmbeddedEngine(directory, enable_return_routed_experts=1) as engine:
+        yield engine.url, directory
+
+
+def expected(directory: Path, ids: Sequence[int]) -> np.ndarray[Any, Any]:
+    """By transformers' own forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    capture = ExpertCapture(model)
+    with torch.no_grad():
+        model(torch.tensor([ids[:-1]]))
+    return capture.take(len(ids) - 1)
+
+
+def samples_of(prompts: Sequence[Sequence[int]], answers: Sequence[Generation], *, replay: bool = True) -> list[Sample]:
+    made = []
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        nucleus = answer.nucleus if replay else None
+        made.append(
+            sample_from_fields(
+                tokens=[*prompt, *answer.output_ids],
+                response_length=len(answer.output_ids),
+                loss_mask=[1] * len(answer.output_ids),
+                rollout_log_probs=list(answer.log_probs),
+                rollout_routed_experts=answer.experts.rows if answer.experts is not None and replay else None,
+                rollout_top_p_token_ids=None if nucleus is None else nucleus.ids,
+                rollout_top_p_token_offsets=None if nucleus is None else nucleus.offsets,
+                reward=float(number % 2),
+                group_index=0,
+                rollout_id=number,
+            )
+        )
+    return made
+
+
+async def ask(url: str, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Generation]:
+    async with SGLangClient(base_url=url) as client:
+        return [await client.generate(prompt, sampling) for prompt in prompts]
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    rng = random.Random(3)
+    begin = [rng.randrange(50) for _ in range(20)]  # so that prefixes are copied and not computed
+    return [[*begin, *(rng.randrange(50) for _ in range(rng.randint(1, 9)))] for _ in range(count)]
+
+
+async def test_the_embedded_engine_tells_the_experts_that_transformers_picks(served: tuple[str, Path]) -> None:
+    url, directory = served
+    assert experts_shape_of(str(directory)) == (LAYERS, TOP_K)
+    prompts = prompts_of(4)
+    for prompt, answer in zip(prompts, await ask(url, prompts, SAMPLING), strict=True):
+        assert answer.experts is not None
+        ids = [*prompt, *answer.output_ids]
+        assert np.array_equal(np.sort(answer.experts.rows), np.sort(expected(directory, ids)))
+        async with SGLangClient(base_url=url) as client:
+            later = await client.generate([*ids, 7, 8], SAMPLING, experts_start=len(ids) - 1)
+        assert later.cached_tokens >= 20  # copied from another row, with their experts
+        assert later.experts is not None
+        whole = expected(directory, [*ids, 7, 8, *later.output_ids])
+        assert np.array_equal(np.sort(later.experts.rows), np.sort(whole[len(ids) - 1 :]))
+
+
+async def test_new_weights_of_a_mixture_of_experts_are_loaded(served: tuple[str, Path], tmp_path: Path) -> None:
+    url, directory = served
+    family = "olmoe" if "olmoe" in (directory / "config.json").read_text() else "qwen3_moe"
+    other = save_moe(tmp_path, family=family, router_noise=1.0)
+    async with SGLangClient(base_url=url) as client:
+        await client.update_weights_from_disk(str(other), "2")
+        answer = await client.generate(prompts_of(1)[0], SAMPLING)
+        await client.update_weights_from_disk(str(directory), "3")
+    assert answer.experts is not None
+    ids = [*prompts_of(1)[0], *answer.output_ids]
+    assert np.array_equal(np.sort(answer.experts.rows), np.sort(expected(other, ids)))
+    assert not np.array_equal(np.sort(answer.experts.rows), np.sort(expected(directory, ids)))
+
+
+async def test_with_the_engines_experts_the_trainer_agrees_with_an_engine_whose_router_is_off(
+    served: tuple[str, Path], tmp_path: Path
+) -> None:
+    url, directory = served
+    family = "olmoe" if "olmoe" in (directory / "config.json").read_text() else "qwen3_moe"
+    noisy = save_moe(tmp_path, family=family, router_noise=0.02)
+    prompts = prompts_of(8)
+    async with SGLangClient(base_url=url) as client:
+        await client.update_weights_from_disk(str(noisy), "2")
+        answers = await ask(url, prompts, SAMPLING)
+        await client.update_weights_from_disk(str(directory), "3")
+    differ = {}
+    for replay in (True, False):
+        found = trainer(directory, ONE_STEP).train([samples_of(prompts, answers, replay=replay)], iteration=0)
+        differ[replay] = found["train/logprob_diff_mean"]
+    assert differ[True] < 0.7 * differ[False]
+
+
+async def test_the_trainers_log_probs_are_of_the_nucleus_that_was_sampled_from(served: tuple[str, Path]) -> None:
+    url, directory = served
+    prompts = prompts_of(4)
+    for cut in ({"top_p": 0.6}, {"top_k": 5}):
+        asked = replace(SAMPLING, nucleus=True, temperature=0.7, **cut)
+        answers = await ask(url, prompts, asked)
+        assert all(answer.nucleus is not None and len(answer.nucleus) == 12 for answer in answers)
+        settings = replace(ONE_STEP, temperature=0.7)
+        found = trainer(directory, settings).train([samples_of(prompts, answers)], iteration=0)
+        assert found["train/logprob_diff_max"] < 1e-3
+        whole = trainer(directory, settings).train([samples_of(prompts, answers, replay=False)], iteration=0)
+        assert whole["train/logprob_diff_mean"] > 0.1
+        assert found["train/entropy"] < whole["train/entropy"]
+
+
+async def test_recomputed_layers_are_given_the_same_experts_again(served: tuple[str, Path]) -> None:
+    url, directory = served
+    prompts = prompts_of(4)
+    answers = await ask(url, prompts, SAMPLING)
+    norms = [
+        trainer(directory, ONE_STEP, gradient_checkpointing=again).train([samples_of(prompts, answers)], iteration=0)
+        for again in (False, True)
+    ]
+    assert norms[0]["train/grad_norm"] == pytest.approx(norms[1]["train/grad_norm"], rel=1e-4)
+
+
+async def test_a_run_is_told_before_its_first_batch(served: tuple[str, Path], embedded_engine: str) -> None:
+    url, _ = served
+    assert await check_replay(url, SAMPLING)
+    with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
+        await check_replay(embedded_engine, SAMPLING)
+    with pytest.raises(ConfigError, match="--num-layers"):
+        await check_replay(url, replace(SAMPLING, routed_experts=(LAYERS + 1, TOP_K)))
+
+
+def test_experts_of_another_model_are_refused(policy_dir: Path) -> None:
+    answer = Generation(output_ids=(5, 6), log_probs=(-1.0, -1.0), text="", finish_reason="stop")
+    (sample,) = samples_of([[1, 2]], [answer])
+    sample.rollout_routed_experts = np.zeros((3, LAYERS, TOP_K), dtype=np.uint8)
+    with pytest.raises(TrainerError, match="has none that are known here"):
+        trainer(policy_dir, ONE_STEP, rewards_normalization=False, std_normalization=False).train(
+            [[sample]], iteration=0
+        )
