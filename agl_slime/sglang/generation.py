@@ -24,6 +24,7 @@ Decode = Callable[..., str]
 # "stop string" that matched
 _NAN_MARK = "NaN happened"
 
+_SPECULATED = "spec_accept_token_num", "spec_draft_token_num", "spec_verify_ct"
 _first, _second = itemgetter(0), itemgetter(1)
 
 
@@ -122,6 +123,8 @@ class Generation:
     experts: RoutedExperts | None = None
     """Of prompt and answer, from where they were asked for; ``None`` where not asked for, or lost with a stream."""
     nucleus: Nucleus | None = None
+    speculated: tuple[int, int, int] = (0, 0, 0)
+    """Under speculative decoding the tokens accepted and drafted, and how often drafts were verified."""
 
     @property
     def weight_version(self) -> str | None:
@@ -171,8 +174,14 @@ def parse_generation(
         request_id=str(meta.get("id") or ""),
         latency_s=latency_s,
         top_log_probs=_top_log_probs(meta.get("output_top_logprobs"), where),
+        speculated=_speculated(meta),
         **({} if request is None else _replayed(meta, request, len(ids), kind, where)),
     )
+
+
+def _speculated(meta: Mapping[str, Any]) -> tuple[int, int, int]:
+    accepted, drafted, verified = (meta.get(name) for name in _SPECULATED)
+    return int(accepted or 0), int(drafted or 0), int(verified or 0)
 
 
 def _replayed(meta: Mapping[str, Any], request: PartRequest, count: int, kind: str, where: str) -> dict[str, Any]:

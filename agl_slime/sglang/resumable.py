@@ -145,6 +145,7 @@ class ResumableGeneration:
             top_log_probs=got.top_log_probs + part.top_log_probs,
             experts=_joined_experts(got.experts, part.experts),
             nucleus=_joined_nucleus(got, part),
+            speculated=_added(got.speculated, part.speculated),
         )
         self.done = part.finish_reason == "stop" or (part.finish_reason == "length" and not one_token)
         self._aborted = part.finish_reason == "abort"
@@ -211,6 +212,10 @@ def _so_far(wanted: ResumableGeneration, event: Mapping[str, Any]) -> Generation
     wanted = copy.copy(wanted)
     wanted.add(parse_generation(broken_off(event)))
     return wanted.so_far
+
+
+def _added(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, int]:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2]
 
 
 def _joined_experts(got: RoutedExperts | None, part: RoutedExperts | None) -> RoutedExperts | None:

@@ -47,6 +47,7 @@ EXPERTS: Final = "agl_slime.response.routed_experts"  # base64 of uint8 or uint1
 EXPERTS_SHAPE: Final = "agl_slime.response.routed_experts_shape"  # JSON: [start, rows, layers, experts, bytes, CRC-32]
 NUCLEUS_IDS: Final = "agl_slime.response.nucleus_ids"  # packed int32: what top_p and top_k left of each token
 NUCLEUS_OFFSETS: Final = "agl_slime.response.nucleus_offsets"  # packed int32: where each token's begin, and the end
+SPECULATED: Final = "agl_slime.response.speculated"  # JSON: tokens accepted, drafted, verifications; absent without
 CHECKSUM: Final = "agl_slime.checksum"  # CRC-32 of the whole prompt, the response and the log-probs
 WEIGHT_VERSIONS: Final = "agl_slime.weight_versions"  # JSON: [[version, start, end], …] over the response
 MESSAGES_KEPT: Final = "agl_slime.messages.kept"  # messages taken from the base turn

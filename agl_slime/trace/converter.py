@@ -8,6 +8,7 @@ in no other Sample of the rollout.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -106,7 +107,7 @@ def convert_rollout(
     untrained = sorted({*_left_out(own), *(number for number, turn in enumerate(turns) if turn.untrained)})
     if untrained:
         metadata["untrained_turns"] = untrained
-    return convert_trajectory(
+    conversion = convert_trajectory(
         trajectory,
         tokenizer,
         untrained_turns=frozenset(untrained),
@@ -118,6 +119,10 @@ def convert_rollout(
         group_index=options.get("group_index"),
         rollout_id=options.get("rollout_id"),
     )
+    outside_s = _outside_of_calls(own)
+    for sample in conversion.samples:
+        sample.non_generation_time = outside_s
+    return conversion
 
 
 def convert_trajectory(
@@ -258,6 +263,21 @@ def _left_out(spans: Sequence[Span]) -> Iterator[int]:
         yield from turns if stream is None else (numbers[key] for turn in turns if (key := (stream, turn)) in numbers)
 
 
+def _outside_of_calls(spans: Sequence[Span]) -> float:
+    """Seconds from the first call to the end of the last in which none was under way: tools, the agent."""
+    calls = sorted(
+        (span.start_time, span.start_time + latency)
+        for span in spans
+        if span.start_time is not None
+        and isinstance(latency := span.attributes.get(names.LATENCY_S), float)
+        and math.isfinite(latency)
+    )
+    outside, end = 0.0, calls[0][1] if calls else 0.0
+    for start, ended in calls:
+        outside, end = outside + max(0.0, start - end), max(end, ended)
+    return outside
+
+
 _SAID = (names.TOOLS, names.OPEN_BOUNDARIES, names.STOP_REASON, names.GATEWAY)
 
 
@@ -308,13 +328,18 @@ def _fields(
         prompt = "" if tokenizer is None else tokenizer.decode(tokens[:start], skip_special_tokens=False)
     said = None if tokenizer is None else tokenizer.decode(tokens[start:], skip_special_tokens=False)
     nucleus = segment.nucleus
-    replayed = {
+    replayed: dict[str, Any] = {
         "rollout_routed_experts": segment.experts,
         "rollout_top_p_token_ids": None if nucleus is None else nucleus.ids,
         "rollout_top_p_token_offsets": None if nucleus is None else nucleus.offsets,
     }
+    counts = [sum(turn.speculated[place] for turn in turns) for place in range(3)]
+    if any(counts):
+        completed = sum(len(turn.response_ids) for turn in turns)
+        replayed["spec_info"] = Sample.SpecInfo(*counts, completion_token_num=completed)
     return {
         **replayed,
+        "session_id": trajectory.rollout_id,  # what a router knows all its calls by
         "tokens": tokens,
         "response_length": len(tokens) - start,
         "loss_mask": mask.tolist(),

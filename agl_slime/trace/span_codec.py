@@ -90,6 +90,8 @@ class TurnEncoder:
             attributes[names.LOG_PROBS] = pack_array(turn.log_probs)
         if turn.experts is not None or turn.nucleus is not None:
             attributes |= replay_attributes(turn)
+        if any(turn.speculated):
+            attributes[names.SPECULATED] = json.dumps(turn.speculated)
         if turn.weight_versions:
             versions = [[span.version, span.start, span.end] for span in turn.weight_versions]
             attributes[names.WEIGHT_VERSIONS] = json.dumps(versions)
@@ -221,6 +223,7 @@ def _decode_turn(attributes: Mapping[str, Any], earlier: Sequence[Turn], places:
         base_turn=base_turn,
         kept_tokens=kept,
         fork=None if fork is None else ForkReason(fork),
+        speculated=_speculated(attributes),
         **decode_replay(attributes),
     )
 
@@ -246,6 +249,17 @@ def _weight_versions(attributes: Mapping[str, Any]) -> tuple[WeightSpan, ...]:
         return tuple(WeightSpan(str(version), int(start), int(end)) for version, start, end in listed)
     except (TypeError, ValueError) as error:
         raise TraceError(f"{names.WEIGHT_VERSIONS} must be a list of [version, start, end], got {listed!r}") from error
+
+
+def _speculated(attributes: Mapping[str, Any]) -> tuple[int, int, int]:
+    if names.SPECULATED not in attributes:
+        return 0, 0, 0
+    listed = parse_json(_get(attributes, names.SPECULATED, str), names.SPECULATED)
+    try:
+        accepted, drafted, verified = map(int, listed)
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"{names.SPECULATED} must be three whole numbers, got {listed!r:.80}") from error
+    return accepted, drafted, verified
 
 
 def _output_text(attributes: Mapping[str, Any]) -> str:

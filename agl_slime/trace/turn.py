@@ -37,7 +37,8 @@ class Turn:
     empty for one that is trained.
 
     ``experts`` are the routed experts of the tokens for which ``base_turn`` has none; ``nucleus`` has an entry per
-    response id. Both are ``None`` unless the engine was asked for them.
+    response id. Both are ``None`` unless the engine was asked for them. ``speculated`` counts tokens accepted, tokens
+    drafted and verifications under speculative decoding.
 
     Raises ``TraceError`` when ids are not non-negative int32, log-probs are not finite, or the lengths do not fit.
     """
@@ -60,6 +61,7 @@ class Turn:
     untrained: str = ""
     experts: RoutedExperts | None = None
     nucleus: Nucleus | None = None
+    speculated: tuple[int, int, int] = (0, 0, 0)
 
     def __post_init__(self) -> None:
         for name in ("prompt_ids", "response_ids"):
@@ -107,6 +109,7 @@ class Turn:
             resumed=generation.resumed,
             experts=generation.experts,
             nucleus=generation.nucleus,
+            speculated=generation.speculated,
             **more,
         )
 

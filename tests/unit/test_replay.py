@@ -21,7 +21,7 @@ from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.replay import check_replayed, with_tensors
 from agl_slime.support.agl import LLM
 from agl_slime.trace import attributes as names
-from agl_slime.trace.converter import convert_trajectory
+from agl_slime.trace.converter import _outside_of_calls, convert_trajectory
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.span_codec import TurnEncoder, decode_turns
 from agl_slime.trace.trajectory import Trajectory
@@ -213,3 +213,28 @@ def test_a_group_without_experts_is_refused_under_slimes_flag() -> None:
     group[0].rollout_routed_experts = None
     with pytest.raises(DataSourceError, match="rollout a has no rollout_routed_experts"):
         check_replayed(args, group)
+
+
+def test_speculative_decoding_is_counted_over_parts_and_turns() -> None:
+    wanted = ResumableGeneration(prompt_ids=(1, 2), sampling=SamplingParams(max_new_tokens=3))
+    spec = {"spec_accept_token_num": 2, "spec_draft_token_num": 5, "spec_verify_ct": 1}
+    wanted.add(parse_generation(answer([7, 8], "abort", **spec)))
+    wanted.add(parse_generation(answer([9], "stop", **spec)))
+    first = Turn.from_generation([1, 2], wanted.result(latency_s=0.0))
+    second = Turn.from_generation([1, 2, 7, 8, 9, 4], parse_generation(answer([3], "stop", **spec)))
+    turns = tuple(decode_turns(spans_of([first, second])))
+    (sample,) = convert_trajectory(Trajectory(rollout_id="a", attempt_id="1", task={}, turns=turns, reward=1.0)).samples
+    assert vars(sample.spec_info) == {
+        "spec_accept_token_num": 6,
+        "spec_draft_token_num": 15,
+        "spec_verify_ct": 3,
+        "completion_token_num": 4,
+    }
+    assert sample.session_id == "a"
+
+
+def test_time_outside_of_calls_is_what_no_call_covers() -> None:
+    calls = [(10.0, 2.0), (11.0, 3.0), (16.0, 1.0)]  # two at once until 14, then a tool for two seconds
+    spans = [SimpleNamespace(start_time=at, attributes={names.LATENCY_S: took}) for at, took in calls]
+    assert _outside_of_calls(spans) == 2.0  # type: ignore[arg-type]
+    assert _outside_of_calls([]) == 0.0
