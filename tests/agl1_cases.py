@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from agl_slime.agl1.schemas import Config, LocalConfig
 from agl_slime.agl1.server import ControllerGateway
+from agl_slime.agl1.settings import PYTHON_VARIABLE
 from agl_slime.rollout.access import EngineAccess
+from agl_slime.runner.controller_process import end_agents
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
@@ -69,3 +74,30 @@ def serving_api(*says: str, key: str | None = KEY) -> Iterator[Api]:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with httpx.Client(base_url=gateway.url, headers=headers, timeout=20) as client:
             yield Api(store, gateway, engine, tokenizer, client)
+
+
+@contextmanager
+def local_controller(
+    url: str,
+    log: Path,
+    *,
+    paths: Path,
+    key: str = "none",
+    at_once: int = 3,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[None]:
+    """The unmodified controller for the server at ``url``, as somebody starts it; agents are found in ``paths``."""
+    flags = ["runner_type=local", f"agl_server.url={url}", f"agl_server.key={key}", "local_runner.poll_interval=0.2"]
+    flags += [f"local_runner.maximum_size={at_once}", "hydra.run.dir=.", "hydra.output_subdir=null"]
+    flags += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
+    found = os.pathsep.join((str(paths), os.environ.get("PYTHONPATH", "")))
+    command = [os.environ[PYTHON_VARIABLE], "-m", "agentlightning.controller", *flags]
+    variables = {**os.environ, **(environment or {}), "PYTHONPATH": found}
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, env=variables, stdout=out, stderr=out)
+        try:
+            yield
+        finally:
+            process.kill()
+            process.wait()
+            end_agents(url)

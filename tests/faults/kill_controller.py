@@ -3,6 +3,9 @@
 
 AGL_CONTROLLER_PYTHON=DIR/bin/python python -m tests.faults.kill_controller --rollouts 2000 --kills 50
 
+With ``--train-kills`` it is ``train.py`` itself that is killed, so often, and goes on with ``--resume``; ``--outside``
+lets a controller that somebody else has started live through that.
+
 The agents note what they do in a file, and the ends are followed by the API's own ``/api/rollouts/terminal``: both are
 compared with the run's ledger and with what was trained, and the run is audited.
 """
@@ -13,13 +16,14 @@ import argparse
 import json
 import os
 import random
+import signal
 import socket
 import sqlite3
 import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,13 +34,14 @@ from agl_slime.agl1.settings import PYTHON_VARIABLE
 from agl_slime.audit import audit
 from agl_slime.demo import LOOKUP_POLICY
 from agl_slime.runner.controller_process import agents_of
+from tests.agl1_cases import local_controller
 from tests.faults.train_process import Run, train
 
 KEY = "the-key"
 _GROUP = 4
 _FLAGS = (
     "--runners controller --agent controller_agent:Agent --env-map QUESTION=input.question "
-    f"--n-samples-per-prompt {_GROUP} --max-new-tokens 8 --max-staleness 2 --eval-interval 0 --save-interval 20 "
+    f"--n-samples-per-prompt {_GROUP} --max-new-tokens 8 --max-staleness 2 --eval-interval 0 "
     "--keep-rollouts none"
 )
 # Words of a command line, and what it is: the first that fits.
@@ -62,7 +67,17 @@ class Result:
     seconds: float = 0.0
 
 
-def run(directory: Path, *, rollouts: int, kills: int, seed: int, limit_s: float, batch: int = 8) -> Result:
+def run(
+    directory: Path,
+    *,
+    rollouts: int,
+    kills: int,
+    seed: int,
+    limit_s: float,
+    batch: int = 8,
+    train_kills: int = 0,
+    outside: bool = False,
+) -> Result:
     """A run of so many ``rollouts``, and those that take the place of groups that are lost, in iterations of ``batch``
     groups."""
     rng, began, result = random.Random(seed), time.monotonic(), Result()
@@ -72,45 +87,61 @@ def run(directory: Path, *, rollouts: int, kills: int, seed: int, limit_s: float
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = [*_FLAGS.split(), "--controller-python", os.environ[PYTHON_VARIABLE], "--controller-port", port]
+    flags = [*_FLAGS.split(), "--controller-port", port, "--save-interval", 2 if train_kills else 20]
+    flags += [] if outside else ["--controller-python", os.environ[PYTHON_VARIABLE]]
     flags += ["--tasks", tasks, "--model-path", LOOKUP_POLICY, "--output-dir", output]
     flags += ["--rollout-batch-size", batch, "--num-iterations", -(-rollouts // (batch * _GROUP))]
     path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
     given = {"AGL_KEY": KEY, "WITNESS": str(witness), "PYTHONPATH": path}
     # after so many rewards; a run whose first rollouts fail all together ends
-    moments = sorted(rng.uniform(batch * _GROUP, 0.8 * rollouts) for _ in range(kills))
-    ends: list[str] = []
-    with (
-        train(*flags, environment=given) as process,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"x-api-key": KEY}, timeout=10) as api,
-    ):
-        while process.process.poll() is None:
-            if time.monotonic() - began > limit_s:
-                raise TimeoutError(f"the run takes too long: {process.text[-2000:]}")
-            time.sleep(rng.uniform(0.0, 0.3))  # a moment that nobody has chosen
-            with suppress(httpx.TransportError):  # not yet, or no more
-                ends += _ended_since(api, len(ends))
-            if moments and (rewarded := len(_notes(witness, "rewarded"))) >= moments[0]:
-                kind = rng.choices(["agent", "controller", "over"], [5, 4, 1])[0]
-                if _kill(process, kind, rng):
-                    result.kills[kind] += 1
-                    # some rollout succeeds before the next: three deaths without one end a run
-                    moments = [max(one, rewarded + 1) for one in moments[1:]]
-        code, _ = process.end()
+    moments = sorted(rng.uniform(batch * _GROUP, 0.8 * rollouts) for _ in range(kills + train_kills))
+    kinds = rng.choices(["agent", "controller", "over"], [5, 4, 1], k=kills)
+    kinds += ["train"] * train_kills
+    rng.shuffle(kinds)
+    all_ends: list[str] = []
+    url, code, said = f"http://127.0.0.1:{port}", -signal.SIGKILL, ""
+    with ExitStack() as stack:
+        api = stack.enter_context(httpx.Client(base_url=url, headers={"x-api-key": KEY}, timeout=10))
+        if outside:
+            log, here = directory / "controller.log", Path(__file__).parent
+            stack.enter_context(local_controller(url, log, paths=here, key=KEY, at_once=20, environment=given))
+            given["AGL_CONTROLLER_PYTHON"] = ""
+        while code == -signal.SIGKILL:  # our own
+            resumed = ["--resume"] if (output / "config.json").exists() else []
+            ends: list[str] = []
+            with train(*flags, *resumed, environment=given) as process:
+                while process.process.poll() is None:
+                    if time.monotonic() - began > limit_s:
+                        raise TimeoutError(f"the run takes too long: {process.text[-2000:]}")
+                    time.sleep(rng.uniform(0.0, 0.3))  # a moment that nobody has chosen
+                    with suppress(httpx.TransportError):  # not yet, or no more
+                        ends += _ended_since(api, len(ends))
+                    rewarded = len(_notes(witness, "rewarded"))
+                    if kinds and rewarded >= moments[0] and _kill(process, kinds[0], rng):
+                        result.kills[kinds.pop(0)] += 1
+                        # some rollout succeeds before the next: three deaths without one end a run
+                        moments = [max(one, rewarded + 1) for one in moments[1:]]
+                code, _ = process.end()
+                said = process.text[-2000:]
+            all_ends += ends
     result.seconds = time.monotonic() - began
     if code != 0:
-        result.wrong.append(f"the run ended with {code}: {process.text[-2000:]}")
+        result.wrong.append(f"the run ended with {code}: {said}")
         return result
-    if moments:
-        result.wrong.append(f"{len(moments)} kills found nothing to kill")
-    if left := list(agents_of(f"http://127.0.0.1:{port}")):
+    if kinds:
+        result.wrong.append(f"{len(kinds)} kills found nothing to kill")
+    if left := list(agents_of(url)):
         result.wrong.append(f"{len(left)} agents are left: {left[:3]}")
-    _check(result, output, witness, ends)
+    _check(result, output, witness, all_ends)
     return result
 
 
 def _kill(run: Run, kind: str, rng: random.Random) -> bool:
     """SIGKILL to one process of this kind, or to up to three agents."""
+    if kind == "train":
+        run.process.kill()
+        run.process.wait()
+        return True
     found = []
     for child in run.children():
         with suppress(psutil.Error):
@@ -175,12 +206,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=2_000)
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--train-kills", type=int, default=0)
+    parser.add_argument("--outside", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         limit_s = 300 + 3.0 * options.rollouts
         result = run(
-            Path(directory), rollouts=options.rollouts, kills=options.kills, seed=options.seed, limit_s=limit_s
+            Path(directory),
+            rollouts=options.rollouts,
+            kills=options.kills,
+            seed=options.seed,
+            limit_s=limit_s,
+            train_kills=options.train_kills,
+            outside=options.outside,
         )
     load = f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, seed {options.seed}"
     print(f"{result.rollouts} rollouts, {dict(result.kills)} killed in {result.seconds:.0f} s ({load})")

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,11 +22,11 @@ from agl_slime.datasource.read import collect
 from agl_slime.runner import controller as controllers
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.controller import ControllerPool
-from agl_slime.runner.controller_process import end_agents
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
 from benchmarks.common import Countdown
+from tests.agl1_cases import local_controller
 from tests.faults.scripted_engine import in_thread
 from tests.gateway_cases import TEMPLATE, engine_saying
 from tests.loop_cases import LoopCase, hello_engine
@@ -179,7 +178,7 @@ def test_what_goes_wrong_costs_its_rollout_only_and_has_one_outcome(
 ) -> None:
     small_tokenizer().save_pretrained(tmp_path)
     plan = RunnerPlan(kind="controller", controller=ControllerSettings(agent="an:Agent", port=(port := free_port())))
-    sizes = {"rollout_batch_size": 1, "n_samples_per_prompt": 4}
+    sizes: dict[str, Any] = {"rollout_batch_size": 1, "n_samples_per_prompt": 4}
     limit_s = 2.5 if failure == "timeout" else 60.0
     with (
         hello_engine(token_s=0.05 if fault == "killed_in_a_stream" else 0.0) as engine,
@@ -249,23 +248,6 @@ def test_that_nobody_takes_rollouts_is_said_once_with_the_command(
 # -- the unmodified controller -----------------------------------------------------------------------------------
 
 
-@contextmanager
-def local_controller(url: str, log: Path) -> Iterator[None]:
-    flags = ["runner_type=local", f"agl_server.url={url}", "agl_server.key=none", "local_runner.poll_interval=0.1"]
-    flags += ["local_runner.maximum_size=3"]
-    quiet = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
-    paths = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-    command = [os.environ[PYTHON_VARIABLE], "-m", "agentlightning.controller", *flags, *quiet]
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}, stdout=out, stderr=out)
-        try:
-            yield
-        finally:
-            process.kill()
-            process.wait()
-            end_agents(url)
-
-
 @pytest.mark.controller
 @pytest.mark.skipif(not os.environ.get(PYTHON_VARIABLE), reason=f"{PYTHON_VARIABLE} names no Python of 1.x")
 def test_two_controllers_with_names_share_a_run(tmp_path: Path) -> None:
@@ -279,8 +261,9 @@ def test_two_controllers_with_names_share_a_run(tmp_path: Path) -> None:
         run_blocking(store.add_resources({"main_llm": llm}))
         task = {"q": "2+2?", "a": "four"}
         ids = [run_blocking(store.enqueue_rollout(input=task, mode="train")).rollout_id for _ in range(16)]
+        here = Path(__file__).parent
         url, logs = f"{pool.gateway.url}/controller", [tmp_path / "a.log", tmp_path / "b.log"]
-        with local_controller(f"{url}/a", logs[0]), local_controller(f"{url}/b", logs[1]):
+        with local_controller(f"{url}/a", logs[0], paths=here), local_controller(f"{url}/b", logs[1], paths=here):
             ended = run_blocking(store.wait_for_rollouts(rollout_ids=ids, timeout=120))
         assert len(ended) == len(ids), "\n".join(log.read_text() for log in logs)
         members: list[Any] = [run_blocking(collect(store, rollout_id)) for rollout_id in ids]

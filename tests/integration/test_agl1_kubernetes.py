@@ -19,7 +19,7 @@ from agl_slime.datasource.read import collect
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.controller import ControllerPool
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import LLM
+from agl_slime.support.agl import LLM, RolloutConfig
 from agl_slime.support.threads import run_blocking
 from tests.faults.kubernetes_stub import KubernetesStub
 from tests.faults.scripted_engine import in_thread
@@ -45,6 +45,8 @@ spec:
           env:
             - name: QUESTION
               value: {{ input.question | yaml_escape }}
+            - name: AGL_KEY
+              valueFrom: {secretKeyRef: {name: agl, key: key}}
 """
 
 
@@ -106,7 +108,9 @@ def test_jobs_are_made_from_the_template_and_their_ends_come_back(tmp_path: Path
         llm = LLM(endpoint=engine.url, model=str(tmp_path / "model"), sampling_parameters={"max_new_tokens": 32})
         run_blocking(store.add_resources({"main_llm": llm}))
         ends = ["Complete", "Failed", "gone", "Complete"]
-        rollouts = [run_blocking(store.enqueue_rollout(input={"question": end}, mode="train")) for end in ends]
+        config = RolloutConfig(timeout_seconds=90)
+        asked = [store.enqueue_rollout(input={"question": end}, mode="train", config=config) for end in ends]
+        rollouts = [run_blocking(one) for one in asked]
         ids = [rollout.rollout_id for rollout in rollouts]
         with controller(pool.gateway.url, tmp_path / "config", log):
             ended = run_blocking(store.wait_for_rollouts(rollout_ids=ids, timeout=60))
@@ -116,12 +120,14 @@ def test_jobs_are_made_from_the_template_and_their_ends_come_back(tmp_path: Path
     assert [member.failure for member in members] == [None, "agent_failed", "agent_lost", None]
     assert [member.reward for member in members if member.failure is None] == [1.0, 1.0]
     assert all(member.turns == 1 for member in members)
-    (environment,) = {
-        tuple(sorted((one["name"], one["value"]) for one in job["spec"]["template"]["spec"]["containers"][0]["env"]))
-        for job in cluster.created
-        if job["metadata"]["labels"]["agentlightning/rollout-id"] == ids[0]
-    }
-    assert dict(environment) == {
+    (job,) = (one for one in cluster.created if one["metadata"]["name"] == f"agl-rollout-{ids[0]}")
+    assert job["metadata"]["labels"]["agentlightning/rollout-id"] == ids[0]
+    pod = job["spec"]["template"]["spec"]
+    limits = {name: value for name, value in job["spec"].items() if name != "template"}
+    assert limits == {"backoffLimit": 0, "ttlSecondsAfterFinished": 1200, "activeDeadlineSeconds": 90}
+    assert pod["restartPolicy"] == "Never"
+    # the key stands in the Job, whatever the template says of it
+    assert {one["name"]: one["value"] for one in pod["containers"][0]["env"]} == {
         "QUESTION": "Complete",
         "AGL_KEY": KEY,
         "AGL_OPENAI_BASE_URL": f"{url}/proxy/rollout/{ids[0]}/attempt/0/mode/train/openai/v1",
