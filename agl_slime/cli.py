@@ -68,7 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *rest = arguments
     if command in ("buffer", "gateway"):
         home = "buffer.server" if command == "buffer" else "gateway.remote"
-        return import_module(f"agl_slime.{home}").main(rest)
+        try:
+            serve = import_module(f"agl_slime.{home}").main
+        except MissingDependencyError as error:
+            return _told(Console(stderr=True), error, bool(os.environ.get(DEBUG_VARIABLE)))
+        return serve(rest)
     if command in COMMANDS:
         functions = {"train": _train, "model": _model, "plot": _plot, "report": _report, "view": _view}
         functions |= {"audit": _audit, "doctor": _doctor, "eval": _eval, "export": _export}

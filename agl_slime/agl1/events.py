@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from agl_slime.agl1.schemas import ATTEMPT, EventCreate, RewardData
+from agl_slime.errors import GatewayRequestError
 from agl_slime.support.agl import Span, get_rewards_from_span, make_link_attributes
 from agl_slime.trace import attributes as names
 from agl_slime.trace.reward import REWARD_PREFIX
@@ -55,6 +56,22 @@ def events_of(
             event = {"event_type": kind, "rollout_id": rollout_id, "attempt_id": ATTEMPT, "timestamp": at, "data": data}
             events.append(event)
     return _last_of_each_prompt(events) if triplet else events
+
+
+def refused_call(path: str, refusal: GatewayRequestError, *, model: str) -> tuple[str, dict[str, Any]]:
+    """Name and attributes of the span of a model call that was refused, as 1.0's proxy records one that has failed;
+    without the request, which may be anything."""
+    told = {
+        "model": model,
+        "path": path,
+        "request": {},
+        "response": {"error": {"message": str(refusal), "code": refusal.code, "param": refusal.param}},
+        "server": {"model": model, "version": None},
+        "http_status": refusal.status,
+        "status": "error",
+        "retry_count": 0,
+    }
+    return span_of(EventCreate(event_type="model_request", data=told))
 
 
 def _told(span: Span) -> tuple[str, dict[str, Any]] | None:

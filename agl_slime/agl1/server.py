@@ -25,7 +25,7 @@ import orjson
 from aiohttp import web
 from pydantic import TypeAdapter, ValidationError
 
-from agl_slime.agl1.events import events_of, span_of
+from agl_slime.agl1.events import events_of, refused_call, span_of
 from agl_slime.agl1.rollouts import Rollouts, reason_of
 from agl_slime.agl1.schemas import (
     TERMINAL,
@@ -52,6 +52,7 @@ from agl_slime.trace.attributes import FAILURE_REASON
 
 _STATES: frozenset[str] = frozenset(get_args(State))
 _MOST_LISTED = 1_000
+_MOST_REFUSALS_KEPT = 32  # of one rollout: an agent may ask for ever
 _CREATES = TypeAdapter(list[Create])
 _MODELS = TypeAdapter(list[Model])
 _EXCEPTION_SPAN = "agentlightning.exception"
@@ -276,6 +277,14 @@ class ControllerGateway(StoreGateway):
             told = f"rollout {rollout_id} is not of mode {mode}: use AGL_OPENAI_BASE_URL as it is"
             raise GatewayRequestError(told, status=404, code="unknown_rollout")
         return await self._attempt_of(rollout_id, by=_by(request))
+
+    async def _was_refused(self, attempt: Attempt, path: str, refusal: GatewayRequestError) -> None:
+        refused = sum(count for what, count in attempt.seen.items() if what.startswith("refused/"))
+        if attempt.closed or refused > _MOST_REFUSALS_KEPT:
+            return
+        attempt.write(*refused_call(path, refusal, model=attempt.roles[LLM_RESOURCE].model), time.time())
+        assert attempt.flush is not None
+        await attempt.flush()
 
     async def _attempt_of(self, rollout_id: str, *, by: str) -> Attempt:
         begun = await self.rollouts.begin(rollout_id, by=by)

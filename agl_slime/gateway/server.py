@@ -229,12 +229,16 @@ class Gateway:
         if attempt is not None and refusal.code != THREADS_UNSUPPORTED:  # which its client expects
             attempt.seen[f"refused/{refusal.status}"] += 1
             explain_once(refusal, attempt.rollout_id)
+            await self._was_refused(attempt, path, refusal)
         headers = {"Retry-After": str(RETRY_AFTER_S)} if refusal.status in (429, 503) else {}
         return json_response(protocol.error(refusal), status=refusal.status, headers=headers)
 
     async def _unnamed(self, request: web.Request, path: str, named: dict[str, str | None]) -> web.Response | None:
         """An answer that belongs to no attempt; ``None`` when there is none at this address."""
         return None
+
+    async def _was_refused(self, attempt: Attempt, path: str, refusal: GatewayRequestError) -> None:
+        """A request of ``attempt`` is refused: for who writes that down."""
 
     @staticmethod
     def _shown(request: web.Request, named: dict[str, str | None]) -> list[str]:

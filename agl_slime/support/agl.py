@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.metadata
 import os
 import sys
 import warnings
+
+from agl_slime.errors import MissingDependencyError, UnknownVersionError
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
@@ -51,6 +54,19 @@ try:
         Worker,
     )
     from agentlightning.utils.otel import extract_links_from_attributes, make_link_attributes, query_linked_spans
+except ImportError as error:
+    if (error.name or "").partition(".")[0] != "agentlightning":
+        raise  # a library that it needs, and that is not there
+    try:
+        _found = importlib.metadata.version("agentlightning")
+    except importlib.metadata.PackageNotFoundError:
+        told = "agentlightning is not installed: pip install 'agentlightning>=0.3,<0.4'"
+        raise MissingDependencyError(told) from error
+    _missing = error.name if isinstance(error, ModuleNotFoundError) else str(error)
+    raise UnknownVersionError(
+        f"agentlightning {_found} is installed here, without {_missing}; agl-slime needs 0.3 in its own environment: "
+        "pip install 'agentlightning>=0.3,<0.4' (agents of 1.0 run in another one, named by --controller-python)"
+    ) from error
 finally:
     if _collects:
         gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -214,6 +215,41 @@ def test_triplets_hold_what_the_engine_sampled(api: Api) -> None:
     assert call["data"]["response_token_ids"] == said["choices"][0]["token_ids"]
     assert len(call["data"]["response_log_probs"]) == len(said["choices"][0]["token_ids"])
     assert reward["data"] == {"value": 0.5, "reason": "close"}
+
+
+def test_a_refused_call_is_an_event_that_is_no_turn_and_only_so_many_are_kept(api: Api) -> None:
+    rollout = api.create()
+    assert api.ask(rollout, max_tokens="many").status_code == 400
+    (event,) = api.events(rollout, event_type="model_request")
+    assert (event["data"]["http_status"], event["data"]["status"]) == (400, "error")
+    assert "max_tokens" in event["data"]["response"]["error"]["message"]
+    (triplet,) = api.events(rollout, format="triplet")
+    assert triplet["data"]["response_token_ids"] == []
+    assert (triplet["data"]["http_status"], triplet["data"]["status"]) == (400, "error")
+    for _ in range(40):
+        api.ask(rollout, max_tokens="many")
+    assert len(api.events(rollout, event_type="model_request")) == 32
+    assert api.ask(rollout).status_code == 200
+    assert api.reward(rollout, 1.0).status_code == 200
+    assert api.patch(rollout, state="succeeded").status_code == 200
+    member = member_of(api, rollout)
+    assert (member.failure, member.turns) == (None, 1)
+
+
+def test_the_timeline_tells_queuing_from_running(api: Api) -> None:
+    rollout = api.create()
+    queued = api.http.get(f"/api/rollouts/{rollout}").json()["rollout"]["status"]
+    taken = time.time()
+    assert api.patch(rollout, state="running").status_code == 200
+    running = time.time()
+    assert api.ask(rollout).status_code == 200
+    assert api.reward(rollout, 1.0).status_code == 200
+    assert api.patch(rollout, state="succeeded").status_code == 200
+    timeline = member_of(api, rollout).timeline
+    ((begun, done),) = timeline["calls"]
+    assert timeline["enqueued"] == queued["created_at"] < taken
+    assert taken - 1e-3 <= timeline["enqueued"] + timeline["started"] <= running + 1e-3
+    assert timeline["started"] <= begun <= done <= timeline["ended"]
 
 
 def test_validation_is_of_mode_val_and_of_no_other(api: Api) -> None:
