@@ -67,12 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command, *rest = arguments
     if command in ("buffer", "gateway"):
-        home = "buffer.server" if command == "buffer" else "gateway.remote"
         try:
-            serve = import_module(f"agl_slime.{home}").main
+            return import_module(f"agl_slime.{'buffer.server' if command == 'buffer' else 'gateway.remote'}").main(rest)
         except MissingDependencyError as error:
             return _told(Console(stderr=True), error, bool(os.environ.get(DEBUG_VARIABLE)))
-        return serve(rest)
     if command in COMMANDS:
         functions = {"train": _train, "model": _model, "plot": _plot, "report": _report, "view": _view}
         functions |= {"audit": _audit, "doctor": _doctor, "eval": _eval, "export": _export}
@@ -317,8 +315,7 @@ def _of_a_thread(failed: threading.ExceptHookArgs) -> None:
 
 def _reported(command: Callable[[], None]) -> int:
     """Run a command; what goes wrong is told in one sentence. Returns the exit code."""
-    errors = Console(stderr=True)
-    debug = bool(os.environ.get(DEBUG_VARIABLE))
+    errors, debug = Console(stderr=True), bool(os.environ.get(DEBUG_VARIABLE))
     _configure_logging(errors, debug=debug)
     try:
         command()
