@@ -37,6 +37,7 @@ def test_where_1_x_is_installed_every_command_says_so_in_one_sentence(tmp_path: 
         [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert said.returncode == 2
-    (line,) = said.stderr.strip().splitlines()
+    line, hint = said.stderr.strip().splitlines()
+    assert "agl-slime doctor" in hint
     assert line.startswith("error: agentlightning 1.0.2 is installed here, without agentlightning.adapter")
     assert "pip install 'agentlightning>=0.3,<0.4'" in line
