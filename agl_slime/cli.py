@@ -21,14 +21,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import tyro
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
+from agl_slime.commands import COMMANDS as COMMANDS_THAT_LOOK
 from agl_slime.errors import (
     AglSlimeError,
     ConfigError,
@@ -72,10 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except MissingDependencyError as error:
             return _told(Console(stderr=True), error, bool(os.environ.get(DEBUG_VARIABLE)))
     if command in COMMANDS:
-        functions = {"train": _train, "model": _model, "plot": _plot, "report": _report, "view": _view}
-        functions |= {"audit": _audit, "doctor": _doctor, "eval": _eval, "export": _export}
+        functions: dict[str, Callable[[list[str]], object]] = {"train": _train, "eval": _eval, **COMMANDS_THAT_LOOK}
         functions["chat"] = lambda flags: import_module("agl_slime.run.chat").main(flags)
-        functions["assign-instance-id"] = _assign_instance_ids
         return _reported(partial(functions[command], rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
@@ -132,166 +130,11 @@ def _train(arguments: list[str]) -> None:
     _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
 
 
-def _doctor(arguments: list[str]) -> None:
-    def doctor(sglang_url: str | None = None) -> None:
-        """Say what is installed here, what will be used for what, and what to do about what will not work. Exit code 1
-        where `python train.py` will not run.
-
-        Args:
-            sglang_url: An SGLang server to look for as well.
-        """
-        from agl_slime.run.doctor import examine, used
-
-        lines = []
-        for line in examine(sglang_url=sglang_url):
-            lines.append(line)
-            print(f"{line.verdict:<5}{line.name:<20} {line.text}", flush=True)
-        print(f"\n{used(lines)}")
-        if any(line.verdict == "FAIL" for line in lines):
-            raise AglSlimeError("something that the first command needs is not there")
-
-    tyro.cli(doctor, prog="agl-slime doctor", args=arguments)
-
-
-def _model(arguments: list[str]) -> None:
-    def model(name: tyro.conf.Positional[Path]) -> None:
-        """Fetch a model and print the directory it is in, for --model-path or an SGLang server.
-
-        Args:
-            name: smollm2, a name on the Hugging Face hub, or a directory: of a model, or of a run.
-        """
-        from agl_slime.run.models import find_model
-
-        print(find_model(name, partial(print, file=sys.stderr)))
-
-    tyro.cli(model, prog="agl-slime model", args=arguments)
-
-
 def _eval(arguments: list[str]) -> None:
     from agl_slime.run.evaluate import EvalConfig, run_evaluation
 
     config = tyro.cli(EvalConfig, prog="agl-slime eval", args=arguments)
     _run_until_signal(run_evaluation(config))
-
-
-def _export(arguments: list[str]) -> None:
-    from agl_slime.run.export import export_run
-
-    def export(
-        run_dir: tyro.conf.Positional[Path],
-        to: Literal["sft", "dpo", "messages", "parquet", "hf-dataset"],
-        output: Path | None = None,
-        best: int = 1,
-        min_reward: float | None = None,
-        min_gap: float = 0.0,
-    ) -> None:
-        """Write the rollouts that a run has kept (train with --keep-rollouts all) as data for other trainers.
-
-        Args:
-            run_dir: The directory of a run.
-            to: sft (conversations of the best), dpo (pairs of the best and the worst), messages (all), parquet or
-                hf-dataset (all, with tokens, loss mask and log-probs).
-            output: Where it goes; export-FORMAT in the directory of the run by default.
-            best: For sft, of each group so many.
-            min_reward: Least reward of sft, and of what dpo prefers.
-            min_gap: For dpo, the rewards of a pair differ by more than this.
-        """
-        path, n = export_run(run_dir, to=to, output=output, best=best, min_reward=min_reward, min_gap=min_gap)
-        print(f"{path}: {n} rows")
-
-    tyro.cli(export, prog="agl-slime export", args=arguments)
-
-
-def _plot(arguments: list[str]) -> None:
-    def plot(run_dir: tyro.conf.Positional[Path]) -> None:
-        """Draw the reward.png of a run from its metrics.
-
-        Args:
-            run_dir: The directory of the run.
-        """
-        from agl_slime.report.plot import draw_run
-
-        print(draw_run(run_dir))
-
-    tyro.cli(plot, prog="agl-slime plot", args=arguments)
-
-
-def _report(arguments: list[str]) -> None:
-    def report(
-        run_dirs: tyro.conf.Positional[tuple[Path, ...]], output: Path | None = None, tokenizer: Path | None = None
-    ) -> None:
-        """Write runs as one HTML page that needs no network: trend, steps, rollouts, tokens.
-
-        Args:
-            run_dirs: Directories of runs, or one that has runs in it; also what slime wrote with --dump-details.
-            output: Where the page goes; report.html in the first directory by default.
-            tokenizer: For slime's own runs, a directory with the model's tokenizer.json.
-        """
-        from agl_slime.report.page import write_report
-
-        if not run_dirs:
-            raise ConfigError("name the directory of a run: agl-slime report RUN_DIR")
-        print(write_report(run_dirs, output, tokenizer=tokenizer))
-
-    tyro.cli(report, prog="agl-slime report", args=arguments)
-
-
-def _view(arguments: list[str]) -> None:
-    def show(
-        run_dirs: tyro.conf.Positional[tuple[Path, ...]],
-        follow: bool = False,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        browser: bool = True,
-        tokenizer: Path | None = None,
-    ) -> None:
-        """Show runs in the browser, one or several side by side.
-
-        Args:
-            run_dirs: Directories of runs, or one that has runs in it; also what slime wrote with --dump-details.
-            follow: Show what is new while a run goes on.
-            host: Address to listen on; one that other machines reach needs AGL_SLIME_VIEW_TOKEN.
-            port: Port to listen on; 0 takes a free one.
-            browser: Open the page.
-            tokenizer: For slime's own runs, a directory with the model's tokenizer.json.
-        """
-        from agl_slime.report.view import view
-
-        if not run_dirs:
-            raise ConfigError("name the directory of a run: agl-slime view RUN_DIR")
-        shown = view(run_dirs, host=host, port=port, follow=follow, browser=browser, tokenizer=tokenizer)
-        asyncio.run(shown)
-
-    tyro.cli(show, prog="agl-slime view", args=arguments)
-
-
-def _audit(arguments: list[str]) -> None:
-    def check(run_dir: tyro.conf.Positional[Path]) -> None:
-        """Prove from the files of a run that they agree: each task has one end, each sampled token was trained at most
-        once, by weights that were pushed. Exit code 1 where they do not.
-
-        Args:
-            run_dir: The directory of a run that nobody writes to.
-        """
-        from agl_slime.audit import audit
-
-        found = audit(run_dir)
-        for sentence in found.findings:
-            print(sentence)
-        counts = ", ".join(f"{n:,} {name}" for name, n in found.counts.items())
-        if found.findings:
-            raise AglSlimeError(f"{len(found.findings)} findings in {run_dir} ({counts})")
-        state = "" if found.finished else "; the run did not come to its end, so its last iteration may be incomplete"
-        print(f"The files of {run_dir} agree: {counts}{state}.")
-
-    tyro.cli(check, prog="agl-slime audit", args=arguments)
-
-
-def _assign_instance_ids(arguments: list[str]) -> None:
-    from agl_slime.buffer.instance_ids import assign_instance_ids
-
-    output, lines, assigned = tyro.cli(assign_instance_ids, prog="agl-slime assign-instance-id", args=arguments)
-    print(f"{output}: {lines} lines, {assigned} got an instance_id")
 
 
 logger = logging.getLogger(__name__)
@@ -313,7 +156,7 @@ def _of_a_thread(failed: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(failed)
 
 
-def _reported(command: Callable[[], None]) -> int:
+def _reported(command: Callable[[], object]) -> int:
     """Run a command; what goes wrong is told in one sentence. Returns the exit code."""
     errors, debug = Console(stderr=True), bool(os.environ.get(DEBUG_VARIABLE))
     _configure_logging(errors, debug=debug)

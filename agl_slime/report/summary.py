@@ -173,7 +173,7 @@ class Output(Protocol):
     note: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelOfRun:
     """The weights that a run leaves, for the summary."""
 

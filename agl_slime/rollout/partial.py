@@ -217,7 +217,7 @@ def _told(generation: Generation) -> dict[str, Any]:
 
 
 def _generation(told: dict[str, Any]) -> Generation:
-    plain = {name: told[name] for name in _PLAIN} | {"speculated": tuple(told["speculated"])}
+    plain: dict[str, Any] = {name: told[name] for name in _PLAIN} | {"speculated": tuple(told["speculated"])}
     return Generation(
         output_ids=tuple(unpack_token_ids(told["output_ids"]).tolist()),
         log_probs=tuple(unpack_log_probs(told["log_probs"]).tolist()),
