@@ -21,7 +21,8 @@ def replay_sampling(args: Any) -> dict[str, Any]:
             told = f"--num-layers {shape[0]} and --moe-router-topk {shape[1]}"
             raise ConfigError(f"--use-rollout-routing-replay needs the shape of the experts, and there are {told}")
         wanted["routed_experts"] = shape
-    if getattr(args, "rollout_top_p", 1.0) not in (None, 1.0):
+    # a slime whose Sample has no place for kept ids trains without them
+    if getattr(args, "rollout_top_p", 1.0) not in (None, 1.0) and hasattr(Sample, "rollout_top_p_token_ids"):
         wanted["nucleus"] = True
     return wanted
 

@@ -197,7 +197,7 @@ async def _sampling_by_mode(store: BridgeStore) -> dict[str, list[dict[str, Any]
 def test_evaluations_are_sampled_as_slimes_eval_flags_say(tmp_path: Path):
     tasks = write_tasks(tmp_path / "t.jsonl", 4)
     args = args_for(agl_tasks=tasks, agl_eval_tasks=tasks, agl_eval_rollouts=2)
-    args.rollout_temperature, args.rollout_top_p, args.rollout_max_response_len = 1.0, 0.95, 64
+    args.rollout_temperature, args.rollout_top_p, args.rollout_max_response_len = 0.9, 1.0, 64
     args.eval_temperature, args.eval_top_p, args.eval_max_response_len = 0.0, None, 512
     with service_with_runner() as (store, service):
         args.agl_store_url = service.url
@@ -206,8 +206,8 @@ def test_evaluations_are_sampled_as_slimes_eval_flags_say(tmp_path: Path):
                 source.get_samples(1)
                 source.evaluate(0)
         assert asyncio.run(_sampling_by_mode(store)) == {
-            "train": [{"temperature": 1.0, "top_p": 0.95, "max_new_tokens": 64}],
-            "val": [{"temperature": 0.0, "top_p": 0.95, "max_new_tokens": 512}],
+            "train": [{"temperature": 0.9, "top_p": 1.0, "max_new_tokens": 64}],
+            "val": [{"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 512}],
         }
 
 

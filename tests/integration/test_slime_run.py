@@ -87,9 +87,15 @@ class StandIn:
 def parse(flags: Sequence[str]) -> Any:
     """slime's flags, as far as these tests give any."""
     parser = argparse.ArgumentParser()
-    for name in ("num-rollout", "rollout-batch-size", "n-samples-per-prompt", "rollout-max-response-len"):
+    for name in (
+        "num-rollout",
+        "rollout-batch-size",
+        "n-samples-per-prompt",
+        "rollout-max-response-len",
+        "rollout-top-k",
+    ):
         parser.add_argument(f"--{name}", type=int)
-    for name in ("rollout-temperature", "rollout-top-p", "eval-temperature"):
+    for name in ("rollout-temperature", "eval-temperature"):
         parser.add_argument(f"--{name}", type=float)
     parser.add_argument("--colocate", action="store_true")
     parser.add_argument("--load")
@@ -188,8 +194,8 @@ async def test_the_record_of_a_slime_run_is_what_the_page_shows(engine: str, tmp
 
 async def test_slimes_sampling_flags_reach_the_agents(engine: str, tmp_path: Path):
     config = config_for(engine, tmp_path, 1, numbered(3), temperature=0.8, max_new_tokens=7)
-    await run(config, "--rollout-top-p", "0.9")
-    assert NumbersAgent.sampling == [{"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 7}] * BATCH * SIZE
+    await run(config, "--rollout-top-k", "9")
+    assert NumbersAgent.sampling == [{"temperature": 0.8, "top_k": 9, "max_new_tokens": 7}] * BATCH * SIZE
 
 
 @pytest.mark.parametrize("by_group", [True, False])

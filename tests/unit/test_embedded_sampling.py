@@ -20,7 +20,7 @@ def rows(*params: tuple[float, float, int]) -> RowParams:
 def test_log_probs_are_of_the_scaled_distribution_before_any_cut() -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     params = rows((0.5, 1.0, ALL_TOKENS), (1.0, 0.3, ALL_TOKENS), (2.0, 1.0, 4), (1.0, 1.0, 1))
-    ids, log_probs, _ = sample(logits, params, torch.Generator().manual_seed(1))
+    ids, log_probs, *_ = sample(logits, params, torch.Generator().manual_seed(1))
     for row, temperature in enumerate((0.5, 1.0, 2.0, 1.0)):
         expected = torch.log_softmax(logits[row] / temperature, dim=-1)[ids[row]]
         assert float(log_probs[row]) == pytest.approx(float(expected), abs=1e-6)
@@ -54,7 +54,7 @@ def test_a_token_without_weight_is_never_drawn() -> None:
     logits = torch.full((20_000, 5), -float("inf"))
     logits[:, 1] = 0.0
     logits[:, 3] = -3.0
-    ids, log_probs, _ = sample(logits, rows(*[(1.0, 1.0, ALL_TOKENS)] * 20_000), torch.Generator().manual_seed(4))
+    ids, log_probs, *_ = sample(logits, rows(*[(1.0, 1.0, ALL_TOKENS)] * 20_000), torch.Generator().manual_seed(4))
     assert set(ids.tolist()) == {1, 3}
     assert bool(torch.isfinite(log_probs).all())
 
@@ -72,7 +72,7 @@ def test_a_large_vocabulary_is_drawn_from_as_a_small_one_is() -> None:
     for token, logit in likely.items():
         logits[token] = logit
     count = 20_000
-    ids, log_probs, _ = sample(
+    ids, log_probs, *_ = sample(
         logits.expand(count, -1), rows(*[(1.0, 1.0, ALL_TOKENS)] * count), torch.Generator().manual_seed(5)
     )
     expected = torch.softmax(logits, dim=-1)
