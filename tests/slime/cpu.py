@@ -80,8 +80,11 @@ class CpuTrainActor(TrainRayActor):
         self.train_parallel_config = self._get_parallel_config()
         self.trainer = LocalTrainer(
             model_path=args.hf_checkpoint,
-            # the rewards in slime's batch are advantages already
-            settings=LocalTrainerSettings(temperature=args.rollout_temperature, rewards_normalization=False),
+            # the rewards in slime's batch are advantages already; log-probs are of the whole batch before any step, as
+            # Megatron's are
+            settings=LocalTrainerSettings(
+                temperature=args.rollout_temperature, rewards_normalization=False, old_log_probs="recompute"
+            ),
         )
         self.version = 0
         latest = Path(args.load or "") / "latest_checkpointed_iteration.txt"  # Megatron's name
