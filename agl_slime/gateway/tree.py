@@ -65,6 +65,23 @@ class Match:
     fork: ForkReason | None
 
 
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """A way through what is held: where it is, the last answer on it, and the walk and message before."""
+
+    state: int
+    node: Node | None
+    before: tuple[()] | tuple[Walk, Message]
+    line: Line | None
+
+    def held(self) -> list[Message]:
+        messages, walk = [], self
+        while walk.before:
+            walk, message = walk.before
+            messages.append(message)
+        return messages[::-1]
+
+
 @dataclass(eq=False)
 class Tree:
     """The conversations that share one chat template and one set of tools; ``open_session`` makes the first."""
@@ -73,7 +90,8 @@ class Tree:
     open_session: OpenSession
     ambiguous: int = 0  # answers that could have been several
     _states: int = 0
-    _plain: dict[tuple[int, Hashable], tuple[int, Message]] = field(default_factory=dict)
+    # messages that nobody sampled here; with one key are those that differ in white space at their ends
+    _plain: dict[tuple[int, Hashable], list[tuple[int, Message]]] = field(default_factory=dict)
     _answers: dict[tuple[int, Hashable], list[Node]] = field(default_factory=dict)
     _lines: dict[int, Line] = field(default_factory=dict)  # the last line through each state
     _seen: set[Hashable] = field(default_factory=set)  # answers, and results of tools
@@ -81,21 +99,15 @@ class Tree:
 
     def find(self, messages: Sequence[Message]) -> Match:
         """What of a request is known."""
-        state, node, held, several = 0, None, [], False
-        line = self._lines.get(0)
-        for message in messages:
-            before = self.ambiguous
-            answer = self._answer(state, message) if message["role"] == "assistant" else None
-            if answer is not None:
-                state, node = answer.state, answer
-                held.append(answer.held)
-            elif (found := self._other(state, message)) is not None:
-                state = found[0]
-                held.append(found[1])
-            else:
+        walks, several = [Walk(0, None, (), self._lines.get(0))], False
+        for at, message in enumerate(messages, 1):
+            before, last = self.ambiguous, at == len(messages)
+            further = [step for walk in walks for step in self._further(walk, message, last=last)]
+            if not further:
                 several = self.ambiguous > before
                 break
-            line = self._lines.get(state, line)
+            walks, self.ambiguous = further, before
+        state, node, line, held = walks[0].state, walks[0].node, walks[0].line, walks[0].held()
         rest = list(messages[len(held) :])
         if several:  # or the line that it branches from would take it for its own
             rest[0] = {**rest[0], "sampled": "by one of several"}
@@ -129,9 +141,12 @@ class Tree:
             if not match.keys and match.node is not None:
                 state = match.node.before
         for message, keys in rest:
-            at = self._plain.get((state, keys[0])) or (self._new_state(), message)
+            known = self._plain.get((state, keys[0]), ())
+            at = next((one for one in known if one[1]["content"] == message["content"]), None)
+            at = at or (self._new_state(), message)
             for key in keys:
-                self._plain.setdefault((state, key), at)
+                same = self._plain.setdefault((state, key), [])
+                same += [] if at in same else [at]
             state = at[0]
             self._lines[state] = line
             if message["role"] == "tool":
@@ -157,6 +172,15 @@ class Tree:
         self._states += 1
         return self._states
 
+    def _further(self, walk: Walk, message: Message, *, last: bool) -> list[Walk]:
+        """The walks after one message more, the likeliest first: several where it was held in several forms."""
+        if message["role"] == "assistant" and (node := self._answer(walk.state, message)) is not None:
+            return [Walk(node.state, node, (walk, node.held), self._lines.get(node.state, walk.line))]
+        return [
+            Walk(state, walk.node, (walk, held), self._lines.get(state, walk.line))
+            for state, held in self._other(walk.state, message, exact=last)
+        ]
+
     def _answer(self, state: int, message: Message) -> Node | None:
         for key in answer_keys(message):
             nodes = self._answers.get((state, key), ())
@@ -168,13 +192,17 @@ class Tree:
             return None
         return None
 
-    def _other(self, state: int, message: Message) -> tuple[int, Message] | None:
-        """The state after a message that nobody sampled here, and the message as it came first."""
-        found = (self._plain.get((state, key)) for key in _keys(message))
-        known = next((at for at in found if at is not None), None)
-        if known is None or message["role"] != "assistant":
-            return known
-        return known if same_words(message, known[1]) or same_words(known[1], message) else None
+    def _other(self, state: int, message: Message, *, exact: bool) -> list[tuple[int, Message]]:
+        """The states after a message that nobody sampled here, and the message as it came there. White space at its end
+        may differ, but for one that is to be answered (``exact``): the answer would be to another prompt."""
+        found: list[tuple[int, Message]] = []
+        for key in _keys(message):
+            found += [at for at in self._plain.get((state, key), ()) if at not in found]
+        same = [at for at in found if at[1]["content"] == message["content"]]
+        found = same if exact else [*same, *(at for at in found if at not in same)]
+        if message["role"] != "assistant":
+            return found
+        return [at for at in found if same_words(message, at[1]) or same_words(at[1], message)]
 
     def _kind(self, messages: Sequence[Message], known: int, node: Node | None, line: Line | None) -> ForkReason | None:
         """Why a request does not go on from the end of a line, as far as messages tell more than tokens do."""

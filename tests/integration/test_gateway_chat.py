@@ -127,6 +127,23 @@ def test_several_choices_are_branches_of_one_prompt() -> None:
         trained_once(case.turns, case.segments)
 
 
+def test_what_is_to_be_answered_is_asked_as_it_is_and_white_space_in_the_history_is_no_fork() -> None:
+    def to(text: str, *then: str) -> list[Any]:
+        roles = ("user", "assistant", "user")
+        return [{"role": role, "content": said} for role, said in zip(roles, (text, *then), strict=False)]
+
+    with serving("one", "two", "three", "four", "five", "six") as case:
+        prompts = [to("2+2="), to("2+2= "), to("2+2= ", "two", "And?"), to("2+2=\n", "one", "And?")]
+        prompts += [to("Say.", "A:"), to("Say.", "A: ")]
+        for messages in prompts:
+            ask(case, messages)
+        asked = [case.tokenizer.decode(turn.prompt_ids) for turn in case.turns]
+        assert ["2+2= " in text for text in asked] == [False, True, True, False, False, False]
+        assert asked[-2].endswith("A:")
+        assert asked[-1].endswith("A: ")
+        assert [len(segment.placements) for segment in case.segments] == [2, 2, 1, 1]
+
+
 def test_the_runs_sampling_is_imposed_and_counted() -> None:
     with serving("hello") as case:
         ask(case, temperature=0.0, top_p=0.5, seed=3, max_tokens=7, stop=["zzz"])
