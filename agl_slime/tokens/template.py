@@ -17,6 +17,7 @@ is rendered whole from there on. The cost stays linear.
 from __future__ import annotations
 
 import functools
+import json
 import marshal
 import re
 import threading
@@ -47,6 +48,7 @@ _QUESTIONS: list[Message] = [
     {"role": "assistant", "content": _SENTINEL},
     {"role": "user", "content": "?"},
 ]
+_CALL = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 
 
@@ -109,7 +111,24 @@ class ChatTemplate:
         return self._as_is(self._with_systems_first(messages), opening=opening)
 
     def _as_is(self, messages: Sequence[Message], *, opening: bool) -> str:
+        if any(message.get("tool_calls") for message in messages) and self._writes_arguments_as_text:
+            messages = [_with_arguments_as_text(message) for message in messages]
         return render_chat(self.tokenizer, messages, tools=self._tools, opening=opening, **self._kwargs)
+
+    @functools.cached_property
+    def _writes_arguments_as_text(self) -> bool:
+        """Whether arguments of calls are to be JSON in a string (DeepSeek-V3), and objects are refused."""
+        objects: list[Message] = [*_QUESTIONS[:1], {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+        texts = [_with_arguments_as_text(message) for message in objects]
+
+        def refused(messages: list[Message]) -> bool:
+            try:
+                render_chat(self.tokenizer, messages, tools=self._tools, opening=True, **self._kwargs)
+            except PromptError:
+                return True
+            return False
+
+        return refused(objects) and not refused(texts)
 
     def _with_systems_first(self, messages: Sequence[Message]) -> Sequence[Message]:
         """``messages`` with the system's and the developer's as one at the beginning, where the template refuses or
@@ -247,6 +266,21 @@ def chat_template(
     there = has_chat_template(tokenizer) or (template_kwargs or {}).get("chat_template")
     kind = ChatTemplate if there else NoTemplate
     return kind(tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs)
+
+
+def _with_arguments_as_text(message: Message) -> Message:
+    """``message`` with the arguments of its calls as JSON in strings."""
+
+    def of(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            return dict(call)
+        function = {**function, "arguments": json.dumps(arguments or {}, ensure_ascii=False)}
+        return {**call, "function": function} if "function" in call else function
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [of(call) for call in calls]} if calls else message
 
 
 def _text_of(message: Message) -> str:

@@ -12,6 +12,7 @@ from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate
 from tests.chat_templates import CHATML, SYSTEM_FIRST, TAKES_TURNS
 from tests.conversations import answer
+from tests.model_templates import Ways, template_of
 from tests.trace_tokenizers import small_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -43,6 +44,13 @@ def test_a_template_that_writes_system_messages_anywhere_gets_them_as_they_are()
 
 def test_a_developers_message_is_the_systems_where_a_template_knows_only_that() -> None:
     assert rendered(SYSTEM_FIRST, DEVELOPER, QUESTION).startswith("<|im_start|>system\nUse tools.")
+
+
+def test_arguments_are_objects_but_where_a_template_can_only_write_text() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": "é", "n": {"y": 1e10}}}}
+    messages = (QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]})
+    assert '<tool_call>f\n{"x": "é", "n": {"y": 10000000000.0}}' in rendered(template_of(Ways(calls="text")), *messages)
+    assert "x=é\nn={" in rendered(template_of(Ways(calls="items")), *messages)
 
 
 def test_a_system_message_in_the_middle_forks_where_it_has_to_stand_first_and_not_elsewhere() -> None:
