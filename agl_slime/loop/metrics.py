@@ -88,10 +88,11 @@ def staleness_metrics(groups: Sequence[GroupResult], version: str) -> dict[str, 
 
 
 def eval_metrics(groups: Sequence[GroupResult]) -> dict[str, Any]:
-    """``val/…`` of a validation's rollouts."""
+    """``val/…`` of a validation's rollouts; the interval is over tasks, each of which is a group."""
     members = [member for group in groups for member in group.members]
-    rewards = [member.reward for member in members if member.reward is not None]
-    interval = estimate(rewards)
+    of_tasks = [[member.reward for member in group.members if member.reward is not None] for group in groups]
+    rewards = [reward for own in of_tasks for reward in own]
+    interval = estimate([fmean(own) for own in of_tasks if own])
     bounds = (None, None) if interval is None else (interval.low, interval.high)
     return {
         names.VAL_REWARD_MEAN: fmean(rewards) if rewards else None,

@@ -8,22 +8,38 @@ from agl_slime.report.summary import sum_up, summary_rows
 from agl_slime.support.intervals import estimate
 
 
-def validation(*rewards: float | None) -> dict[str, object]:
-    members = [
-        MemberResult(
-            rollout_id=str(n), group_id=str(n), mode="val", reward=reward, failure=None if reward is not None else "x"
+def validation(*tasks: tuple[float | None, ...]) -> dict[str, object]:
+    groups = []
+    for task, rewards in enumerate(tasks):
+        members = [
+            MemberResult(
+                rollout_id=f"{task}-{n}",
+                group_id=str(task),
+                mode="val",
+                reward=reward,
+                failure=None if reward is not None else "x",
+            )
+            for n, reward in enumerate(rewards)
+        ]
+        groups.append(
+            GroupResult(group_id=str(task), mode="val", size=len(members), members=tuple(members), ready=True)
         )
-        for n, reward in enumerate(rewards)
-    ]
-    return eval_metrics([GroupResult(group_id="g", mode="val", size=len(members), members=tuple(members), ready=True)])
+    return eval_metrics(groups)
 
 
 def test_a_validation_has_the_interval_of_its_rewards_and_failures_are_none_of_them() -> None:
-    found, wanted = validation(0.0, 1.0, 1.0, None), estimate([0.0, 1.0, 1.0])
+    found, wanted = validation((0.0,), (1.0,), (1.0,), (None,)), estimate([0.0, 1.0, 1.0])
     assert wanted is not None
     assert (found["val/reward_low"], found["val/reward_high"]) == (wanted.low, wanted.high)
-    alone = validation(1.0)
+    alone = validation((1.0,))
     assert (alone["val/reward_low"], alone["val/reward_high"]) == (None, None)
+
+
+def test_several_rollouts_of_a_task_are_one_value_of_the_interval() -> None:
+    found, wanted = validation((0.0, 1.0, 0.5), (1.0, 1.0, None), (0.0, 0.0, 0.0)), estimate([0.5, 1.0, 0.0])
+    assert wanted is not None
+    assert (found["val/reward_low"], found["val/reward_high"]) == (wanted.low, wanted.high)
+    assert found["val/reward_mean"] == 3.5 / 8
 
 
 def test_the_summary_tells_before_and_after_with_their_intervals() -> None:
