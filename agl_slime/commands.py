@@ -98,14 +98,19 @@ def report_command(arguments: list[str]) -> None:
         """Write runs as one HTML page that needs no network: trend, steps, rollouts, tokens.
 
         Args:
-            run_dirs: Directories of runs, or one that has runs in it; also what slime wrote with --dump-details.
+            run_dirs: Directories of runs, or one that has runs in it; also what slime wrote with --dump-details, or the
+                directory of an evaluation.
             output: Where the page goes; report.html in the first directory by default.
             tokenizer: For slime's own runs, a directory with the model's tokenizer.json.
         """
+        from agl_slime.report.eval_page import is_evaluation, write_eval_page
         from agl_slime.report.page import write_report
 
         if not run_dirs:
             raise ConfigError("name the directory of a run: agl-slime report RUN_DIR")
+        if len(run_dirs) == 1 and is_evaluation(run_dirs[0]):
+            print(write_eval_page(run_dirs[0], output))
+            return
         print(write_report(run_dirs, output, tokenizer=tokenizer))
 
     tyro.cli(report, prog="agl-slime report", args=arguments)
@@ -123,7 +128,8 @@ def view_command(arguments: list[str]) -> None:
         """Show runs in the browser, one or several side by side.
 
         Args:
-            run_dirs: Directories of runs, or one that has runs in it; also what slime wrote with --dump-details.
+            run_dirs: Directories of runs, or one that has runs in it; also what slime wrote with --dump-details, or the
+                directory of an evaluation.
             follow: Show what is new while a run goes on.
             host: Address to listen on; one that other machines reach needs AGL_SLIME_VIEW_TOKEN.
             port: Port to listen on; 0 takes a free one.

@@ -16,6 +16,7 @@ from rich.console import Console
 from agl_slime.errors import ConfigError
 from agl_slime.loop.tasks import Task, as_task_source, read_tasks
 from agl_slime.report.console import spell_seconds
+from agl_slime.report.eval_page import write_eval_page
 from agl_slime.report.files import RunDir, dump, open_run_dir, read_object
 from agl_slime.run.models import check_model, find_model
 from agl_slime.run.settings import TrainConfig
@@ -150,9 +151,11 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
                 parts.append(file.lines)
         result = _result(config, told, parts, n_tasks=len(tasks), seed=settings.seed)
         write_file(directory / "eval.json", dump(result, indent=2))
+        page = await run_in_thread(write_eval_page, directory)
     for line in spell_result(result):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
-    console.print(f"{'written to':<14}{directory / 'eval.json'}", highlight=False, soft_wrap=True, markup=False)
+    for name, path in (("written to", directory / "eval.json"), ("page", page)):
+        console.print(f"{name:<14}{path}", highlight=False, soft_wrap=True, markup=False)
     return result
 
 

@@ -1,0 +1,160 @@
+"""``eval.html``: what an evaluation found, and the conversations behind it, two models' side by side.
+
+A page without code: text that a model wrote is escaped, and the content security policy lets nothing run.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from agl_slime.errors import ConfigError
+from agl_slime.report.files import iter_jsonl, read_object
+from agl_slime.support.files import write_file
+
+MOST_BYTES = 9_500_000  # of the file
+MOST_CHARACTERS = 20_000  # of one text in it
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'sha256-{digest}'">
+<title>{title}</title><style>{styles}</style></head>
+<body><header><p class="brand">agl-slime eval</p></header><main><h1>{title}</h1>
+{body}
+</main></body></html>
+"""
+
+
+def is_evaluation(directory: Path) -> bool:
+    return (directory / "eval.json").is_file()
+
+
+def write_eval_page(directory: Path, output: Path | None = None) -> Path:
+    """Write the page of the evaluation in ``directory``: by default ``eval.html`` beside its files. Raises
+    ``ConfigError`` where those are none of an evaluation."""
+    target = output or directory / "eval.html"
+    try:
+        content = _page(directory)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{directory / 'eval.json'} is not what agl-slime eval writes ({why:.200})") from error
+    write_file(target, content.encode("utf-8", "replace"), durable=False)
+    return target
+
+
+def _page(directory: Path) -> str:
+    found = read_object(directory / "eval.json")
+    if found is None:
+        raise ValueError("no JSON object")
+    models = found["models"]
+    samples = [_by_task(iter_jsonl(directory / f"samples-{number + 1}.jsonl")) for number in range(len(models))]
+    inputs = list(iter_jsonl(directory / "tasks.jsonl"))
+    names = [Path(str(model["model"])).name or str(model["model"]) for model in models]
+    if len(set(names)) < len(names):
+        names = [str(model["model"]) for model in models]
+    difference = found.get("difference") or {"gained": [], "lost": []}
+    changed = [*difference["gained"], *difference["lost"]]
+    others = [task for task in range(len(inputs)) if task not in set(changed)]
+    sections = [
+        ("From wrong to right", difference["gained"]),
+        ("From right to wrong", difference["lost"]),
+        ("The other tasks" if changed else "Tasks", others),
+    ]
+    styles = (files("agl_slime.report") / "web" / "page.css").read_text(encoding="utf-8")
+    body, left_out = [*_figures(found, names)], 0
+    room = MOST_BYTES - len(styles)
+    for title, tasks in sections if len(models) > 1 else sections[2:]:
+        body.append(f"<h2>{title}: {len(tasks)}</h2>")
+        for task in tasks:
+            block = _task(task, inputs[task], [own.get(task, []) for own in samples], names)
+            room -= len(block.encode("utf-8", "replace"))
+            if room < 0:
+                left_out += 1
+            else:
+                body.append(block)
+    if left_out:
+        size = f"{MOST_BYTES / 1e6:g} MB"
+        body.append(f'<p class="damage">{left_out} tasks are left out of this file to keep it under {size}.</p>')
+    digest = base64.b64encode(hashlib.sha256(styles.encode()).digest()).decode()
+    title = _escaped(f"{found['settings']['agent']}: {' and '.join(names)}")
+    return _PAGE.format(title=title, digest=digest, styles=styles, body="\n".join(body))
+
+
+def _by_task(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
+    found: dict[int, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        found.setdefault(line["task"], []).append(line)
+    return found
+
+
+def _figures(found: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
+    """The table of means and intervals."""
+    figures = [name for name in found["models"][0] if name == "reward" or name.startswith("pass@")]
+    rows = [(name, model, model["failed"]) for name, model in zip(names, found["models"], strict=True)]
+    if (difference := found.get("difference")) is not None:
+        rows.append(("difference on the same tasks", difference, ""))
+    yield "<table><caption>Means with 95 % intervals (bootstrap over tasks). "
+    yield f"{found['tasks']} tasks, {found['k']} samples of each.</caption>"
+    yield f"<tr><th></th>{''.join(f'<th>{_escaped(name)}</th>' for name in figures)}<th>failed</th></tr>"
+    for name, row, failed in rows:
+        cells = "".join(f"<td>{_estimate(row.get(figure))}</td>" for figure in figures)
+        yield f"<tr><th>{_escaped(name)}</th>{cells}<td>{_escaped(failed)}</td></tr>"
+    yield "</table>"
+    for name, model in zip(names, found["models"], strict=True):
+        for reason, count in model["failures"].items():
+            yield f'<p class="quiet">{_escaped(name)}: {int(count)} x {_escaped(reason)}</p>'
+
+
+def _estimate(value: Mapping[str, Any] | None) -> str:
+    if not value:
+        return ""
+    between = "" if value["low"] is None else f" [{float(value['low']):.3f}, {float(value['high']):.3f}]"
+    return f"{float(value['mean']):.3f}{between}"
+
+
+def _task(number: int, task: Any, samples: Sequence[Sequence[Mapping[str, Any]]], names: Sequence[str]) -> str:
+    """One task: closed it is a line of rewards, open it shows the models' conversations side by side."""
+    rewards = " → ".join(", ".join(_reward(line) for line in own) or "no sample" for own in samples)
+    sides = "".join(
+        f"<section><h3>{_escaped(name)}</h3>{''.join(map(_sample, own))}</section>"
+        for name, own in zip(names, samples, strict=True)
+    )
+    said = json.dumps(task, ensure_ascii=False, indent=1)
+    return (
+        f'<details class="task" id="task-{number}"><summary>Task {number}: {rewards}</summary>'
+        f'<pre>{_escaped(said)}</pre><div class="sides">{sides}</div></details>'
+    )
+
+
+def _reward(line: Mapping[str, Any]) -> str:
+    return _escaped(line["failure"] or "failed") if line["reward"] is None else f"{float(line['reward']):.3g}"
+
+
+def _sample(line: Mapping[str, Any]) -> str:
+    why = f": {line['message']}" if line["reward"] is None and line.get("message") else ""
+    head = f"sample {line['sample']}, {'failed' if line['reward'] is None else 'reward'} {_reward(line)}{_escaped(why)}"
+    said = "".join(
+        f'<p class="quiet">{_escaped(message.get("role", ""))}</p><pre>{_escaped(_words(message))}</pre>'
+        for message in line.get("messages") or ()
+    )
+    return f'<article><p class="quiet">{head}</p>{said}</article>'
+
+
+def _words(message: Mapping[str, Any]) -> str:
+    """What a message says: its content, and the calls in it."""
+    content = message.get("content")
+    said = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
+    calls = message.get("tool_calls")
+    return said + ("\n" + json.dumps(calls, ensure_ascii=False) if calls else "")
+
+
+def _escaped(value: Any) -> str:
+    text = str(value)
+    if len(text) > MOST_CHARACTERS:
+        text = f"{text[:MOST_CHARACTERS]} … ({len(text) - MOST_CHARACTERS} more characters)"
+    return html.escape(text.encode("utf-8", "replace").decode())
