@@ -63,11 +63,12 @@ def main() -> int:
     parser.add_argument("--python", default=os.environ.get("AGL_CONTROLLER_PYTHON"), help="has agentlightning 1.x")
     parser.add_argument("--only", choices=(OURS, THEIRS))
     parser.add_argument("--tables", nargs="*", default=["calls", "memory", "prefixes"])
+    parser.add_argument("--plain", action="store_true", help="answers without what 1.0's proxy adds: ids, log-probs")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        return serve(options.serve, options.model)
+        return serve(options.serve, options.model, plain=options.plain)
     if options.quick:
         options.tokens, options.at_once, options.repeats = options.tokens[1:2], options.at_once[:2], 1
     if not options.python and options.only != OURS:
@@ -82,11 +83,11 @@ def main() -> int:
     return 0
 
 
-def saved(template: str, directory: Path) -> str:
-    """A tokenizer to which each word of the prompts is a token."""
+def saved(template: str, directory: Path, *, texts: Sequence[str] = (), vocab_size: int = 316) -> str:
+    """A tokenizer to which each word of the prompts is a token, and most of ``texts``."""
     from scripts.tiny_policy.tokenizer import train_tokenizer
 
-    tokenizer = train_tokenizer([" ".join(WORDS)] * 2, vocab_size=316, max_length=10**6)
+    tokenizer = train_tokenizer([*[" ".join(WORDS)] * 2, *texts], vocab_size=vocab_size, max_length=10**6)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(directory)
     return str(directory)
@@ -211,7 +212,7 @@ class Server:
         self.pid, self.ends, self.prefixes_kept = pid, 0, 0.0
         self._url, self._http = url, http
 
-    async def _send(self, method: str, path: str, body: bytes) -> bytes:
+    async def send(self, method: str, path: str, body: bytes) -> bytes:
         headers = {"Content-Type": "application/json", "Authorization": "Bearer the-key"}
         async with self._http.request(method, self._url + path, data=body, headers=headers) as answer:
             raw = await answer.read()
@@ -220,25 +221,26 @@ class Server:
             return raw
 
     async def rollout(self, bodies: Sequence[bytes]) -> str:
-        rollout, address = await self._begun()
+        rollout, address = await self.begun()
         for body in bodies:
-            await self._send("POST", address, body)
-        await self._ended(rollout)
+            await self.send("POST", address, body)
+        await self.ended(rollout)
         return rollout
 
-    async def _begun(self) -> tuple[str, str]:
-        [rollout] = orjson.loads(await self._send("POST", "/api/rollouts", b'[{"input": {"question": "what?"}}]'))
+    async def begun(self, protocol: str = "openai/v1/chat/completions") -> tuple[str, str]:
+        """A new rollout's id, and the path that its model is asked at."""
+        [rollout] = orjson.loads(await self.send("POST", "/api/rollouts", b'[{"input": {"question": "what?"}}]'))
         rollout_id = rollout["rollout_id"]
         await self._patch(rollout_id, state="running", last_attempt_id="0")
-        return rollout_id, f"/proxy/rollout/{rollout_id}/attempt/0/mode/train/openai/v1/chat/completions"
+        return rollout_id, f"/proxy/rollout/{rollout_id}/attempt/0/mode/train/{protocol}"
 
-    async def _ended(self, rollout_id: str) -> None:
+    async def ended(self, rollout_id: str) -> None:
         event = orjson.dumps({"event_type": "reward", "data": {"value": 1.0}})
-        await self._send("POST", f"/api/rollouts/{rollout_id}/attempt/0/events", event)
+        await self.send("POST", f"/api/rollouts/{rollout_id}/attempt/0/events", event)
         await self._patch(rollout_id, state="succeeded", last_attempt_id="0")
 
     async def _patch(self, rollout_id: str, **status: str) -> None:
-        await self._send("PATCH", f"/api/rollouts/{rollout_id}", orjson.dumps({"status": status}))
+        await self.send("PATCH", f"/api/rollouts/{rollout_id}", orjson.dumps({"status": status}))
 
     async def learn(self, tokens: int, turns: int) -> list[bytes]:
         """One rollout, whose requests are what all others send: the stub says the same to each."""
@@ -246,17 +248,17 @@ class Server:
         # a word is a token, nearly always
         messages: list[dict[str, str]] = [{"role": "user", "content": " ".join(rng.choices(WORDS, k=tokens - 8))}]
         bodies, before, kept = [], None, 0
-        rollout, address = await self._begun()
+        rollout, address = await self.begun()
         for _ in range(turns):
             bodies.append(orjson.dumps({"model": "auto", "messages": messages}))
-            said = orjson.loads(await self._send("POST", address, bodies[-1]))
+            said = orjson.loads(await self.send("POST", address, bodies[-1]))
             choice = said["choices"][0]
             prompt = said.get("prompt_token_ids") or choice["prompt_token_ids"]
             kept += before is not None and prompt[: len(before)] == before
             before = prompt + choice["token_ids"]
             question = {"role": "user", "content": " ".join(rng.choices(WORDS, k=24))}
             messages = [*messages, {"role": "assistant", "content": choice["message"]["content"]}, question]
-        await self._ended(rollout)
+        await self.ended(rollout)
         assert before is not None
         self.ends, self.prefixes_kept = len(before), kept / max(1, turns - 1)
         return bodies
@@ -273,7 +275,7 @@ class Server:
 
     async def delete(self, rollouts: Sequence[str]) -> None:
         for rollout in rollouts:
-            await self._send("DELETE", f"/api/rollouts/{rollout}", b"")
+            await self.send("DELETE", f"/api/rollouts/{rollout}", b"")
 
 
 @dataclass(frozen=True)
@@ -285,14 +287,15 @@ class Engine:
 @contextmanager
 def scripted(model: str, options: argparse.Namespace) -> Iterator[Engine]:
     command = [sys.executable, "-m", "benchmarks.agl1_stub", model, str(options.answer_words)]
+    command += ["--calls"] if getattr(options, "calls_tools", False) else []
     with started(command) as (url, _):
         yield Engine(url, model)
 
 
 @asynccontextmanager
 async def serving(kind: str, engine: Engine, options: argparse.Namespace) -> AsyncIterator[Server]:
-    start = started([*_ME, "--serve", engine.url, "--model", engine.model]) if kind == OURS else theirs(engine, options)
-    with start as (url, pid):
+    ours = [*_ME, "--serve", engine.url, "--model", engine.model, *(["--plain"] if options.plain else [])]
+    with started(ours) if kind == OURS else theirs(engine, options) as (url, pid):
         timeout = aiohttp.ClientTimeout(total=600)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
             yield Server(url, pid, http)
@@ -349,7 +352,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
 # -- our server ----------------------------------------------------------------------------------------------------
 
 
-def serve(engine: str, model: str) -> int:
+def serve(engine: str, model: str, *, plain: bool) -> int:
     """The API over a store that nobody reads, as a run has it."""
     from agl_slime.agl1.server import ControllerGateway
     from agl_slime.runner.process import own_this_process
@@ -363,7 +366,10 @@ def serve(engine: str, model: str) -> int:
     store = BridgeStore()
     sampling = {"temperature": 1.0, "max_new_tokens": 256}
     run_blocking(store.add_resources({"main_llm": LLM(endpoint=engine, model=model, sampling_parameters=sampling)}))
-    with ControllerGateway(store=store, key="the-key") as gateway:
+    gateway = ControllerGateway(store=store, key="the-key")
+    if plain:
+        gateway.defaults = {}
+    with gateway:
         print(gateway.url, flush=True)
         threading.Event().wait()
     return 0
