@@ -17,7 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -121,13 +121,21 @@ def _train(arguments: list[str]) -> None:
         config = replace(config, local=replace(config.local, torch_threads="auto"))
     console = Console()
     config.check_files()
-    with console.status("loading ...") if console.is_terminal else nullcontext():
-        # Agent Lightning, which this imports, takes seconds; --help should not
-        from agl_slime.runner.process import own_this_process
+    embedded = config.trainer == "local" and config.sglang_url is None and config.engine == "embedded"
+    with _engine_ahead() if embedded else nullcontext():
+        with console.status("loading ...") if console.is_terminal else nullcontext():
+            # Agent Lightning, which this imports, takes seconds; --help should not
+            from agl_slime.runner.process import own_this_process
 
-        own_this_process()  # before the other imports, which it makes faster
-        from agl_slime.run.local import run_training
-    _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
+            own_this_process()  # before the other imports, which it makes faster
+            from agl_slime.run.local import run_training
+        _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
+
+
+def _engine_ahead() -> AbstractContextManager[None]:
+    from agl_slime.engine.process import embedded_engine_ahead
+
+    return embedded_engine_ahead()
 
 
 def _eval(arguments: list[str]) -> None:

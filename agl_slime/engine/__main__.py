@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import json
 import os
+import queue
 import sys
+import threading
 from pathlib import Path
 
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
@@ -20,6 +22,7 @@ from agl_slime.support.net import require_token
 
 _PARENT_POLL_S = 0.25
 TOKEN_VARIABLE = "AGL_SLIME_ENGINE_TOKEN"
+WAIT = "--wait"  # in place of all flags: import what an engine needs, then read them as one line of JSON from stdin
 
 
 def main() -> int:
@@ -41,7 +44,7 @@ def main() -> int:
     add("--cores", type=int, help="by default those of this process, at most OMP_NUM_THREADS")
     add("--random-seed", type=int, default=0)
     add("--parent-pid", type=int, help="end when this process is no longer the parent")
-    args = parser.parse_args()
+    args = parser.parse_args(_flags_from_stdin() if sys.argv[1:] == [WAIT] else None)
     try:
         require_token(args.host, args.token, setting="--token")
         if not (Path(args.model_path) / "config.json").is_file():  # before torch is imported: told at once
@@ -50,6 +53,24 @@ def main() -> int:
     except (AglSlimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _flags_from_stdin() -> list[str]:
+    """The flags once they are known; until then this process imports. It ends when nobody can send them any more."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        line = sys.stdin.readline()
+        if not line:
+            os._exit(0)
+        lines.put(line)
+
+    threading.Thread(target=read, daemon=True).start()
+    with contextlib.suppress(ImportError):  # which _serve tells of
+        import transformers.modeling_utils  # noqa: F401  what every model is made of
+
+        import agl_slime.engine.server  # noqa: F401
+    return json.loads(lines.get())
 
 
 async def _serve(args: argparse.Namespace) -> int:

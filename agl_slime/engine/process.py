@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -96,15 +96,7 @@ class EngineProcess:
         # for the child's life; a pipe nobody reads would fill and block it
         self._stderr = tempfile.TemporaryFile() if self._log is None else self._log.open("a+b")  # noqa: SIM115
         self._log_from = os.fstat(self._stderr.fileno()).st_size  # before that are an earlier one's words
-        return subprocess.Popen(
-            self._command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env=dict(self._env),
-            text=True,
-            start_new_session=True,
-        )
+        return _popen(self._command, stderr=self._stderr, env=self._env)
 
     def stop(self) -> None:
         """End the process, with SIGTERM and after 3 s with SIGKILL, and then what it started. Doing it twice is fine,
@@ -172,6 +164,45 @@ class EngineProcess:
             raise EngineError(f"{name} printed {line.strip()!r} where its address was expected") from None
 
 
+def _popen(
+    command: Sequence[str], *, stderr: IO[bytes], env: Mapping[str, str], stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env=dict(env),
+        text=True,
+        start_new_session=True,
+    )
+
+
+_ahead: list[tuple[subprocess.Popen[str], IO[bytes]]] = []
+
+
+@contextlib.contextmanager
+def embedded_engine_ahead() -> Iterator[None]:
+    """Begin the imports of the block's first ``EmbeddedEngine``, in its process, while this one is busy with its own.
+    Without an engine that process ends with the block, or with this process."""
+    stderr = tempfile.TemporaryFile()  # noqa: SIM115
+    ahead = _popen([*_ENGINE, "--wait"], stderr=stderr, env={**os.environ, **_VARIABLES}, stdin=subprocess.PIPE), stderr
+    _ahead.append(ahead)
+    try:
+        yield
+    finally:
+        if ahead in _ahead:
+            _ahead.remove(ahead)
+            ahead[0].kill()
+            ahead[0].communicate()
+            stderr.close()
+
+
+_ENGINE = [sys.executable, "-m", "agl_slime.engine"]
+# the engine sets its threads by itself, by the model's size; a library that counts cores shall not add others
+_VARIABLES = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
+
 class EmbeddedEngine(EngineProcess):
     """Serves ``model_path`` with the embedded engine. ``options`` are the flags of ``python -m agl_slime.engine``:
     ``random_seed``, ``context_length``, …; the port is a free one unless it is given."""
@@ -185,14 +216,21 @@ class EmbeddedEngine(EngineProcess):
         **options: int,
     ) -> None:
         flags = {"model_path": model_path, "port": 0, "parent_pid": os.getpid(), "cores": usable_cores(), **options}
-        command = [sys.executable, "-m", "agl_slime.engine"]
-        command += [str(part) for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", value)]
-        # the engine sets its threads by itself, by the model's size; a library that counts cores shall not add others
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        command = [str(part) for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", value)]
         super().__init__(
-            command,
+            [*_ENGINE, *command],
             name="the embedded engine",
             model_path=model_path,
             start_timeout_s=start_timeout_s,
-            env={**os.environ, **threads, "HF_HUB_OFFLINE": "1", **(env or {})},
+            env={**os.environ, **_VARIABLES, **(env or {})},
         )
+        self._flags = None if env else command
+
+    def _spawn(self) -> subprocess.Popen[str]:
+        if self._flags is None or not _ahead:
+            return super()._spawn()
+        process, self._stderr = _ahead.pop()
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # its end is seen where its answer is read
+            stdin.write(json.dumps(self._flags) + "\n")
+        return process

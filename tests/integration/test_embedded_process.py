@@ -21,6 +21,7 @@ import pytest
 pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 
 from agl_slime.engine import EmbeddedEngine
+from agl_slime.engine.process import embedded_engine_ahead
 from agl_slime.errors import EngineError, EngineTimeoutError
 
 
@@ -87,6 +88,29 @@ def test_too_slow_a_start_is_an_error_and_leaves_no_process(policy_dir: Path) ->
         engine.start()
     assert not engine.alive
     assert time.monotonic() - started < 5
+
+
+def children() -> set[int]:
+    return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
+
+
+def test_an_engine_that_imports_ahead_is_the_one_that_serves_and_an_unused_one_ends(policy_dir: Path) -> None:
+    before = children()
+    with embedded_engine_ahead():
+        (ahead,) = children() - before
+        with EmbeddedEngine(policy_dir, context_length=512) as engine, EmbeddedEngine(policy_dir) as second:
+            assert engine.pid == ahead != second.pid
+            with urllib.request.urlopen(f"{engine.url}/get_model_info", timeout=10) as answer:
+                assert json.load(answer)["model_path"] == str(policy_dir)
+            log_probs = {"input_ids": [1, 2, 3] * 200, "sampling_params": {"max_new_tokens": 1}}
+            with pytest.raises(urllib.error.HTTPError, match="400"):  # its flags came with it
+                urllib.request.urlopen(f"{engine.url}/generate", data=json.dumps(log_probs).encode(), timeout=10)
+    with embedded_engine_ahead():
+        (unused,) = children() - before
+    assert gone(unused)
+    with embedded_engine_ahead(), pytest.raises(EngineError, match=r"no Hugging Face checkpoint"):
+        EmbeddedEngine("/nowhere").start()
+    assert children() == before
 
 
 def test_another_address_needs_a_token(policy_dir: Path) -> None:
