@@ -53,6 +53,8 @@ class ProgressReporter:
         self._best: float | None = None
         self._val: float | None = None
         self._version = ""
+        self._staleness: float | None = None
+        self._latest = ""  # the last warning
         self._reward_sum, self._reward_count = 0.0, 0  # of the training rollouts of the iteration at hand
         self._reasons: Counter[str] = Counter()  # of the same
         self._live: Live | None = None
@@ -64,7 +66,9 @@ class ProgressReporter:
     def handle(self, event: Event) -> None:
         if isinstance(event, Warning):
             if event.key not in self._warned and len(self._warned) < 100:
-                self._warned.add(event.key)
+                with self._lock:
+                    self._warned.add(event.key)
+                    self._latest = event.text
                 _print(f"warning: {event.text}", self._errors, style="yellow")
             return
         if isinstance(event, IterationFinished):
@@ -91,7 +95,7 @@ class ProgressReporter:
     def render(self) -> RenderableType:
         """The live view as it is now."""
         with self._lock:
-            return Group(self._head(), self._reward_line(), self._figures())
+            return Group(self._head(), self._reward_line(), self._figures(), *self._foot())
 
     def _update(self, event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -115,6 +119,7 @@ class ProgressReporter:
             if (val := latest_validation(event.metrics)) is not None:
                 self._val = val
             self._version = spell_version(event.metrics.get(m.WEIGHTS_VERSION)) or self._version
+            self._staleness = number(event.metrics, m.STALENESS_MEAN)
             self._reward_sum, self._reward_count = 0.0, 0
             self._reasons.clear()
 
@@ -141,11 +146,11 @@ class ProgressReporter:
             doing.append(f" {self._trained:.0%}, {spell_seconds(max(left, 0.0))} left")
         spent = spell_seconds(max(time.monotonic() - self._run.at, 0.0))
         if (run_left := self._left(iteration - 1)) is not None:
-            spent += f", about {spell_seconds(run_left)} left"
-        head = Table.grid(padding=(0, 2))
+            spent += f", {spell_seconds(run_left)} left"
+        head, wide = Table.grid(padding=(0, 2)), self._console.width >= 110
         head.add_row(
             Text.assemble(("iteration ", "dim"), (f"{iteration}" + (f"/{total}" if total else ""), "bold")),
-            ProgressBar(total=total, completed=max(iteration - 1, 0), width=24) if total else "",
+            ProgressBar(total=total, completed=max(iteration - 1, 0), width=24 if wide else 8) if total else "",
             doing,
             Text(spent, style="dim"),
         )
@@ -161,7 +166,8 @@ class ProgressReporter:
         ):
             if value is not None:
                 line.append(f"{label} ", style="dim").append(f"{value:.2f}  ", style=style)
-        return line.append(sparkline([*self._rewards]), style="green")
+        room = min(self._console.width - len(line), 40)
+        return line.append(sparkline([*self._rewards], room) if room > 0 else "", style="green")
 
     def _figures(self) -> Text:
         line = Text()
@@ -169,9 +175,22 @@ class ProgressReporter:
             line.append(f"{self._tokens / max(time.monotonic() - self._phase.at, 0.1):,.0f} tok/s  ")
         if self._version:
             line.append("weights ", style="dim").append(f"{self._version}  ")
+        if self._staleness is not None:
+            line.append("staleness ", style="dim").append(f"{self._staleness:.1f}  ")
         if self._reasons:
             line.append(f"{self._reasons.total()} failed ({spell_reasons(self._reasons)})", style="red")
         return line
+
+    def _foot(self) -> list[Text]:
+        """The last of the warnings, and what to press or open; a line each, cut at the terminal's edge."""
+        lines = []
+        if self._warned:
+            n = len(self._warned)
+            text = f"{n} warning{'s' if n > 1 else ''}, the last: {self._latest}"
+            lines.append(Text(text, style="yellow", no_wrap=True, overflow="ellipsis"))
+        see = f"agl-slime view {self._run.output_dir}: rollouts and tokens" if self._run.output_dir else ""
+        foot = "   ".join(filter(None, (see, "Ctrl-C: stop; what was written is kept")))
+        return [*lines, Text(foot, style="dim", no_wrap=True, overflow="ellipsis")]
 
 
 def _print(line: str, console: Console, style: str = "") -> None:

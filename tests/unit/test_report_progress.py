@@ -122,8 +122,29 @@ def test_the_live_view_shows_how_far_training_is(monkeypatch: pytest.MonkeyPatch
 
     started = PhaseStarted(iteration=3, phase="train", at=120.0)
     assert "training 25%, 30.0 s left" in head(STARTED, started, TrainingProgressed(iteration=3, share=0.25))
-    assert "30.0 s, about 6m20s left" in head(finished(2, **{"perf/iteration_s": 10}))
+    assert "30.0 s, 6m20s left" in head(finished(2, **{"perf/iteration_s": 10}))
     assert "%" not in head(PhaseStarted(iteration=3, phase="sync", at=130.0))
+    reporter.close()
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60)])
+def test_the_live_view_shows_staleness_warnings_and_what_to_open_and_fits(width: int, height: int) -> None:
+    reporter = ProgressReporter(console=Console(file=io.StringIO(), width=width), view="lines")
+    view = Console(width=width, height=height, color_system=None, file=io.StringIO(), stderr=False)
+    started = RunStarted(settings={}, num_iterations=40, output_dir="runs/" + "x" * 60)
+    events: list[Event] = [started, PhaseStarted(iteration=9, phase="collect", rollouts=64), rollout(9)]
+    events += [finished(n, **{"rollout/staleness_mean": 1.25}) for n in range(1, 9)] + [Warning(text="first", key="a")]
+    events += [Warning(text="all rewards of 7 of 8 groups are equal; " * 4, key="b")]
+    for event in events:
+        reporter.handle(event)
+    with view.capture() as captured:
+        view.print(reporter.render())
+    lines = captured.get().splitlines()
+    assert len(lines) == 5
+    assert max(map(len, lines)) <= width
+    assert "staleness 1.2" in lines[2]
+    assert lines[3].startswith("2 warnings, the last: all rewards of 7")
+    assert lines[4].startswith("agl-slime view runs/xxx")
     reporter.close()
 
 
@@ -258,7 +279,7 @@ def test_the_live_view_shows_the_iteration_at_hand() -> None:
     with view.capture() as captured:
         view.print(reporter.render())
     reporter.close()
-    head, rewards, figures = captured.get().splitlines()
+    head, rewards, figures, _ = captured.get().splitlines()
     assert "iteration 3/40" in head
     assert "collecting 3/64 rollouts" in head
     assert rewards.split() == [
