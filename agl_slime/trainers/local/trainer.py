@@ -24,6 +24,7 @@ except ImportError as error:
     raise MissingDependencyError('the local trainer needs torch: pip install "agl-slime[local]"') from error
 
 from agl_slime.support.files import check_seal, seal, whole_directory
+from agl_slime.support.memory import return_freed_memory
 from agl_slime.support.threads import ThreadPool
 from agl_slime.trainers.base import TokenScores
 from agl_slime.trainers.local import lora
@@ -167,6 +168,7 @@ class LocalTrainer:
         loss, norm = (math.fsum(values) / len(steps) for values in zip(*steps, strict=True))
         metrics |= objective.metrics() | {"train/loss": loss, "train/grad_norm": norm, "train/steps": float(len(steps))}
         metrics |= {"train/entropy": float(seen.entropy.mean()), "train/lr": self._optimizer.param_groups[0]["lr"]}
+        return_freed_memory()
         return metrics | {"train/seconds": time.perf_counter() - started}
 
     def _objective(
