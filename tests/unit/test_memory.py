@@ -19,7 +19,11 @@ def resident() -> int:
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc")
 def test_pieces_that_were_freed_below_one_that_is_held_go_back() -> None:
     libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
     pieces = [libc.malloc(100_000) for _ in range(3_000)]  # below the size that has a mapping of its own
     for piece in pieces:
         ctypes.memset(piece, 1, 100_000)
