@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from agl_slime.gateway.messages import Message
 from agl_slime.gateway.tree import Line, Match, Node, OpenSession, Tree
 from agl_slime.sglang.generation import Generation
+from agl_slime.sglang.prompt import PromptIds
 from agl_slime.support.threads import run_in_thread
-from agl_slime.tokens.codec import common_prefix, token_array
+from agl_slime.tokens.codec import common_prefix, prompt_ids, token_array
 from agl_slime.tokens.conversation import LONG_TEXT_CHARS, ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate
@@ -33,8 +34,9 @@ class RawContext(ChatContext):
         self._text, self._ids, self._before = match.messages[0]["content"], match.ids, match.node
         self._turn = turns[match.node.turn] if match.node is not None else None
 
-    async def prompt(self) -> list[int]:
-        return await run_in_thread(self.prompt_ids) if len(self._text) > LONG_TEXT_CHARS else self.prompt_ids()
+    async def prompt(self) -> PromptIds:
+        ids = await run_in_thread(self.prompt_ids) if len(self._text) > LONG_TEXT_CHARS else self.prompt_ids()
+        return prompt_ids(ids)
 
     def prompt_ids(self) -> list[int]:
         ids = self._encoded() if self._ids is None else list(self._ids)

@@ -36,6 +36,7 @@ from agl_slime.sglang.generation import (
     broken_off,
     parse_generation,
 )
+from agl_slime.sglang.prompt import outermost
 from agl_slime.sglang.resumable import Progress, ResumableGeneration
 from agl_slime.sglang.retry import check_event, context_limit
 from agl_slime.sglang.streamed import telling
@@ -258,7 +259,7 @@ class SGLangClient:
     def _check_prompt(self, input_ids: Sequence[int]) -> None:
         if len(input_ids) == 0:
             raise EngineRequestError("the prompt has no token ids; give at least one")
-        wrong = low if (low := min(input_ids)) < 0 else max(input_ids)
+        wrong = outermost(input_ids)
         if self.vocab_size is not None and not 0 <= wrong < self.vocab_size:
             raise OutOfVocabularyError(
                 f"the prompt holds token id {wrong}, outside the model's vocabulary of {self.vocab_size} ids"

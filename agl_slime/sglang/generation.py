@@ -7,7 +7,7 @@ the engine and the trainer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from operator import itemgetter
 from typing import Any, Literal
@@ -219,7 +219,7 @@ class PartRequest:
     """One request to send: ``input_ids`` = prompt + the ids sampled so far. Routed experts are wanted of the tokens
     from ``experts_start`` on."""
 
-    input_ids: tuple[int, ...]
+    input_ids: Sequence[int]
     sampling: SamplingParams
     experts_start: int = 0
 

@@ -18,6 +18,7 @@ from agl_slime.sglang.generation import (
     broken_off,
     parse_generation,
 )
+from agl_slime.sglang.prompt import PromptIds
 from agl_slime.sglang.replay import Nucleus, RoutedExperts
 from agl_slime.sglang.streamed import CUT, DECODED_AFTER, growing_text
 
@@ -58,7 +59,7 @@ class ResumableGeneration:
         experts_start: int = 0,
     ) -> None:
         self._experts_start = experts_start
-        self._prompt = tuple(prompt_ids)
+        self._prompt = prompt_ids if isinstance(prompt_ids, PromptIds) else tuple(prompt_ids)
         self._sampling = sampling
         self._stop_ids = frozenset(sampling.stop_token_ids) | frozenset(eos_token_ids)
         if sampling.extra.get("ignore_eos"):
@@ -124,7 +125,7 @@ class ResumableGeneration:
         left = 1 if self._open_stop else self._budget - self.sampled
         held = self._got.experts
         return PartRequest(
-            (*self._prompt, *self._got.output_ids),
+            (*self._prompt, *self._got.output_ids) if self.sampled else self._prompt,
             replace(self._sampling, max_new_tokens=left, extra=extra),
             min(held.end, len(self._prompt) + self.sampled) if held is not None else self._experts_start,
         )

@@ -19,6 +19,7 @@ import aiohttp
 import orjson
 
 from agl_slime.errors import ConfigError, EngineProtocolError, EngineTimeoutError
+from agl_slime.sglang.prompt import PromptIds
 from agl_slime.sglang.retry import PROTOCOL_ERROR_RETRIES, engine_error, error_message, refusal
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.ranges import check_ranges
@@ -247,9 +248,15 @@ def _encoded(payload: Any) -> bytes:
     """JSON; the standard library takes what orjson refuses: text cut within a character, numbers beyond 64 bits."""
     try:
         # a copy: orjson's own bytes keep their buffer of 8 kB or more, and a body lives as long as its request
-        return bytes(memoryview(orjson.dumps(payload)))
+        return bytes(memoryview(orjson.dumps(payload, default=_written)))
     except TypeError:
-        return json.dumps(payload).encode()
+        return json.dumps(payload, default=list).encode()
+
+
+def _written(ids: Any) -> orjson.Fragment:
+    if isinstance(ids, PromptIds):
+        return orjson.Fragment(ids.json)
+    raise TypeError
 
 
 def _decoded(body: bytes) -> Any:

@@ -14,8 +14,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from agl_slime.errors import TraceError
+from agl_slime.sglang.prompt import PromptIds
 
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 LogProbArray: TypeAlias = npt.NDArray[np.float32]
@@ -26,6 +28,8 @@ _LITTLE = {np.dtype(np.int32): np.dtype("<i4"), np.dtype(np.float32): np.dtype("
 
 def token_array(ids: Sequence[int] | npt.NDArray[Any], *, name: str = "token ids") -> TokenArray:
     """``ids`` as a read-only int32 array. ``TraceError`` when one is not an integer or does not fit into 32 bits."""
+    if isinstance(ids, PromptIds):
+        ids = ids.array
     if isinstance(ids, np.ndarray):
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise TraceError(f"{name} must be a flat array of integers, got {ids.ndim} dimensions of {ids.dtype}")
@@ -121,11 +125,14 @@ def _frozen(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 class TokenBuffer:
-    """Ids that grow at the end. Views never change, and share its memory as long as nothing is cut off."""
+    """Ids that grow at the end. Views never change, and share its memory as long as nothing is cut off. The JSON of
+    those that have been asked with grows as well."""
 
     def __init__(self, ids: Sequence[int] | TokenArray = ()) -> None:
         self._ids: TokenArray = np.empty(256, dtype=np.int32)
         self._length = 0
+        self._json = bytearray()
+        self._in_json = 0
         self.extend(ids)
 
     def __len__(self) -> int:
@@ -145,8 +152,33 @@ class TokenBuffer:
         if length < self._length:
             self._ids = self._ids.copy()  # what is dropped stands in views
             self._length = length
+            if length < self._in_json:
+                self._json, self._in_json = bytearray(), 0
+
+    def prompt(self, kept: int, added: Sequence[int]) -> PromptIds:
+        """The first ``kept`` ids, then ``added``."""
+        held, more = self._ids[:kept], np.array(added, dtype=np.int32)
+        if kept < self._in_json:  # it goes back; what is held may be gone on from yet
+            return prompt_ids(np.concatenate((held, more)))
+        if kept > self._in_json:
+            self._json += b"," * bool(self._json) + _json(self._ids[self._in_json : kept])
+            self._in_json = kept
+        comma = b"," * bool(self._json and len(more))
+        written = b"".join((b"[", self._json, comma, _json(more), b"]"))
+        return PromptIds(_frozen(np.concatenate((held, more))), written)
 
     @property
     def ids(self) -> TokenArray:
         """All ids, read-only."""
         return _frozen(self._ids[: self._length])
+
+
+def prompt_ids(ids: Sequence[int] | TokenArray) -> PromptIds:
+    """``ids`` with their JSON."""
+    array = token_array(ids)
+    return PromptIds(array, b"[" + _json(array) + b"]")
+
+
+def _json(ids: npt.NDArray[np.int32]) -> bytes:
+    """JSON without the brackets."""
+    return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]

@@ -24,6 +24,7 @@ from typing import Any
 
 from agl_slime.errors import ConfigError
 from agl_slime.sglang.generation import Generation
+from agl_slime.sglang.prompt import PromptIds
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.codec import TokenArray, TokenBuffer, common_prefix, shared_length, token_array
 from agl_slime.tokens.forks import ForkReason, explain_once, fork_of_edit
@@ -110,17 +111,17 @@ class ChatContext:
     def prompt_ids(self) -> list[int]:
         """Token ids of the whole conversation so far, with the opening of the next answer."""
         _, make = self._next()
-        return self._ask(make)
+        return [*self._ask(make)]
 
-    async def prompt(self) -> list[int]:
+    async def prompt(self) -> PromptIds:
         """``prompt_ids()``; made in a thread where much text has to be tokenized, as at most forks."""
         chars, make = self._next()
         return self._ask(make) if chars <= LONG_TEXT_CHARS else await run_in_thread(self._ask, make)
 
-    def _ask(self, make: Callable[[], _Plan]) -> list[int]:
+    def _ask(self, make: Callable[[], _Plan]) -> PromptIds:
         plan = make()
         self._asked = plan, [dict(message) for message in self.messages]
-        return [*self.token_ids[: plan.kept].tolist(), *plan.added]
+        return self._tokens.prompt(plan.kept, plan.added)
 
     def add_answer(self, prompt_ids: Sequence[int], generation: Generation) -> Message:
         """Append the answer that was sampled after ``prompt_ids``, which are those that ``prompt_ids()`` gave last."""

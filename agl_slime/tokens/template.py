@@ -27,7 +27,8 @@ from typing import Any, Generic, TypeVar
 
 from agl_slime.errors import PromptError
 from agl_slime.tokens.codec import shared_length
-from agl_slime.tokens.tokenizer import NO_TEMPLATE, ChatTokenizer, has_chat_template, render_chat
+from agl_slime.tokens.rendering import renderer
+from agl_slime.tokens.tokenizer import NO_TEMPLATE, ChatTokenizer, has_chat_template
 
 Message = dict[str, Any]
 T = TypeVar("T")
@@ -113,7 +114,11 @@ class ChatTemplate:
     def _as_is(self, messages: Sequence[Message], *, opening: bool) -> str:
         if any(message.get("tool_calls") for message in messages) and self._writes_arguments_as_text:
             messages = [_with_arguments_as_text(message) for message in messages]
-        return render_chat(self.tokenizer, messages, tools=self._tools, opening=opening, **self._kwargs)
+        return self._rendered(messages, opening)
+
+    @functools.cached_property
+    def _rendered(self) -> Callable[[Sequence[Message], bool], str]:
+        return renderer(self.tokenizer, self._tools, self._kwargs)
 
     @functools.cached_property
     def _writes_arguments_as_text(self) -> bool:
@@ -123,7 +128,7 @@ class ChatTemplate:
 
         def refused(messages: list[Message]) -> bool:
             try:
-                render_chat(self.tokenizer, messages, tools=self._tools, opening=True, **self._kwargs)
+                self._rendered(messages, True)
             except PromptError:
                 return True
             return False

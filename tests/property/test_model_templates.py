@@ -7,7 +7,7 @@ import copy
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from agl_slime.errors import PromptError
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
+from agl_slime.tokens.rendering import short_way
 from agl_slime.tokens.template import ChatTemplate, squash
 from tests.conversations import answer
 from tests.model_templates import MODELS, Ways, template_of
@@ -130,6 +131,61 @@ def test_any_history_under_a_template_that_nobody_has_written_yet(data: st.DataO
     drive(data, tokenizer_with(template_of(ways)))
 
 
+class Rendering:
+    """A tokenizer whose ``apply_chat_template`` is not transformers' own, so that each rendering goes through it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        return self._tokenizer.apply_chat_template(conversation, **kwargs)
+
+
+def same_ids(data: st.DataObject, tokenizer: Any) -> None:
+    """A conversation with forks and edits, by the short way and by the long one."""
+    tools = data.draw(st.sampled_from([None, TOOLS]))
+    first = data.draw(histories())
+    contexts = [
+        ChatContext(template=ChatTemplate(tokenizer=cast("Any", each), tools=tools), messages=copy.deepcopy(first))
+        for each in (tokenizer, Rendering(tokenizer))
+    ]
+    held = [contexts]
+    for _ in range(data.draw(st.integers(1, 5))):
+        asked: list[Any] = []
+        said, more = data.draw(answered), data.draw(said_next)
+        for context in contexts:
+            try:
+                asked.append((answer(context, tokenizer, said)[0], context.fork))
+            except PromptError as refused:
+                asked.append(str(refused))
+        assert asked[0] == asked[1]
+        if isinstance(asked[0], str):
+            return
+        held.append(contexts)
+        change = data.draw(st.sampled_from(["on", "on", "fork", "edit"]))
+        if change == "fork":  # from an earlier point of it, or of one that it was
+            known = data.draw(st.sampled_from(held))
+            length = data.draw(st.integers(1, len(known[0].messages)))
+            contexts = [context.branch(context.messages[:length]) for context in known]
+        at, new = data.draw(st.integers(0, len(contexts[0].messages) - 1)), data.draw(words)
+        for context in contexts:
+            if change == "edit":
+                context.messages[at] = {**context.messages[at], "content": new}
+            context.add(*more)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_ids_are_the_same_by_the_short_way_and_by_the_long_one(model: str, data: st.DataObject) -> None:
+    tokenizer = tokenizer_with(template_of(MODELS[model]))
+    assert callable(short_way(tokenizer, TOOLS, {}))
+    same_ids(data, tokenizer)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL, reason="AGL_SLIME_CHAT_TEMPLATES names no directory of models' own *.jinja files")
 @pytest.mark.parametrize("file", sorted(Path(REAL).glob("*.jinja")) if REAL else [], ids=lambda file: file.stem)
@@ -140,3 +196,4 @@ def test_any_history_under_templates_as_they_are_published(file: Path, data: st.
     tokenizer = copy.deepcopy(tokenizer_with(source))
     tokenizer.add_tokens(sorted({*re.findall(r"<\|\w+\|>", source)}), special_tokens=True)
     drive(data, tokenizer)
+    same_ids(data, tokenizer)

@@ -234,7 +234,7 @@ class _Batch:
         self, input_ids: Sequence[int], sampling: SamplingParams, *, routing_key: str | None = None
     ) -> Generation:
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._waiting.append((answer, input_ids, sampling))
+        self._waiting.append((answer, [*input_ids], sampling))
         self._sample_when_all_ask()
         return await answer
 
