@@ -1,0 +1,13 @@
+"""verifiers' own evaluation, with this package's tasksets to be had."""
+
+import sys
+
+from verifiers.v1.cli.eval.main import main
+
+from agl_slime.environments.tasksets import FIELDS, register
+
+if __name__ == "__main__":
+    for kind in FIELDS:
+        if any(f"agl_{kind.replace('-', '_')}" in word.replace("-", "_") for word in sys.argv[1:]):
+            register(kind)
+    main()

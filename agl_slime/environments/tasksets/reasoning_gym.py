@@ -1,0 +1,171 @@
+"""reasoning-gym's generated tasks: any of its datasets, several with weights, at a difficulty or a rising one.
+
+A task names its dataset and position and nothing else: the entry is generated again where it is scored, so that the
+library's own ``score_answer`` sees what it made, and not what JSON left of it. Training and evaluation are disjoint by
+question, whatever the seeds: a question belongs to evaluation when its digest says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import verifiers.v1 as vf
+from pydantic import Field
+
+from agl_slime.environments.tasksets.chat import ChatHarness, LocalEnv
+
+try:
+    import reasoning_gym
+    from reasoning_gym.factory import CURRICULA, DATASETS
+    from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
+except ImportError as e:
+    raise ImportError("The taskset reasoning-gym needs its package: pip install reasoning-gym") from e
+
+__all__ = ["ChatHarness", "LocalEnv", "ReasoningGymTaskset"]
+
+CHUNK = 500
+"""Entries of one dataset before the next seed: some datasets make all of theirs at once."""
+CHUNKS = 100_003
+"""Between the chunks of one seed and the next's: most datasets make entry i of seed s from s + i alone."""
+UNSTEADY = {"list_functions"}
+"""Datasets that draw from the process-wide generator as well."""
+
+
+class ReasoningGymTaskConfig(vf.TaskConfig):
+    unreadable: float | None = Field(None, ge=0, le=1)
+    """The score of an answer on which the dataset's own scorer raises (`prime_factorization` does on any text that is
+    not numbers). Unset: such a rollout fails, with the scorer's error."""
+
+
+class ReasoningGymConfig(vf.TasksetConfig):
+    datasets: dict[str, float] = Field(min_length=1)
+    """Weights by the name of a dataset: `{"chain_sum": 2, "leg_counting": 1}`."""
+    split: Literal["train", "eval"] = "train"
+    """Which questions: no question is in both."""
+    eval_share: float = Field(0.1, gt=0, lt=1)
+    """The share of questions that belongs to `eval`."""
+    size: int = Field(1000, gt=0)
+    """How many tasks; fewer where the datasets have fewer questions."""
+    seed: int = 0
+    level: int | None = Field(None, ge=0)
+    """The level of each dataset's curriculum; unset: the dataset's own defaults."""
+    to_level: int | None = Field(None, ge=0)
+    """With `level`: the stream rises from `level` to this one, in equal parts."""
+    options: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """More options by the name of a dataset, as its configuration takes them."""
+    instructions: str = "default"
+    """One of reasoning-gym's system prompts, by its name."""
+    task: ReasoningGymTaskConfig = ReasoningGymTaskConfig()
+
+
+class ReasoningGymData(vf.TaskData):
+    dataset: str
+    options: str
+    """The dataset's options, as JSON."""
+    position: int
+    level: int | None = None
+    entry: dict[str, Any] | None = None
+    """The entry itself, of datasets that do not make the same one twice."""
+
+
+@functools.lru_cache(maxsize=256)
+def dataset_of(name: str, options: str, level: int | None) -> Any:
+    """A dataset, made once for all of its tasks."""
+    chosen = json.loads(options)
+    if level is None:
+        return reasoning_gym.create_dataset(name, **chosen)
+    curriculum = reasoning_gym.factory.create_curriculum(name)
+    if level > curriculum.get_max_level():
+        raise ValueError(f"reasoning-gym's {name} has no level {level}; its last is {curriculum.get_max_level()}")
+    curriculum.set_global_level(level)
+    return DATASETS[name][0](config=curriculum.generate_configuration(chosen))
+
+
+def entry_of(data: ReasoningGymData) -> tuple[Any, dict[str, Any]]:
+    dataset = dataset_of(data.dataset, data.options, data.level)
+    return dataset, data.entry or dataset[data.position]
+
+
+class ReasoningGymTask(vf.Task[ReasoningGymData, vf.State, ReasoningGymTaskConfig]):
+    @vf.reward
+    async def correct(self, trace) -> float:
+        """The library's score of the text between the last `<answer>` tags, in [0, 1]."""
+
+        def score() -> float:
+            dataset, entry = entry_of(self.data)
+            answer = extract_answer(trace.last_reply or "")
+            try:
+                return float(dataset.score_answer(answer, entry))
+            except Exception:
+                if self.config.unreadable is None:
+                    raise
+                return self.config.unreadable
+
+        return await asyncio.to_thread(score)
+
+
+class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
+    def load(self) -> Iterator[ReasoningGymTask]:
+        config = self.config
+        for name in config.datasets:
+            if name not in DATASETS:
+                raise ValueError(f"reasoning-gym has no dataset {name!r}; it has {', '.join(sorted(DATASETS))}")
+            if config.level is not None and name not in CURRICULA:
+                raise ValueError(f"reasoning-gym's {name} has no curriculum; leave `level` out")
+        if config.instructions not in SYSTEM_PROMPTS:
+            raise ValueError(f"instructions {config.instructions!r}: one of {', '.join(SYSTEM_PROMPTS)}")
+        draw = random.Random(f"{config.seed} {config.split}")
+        names, weights = list(config.datasets), list(config.datasets.values())
+        positions = dict.fromkeys(names, 0)
+        seen: set[bytes] = set()
+        made = 0
+        while made < config.size and names:
+            name = draw.choices(names, weights)[0]
+            found = self._next(name, self._level(made), positions, seen)
+            if found is None:  # this dataset has no more questions
+                weights.pop(names.index(name))
+                names.remove(name)
+                continue
+            made += 1
+            yield found
+
+    def _level(self, made: int) -> int | None:
+        config = self.config
+        if config.level is None or config.to_level is None:
+            return config.level
+        return config.level + made * (config.to_level - config.level + 1) // config.size
+
+    def _next(
+        self, name: str, level: int | None, positions: dict[str, int], seen: set[bytes]
+    ) -> ReasoningGymTask | None:
+        config = self.config
+        for place in range(positions[name], positions[name] + 100 + int(20 / config.eval_share)):
+            chunk, position = divmod(place, CHUNK)
+            seed = (config.seed * CHUNKS + chunk) * CHUNK % 2**31
+            options = json.dumps({"size": CHUNK, **config.options.get(name, {}), "seed": seed}, sort_keys=True)
+            entry = dataset_of(name, options, level)[position]
+            question = entry["question"]
+            digest = hashlib.sha256(f"{name}\n{question}".encode()).digest()
+            held_out = int.from_bytes(digest[:8]) < config.eval_share * 2**64
+            if held_out != (config.split == "eval") or digest in seen:
+                continue
+            seen.add(digest)
+            positions[name] = place + 1
+            data = ReasoningGymData(
+                name=f"{name}#{place}",
+                prompt=question,
+                system_prompt=SYSTEM_PROMPTS[config.instructions],
+                dataset=name,
+                options=options,
+                position=position,
+                level=level,
+                entry=entry if name in UNSTEADY else None,
+            )
+            return ReasoningGymTask(data, config.task)
+        return None

@@ -1,0 +1,39 @@
+"""How tests ask programs that run where verifiers is installed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@functools.cache
+def env_python() -> str:
+    """The Python that has verifiers; the test is skipped where AGL_ENV_PYTHON names none."""
+    named = os.environ.get("AGL_ENV_PYTHON")
+    if not named:
+        pytest.skip("AGL_ENV_PYTHON names no Python that has verifiers")
+    return named
+
+
+def ask(program: str, *args: str, stdin: Any = None, timeout: float = 240) -> Any:
+    """What `python -m tests.environments.PROGRAM` prints, as JSON."""
+    run = subprocess.run(
+        [env_python(), "-m", f"tests.environments.{program}", *args],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input=json.dumps(stdin),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout)

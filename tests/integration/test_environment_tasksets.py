@@ -1,0 +1,132 @@
+"""Tasksets of ours: their scores are the libraries' own, and verifiers itself runs their episodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.environment_cases import ask
+
+pytestmark = pytest.mark.environments
+
+
+def test_scores_of_whole_episodes_are_the_librarys_own_for_right_wrong_malformed_and_missing_answers() -> None:
+    found = ask("tasksets", "scores")
+
+    assert len(found) == 32 * 7
+    for name, kind, ours, wanted in found:
+        if isinstance(wanted, str):  # its scorer raises: the rollout fails with that error, and is no 0
+            assert isinstance(ours, str), (name, kind)
+            assert wanted in ours, (name, kind)
+        else:
+            assert ours == wanted, (name, kind)
+    right = [ours for name, kind, ours, _ in found if kind == "right" and name not in ("boxnet", "ab")]
+    assert right.count(1.0) >= len(right) - 2, right  # a scorer may ask for another form than its own answer's
+
+
+def test_no_question_is_in_training_and_in_evaluation_whatever_the_seeds() -> None:
+    splits = ask("tasksets", "splits")
+
+    assert splits["train 0 0"] == splits["train 0 1"], "the same seed gives the same tasks"
+    assert splits["train 0 0"] != splits["train 1 0"]
+    train = {q for name, questions in splits.items() if name.startswith("train") for q in questions}
+    held_out = {q for name, questions in splits.items() if name.startswith("eval") for q in questions}
+    assert len(held_out) >= 100
+    assert not train & held_out
+    for questions in splits.values():
+        assert len(set(questions)) == len(questions) == 60
+
+
+def test_datasets_are_drawn_by_their_weights() -> None:
+    drawn = ask("tasksets", "weights")
+
+    assert sum(drawn.values()) == 400
+    assert 250 <= drawn["chain_sum"] <= 350
+
+
+def test_a_level_rises_along_the_stream() -> None:
+    levels = ask("tasksets", "levels")
+
+    assert [level for level, _ in levels] == [0, 0, 1, 1, 2, 2]
+    assert sum(size for _, size in levels[:2]) < sum(size for _, size in levels[4:]), "later problems are longer"
+
+
+def test_a_dataset_with_few_questions_ends() -> None:
+    assert 0 < ask("tasksets", "few") < 500
+
+
+def test_what_does_not_exist_is_one_sentence() -> None:
+    dataset, instructions, level, nothing, weight, game, players = ask("tasksets", "refused")
+
+    assert dataset.startswith("reasoning-gym has no dataset 'chain_summ'; it has ab, acre")
+    assert instructions.startswith("instructions 'loud': one of")
+    assert level.startswith("reasoning-gym's chain_sum has no level 99")
+    assert "name what to play after a colon" in nothing
+    assert "the weight of chain_sum is a number" in weight
+    assert game.startswith("TextArena has no game 'NoSuchGame-v0'; it has")
+    assert "taken" not in players
+
+
+def test_games_at_once_share_no_random_numbers_and_touch_none_of_the_processs() -> None:
+    found = ask("tasksets", "games")
+
+    first, other, again = found["together"]
+    assert first == again == found["alone"], "one seed is one game, whatever is played beside it"
+    assert other != first
+    assert found["untouched"]
+
+
+def played(name: str, answers: list[str], tasks: int = 1, **env: Any) -> list[dict[str, Any]]:
+    return ask("episodes", stdin={"name": name, "answers": answers, "tasks": tasks, "env": env})
+
+
+IN_TURN = [f"I take [{i}]" for i in range(9)]
+
+
+def test_self_play_rewards_both_seats_and_trains_both() -> None:
+    (game,) = played("textarena:TicTacToe-v0", IN_TURN, play="self")
+
+    assert game["ok"], game["errors"]
+    by_agent = {trace["agent"]: trace for trace in game["traces"]}
+    assert by_agent["player"]["rewards"] == {"game": 1.0}  # 0 2 4 6: the diagonal
+    assert by_agent["opponent"]["rewards"] == {"game": -1.0}
+    assert [by_agent[a]["turns"] for a in ("player", "opponent")] == [4, 3]
+    assert all(trace["trainable"] for trace in game["traces"])
+    last = game["asked"][-1]["messages"]
+    assert [m["role"] for m in last] == ["system", *["user", "assistant"] * 3, "user"]
+    assert "cell 5" in last[-1]["content"], "a player is told what the other did"
+
+
+def test_the_policy_untrained_has_the_other_seat() -> None:
+    (game,) = played("textarena:TicTacToe-v0", IN_TURN, play="untrained")
+
+    assert {trace["agent"]: trace["trainable"] for trace in game["traces"]} == {"player": True, "opponent": False}
+
+
+def test_a_fixed_opponent_is_no_model_and_the_player_has_both_seats_in_turn() -> None:
+    first, second = played("textarena:TicTacToe-v0", ["[9]"], tasks=2)
+
+    for game, seat in ((first, 0.0), (second, 1.0)):
+        (trace,) = game["traces"]
+        assert trace["agent"] == "player"
+        assert trace["metrics"]["seat"] == seat
+        assert trace["metrics"]["invalid_move"] == 1.0
+        assert trace["rewards"] == {"game": -1.0}, "the library's own reward of a move that is none, made twice"
+        assert trace["turns"] == 2
+
+
+def test_a_game_that_was_cut_off_has_failed_and_has_no_reward() -> None:
+    (game,) = played("textarena:TicTacToe-v0", IN_TURN, play="self", player={"max_turns": 1})
+
+    assert not game["ok"]
+    assert any("was stopped before the game had ended" in error for error in game["errors"])
+    assert all(not trace["rewards"] for trace in game["traces"])
+
+
+def test_a_game_without_listed_moves_asks_for_them() -> None:
+    (game,) = played("textarena:ConnectFour-v0", ["[col 3]"], tasks=1, opponent_fn=None)
+    (named,) = played("textarena:ConnectFour-v0", ["[col 3]"], moves=[f"[col {i}]" for i in range(7)])
+
+    assert any("--env.moves" in error for error in game["errors"])
+    assert named["traces"][0]["rewards"], named["errors"]
