@@ -15,7 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.errors import UnknownVersionError
-from agl_slime.support.arrays import array_from_json, array_to_json
+from agl_slime.support.arrays import array_from_json, array_to_json, images_from_json, images_to_json
 from agl_slime.support.slime import KNOWN, find, installed
 from agl_slime.support.slime import version as slime_version
 
@@ -137,12 +137,17 @@ def sample_to_json(sample: Sample) -> dict[str, Any]:
     for name in ARRAY_FIELDS:
         if values.get(name) is not None:
             values[name] = array_to_json(values[name])
+    if values.get("multimodal_inputs"):  # what trains is made of them anew
+        values |= {"multimodal_inputs": images_to_json(values["multimodal_inputs"]), "multimodal_train_inputs": None}
     return values
 
 
 def sample_from_json(values: dict[str, Any]) -> Sample:
     """What ``sample_to_json`` gave."""
-    arrays = {name: array_from_json(told) for name in ARRAY_FIELDS if isinstance(told := values.get(name), dict)}
+    told = {name: values[name] for name in ARRAY_FIELDS if isinstance(values.get(name), dict)}
+    arrays: dict[str, Any] = {name: array_from_json(array) for name, array in told.items()}
+    if values.get("multimodal_inputs"):
+        arrays["multimodal_inputs"] = images_from_json(values["multimodal_inputs"])
     return Sample.from_dict({**values, **arrays})
 
 

@@ -100,10 +100,11 @@ def serving(
     template: str = TEMPLATE,
     sampling: dict[str, Any] | None = None,
     judge: bool = False,
+    tokenizer: Any = None,
     **engine_options: Any,
 ) -> Iterator[Case]:
     """A gateway with one attempt open, over an engine that says ``says``, an answer per prompt."""
-    tokenizer = small_tokenizer(template)
+    tokenizer = tokenizer or small_tokenizer(template)
     engine = engine_saying(tokenizer, says, **engine_options)
     access = EngineAccess(tokenizer=tokenizer, settings=QUICK)
     with in_thread(engine), Gateway(settings, access=access) as gateway:

@@ -23,6 +23,7 @@ from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.tree import Match, Node, Tree
 from agl_slime.gateway.work import Work
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, sampling_of, template_key
+from agl_slime.rollout.images import prepare
 from agl_slime.rollout.session import RolloutSession, RolloutStopped
 from agl_slime.rollout.tool_parsers import get_tool_parser, parser_for_template
 from agl_slime.sglang.resumable import Progress
@@ -30,6 +31,7 @@ from agl_slime.support.agl import LLM
 from agl_slime.tokens.codec import TokenArray
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
+from agl_slime.tokens.images import Image
 from agl_slime.tokens.template import Message
 from agl_slime.tokens.tokenizer import ChatTokenizer, special_tokens
 from agl_slime.trace import attributes as names
@@ -84,6 +86,7 @@ class Attempt:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     quiet: threading.Event = field(default_factory=threading.Event)
     _spans: list[tuple[dict[str, Any], float]] = field(default_factory=list)
+    _images: dict[str, Image] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._left_out = LeftOut(self.settings.branches)
@@ -229,6 +232,7 @@ class Attempt:
             untrained = f"role:{role}"
         opens = None if call.raw else tree.template.opens_thinking
         reads = Reading(opens, None if silent else parser, sampling.stop, special_tokens(tokenizer))
+        self._images.update(call.images)
         match = tree.find(call.messages)
         self._clock += 1
         begun = self._clock
@@ -301,6 +305,7 @@ class Attempt:
         tokenizer = await self.access.tokenizer(llm)
         template = self._tree(LLM_RESOURCE, call, tokenizer, llm).template
         context = ChatContext(template=template, messages=call.messages)
+        await prepare(tokenizer, [*call.images.values()])
         return len(await context.prompt())
 
     # -- conversations ------------------------------------------------------------------------------------------------
@@ -327,6 +332,8 @@ class Attempt:
                 model=llm.model,
                 max_turns=self.settings.max_turns,
                 max_trajectory_tokens=self.settings.max_trajectory_tokens,
+                images=self._images,
+                image_settings=self.settings.images,
                 write=lambda attributes, started: spans.append((attributes, started)),
             )
             return self._root

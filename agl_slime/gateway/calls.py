@@ -13,6 +13,7 @@ from agl_slime.gateway.messages import Message
 from agl_slime.rollout.tool_parsers import ToolCall, ToolParser
 from agl_slime.sglang.generation import Generation
 from agl_slime.tokens.codec import TokenArray, token_array
+from agl_slime.tokens.images import Image
 
 _NO_IDS = token_array([], name="prompt_ids")
 _THINK, _END_OF_THINKING = "<think>", "</think>"
@@ -29,7 +30,8 @@ class Call:
     ``constraint`` what the answer is held to, as SGLang's sampling parameters; ``tool_choice`` is ``auto``, ``none``,
     ``required`` or the name of a function. ``raw``: the only message's content is a text, or a tuple of token ids,
     and no template is applied to it. ``kept``: of a conversation that may be gone on from by
-    the answer's id, how many messages at its beginning are of this request alone."""
+    the answer's id, how many messages at its beginning are of this request alone. ``images``: those whose marks the
+    messages have, by their hashes."""
 
     messages: list[Message]
     model: str = ""
@@ -45,6 +47,7 @@ class Call:
     stream: bool = False
     raw: bool = False
     kept: int | None = None
+    images: Mapping[str, Image] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
+from agl_slime.gateway.images import joined
 
 Message = dict[str, Any]
 
@@ -97,8 +98,10 @@ def text_of(content: Any, where: str, *, join: str = " ") -> str:
             texts.append(part[key])
         else:
             told = f"a part of type {kind!r}" if kind else type(part).__name__
-            raise GatewayRequestError(f"{where} holds {told}; this policy reads text only", param=where)
-    return join.join(texts)
+            raise GatewayRequestError(
+                f"{where} holds {told}; texts are read, and images of users and tools", param=where
+            )
+    return joined(texts, join)
 
 
 def _key_of(kind: str | None) -> str:

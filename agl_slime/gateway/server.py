@@ -16,6 +16,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from agl_slime.gateway.calls import Answered, Call, Choice
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.completions import Completions
 from agl_slime.gateway.errors import RETRY_AFTER_S, THREADS_UNSUPPORTED, explain_once, is_gone, refusal_of
+from agl_slime.gateway.images import marked_body
 from agl_slime.gateway.protocol import Protocol, parsed_body
 from agl_slime.gateway.responses import Responses
 from agl_slime.gateway.settings import GatewaySettings
@@ -293,7 +295,9 @@ class Gateway:
     ) -> web.StreamResponse:
         parse = partial(parsed_body, raw)
         body = parse() if len(raw) <= _PARSED_AT_ONCE else await run_in_thread(parse)
+        body, images = await marked_body(raw, body, self.settings.images)
         call = protocol.read(body := {**self.defaults.get(protocol.prefix, {}), **body}, attempt.kept)
+        call = replace(call, images=images) if images else call
         if isinstance(protocol, CountTokens):
             return json_response({"input_tokens": await attempt.count(call)})
         if call.model in (*attempt.settings.untrained_models, *attempt.settings.trained_models):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from agl_slime.support.ranges import check_ranges
+from agl_slime.tokens.images import ImageSettings
 
 Branches = Literal["all", "used", "last"]
 Constraints = Literal["mask", "drop", "refuse"]
@@ -23,7 +24,8 @@ class GatewaySettings:
 
     Limits of one rollout: ``max_turns`` answers and ``max_trajectory_tokens`` in one conversation, after which answers
     are empty; ``max_in_flight`` requests at once and ``max_requests`` in all, after which 429 is answered. A body has
-    at most ``max_body_mb``. ``keep_alive_s``: a stream is never silent for longer.
+    at most ``max_body_mb``. ``keep_alive_s``: a stream is never silent for longer. ``images``:
+    what those may be that requests show.
     """
 
     host: str = "127.0.0.1"
@@ -38,6 +40,7 @@ class GatewaySettings:
     max_requests: int = 10_000
     max_body_mb: float = 8.0
     keep_alive_s: float = 15.0
+    images: ImageSettings = field(default_factory=ImageSettings)
 
     def __post_init__(self) -> None:
         check_ranges(

@@ -25,6 +25,7 @@ from agl_slime.sglang.generation import SamplingParams
 from agl_slime.sglang.transport import ClientSettings
 from agl_slime.support.agl import LLM, LitAgent, NamedResources, Rollout, emit_reward, make_link_attributes
 from agl_slime.support.threads import call_user_code, run_user_code
+from agl_slime.tokens.images import ImageSettings
 from agl_slime.tokens.tokenizer import ChatTokenizer, has_chat_template
 from agl_slime.trace import attributes as names
 from agl_slime.trace.trajectory import Trajectory
@@ -61,6 +62,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
     max_trajectory_tokens: int | None = None  # prompt and answers; None: what the model's context holds
     loss_scale: LossScale = "default"  # which answers are trained: all, "last_round", or as a function says
     template_kwargs: Mapping[str, Any] = {}  # of the chat template: {"enable_thinking": False}
+    image_settings: ImageSettings = ImageSettings()  # what images may be that messages and tools show
     partial: PartialRollouts | None = None  # keeps what rollouts have sampled, for a run that is cut and goes on
 
     def __init__(
@@ -181,6 +183,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             max_turns=self.max_turns,
             max_trajectory_tokens=self.max_trajectory_tokens,
             keep_stop_token=self.keep_stop_token,
+            image_settings=self.image_settings,
         )
 
     def _scheduler(self, session: RolloutSession) -> MultiTurnScheduler | None:

@@ -15,7 +15,7 @@ import json
 import logging
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ class _KeepingClient:
     async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, **how: Any) -> Generation:
         if how.get("top_log_probs"):  # which are not kept
             return await self._client.generate(input_ids, sampling, **how)
-        call = self._owner.begin(self._rollout, _key(input_ids, sampling, how.get("experts_start")))
+        call = self._owner.begin(self._rollout, _key(input_ids, sampling, how))
         kept = call.generation
         if kept is not None and kept.finish_reason != "abort":
             if how.get("on_progress") is not None:
@@ -196,11 +196,13 @@ async def _abort_all(base_url: str) -> None:
             await client.abort()
 
 
-def _key(input_ids: Sequence[int], sampling: SamplingParams, experts_start: int | None) -> str:
+def _key(input_ids: Sequence[int], sampling: SamplingParams, how: Mapping[str, Any]) -> str:
     asked = hashlib.blake2b(stored_bytes(token_array(input_ids)), digest_size=16)
     asked.update(json.dumps(sampling.to_payload(), sort_keys=True, default=str).encode())
     if sampling.routed_experts is not None:
-        asked.update(json.dumps([sampling.routed_experts, experts_start]).encode())
+        asked.update(json.dumps([sampling.routed_experts, how.get("experts_start")]).encode())
+    if (images := how.get("images")) is not None:  # two of one size have the same ids
+        asked.update("".join(images.data).encode())
     return asked.hexdigest()
 
 

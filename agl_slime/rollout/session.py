@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agl_slime.errors import ConfigError, ContextOverflowError, RolloutError
+from agl_slime.rollout.images import Images, engine_input, kept_before, prepare, take_images
 from agl_slime.rollout.scheduler import StopReason
 from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolParser
 from agl_slime.rollout.tools import ToolManager, ToolResult
@@ -26,6 +27,7 @@ from agl_slime.support.agl import TraceStatus, get_active_tracer
 from agl_slime.tokens.codec import common_prefix, token_array
 from agl_slime.tokens.conversation import ChatContext, Message
 from agl_slime.tokens.forks import ForkReason, fork_as_told
+from agl_slime.tokens.images import Image, ImageSettings
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.trace import attributes as names
 from agl_slime.trace.span_codec import TurnEncoder
@@ -147,6 +149,8 @@ class RolloutSession(Session):
         traced: bool = True,
         write: SpanWriter | None = None,
         keep_stop_token: bool = False,
+        images: Images | None = None,
+        image_settings: ImageSettings = ImageSettings(),  # noqa: B008 - frozen
         **options: Any,
     ) -> None:
         self.context = ChatContext(template=template, messages=messages, keep_stop_token=keep_stop_token)
@@ -154,6 +158,8 @@ class RolloutSession(Session):
         self.sampling = sampling
         self.max_trajectory_tokens = max_trajectory_tokens
         self.tokenizer = template.tokenizer
+        self.images: Images = {} if images is None else images
+        self._image_settings = image_settings
         self._client = client
         self._encoder = TurnEncoder(model=model or None) if traced else None
         self._write = write or _write_span
@@ -196,12 +202,19 @@ class RolloutSession(Session):
             raise self._stopped(StopReason.MAX_TURNS, f"the rollout has had its {self.max_turns} turns")
         context, started, asked = self.context, time.time(), list(self.messages)
         prompt_ids, cut, limited = [], False, sampling or self.sampling
+        shown: tuple[Image, ...] = ()
+        places: list[int] = []
         self.stats.asking += 1
         try:
+            if shown := await take_images(context.messages, self.images, self._image_settings):
+                asked = list(self.messages)
+                await prepare(self.tokenizer, shown)
             prompt_ids = await context.prompt()
             limited = self._within_limits(limited, len(prompt_ids))
+            if shown:
+                how["images"], places = await engine_input(self.tokenizer, prompt_ids, shown)
             if limited.routed_experts is not None:
-                how["experts_start"] = self._experts_held(prompt_ids)
+                how["experts_start"] = self._experts_held(prompt_ids, shown, places)
             # one key per rollout: behind a router its turns stay on the worker that has their prefix cached
             generation = await self._client.generate(prompt_ids, limited, routing_key=self.rollout_id or None, **how)
         except asyncio.CancelledError:
@@ -225,10 +238,14 @@ class RolloutSession(Session):
             kept = common_prefix(first, prompt)
             if kept < len(first):
                 fork = ForkReason.BRANCH if kept == len(prompt) else ForkReason.NEW_CONTEXT
+        if shown and base_turn is not None:
+            stands = kept_before(kept, places, shown, self.turns[base_turn].images)
+            kept, fork = stands, fork or (ForkReason.EDITED_HISTORY if stands < kept else None)
         self.last_turn, fork = len(self.turns), fork_as_told(fork, told)
         if generation.output_ids and not untrained:
             untrained = _lost(limited, generation, len(prompt_ids))
         place: Any = {"base_turn": base_turn, "kept_tokens": kept, "fork": fork, "untrained": untrained}
+        place["images"] = shown
         self.turns.append(Turn.from_generation(prompt, generation, messages=asked, **place))
         if self._encoder is not None:
             role = {names.ROLE: self.role} if self.role else {}
@@ -256,12 +273,13 @@ class RolloutSession(Session):
             raise ConfigError("a branch needs a role for a reward of its own: session.branch(messages, role=...)")
         self.stats.rewards[self.role] = reward
 
-    def _experts_held(self, prompt_ids: Sequence[int]) -> int:
+    def _experts_held(self, prompt_ids: Sequence[int], shown: Sequence[Image], places: Sequence[int]) -> int:
         """The tokens of a prompt whose routed experts the turn that it goes on from has; the others are asked for."""
         base = self.turns[self.last_turn or 0] if self.turns else None
         if base is None or base.experts is None:
             return 0
         same = common_prefix(base.token_ids, token_array(prompt_ids, name="prompt_ids"))
+        same = kept_before(same, places, shown, base.images)
         return min(same, base.experts.end, len(prompt_ids) - 1)  # an answer of no rows at all is an error to slime
 
     def _within_limits(self, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:

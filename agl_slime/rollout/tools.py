@@ -5,7 +5,8 @@ gives: numbers, strings, lists, ``Literal``, ``Optional``, enums, dataclasses, p
 (``{"name", "description", "parameters"}``, or OpenAI's form around it) and is called with the arguments; one that has
 ``tool_info()`` in its place is called with its name and a dict of them. A class is instantiated for each rollout, with
 the task when its constructor takes one parameter: that is how a tool has a state, and a sandbox that its ``aclose``
-closes. Functions and methods may be async; others run in threads.
+closes. Functions and methods may be async; others run in threads. A tool that shows a picture returns it (PIL's), or a
+list of texts and pictures.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pydantic.errors import PydanticUserError
 from typing_extensions import NotRequired, TypedDict
 
 from agl_slime.errors import ConfigError, RolloutError
+from agl_slime.rollout.images import parts_with_images
 from agl_slime.rollout.tool_parsers import ToolCall, types_of
 from agl_slime.support.threads import call_user_code, run_blocking
 
@@ -40,10 +42,11 @@ _PYTHON_TYPES |= {"number": Union[int, float], "array": list[Any], "object": dic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What a call came to. ``content`` is what the model sees; ``error`` says that it failed, and how."""
+    """What a call came to. ``content`` is what the model sees, a text or parts with images; ``error`` says that it
+    failed, and how."""
 
     call: ToolCall
-    content: str
+    content: str | list[Any]
     error: ToolError | None = None
 
     def to_message(self) -> dict[str, Any]:
@@ -122,7 +125,7 @@ class ToolManager:
         content, error = await self._call(call)
         return ToolResult(call=call, content=content, error=error)
 
-    async def _call(self, call: ToolCall) -> tuple[str, ToolError | None]:
+    async def _call(self, call: ToolCall) -> tuple[str | list[Any], ToolError | None]:
         tool = self._tools.get(call.name)
         if tool is None:
             there = ", ".join(self._tools) or "none"
@@ -133,6 +136,8 @@ class ToolManager:
             return f"Error: {error}.", "bad_arguments"
         try:
             value = await asyncio.wait_for(call_user_code(tool.function, **arguments), self._timeout_s)
+            if (parts := parts_with_images(value)) is not None:
+                return parts, None
             content = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         except asyncio.TimeoutError:
             return f"Error: {call.name} did not answer within {self._timeout_s:g} seconds.", "timeout"

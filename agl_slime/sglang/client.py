@@ -31,6 +31,7 @@ from agl_slime.sglang.describe import EngineDescription, ask_server, dtype_of, p
 from agl_slime.sglang.generation import (
     Decode,
     Generation,
+    ImageInput,
     PartRequest,
     SamplingParams,
     broken_off,
@@ -128,6 +129,7 @@ class SGLangClient:
         resume: Generation | None = None,
         on_part: Callable[[Generation], None] | None = None,
         experts_start: int = 0,
+        images: ImageInput | None = None,
     ) -> Generation:
         """Sample one continuation of ``input_ids``.
 
@@ -146,6 +148,7 @@ class SGLangClient:
             resume: What an earlier call with the same arguments had sampled when it was aborted, to go on from.
             on_part: Gets what has been sampled whenever the engine aborts.
             experts_start: With ``sampling.routed_experts``, the first token whose experts are not known yet.
+            images: What stands for the prompt's images when it is sent; ``input_ids`` are all its tokens.
 
         Raises ``OutOfVocabularyError`` and ``ContextOverflowError`` (before sending when the client knows the sizes),
         ``EngineRequestError`` when refused, and another ``EngineError`` after retries.
@@ -161,6 +164,7 @@ class SGLangClient:
             context_length=self.context_length,
             decode=self._decode,
             experts_start=experts_start,
+            images=images,
         )
         if resume is not None:
             wanted.add(resume)
@@ -214,19 +218,11 @@ class SGLangClient:
     ) -> Generation:
         """One part with its retries, each under the next of ``rids``."""
         headers = {_ROUTING_KEY_HEADER: routing_key} if routing_key else None
-        payload: dict[str, Any] = {
-            "input_ids": request.input_ids,
-            "sampling_params": request.sampling.to_payload(),
-            "return_logprob": True,
-        }
+        payload = request.to_payload()
         if on_event is not None:
             payload["stream"] = True
         if top:
             payload["top_logprobs_num"] = top
-        if request.sampling.routed_experts is not None:
-            payload["return_routed_experts"] = True
-            if request.experts_start:
-                payload["routed_experts_start_len"] = request.experts_start
         where = f"{self._http.shown}/generate"
 
         async def attempt() -> Generation:
@@ -252,7 +248,8 @@ class SGLangClient:
                     raise
                 answer = streamed[0]
             said = broken_off(answer) if streamed else answer
-            return parse_generation(said, request=request, latency_s=time.monotonic() - sent, where=where)
+            part = parse_generation(said, request=request, latency_s=time.monotonic() - sent, where=where)
+            return request.check(part, where)
 
         return await self._http.retry(attempt, where=where, deadline=deadline)
 

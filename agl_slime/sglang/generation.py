@@ -215,13 +215,50 @@ def _top_log_probs(listed: Any, where: str) -> tuple[tuple[tuple[int, float], ..
 
 
 @dataclass(frozen=True, slots=True)
+class ImageInput:
+    """The images of a prompt as the engine gets them: ``data`` are URIs, ``prompt`` the ids with what the chat template
+    writes for each image, of which the engine makes as many as the image takes."""
+
+    data: tuple[str, ...]
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PartRequest:
     """One request to send: ``input_ids`` = prompt + the ids sampled so far. Routed experts are wanted of the tokens
-    from ``experts_start`` on."""
+    from ``experts_start`` on. With ``images`` the prompt's ids are those that it takes in the engine, ``prompt_tokens``
+    in number."""
 
     input_ids: Sequence[int]
     sampling: SamplingParams
     experts_start: int = 0
+    images: ImageInput | None = None
+    prompt_tokens: int = 0
+
+    def to_payload(self) -> dict[str, Any]:
+        payload: dict[str, Any] = {
+            "input_ids": self.input_ids,
+            "sampling_params": self.sampling.to_payload(),
+            "return_logprob": True,
+        }
+        if self.images is not None:
+            payload["input_ids"] = (*self.images.prompt, *self.input_ids[self.prompt_tokens :])
+            payload["image_data"] = self.images.data
+        if self.sampling.routed_experts is not None:
+            payload["return_routed_experts"] = True
+            if self.experts_start:
+                payload["routed_experts_start_len"] = self.experts_start
+        return payload
+
+    def check(self, generation: Generation, where: str) -> Generation:
+        """Raises ``EngineProtocolError`` when the engine made another number of tokens of the images."""
+        counted, sent = generation.prompt_tokens, len(self.input_ids)
+        if self.images is not None and counted and counted != sent:
+            told = f"{where} counts {counted} tokens in a prompt with images that has {sent}"
+            raise EngineProtocolError(
+                f"{told}: its processor is not that of the model's directory, or SGLANG_MM_AVOID_RETOKENIZE is off"
+            )
+        return generation
 
 
 def _weight_spans(meta: Mapping[str, Any], n_tokens: int, where: str) -> tuple[WeightSpan, ...]:

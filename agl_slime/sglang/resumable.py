@@ -12,6 +12,7 @@ from agl_slime.sglang.generation import (
     Decode,
     FinishReason,
     Generation,
+    ImageInput,
     PartRequest,
     SamplingParams,
     WeightSpan,
@@ -57,8 +58,9 @@ class ResumableGeneration:
         context_length: int | None = None,
         decode: Decode | None = None,
         experts_start: int = 0,
+        images: ImageInput | None = None,
     ) -> None:
-        self._experts_start = experts_start
+        self._experts_start, self._images = experts_start, images
         self._prompt = prompt_ids if isinstance(prompt_ids, PromptIds) else tuple(prompt_ids)
         self._sampling = sampling
         self._stop_ids = frozenset(sampling.stop_token_ids) | frozenset(eos_token_ids)
@@ -128,6 +130,8 @@ class ResumableGeneration:
             (*self._prompt, *self._got.output_ids) if self.sampled else self._prompt,
             replace(self._sampling, max_new_tokens=left, extra=extra),
             min(held.end, len(self._prompt) + self.sampled) if held is not None else self._experts_start,
+            self._images,
+            len(self._prompt),
         )
 
     def add(self, part: Generation) -> None:

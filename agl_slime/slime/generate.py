@@ -23,7 +23,8 @@ from agl_slime.groups.results import MemberResult
 from agl_slime.loop.tasks import TaskGroup
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.connection import Connection
-from agl_slime.slime.replay import replay_sampling, with_tensors
+from agl_slime.slime.replay import replay_sampling, with_tensors, with_train_inputs
+from agl_slime.support.threads import run_in_thread
 from agl_slime.types import ARRAY_FIELDS, Sample
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ _FROM_ROLLOUT = (
     *("tokens", "response", "response_length", "loss_mask", "rollout_log_probs"),
     *("reward", "status", "weight_versions", "prefix_cache_info"),
     *ARRAY_FIELDS,
+    *("multimodal_inputs", "multimodal_train_inputs"),
 )
 
 
@@ -42,11 +44,13 @@ async def run_rollout(
     """See ``agl_slime.slime_hooks.generate``."""
     task = {**(sample.metadata or {}), "prompt": sample.prompt, "label": sample.label}
     sampling = {**sampling_params, **({} if evaluation else replay_sampling(args))}
-    future = _rollouts_for(args).run(task, sampling, mode="val" if evaluation else "train")
+    rollouts = _rollouts_for(args)
+    future = rollouts.run(task, sampling, mode="val" if evaluation else "train")
     member = await asyncio.wrap_future(future)
     if not member.ok:
         return _failed(sample, member)
-    completed = [_completed(sample, own) for own in with_tensors(member.samples)]
+    samples = await run_in_thread(with_train_inputs, with_tensors(member.samples), rollouts.tokenizer)
+    completed = [_completed(sample, own) for own in samples]
     if len(completed) == 1:
         return completed[0]
     for sibling in completed:
@@ -91,7 +95,7 @@ class SingleRollouts(Producer):
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._runs: dict[str, _Run] = {}  # by group id
-        tokenizer = connection.tokenizer()
+        self.tokenizer = tokenizer = connection.tokenizer()
         self.source = GroupSource(store=connection.store, tokenizer=tokenizer, convert_validation=True, producer=self)
         self.source.listen(on_member=self._ended)
         self.source.ends.begin()

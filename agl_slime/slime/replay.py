@@ -38,6 +38,21 @@ def with_tensors(groups: Sequence[Any]) -> Sequence[Any]:
     return groups
 
 
+def with_train_inputs(groups: Sequence[Any], tokenizer: Any) -> Sequence[Any]:
+    """``groups`` with ``multimodal_train_inputs`` in the Samples that show images, by the processor of ``tokenizer``.
+    Raises ``DataSourceError`` where it has none."""
+    for sample in flat_samples(groups):
+        pictures = (sample.multimodal_inputs or {}).get("images")
+        if not pictures or sample.multimodal_train_inputs is not None:
+            continue
+        if not hasattr(tokenizer, "train_inputs"):
+            told = "rollouts show images, and the model's directory has no processor (preprocessor_config.json)"
+            raise DataSourceError(f"{told}: name one that has with --hf-checkpoint")
+        key = tuple((sample.metadata or {}).get("images") or map(repr, map(id, pictures)))
+        sample.multimodal_train_inputs = tokenizer.train_inputs(pictures, key)
+    return groups
+
+
 def _tensor(values: np.ndarray[Any, Any]) -> Any:
     try:
         import torch

@@ -18,7 +18,7 @@ from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.connection import Connection
 from agl_slime.slime.demand import Demand
 from agl_slime.slime.pacing import Pacing
-from agl_slime.slime.replay import with_tensors
+from agl_slime.slime.replay import with_tensors, with_train_inputs
 from agl_slime.slime.states import as_json, state_path
 from agl_slime.store.client import RemoteStore
 from agl_slime.support.agl import LightningStore
@@ -67,6 +67,7 @@ class AGLDataSource(DataSource):
         self._delivery: dict[str, Any] = {}
         durable = getattr(args, "rollout_data_transport", None) == "straw"
         self._delivery_path = Path(args.rollout_data_dir) / "agl_datasource.json" if durable else None
+        self._tokenizer = tokenizer
         self.groups = GroupSource(
             store=store,
             tokenizer=tokenizer,
@@ -90,7 +91,7 @@ class AGLDataSource(DataSource):
             self._demand.begin_pacing(getattr(self._args, "start_rollout_id", None) or 0)
             blocking = self.groups.settings.blocking
             self._demand.want((None if blocking else getattr(self._args, "rollout_batch_size", None)) or num_samples)
-        return [*with_tensors(self.groups.get_samples(num_samples))]
+        return [*with_train_inputs(with_tensors(self.groups.get_samples(num_samples)), self._tokenizer)]
 
     async def get_samples_async(self, num_samples: int) -> list[list[Sample]]:
         """``get_samples``, for slime's event loop. Groups that come after the caller was cancelled are given back."""
@@ -216,7 +217,8 @@ class AGLDataSource(DataSource):
         return self._batch()
 
     def _batch(self) -> list[list[Sample]]:
-        return [*with_tensors([[sample_from_json(sample) for sample in group] for group in self._delivery["groups"]])]
+        groups = [[sample_from_json(sample) for sample in group] for group in self._delivery["groups"]]
+        return [*with_train_inputs(with_tensors(groups), self._tokenizer)]
 
     def _write(self, path: Path, state: dict[str, Any]) -> None:
         write_file(path, as_json(state))

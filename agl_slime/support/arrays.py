@@ -1,8 +1,9 @@
-"""Arrays in JSON: what is too long for lists of numbers."""
+"""Arrays and images in JSON: what is too long for lists of numbers."""
 
 from __future__ import annotations
 
 import base64
+import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,3 +29,23 @@ def array_from_json(told: Mapping[str, Any]) -> NDArray[Any]:
         raise ValueError(f"an array of {told['dtype']!r} is not known")
     raw = base64.b64decode(told["base64"], validate=True)
     return np.frombuffer(raw, dtype=np.dtype(told["dtype"])).reshape(told["shape"])
+
+
+def images_to_json(inputs: Mapping[str, Any]) -> dict[str, list[str] | None]:
+    """A dict of lists of PIL images as one of lists of PNG files, which ``images_from_json`` reads."""
+
+    def png(picture: Any) -> str:
+        file = io.BytesIO()
+        picture.save(file, "PNG", compress_level=1)
+        return base64.b64encode(file.getvalue()).decode("ascii")
+
+    return {name: pictures and [*map(png, pictures)] for name, pictures in inputs.items()}
+
+
+def images_from_json(told: Mapping[str, Any]) -> dict[str, Any]:
+    from PIL import Image  # whoever wrote them has it
+
+    def picture(text: str) -> Any:
+        return Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=("PNG",))
+
+    return {name: files and [*map(picture, files)] for name, files in told.items()}

@@ -86,9 +86,12 @@ def load_tokenizer(path: str | Path) -> Any:
             from transformers import AutoTokenizer  # a second or more of imports: only when a tokenizer is needed
 
             try:
-                _loaded[key] = AutoTokenizer.from_pretrained(key)
+                loaded = AutoTokenizer.from_pretrained(key)
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     f"no tokenizer can be loaded from {key!r}: {' '.join(str(error).split())[:300]}"
                 ) from error
+            from agl_slime.tokens.vision import VisionTokenizer, reads_images
+
+            _loaded[key] = VisionTokenizer(loaded, path=key) if reads_images(key) else loaded
         return _loaded[key]

@@ -18,6 +18,7 @@ from typing_extensions import TypedDict, Unpack
 
 from agl_slime.errors import RewardError, TraceError
 from agl_slime.trace import attributes as names
+from agl_slime.trace.images import multimodal_inputs
 from agl_slime.trace.reward import Reward, TurnReward, read_reward, read_turn_rewards
 from agl_slime.trace.segments import Segment, merge_turns
 from agl_slime.trace.span_codec import parse_json, turn_numbers
@@ -328,6 +329,8 @@ def _fields(
         prompt = "" if tokenizer is None else tokenizer.decode(tokens[:start], skip_special_tokens=False)
     said = None if tokenizer is None else tokenizer.decode(tokens[start:], skip_special_tokens=False)
     nucleus = segment.nucleus
+    if segment.images:
+        metadata["images"] = [image.sha for image in segment.images]
     replayed: dict[str, Any] = {
         "rollout_routed_experts": segment.experts,
         "rollout_top_p_token_ids": None if nucleus is None else nucleus.ids,
@@ -340,6 +343,7 @@ def _fields(
     return {
         **replayed,
         "session_id": trajectory.rollout_id,  # what a router knows all its calls by
+        "multimodal_inputs": multimodal_inputs(segment.images),
         "tokens": tokens,
         "response_length": len(tokens) - start,
         "loss_mask": mask.tolist(),

@@ -22,6 +22,7 @@ from agl_slime.errors import TraceError
 from agl_slime.sglang.replay import Nucleus
 from agl_slime.tokens.codec import LogProbArray, TokenArray
 from agl_slime.tokens.forks import ForkReason, fork_of_turn
+from agl_slime.tokens.images import Image
 from agl_slime.trace.replay import experts_of, nucleus_of
 from agl_slime.trace.turn import Turn
 
@@ -56,6 +57,8 @@ class Segment:
     """``[tokens - 1, layers, experts per token]``."""
     nucleus: Nucleus | None = None
     """Of the tokens from ``prompt_length`` on."""
+    images: tuple[Image, ...] = ()
+    """In the order of their tokens."""
 
     @property
     def prompt_length(self) -> int:
@@ -64,10 +67,11 @@ class Segment:
 
 @dataclass
 class _Open:
-    """A segment while turns are added to it; ``held`` are all its tokens, as bytes."""
+    """A segment while turns are added to it; ``held`` are all its tokens, as bytes, and ``images`` those they show."""
 
     fork_reason: ForkReason | None
     held: bytes = b""
+    images: tuple[Image, ...] = ()
     placements: list[Placement] = field(default_factory=list)
 
     def close(self, turns: Sequence[Turn], untrained: Collection[int]) -> Segment | None:
@@ -94,7 +98,12 @@ class _Open:
             nucleus = nucleus_of(turns, [(at.turn, at.start - first) for at in placements], len(tokens) - first)
             if nucleus is None:
                 raise TraceError("a trained turn has no nucleus although others of its rollout have one")
-        return Segment(tokens, mask, log_probs, tuple(placements), self.fork_reason, experts, nucleus)
+        images = turns[placements[-1].turn].images
+        return Segment(tokens, mask, log_probs, tuple(placements), self.fork_reason, experts, nucleus, images)
+
+    def goes_on_in(self, prompt: bytes, images: tuple[Image, ...]) -> bool:
+        """Whether a prompt begins with this; images of one size have the same tokens."""
+        return prompt.startswith(self.held) and images[: len(self.images)] == self.images
 
 
 def merge_turns(
@@ -115,12 +124,12 @@ def merge_turns(
                 f"turn {index} has an empty prompt; training needs at least one token before the first sampled one"
             )
         prompt = turn.prompt_ids.tobytes()
-        extended = [segment for segment in reversed(segments) if prompt.startswith(segment.held)]
+        extended = [segment for segment in reversed(segments) if segment.goes_on_in(prompt, turn.images)]
         segment = max(extended, key=lambda segment: len(segment.held), default=None)
         if segment is None:
             segment = _Open(fork_of_turn(turn, turns[:index], tokenizer) if segments else None)
             segments.append(segment)
-        segment.held = prompt + turn.response_ids.tobytes()
+        segment.held, segment.images = prompt + turn.response_ids.tobytes(), turn.images
         segment.placements.append(Placement(index, len(turn.prompt_ids), turn.length))
     closed = (segment.close(turns, untrained) for segment in segments)
     return [segment for segment in closed if segment is not None]

@@ -29,7 +29,9 @@ from agl_slime.tokens.codec import (
     unpack_token_ids,
 )
 from agl_slime.tokens.forks import ForkReason
+from agl_slime.tokens.images import Image
 from agl_slime.trace import attributes as names
+from agl_slime.trace.images import Images, decode_images, image_attributes
 from agl_slime.trace.replay import decode_replay, replay_attributes
 from agl_slime.trace.turn import Messages, Turn
 
@@ -52,6 +54,8 @@ class TurnEncoder:
         self.stream = f"{next(_streams) & 0xFFFFFFFF:08x}"
         self._lock = threading.Lock()
         self._messages: list[list[str]] = []  # per turn, as JSON: the agent may change its dicts later
+        self._images: list[Images] = []
+        self._written: set[str] = set()  # images whose files are in a span
 
     def encode(self, turn: Turn) -> dict[str, Any]:
         """The attributes of the span of ``turn``: strings and numbers. Every encoded turn must reach the store, or
@@ -64,6 +68,8 @@ class TurnEncoder:
             held = [] if base is None else self._messages[base]
             kept = shared_length(messages, held)
             self._messages.append(held[:kept] + messages[kept:])
+            shown = image_attributes(turn.images, () if base is None else self._images[base], self._written)
+            self._images.append(turn.images)
         attributes: dict[str, Any] = {
             names.FORMAT: names.FORMAT_VERSION,
             names.OPERATION_NAME: "chat",
@@ -90,6 +96,7 @@ class TurnEncoder:
             attributes[names.LOG_PROBS] = pack_array(turn.log_probs)
         if turn.experts is not None or turn.nucleus is not None:
             attributes |= replay_attributes(turn)
+        attributes |= shown
         if any(turn.speculated):
             attributes[names.SPECULATED] = json.dumps(turn.speculated)
         if turn.weight_versions:
@@ -157,13 +164,14 @@ def decode_turns(spans: Iterable[Any]) -> list[Turn]:
     for stream, places in streams.items():
         written = sorted((_get(packed[place], names.TURN_INDEX, int), place) for place in places)
         turns: list[Turn] = []
+        images: dict[str, Image] = {}
         for number, (index, place) in enumerate(written):
             if index < number:
                 raise TraceError(f"turn {index} of encoder {stream} is there twice")
             if index > number:
                 raise TraceError(f"turn {number} of encoder {stream} is missing, although turn {index} is there")
             try:
-                turns.append(_decode_turn(packed[place], turns, places))
+                turns.append(_decode_turn(packed[place], turns, places, images))
             except TraceError as error:
                 raise TraceError(f"turn {index} of encoder {stream} cannot be read: {error}") from error
         decoded.update(zip(places, turns, strict=True))
@@ -184,7 +192,9 @@ def turn_numbers(spans: Iterable[Any]) -> dict[tuple[str, Any], int]:
     return {(stream, index): place for stream, places in streams.items() for index, place in enumerate(places)}
 
 
-def _decode_turn(attributes: Mapping[str, Any], earlier: Sequence[Turn], places: Sequence[int]) -> Turn:
+def _decode_turn(
+    attributes: Mapping[str, Any], earlier: Sequence[Turn], places: Sequence[int], images: dict[str, Image]
+) -> Turn:
     prompt = unpack_token_ids(_get(attributes, names.PROMPT_IDS, str), name="prompt ids")
     base, base_turn, kept = None, None, 0
     if names.PROMPT_BASE in attributes:
@@ -224,6 +234,7 @@ def _decode_turn(attributes: Mapping[str, Any], earlier: Sequence[Turn], places:
         kept_tokens=kept,
         fork=None if fork is None else ForkReason(fork),
         speculated=_speculated(attributes),
+        images=decode_images(attributes, base.images if base is not None else (), images),
         **decode_replay(attributes),
     )
 

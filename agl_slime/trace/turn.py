@@ -13,6 +13,7 @@ from agl_slime.sglang.generation import WeightSpan
 from agl_slime.sglang.replay import Nucleus, RoutedExperts
 from agl_slime.tokens.codec import LogProbArray, TokenArray, log_prob_array, token_array
 from agl_slime.tokens.forks import ForkReason
+from agl_slime.tokens.images import Image
 
 if TYPE_CHECKING:
     from agl_slime.sglang.generation import Generation
@@ -38,7 +39,8 @@ class Turn:
 
     ``experts`` are the routed experts of the tokens for which ``base_turn`` has none; ``nucleus`` has an entry per
     response id. Both are ``None`` unless the engine was asked for them. ``speculated`` counts tokens accepted, tokens
-    drafted and verifications under speculative decoding.
+    drafted and verifications under speculative decoding. ``images`` are those that the prompt shows, in the order of
+    their tokens.
 
     Raises ``TraceError`` when ids are not non-negative int32, log-probs are not finite, or the lengths do not fit.
     """
@@ -62,6 +64,7 @@ class Turn:
     experts: RoutedExperts | None = None
     nucleus: Nucleus | None = None
     speculated: tuple[int, int, int] = (0, 0, 0)
+    images: tuple[Image, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("prompt_ids", "response_ids"):

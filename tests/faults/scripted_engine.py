@@ -70,6 +70,7 @@ class ScriptedEngine(ControlRoutes):
         lists_versions: Answer ``weight_versions`` as newer servers do, else only ``weight_version``.
         workers: URLs; given, it answers as a router does: ``/workers`` lists them, and what a router does not pass on
             is 404.
+        expand: What a prompt with images comes to, of its ids and ``image_data``; None: the model reads none.
         next_id, log_prob, decode: Replace what it samples and says; ``next_id`` and ``log_prob`` get all ids so far.
     """
 
@@ -88,6 +89,7 @@ class ScriptedEngine(ControlRoutes):
         next_id: Callable[[Sequence[int]], int] | None = None,
         log_prob: Callable[[Sequence[int]], float] | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
+        expand: Callable[[list[int], list[str]], list[int]] | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.context_length = context_length
@@ -101,6 +103,7 @@ class ScriptedEngine(ControlRoutes):
         self.next_id = next_id or self._next_id
         self.log_prob = log_prob or log_prob_of
         self.decode = decode or decode_pieces
+        self.expand = expand
         self.calls: Counter[str] = Counter()
         self.received: list[Received] = []
         self.log: list[str] = []
@@ -247,6 +250,10 @@ class ScriptedEngine(ControlRoutes):
         if self.workers is not None:
             return web.json_response({"error": "this scripted router passes nothing on"}, status=503)
         rid: str = payload["rid"]
+        if images := payload.get("image_data"):
+            if self.expand is None:
+                return web.json_response({"error": {"message": "The model reads no images."}}, status=400)
+            payload = {**payload, "input_ids": self.expand(payload["input_ids"], images)}
         refusal = self._refusal(payload)
         if refusal is not None:
             return web.json_response({"error": {"message": refusal}}, status=400)

@@ -212,8 +212,8 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
     ("path", "body", "field"),
     [
         ("messages", {"messages": HELLO}, "max_tokens"),
-        ("messages", {"max_tokens": 5, "messages": IMAGE}, "reads text only"),
-        ("chat/completions", {"messages": IMAGE}, "reads text only"),
+        ("messages", {"max_tokens": 5, "messages": IMAGE}, "an image must be a URI data:image/"),
+        ("chat/completions", {"messages": IMAGE}, "an image must be a URI data:image/"),
         ("chat/completions", {"messages": []}, "messages"),
         ("chat/completions", {"messages": HELLO, "audio": {"voice": "a"}}, "audio"),
         ("responses", {"input": [{"type": "computer_call"}]}, "computer_call"),

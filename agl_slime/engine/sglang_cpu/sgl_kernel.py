@@ -1,6 +1,8 @@
 """Stands in for SGLang's kernel package, whose CPU build needs AMX: the names that SGLang imports at module level. They
 are called in speculative decoding only, which stays off."""
 
+import torch
+
 _NAMES = (
     "assign_draft_cache_locs_contiguous_cpu",
     "assign_extend_cache_locs_cpu",
@@ -24,3 +26,9 @@ def _absent(name):
 
 globals().update({name: _absent(name) for name in _NAMES})
 __all__ = list(_NAMES)
+
+
+# Vision models of the Qwen family import a module that looks these operators up, and never call them.
+_library = torch.library.Library("sgl_kernel", "FRAGMENT")
+for _name in ("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"):
+    _library.define(f"{_name}(Tensor a, Tensor b) -> Tensor")

@@ -83,8 +83,8 @@ class TrainBatch:
             found = f"response_length of sample {i} is {length} with {len(ids)} tokens"
             _require(0 <= length < len(ids), f"{found}; leave one to the prompt.")
             _require(ids.min() >= 0, f"tokens of sample {i} hold the id {ids.min()}; token ids cannot be negative.")
-            images = getattr(sample, "multimodal_train_inputs", None)
-            _require(images is None, f"sample {i} has multimodal_train_inputs; use slime: this trains on text only.")
+            images = getattr(sample, "multimodal_inputs", None) or getattr(sample, "multimodal_train_inputs", None)
+            _require(images is None, f"sample {i} shows images; use slime: this trains on text only.")
             whole = sample.remove_sample or sample.loss_mask is None
             given = [int(not sample.remove_sample)] * length if whole else sample.loss_mask
             mask = _array(given, f"loss_mask of sample {i}", np.int64, length)

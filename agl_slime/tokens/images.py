@@ -1,0 +1,169 @@
+"""Images in conversations.
+
+In the content of a message an image is a mark with its hash, a few characters of text: messages stay small, compare as
+text does, and their images are held once, whatever number of turns shows them. ``tokens.vision`` knows which tokens a
+mark comes to.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+from agl_slime.errors import MissingDependencyError, PromptError
+from agl_slime.support.ranges import check_ranges
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+_MIME = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
+# no text has these: they are no characters of Unicode's
+MARK = re.compile("\ufdd0image ([0-9a-f]{64})\ufdd1")
+_ORIENTATION = 0x0112  # of Exif: how the picture is to be turned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSettings:
+    """What images may be: ``max_image_mb`` the size of a file, ``max_megapixels`` that of the picture, ``max_images``
+    how many a conversation may show. ``image_hosts`` are the only ones that images are fetched from, by http or https;
+    by default there is none, and images come as data."""
+
+    max_image_mb: float = 5.0
+    max_megapixels: float = 16.0
+    max_images: int = 32
+    image_hosts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_ranges(self, ("max_image_mb max_megapixels max_images", lambda value: value > 0, "above 0"))
+
+
+@dataclass(frozen=True, eq=False)
+class Image:
+    """``data`` is a file in one of ``FORMATS`` that engines and trainers read the same RGB pixels from; ``sha`` is its
+    SHA-256 and ``size`` the width and height in pixels."""
+
+    sha: str
+    data: bytes
+    format: str
+    size: tuple[int, int]
+
+    @property
+    def mark(self) -> str:
+        return f"\ufdd0image {self.sha}\ufdd1"
+
+    @property
+    def uri(self) -> str:
+        """As engines take it."""
+        return f"data:{_MIME[self.format]};base64,{base64.b64encode(self.data).decode('ascii')}"
+
+    def open(self) -> Any:
+        """As a PIL image, which reads its pixels when they are asked for."""
+        return _pil().open(io.BytesIO(self.data))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Image) and self.sha == other.sha
+
+    def __hash__(self) -> int:
+        return hash(self.sha)
+
+
+# Images that somebody holds: those of a prompt that a group's rollouts share are there once.
+_held: WeakValueDictionary[str, Image] = WeakValueDictionary()
+_given: WeakValueDictionary[bytes, Image] = WeakValueDictionary()  # by what they were read from
+
+
+def held_image(sha: str) -> Image | None:
+    return _held.get(sha)
+
+
+def images_in(messages: Iterable[Mapping[str, Any]], known: Mapping[str, Image]) -> tuple[Image, ...]:
+    """The images that ``messages`` show, in their order."""
+    texts = (content for message in messages if isinstance(content := message.get("content"), str))
+    shas = (sha for text in texts if "\ufdd0" in text for sha in MARK.findall(text))
+    return tuple(known[sha] for sha in shas if sha in known)
+
+
+def readable(text: str) -> str:
+    """``text`` for people: marks as the beginnings of hashes."""
+    return MARK.sub(lambda mark: f"[image {mark[1][:12]}]", text) if "\ufdd0" in text else text
+
+
+def read_image(data: bytes, settings: ImageSettings = ImageSettings()) -> Image:
+    """An image from the bytes of a file. One that is not plain RGB is written anew as PNG: turned as its camera says,
+    without transparency, its first frame. Raises ``PromptError`` for one beyond the limits."""
+    key = hashlib.sha256(data).digest()
+    if (known := _given.get(key)) is not None and _fits(known, settings):
+        return known
+    if len(data) > settings.max_image_mb * 1e6:
+        told = f"an image has {len(data) / 1e6:.1f} MB, max_image_mb is {settings.max_image_mb:g}"
+        raise PromptError(f"{told}: send a smaller one")
+    pil = _pil()
+    try:
+        picture = pil.open(io.BytesIO(data), formats=FORMATS)
+        size, kind = picture.size, str(picture.format)
+        if not _is_within(size, settings):
+            told = f"{size[0]} x {size[1]} pixels, max_megapixels is {settings.max_megapixels:g}"
+            raise PromptError(f"an image has {told}: send a smaller one")
+        picture.load()
+        plain = picture.mode == "RGB" and getattr(picture, "n_frames", 1) == 1
+        if not plain or picture.getexif().get(_ORIENTATION, 1) != 1:
+            from PIL import ImageOps
+
+            picture = (ImageOps.exif_transpose(picture) or picture).convert("RGB")
+            file = io.BytesIO()
+            picture.save(file, "PNG", compress_level=1)
+            data, kind, size = file.getvalue(), "PNG", picture.size
+    except PromptError:
+        raise
+    except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
+        raise PromptError(f"an image cannot be read as {', '.join(FORMATS)}: {str(error)[:200]}") from error
+    image = _given[key] = held(data, kind, size)
+    return image
+
+
+def held(data: bytes, kind: str, size: tuple[int, int]) -> Image:
+    """The image of a file that ``read_image`` gave."""
+    sha = hashlib.sha256(data).hexdigest()
+    return _held.setdefault(sha, Image(sha, data, kind, size))
+
+
+def read_uri(uri: str, settings: ImageSettings = ImageSettings()) -> Image:
+    """An image from a ``data:`` URI."""
+    head, _, text = uri.partition(",")
+    if not head.startswith("data:image/") or not head.endswith(";base64"):
+        raise PromptError(f"an image must be a URI data:image/…;base64,…, got {uri:.60}")
+    if len(text) > settings.max_image_mb * 1.4e6:
+        told = f"an image has {len(text) * 0.75e-6:.1f} MB, max_image_mb is {settings.max_image_mb:g}"
+        raise PromptError(f"{told}: send a smaller one")
+    try:
+        data = base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise PromptError(f"the data of an image is not base64: {error}") from error
+    return read_image(data, settings)
+
+
+def from_pil(picture: Any) -> Image:
+    """An image from pixels."""
+    file = io.BytesIO()
+    picture.convert("RGB").save(file, "PNG", compress_level=1)
+    return held(file.getvalue(), "PNG", picture.size)
+
+
+def _is_within(size: tuple[int, int], settings: ImageSettings) -> bool:
+    return size[0] * size[1] <= settings.max_megapixels * 1e6
+
+
+def _fits(image: Image, settings: ImageSettings) -> bool:
+    return _is_within(image.size, settings) and len(image.data) <= settings.max_image_mb * 1e6
+
+
+def _pil() -> Any:
+    try:
+        from PIL import Image as pil
+    except ImportError as error:
+        raise MissingDependencyError("images need Pillow: pip install agl-slime[images]") from error
+    return pil

@@ -1,0 +1,181 @@
+"""The tokens of images: a tokenizer that reads the marks of ``tokens.images``, with the model's own processor.
+
+A processor writes more for an image than the chat template does: a token for each patch, as many as the picture's size
+comes to. What is held and trained are those tokens. The engine is sent the template's few, and writes the same ones
+itself; that its count is ours is checked with each answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from agl_slime.errors import ConfigError, PromptError
+from agl_slime.sglang.generation import ImageInput
+from agl_slime.tokens.codec import token_array
+from agl_slime.tokens.images import MARK, Image, held_image
+from agl_slime.tokens.tokenizer import render_chat
+
+logger = logging.getLogger(__name__)
+
+_CONFIGS = ("preprocessor_config.json", "processor_config.json")
+_BEFORE, _AFTER = "SENTINELbefore", "SENTINELafter"
+# as slime calls processors: lists of ids, tensors of all else
+_AS_SLIME: dict[str, Any] = {
+    "text_kwargs": {"return_tensors": None, "add_special_tokens": False},
+    "images_kwargs": {"return_tensors": "pt"},
+    "return_mm_token_type_ids": False,
+}
+_NOT_FOR_TRAINING = frozenset(("input_ids", "attention_mask"))
+_MOST_EXPANSIONS = 4096  # a few hundred bytes to some kB each
+_MOST_TRAIN_INPUTS = 4  # tens of MB each: the Samples of one group, which show the same images
+
+
+def reads_images(path: str | Path) -> bool:
+    """Whether the model at ``path`` has a processor of images."""
+    return any((Path(path) / name).is_file() for name in _CONFIGS)
+
+
+class VisionTokenizer:
+    """``tokenizer``, and in ``encode`` what ``processor`` writes for the images whose marks a text has. Thread-safe."""
+
+    def __init__(self, tokenizer: Any, processor: Any = None, *, path: str | Path = "") -> None:
+        self._tokenizer, self._given, self._path = tokenizer, processor, str(path)
+        self._texts: dict[str, str] = {}  # by the image's hash, those used last at the end
+        self._train_inputs: dict[tuple[str, ...], dict[str, Any] | None] = {}
+        self._lock = threading.RLock()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_tokenizer":
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def __reduce__(self) -> Any:
+        return _again, (self._tokenizer, self._given, self._path)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        if "\ufdd0" in text:
+            text = MARK.sub(lambda mark: self._text(mark[1]) or mark[0], text)
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, token_ids: Sequence[int], **options: Any) -> str:
+        return self._tokenizer.decode(token_ids, **options)
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        return self._tokenizer.apply_chat_template(conversation, **options)
+
+    def prepare(self, images: Iterable[Image]) -> None:
+        """Have the tokens of these images ready; it takes about as long as a look at each picture. Raises
+        ``PromptError`` where the model's template or processor takes no images."""
+        for image in images:
+            self._text_of(image)
+
+    def engine_input(self, prompt_ids: Sequence[int], images: Sequence[Image]) -> tuple[ImageInput, list[int]]:
+        """What the engine gets for a prompt that shows ``images``, and where each begins in ``prompt_ids``. Raises
+        ``PromptError`` where the prompt shows others, as where a template leaves out or moves what it shows."""
+        held = token_array(prompt_ids, name="prompt_ids").tobytes()
+        written = self.encode(self._written)
+        sent: list[int] = []
+        places: list[int] = []
+        end, outside = 0, []
+        for image in images:
+            ids = token_array(self.encode(self._text_of(image)), name="an image's ids")
+            at = _find(held, ids.tobytes(), end)
+            if at < 0:
+                raise PromptError("the chat template leaves out an image, or moves it: it cannot be trained on")
+            sent += [*prompt_ids[end:at], *written]
+            outside += prompt_ids[end:at]
+            places.append(at)
+            end = at + len(ids)
+        outside += prompt_ids[end:]
+        if (mark := getattr(self._processor, "image_token_id", None)) is not None and mark in outside:
+            token = self._tokenizer.convert_ids_to_tokens(mark)
+            raise PromptError(f"the conversation holds {token}, which stands for an image, as text: take it out")
+        return ImageInput(tuple(image.uri for image in images), (*sent, *prompt_ids[end:])), places
+
+    def train_inputs(self, pictures: Sequence[Any], key: tuple[str, ...]) -> dict[str, Any] | None:
+        """``multimodal_train_inputs`` of a Sample that shows these (PIL's images): what the processor gives beside ids,
+        tensors of all in their order; shared by the Samples of the same ``key``, their hashes."""
+        with self._lock:
+            if key not in self._train_inputs:
+                told = self._process(self._written * len(pictures), pictures)
+                self._train_inputs[key] = {k: v for k, v in told.items() if k not in _NOT_FOR_TRAINING} or None
+            self._train_inputs[key] = self._train_inputs.pop(key)
+            while len(self._train_inputs) > _MOST_TRAIN_INPUTS:
+                del self._train_inputs[next(iter(self._train_inputs))]
+            return self._train_inputs[key]
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _processor(self) -> Any:
+        return self._given if self._given is not None else _load_processor(self._path)
+
+    @functools.cached_property
+    def _written(self) -> str:
+        """What the chat template writes for an image."""
+        parts = [{"type": "text", "text": _BEFORE}, {"type": "image"}, {"type": "text", "text": _AFTER}]
+        both = ({"role": "user", "content": content} for content in (parts, _BEFORE + _AFTER))
+        shown, plain = (render_chat(self._tokenizer, [message]) for message in both)
+        written = shown.partition(_BEFORE)[2].rpartition(_AFTER)[0]
+        if not written or shown.replace(written, "", 1) != plain:
+            told = "writes nothing for an image" if not written else "writes messages with images differently"
+            raise PromptError(f"the model's chat template {told}: images cannot be sent to it")
+        return written
+
+    def _text(self, sha: str) -> str | None:
+        if (text := self._texts.get(sha)) is None and (image := held_image(sha)) is not None:
+            text = self._text_of(image)
+        return text
+
+    def _text_of(self, image: Image) -> str:
+        """What the processor makes of what the template writes for ``image``."""
+        if (text := self._texts.get(image.sha)) is not None:
+            return text
+        with self._lock:
+            ids = list(self._process(self._written, [image.open()])["input_ids"][0])
+            text = self._tokenizer.decode(ids, skip_special_tokens=False)
+            if self.encode(text) != ids:
+                raise PromptError("the processor's tokens of an image are not those of a text: it cannot be sent")
+            self._texts[image.sha] = text
+            while len(self._texts) > _MOST_EXPANSIONS:
+                del self._texts[next(iter(self._texts))]
+        return text
+
+    def _process(self, text: str, pictures: Sequence[Any]) -> Any:
+        try:
+            return self._processor(text=[text], images=list(pictures), **_AS_SLIME)
+        except (ImportError, TypeError, ValueError, OSError) as error:
+            raise PromptError(f"the model's processor cannot read an image: {str(error)[:300]}") from error
+
+
+def _find(held: bytes, wanted: bytes, start: int) -> int:
+    """Where ids begin among others, from place ``start`` on; -1 where they do not. All are int32."""
+    at = held.find(wanted, 4 * start)
+    while at >= 0 and at % 4:
+        at = held.find(wanted, at + 1)
+    return at // 4 if at >= 0 else -1
+
+
+def _again(tokenizer: Any, processor: Any, path: str) -> VisionTokenizer:
+    return VisionTokenizer(tokenizer, processor, path=path)
+
+
+def _load_processor(path: str) -> Any:
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(path)
+    except (OSError, ValueError, ImportError) as error:
+        told = " ".join(str(error).split())[:300]
+        raise ConfigError(f"no processor of images can be loaded from {path!r}: {told}") from error
+    if not hasattr(processor, "image_processor"):
+        raise ConfigError(f"the processor of {path!r} is a {type(processor).__name__}, which reads no images")
+    return processor

@@ -1,0 +1,77 @@
+"""A tokenizer with a real processor of images, LLaVA-NeXT's in small: the tokens that an image takes depend on its
+size. And how a server that has the same processor reads prompts with images."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import io
+import random
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from agl_slime.tokens.vision import VisionTokenizer
+from tests.trace_tokenizers import small_tokenizer
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<tool_call><|im_end|>\n"
+    "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+    "{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SIZES = ((28, 28), (56, 28), (28, 56), (56, 56), (90, 30))
+
+
+@lru_cache
+def processor(template: str = TEMPLATE) -> Any:
+    pytest.importorskip("torch", reason="processors of images need torch")
+    pytest.importorskip("PIL", reason="images need Pillow: pip install agl-slime[images]")
+    from transformers import LlavaNextImageProcessor, LlavaNextProcessor
+
+    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<image>"]})
+    tokenizer.chat_template = template
+    crop, shape = {"height": 28, "width": 28}, {"shortest_edge": 28}
+    pinpoints = [[28, 56], [56, 28], [56, 56]]
+    pictures = LlavaNextImageProcessor(image_grid_pinpoints=pinpoints, size=shape, crop_size=crop)
+    how = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return LlavaNextProcessor(image_processor=pictures, tokenizer=tokenizer, chat_template=template, **how)
+
+
+@lru_cache
+def vision_tokenizer(template: str = TEMPLATE) -> Any:
+    made = processor(template)
+    return VisionTokenizer(made.tokenizer, made)
+
+
+def picture(seed: int = 0, size: tuple[int, int] = (56, 28), kind: str = "PNG", mode: str = "RGB") -> bytes:
+    """A file with made-up pixels."""
+    from PIL import Image
+
+    noise = random.Random(seed).randbytes(size[0] * size[1] * len(mode))
+    file = io.BytesIO()
+    Image.frombytes(mode, size, noise).save(file, kind)
+    return file.getvalue()
+
+
+def uri(data: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def expand(ids: list[int], image_data: list[str]) -> list[int]:
+    """The prompt as a server counts it: of each placeholder as many as its own processor says for the image."""
+    from PIL import Image
+
+    made = processor()
+    counts = []
+    for data in image_data:
+        shown = Image.open(io.BytesIO(base64.b64decode(data.partition(",")[2]))).convert("RGB")
+        counts.append(made(text=["<image>"], images=[shown])["input_ids"][0].count(made.image_token_id))
+    found = [at for at, token in enumerate(ids) if token == made.image_token_id]
+    assert len(found) == len(counts), f"{len(found)} placeholders for {len(counts)} images"
+    left = iter(counts)
+    return [token for each in ids for token in ([each] * next(left) if each == made.image_token_id else [each])]
