@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from typing_extensions import Self
 
 from agl_slime.errors import ConfigError
 from agl_slime.support.net import require_token
@@ -43,6 +47,29 @@ class ControllerSettings:
     poll_interval_s: float = 0.5
     max_restarts: int = 3
     log: Path | None = None
+
+    @classmethod
+    def given(
+        cls,
+        *,
+        agent: str | None,
+        job_template: Path | None,
+        python: Path | None,
+        env_map: Iterable[str],
+        environ: Mapping[str, str] = os.environ,
+        **others: Any,
+    ) -> Self:
+        """As a person gives them: ``env_map`` as NAME=input.path, and from the environment the key, and the Python of
+        an ``agent`` where none is named. Raises ``ConfigError``."""
+        named = environ.get(PYTHON_VARIABLE) if job_template is None else None
+        return cls(
+            agent=agent,
+            env_map={name: path for name, _, path in (one.partition("=") for one in env_map)},
+            job_template=job_template,
+            python=python or (Path(named) if named else None),
+            key=environ.get(KEY_VARIABLE) or None,
+            **others,
+        )
 
     def __post_init__(self) -> None:
         if (self.agent is None) == (self.job_template is None):

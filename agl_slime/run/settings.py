@@ -4,14 +4,13 @@ help text."""
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from agl_slime.agl1.settings import KEY_VARIABLE, PYTHON_VARIABLE, ControllerSettings
+from agl_slime.agl1.settings import ControllerSettings
 from agl_slime.engine.sglang_process import find_sglang
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.settings import Branches, Constraints, GatewaySettings
@@ -233,15 +232,13 @@ class TrainConfig:
         """What a controller runs, where it does."""
         if self.runners != "controller":
             return None
-        named = os.environ.get(PYTHON_VARIABLE) if self.job_template is None else None
-        return ControllerSettings(
+        return ControllerSettings.given(
             agent=self.agent if self.job_template is None else None,
-            env_map={name: path for name, _, path in (one.partition("=") for one in self.env_map)},
             job_template=self.job_template,
-            python=self.controller_python or (Path(named) if named else None),
+            python=self.controller_python,
+            env_map=self.env_map,
             host=self.controller_host,
             port=self.controller_port,
-            key=os.environ.get(KEY_VARIABLE) or None,
             log=log,
         )
 

@@ -70,13 +70,14 @@ class RunnerPlan:
     controller: ControllerSettings | None = None
 
     @classmethod
-    def parse(cls, text: str) -> RunnerPlan:
-        """Read ``inproc``, ``process:N`` or ``ray:N``. Raises ``ConfigError``."""
+    def parse(cls, text: str, *, named: str = "--runners") -> RunnerPlan:
+        """Read ``inproc``, ``controller``, ``process:N`` or ``ray:N`` of the setting ``named``. Raises
+        ``ConfigError``."""
         kind, colon, count = text.partition(":")
         number = int(count) if count.isascii() and count.isdigit() else 0
         alone = kind in ("inproc", "controller")
         if kind not in get_args(RunnerKind) or alone == bool(colon) or (colon and number < 1):
-            raise ConfigError(f"--runners {text!r}: expected inproc, controller, process:N or ray:N with N at least 1")
+            raise ConfigError(f"{named} {text!r}: expected inproc, controller, process:N or ray:N with N at least 1")
         return cls(kind=kind, count=number or 1)  # type: ignore[arg-type]  # checked above
 
     def __str__(self) -> str:

@@ -1,12 +1,14 @@
 """A controller of Agent Lightning 1.0 as a child process, in a Python of its own.
 
 ``python -m agl_slime.runner.controller_process`` is what stands between: it ends the controller, and the agents that
-this has started, with whoever started it; the controller itself would go on.
+this has started, with whoever started it; the controller itself would go on. Whoever kills that process as well, as Ray
+does with the children of an actor, ends the controller too (on Linux), and its agents at their next call.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import signal
@@ -26,6 +28,7 @@ _POLL_S = 0.25
 _TO_END_S = 2.0
 _VERSION = "from importlib.metadata import version; print(version('agentlightning'))"
 _EVENT_URL = "AGL_EVENT_URL"  # in the environment of each agent
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class ControllerProcess(EngineProcess):
@@ -82,6 +85,10 @@ def end_agents(url: str) -> int:
     return len(found)
 
 
+def _end_with_its_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m agl_slime.runner.controller_process")
     parser.add_argument("--python", required=True)
@@ -93,7 +100,8 @@ def main() -> int:
     command += [f"agl_server.key={json.dumps(os.environ.get('AGL_KEY', ''))}"]
     # Hydra makes a directory of outputs for every start otherwise
     command += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
-    controller = subprocess.Popen([*command, *args.flags], stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    ends = _end_with_its_parent if sys.platform == "linux" else None
+    controller = subprocess.Popen([*command, *args.flags], stdin=subprocess.DEVNULL, stdout=sys.stderr, preexec_fn=ends)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: controller.terminate())
     print(json.dumps({"url": args.url, "serving": f"agl-controller for {args.url}"}), flush=True)

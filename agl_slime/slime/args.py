@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, StringConstraints, ValidationError
 
+from agl_slime.agl1.settings import ControllerSettings
 from agl_slime.errors import ConfigError
+from agl_slime.runner.base import RunnerPlan
 from agl_slime.slime.replay import replay_sampling
 
 # slime's sampling flags, without rollout_ or eval_ before them, by SGLang's names.
@@ -30,6 +33,21 @@ _SAMPLING = {
 
 _Seconds = Annotated[FiniteFloat, Field(gt=0)]
 _Count = Annotated[int, Field(ge=0)]
+_OF_A_CONTROLLER = (
+    "env_map",
+    "job_template",
+    "controller_python",
+    "controller_host",
+    "controller_port",
+    "controller_log",
+)
+
+
+def _words(given: Any) -> Any:
+    """NAME=input.path as an environment variable has them, or a mapping of a YAML file."""
+    if isinstance(given, Mapping):
+        return tuple(f"{name}={path}" for name, path in given.items())
+    return tuple(given.split()) if isinstance(given, str) else given
 
 
 class EvalSet(BaseModel):
@@ -52,7 +70,17 @@ class PluginSettings(BaseModel):
     """Store that runners elsewhere write to, served by ``StoreService``; instead of ``agent``."""
     store_token: str | None = None
     agent: str | None = None
-    """``module:Class`` of an agent to run in the manager's own process."""
+    """``module:Class`` of the agent to run."""
+    runners: str | None = None
+    """Where ``agent`` runs, as for ``RunnerPlan``: ``inproc`` (a thread of the manager's process), ``process:N``,
+    ``ray:N`` or ``controller``."""
+    env_map: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
+    """This and what follows: of ``controller``, as ``ControllerSettings``."""
+    job_template: Path | None = None
+    controller_python: Path | None = None
+    controller_host: str = "127.0.0.1"
+    controller_port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    controller_log: Path | None = None
     tasks: Path | None = None
     """Tasks as JSON lines; else slime's ``--prompt-data``, else the agent's ``make_task``."""
     eval_tasks: Path | None = None
@@ -94,7 +122,38 @@ class PluginSettings(BaseModel):
     @property
     def connected(self) -> bool:
         """Whether there is a store or an agent at all."""
-        return self.store_url is not None or self.agent is not None
+        return not (self.store_url is None and self.agent is None and self.job_template is None)
+
+    def plan(self) -> RunnerPlan:
+        """The runners that the manager's process starts. Raises ``ConfigError``."""
+        plan = RunnerPlan.parse(self.runners or "inproc", named="agl_runners")
+        if plan.kind != "controller":
+            return plan
+        controller = ControllerSettings.given(
+            agent=self.agent,
+            job_template=self.job_template,
+            python=self.controller_python,
+            env_map=self.env_map,
+            host=self.controller_host,
+            port=self.controller_port,
+            log=self.controller_log,
+        )
+        return replace(plan, controller=controller)
+
+    def _check_runners(self) -> None:
+        if self.runners is not None and self.store_url is not None:
+            why = f"of the store at agl_store_url {self.store_url} somebody else has the runners"
+            raise ConfigError(f"agl_runners {self.runners}: {why}; leave one out")
+        if self.plan().kind == "controller":
+            if self.max_attempts != 1:
+                fix = "agl_group_max_retries runs failed members of a group again"
+                raise ConfigError(f"agl_max_attempts {self.max_attempts}: a controller knows one attempt; {fix}")
+            return
+        for name in _OF_A_CONTROLLER:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ConfigError(
+                    f"agl_{name}: only a controller uses it; set agl_runners: controller, or leave it out"
+                )
 
     @classmethod
     def from_args(cls, args: Any, environ: Mapping[str, str] = os.environ) -> PluginSettings:
@@ -122,12 +181,16 @@ class PluginSettings(BaseModel):
             "seed": getattr(args, "rollout_seed", None) or 0,
             "blocking": "fully_async" not in (getattr(args, "rollout_function_path", None) or ""),
         }
+        if values.get("runners") == "controller":
+            values.setdefault("max_attempts", 1)
         try:
-            return cls(**values)
+            settings = cls(**values)
         except ValidationError as error:
             first = error.errors()[0]
             name = f"agl_{first['loc'][0]}"
             raise ConfigError(f"{name} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}") from error
+        settings._check_runners()
+        return settings
 
 
 def _eval_sets(args: Any) -> list[dict[str, Any]]:

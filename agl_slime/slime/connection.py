@@ -16,7 +16,8 @@ from agl_slime.groups.policy import CompleteGroup, RetryGroup, zero_variance
 from agl_slime.loop.tasks import TaskCursor, TaskGroup, as_task_source, enqueue_requests, read_tasks
 from agl_slime.rollout.access import LLM_RESOURCE, replay_of, sampling_of
 from agl_slime.rollout.loading import load_agent
-from agl_slime.runner.thread import RunnerThread
+from agl_slime.runner.base import RunnerPool
+from agl_slime.runner.make import make_runners
 from agl_slime.sglang.check import check_replay
 from agl_slime.sglang.client import ClientSettings, SGLangClient
 from agl_slime.slime.args import PluginSettings
@@ -45,25 +46,26 @@ class Evaluation:
 
 
 class Connection:
-    """A store over HTTP whose runners are elsewhere, or a store and a runner in this process.
+    """A store over HTTP whose runners are elsewhere, or a store in this process and the runners that it starts.
 
-    ``tasks`` is ``None`` when someone else enqueues rollouts. ``start`` and ``stop`` concern the runner of this process
-    only.
+    ``tasks`` is ``None`` when someone else enqueues rollouts. ``start`` and ``stop`` concern these runners only.
     """
 
     def __init__(self, settings: PluginSettings) -> None:
         self.settings = settings
         self.store: RemoteStore | BridgeStore
-        self._runner: RunnerThread | None = None
+        self._runner: RunnerPool | None = None
         make_task: Any = None
         if settings.store_url is not None:
             self.store = RemoteStore(settings.store_url, token=settings.store_token)
         else:
-            assert settings.agent is not None
-            agent = load_agent(settings.agent)
-            make_task = getattr(agent, "make_task", None)
+            plan, agent = settings.plan(), None
+            if plan.kind != "controller":  # whose agent another Python imports
+                assert settings.agent is not None
+                agent = load_agent(settings.agent)
+                make_task = getattr(agent, "make_task", None)
             self.store = BridgeStore()
-            self._runner = RunnerThread(agent=agent, store=self.store)
+            self._runner = make_runners(plan, agent=agent, store=self.store)
         tasks = read_tasks(settings.tasks, flag="agl_tasks") if settings.tasks is not None else None
         self.epoch_size = len(tasks) if tasks is not None else None
         self.tasks = self._cursor(tasks or make_task)
@@ -77,8 +79,9 @@ class Connection:
             cursor = self._cursor(read_tasks(path, flag="agl_eval_tasks") if path is not None else make_task, offset=1)
             self.evals += [Evaluation("agl", cursor, settings.eval_rollouts)] if cursor is not None else []
         if self._runner is not None and self.tasks is None:
+            own = "" if settings.runners == "controller" else ", or give it make_task(rng)"
             raise ConfigError(
-                f"{settings.agent} has no tasks: set agl_tasks or --prompt-data, or give it make_task(rng)"
+                f"{settings.agent or settings.job_template} has no tasks: set agl_tasks or --prompt-data{own}"
             )
         if settings.max_staleness is not None and self.tasks is None:
             why = "is kept by how many groups are enqueued, and here others enqueue them"

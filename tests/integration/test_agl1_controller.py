@@ -19,7 +19,7 @@ from agl_slime.datasource.read import collect
 from agl_slime.errors import ConfigError
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.controller import ControllerPool
-from agl_slime.runner.controller_process import agents_of, check_python
+from agl_slime.runner.controller_process import ControllerProcess, agents_of, check_python
 from agl_slime.store.bridge import FINISHED, BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
@@ -131,6 +131,21 @@ def test_a_controller_that_dies_without_a_rollout_that_succeeds_ends_the_run(
                     for child in psutil.Process(pool._child.pid).children():
                         child.send_signal(signal.SIGKILL)
         assert "has ended" in str(pool.failure)
+
+
+def test_a_controller_is_not_left_when_what_stands_over_it_is_killed(tmp_path: Path) -> None:
+    """As Ray kills the children of an actor, and no more, together with the actor."""
+    settings = ControllerSettings(agent="an:Agent", python=Path(os.environ[PYTHON_VARIABLE]), key="k")
+    child = ControllerProcess(settings, url="http://127.0.0.1:9")
+    child.start()
+    assert child.pid is not None
+    controllers = psutil.Process(child.pid).children()
+    try:
+        assert len(controllers) == 1
+        os.kill(child.pid, signal.SIGKILL)
+        assert psutil.wait_procs(controllers, timeout=10)[1] == []
+    finally:
+        child.stop()
 
 
 def test_a_python_without_a_controller_is_refused(tmp_path: Path) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
+from agl_slime.agl1.settings import PYTHON_VARIABLE
 from agl_slime.report.read import RunReader
 from tests.slime.support import require_slime, run_program
 
-STEPS = 12
+STEPS, CONTROLLED = 12, 2
 
 
 @pytest.mark.slime
@@ -61,6 +65,30 @@ def test_the_reward_rises_in_slimes_own_loop_with_a_real_sglang(loop: str, tmp_p
 
     with real_sglang(make_policy(tmp_path), tmp_path / "sglang.log", ()) as server:
         _judge(run_program(root, "loop", tmp_path, loop, str(STEPS), server.url, timeout_s=420), loop, engines=1)
+
+
+@pytest.mark.slime
+@pytest.mark.ray
+@pytest.mark.controller
+@pytest.mark.skipif(not os.environ.get(PYTHON_VARIABLE), reason=f"{PYTHON_VARIABLE} names no Python of 1.x")
+def test_a_controller_of_the_managers_runs_the_rollouts_of_slimes_own_loop(tmp_path: Path):
+    """Its agents are trained token-exact, validations included, and it ends with the manager."""
+    root = require_slime("ray", "torch", "transformers", "sglang_router")
+    result = run_program(root, "loop", tmp_path, "train", "2", "controller", timeout_s=420)
+    assert len(result["rewards"]) == 2
+    assert max(result["logprob_diff_max"]) < 1e-4
+    assert result["versions"] == ["3"]
+    assert all(0.0 <= mean <= 1.0 for mean in result["eval"])
+    lines = (tmp_path / "witness").read_text().splitlines()
+    ended = {line.split()[0] for line in lines if line.split()[1] == "rewarded"}
+    assert len(ended) == 2 * CONTROLLED * 4 + 4 * len(result["eval"])
+    assert not [process for process in psutil.process_iter() if str(tmp_path / "witness") in _witness_of(process)]
+
+
+def _witness_of(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return process.environ().get("WITNESS", "")
+    return ""
 
 
 def _judge(result: dict[str, Any], loop: str, *, engines: int) -> None:

@@ -10,6 +10,8 @@ import pytest
 
 from agl_slime import slime_hooks
 from agl_slime.errors import ConfigError, DataSourceError, RewardError
+from agl_slime.run.settings import TrainConfig
+from agl_slime.runner.base import RunnerPlan
 from agl_slime.slime.args import PluginSettings
 from agl_slime.types import RolloutFnTrainOutput, Sample, sample_from_fields
 
@@ -219,6 +221,33 @@ def test_a_slime_without_the_switch_has_its_prompt_data_too():
     assert PluginSettings.from_args(off, {}).tasks is None
 
 
+@pytest.mark.parametrize("given", [{"A": "input.a", "B": "input.b"}, "A=input.a B=input.b"])
+def test_the_plan_of_a_controller_is_the_loops(given: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("AGL_KEY", "the-key")
+    monkeypatch.delenv("AGL_CONTROLLER_PYTHON", raising=False)
+    args = Namespace(agl_runners="controller", agl_agent="a:B", agl_env_map=given, agl_controller_port=4711)
+    settings = PluginSettings.from_args(args, {})
+    config = TrainConfig(
+        runners="controller",
+        agent="a:B",
+        env_map=("A=input.a", "B=input.b"),
+        controller_port=4711,
+        tasks=tmp_path / "tasks.jsonl",
+    )
+    assert settings.connected
+    assert settings.max_attempts == 1
+    assert settings.plan() == RunnerPlan(kind="controller", controller=config.controller(log=None))
+
+
+def test_a_job_template_alone_is_a_plan(tmp_path: Path):
+    args = Namespace(agl_runners="controller", agl_job_template=str(tmp_path / "job.yaml"))
+    settings = PluginSettings.from_args(args, {})
+    controller = settings.plan().controller
+    assert settings.connected
+    assert controller is not None
+    assert (controller.job_template, controller.agent, controller.python) == (tmp_path / "job.yaml", None, None)
+
+
 def test_under_slimes_fully_async_rollout_function_nothing_blocks():
     args = Namespace(rollout_function_path="examples.fully_async.fully_async_rollout.generate_rollout_fully_async")
     assert not PluginSettings.from_args(args, {}).blocking
@@ -229,6 +258,18 @@ def test_under_slimes_fully_async_rollout_function_nothing_blocks():
     [
         ({"AGL_SLIME_STORE_URL": "http://x:1", "AGL_SLIME_AGENT": "a:B"}, "agl_store_url .* agl_agent"),
         ({"AGL_SLIME_STORE_URL": "x:1"}, "agl_store_url is 'x:1'"),
+        ({"AGL_SLIME_AGENT": "a:B", "AGL_SLIME_RUNNERS": "threads"}, "agl_runners 'threads': expected inproc"),
+        ({"AGL_SLIME_STORE_URL": "http://x:1", "AGL_SLIME_RUNNERS": "ray:2"}, "agl_runners ray:2: .* leave one out"),
+        ({"AGL_SLIME_AGENT": "a:B", "AGL_SLIME_ENV_MAP": "A=input.a"}, "agl_env_map: .* agl_runners: controller"),
+        ({"AGL_SLIME_RUNNERS": "controller"}, "an agent .* or Jobs"),
+        (
+            {"AGL_SLIME_RUNNERS": "controller", "AGL_SLIME_AGENT": "a:B", "AGL_SLIME_CONTROLLER_HOST": "0.0.0.0"},
+            "AGL_KEY",
+        ),
+        (
+            {"AGL_SLIME_RUNNERS": "controller", "AGL_SLIME_AGENT": "a:B", "AGL_SLIME_MAX_ATTEMPTS": "2"},
+            "agl_max_attempts 2: a controller knows one attempt",
+        ),
         ({"AGL_SLIME_GET_TIMEOUT_S": "soon"}, "agl_get_timeout_s is 'soon'"),
         ({"AGL_SLIME_GROUP_TIMEOUT_S": "0"}, "agl_group_timeout_s is '0'"),
         ({"AGL_SLIME_MAX_ATTEMPTS": "0"}, "agl_max_attempts is '0': .* 1"),

@@ -1,9 +1,10 @@
 """slime's own ``train()`` or ``train_async()`` on a CPU: real Ray, manager, router, weight updates and SGLang; only
 Megatron's place is taken by our trainer.
 
-    python -m tests.slime.programs.loop DIRECTORY train|train_async STEPS embedded|URL...
+    python -m tests.slime.programs.loop DIRECTORY train|train_async STEPS embedded|controller|URL...
 
-The URLs are those of SGLang servers that run already and serve DIRECTORY/policy.
+The URLs are those of SGLang servers that run already and serve DIRECTORY/policy. ``controller`` is the embedded engine
+with an agent of Agent Lightning 1.0, whose controller the manager starts, in small batches.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -25,27 +27,28 @@ from tests.slime.programs.common import make_policy, slime_args, start_ray, writ
 from tests.slime.routers import sglang_router
 from tests.slime.support import report
 
-GROUPS, SIZE = 16, 4
+GROUPS, SIZE, CONTROLLED = 16, 4, 2
 
 
 def main(directory: Path, loop: str, steps: int, engines: list[str]) -> None:
     model = make_policy(directory)
-    if engines != ["embedded"]:
+    if engines not in (["embedded"], ["controller"]):
         run(directory, model, loop, steps, engines)
         return
     with EmbeddedEngine(model) as engine:
-        run(directory, model, loop, steps, [engine.url])
+        run(directory, model, loop, steps, [engine.url], controller=engines == ["controller"])
 
 
-def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str]) -> None:
+def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str], *, controller: bool = False) -> None:
+    groups = CONTROLLED if controller else GROUPS
     from tests.slime.cpu import CpuTrainActor, register_cpu
 
     register_cpu()
     metrics = directory / "metrics.jsonl"
     with sglang_router() as address:
         flags = [
-            *("--num-rollout", str(steps), "--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(SIZE)),
-            *("--global-batch-size", str(GROUPS * SIZE), "--micro-batch-size", "1", "--rollout-temperature", "1.0"),
+            *("--num-rollout", str(steps), "--rollout-batch-size", str(groups), "--n-samples-per-prompt", str(SIZE)),
+            *("--global-batch-size", str(groups * SIZE), "--micro-batch-size", "1", "--rollout-temperature", "1.0"),
             *("--rollout-max-response-len", "48"),
             *("--rollout-external-engine-addrs", *(url.removeprefix("http://") for url in engines)),
             *("--sglang-router-ip", "127.0.0.1", "--sglang-router-port", address.rpartition(":")[2]),
@@ -76,6 +79,15 @@ def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str])
             "agl_metrics": str(metrics),
             "agl_eval_log": str(directory / "eval_means.jsonl"),
         }
+        if controller:
+            config |= {
+                "agl_agent": "tests.faults.controller_agent:Agent",
+                "agl_runners": "controller",
+                "agl_env_map": {"QUESTION": "input.key"},
+                "agl_eval_rollouts": SIZE,
+                "agl_controller_log": str(directory / "controller.log"),
+            }
+            os.environ["WITNESS"] = str(directory / "witness")  # of the manager's children
         # the flag given last counts
         flags += ["--custom-eval-rollout-log-function-path", "tests.slime.programs.loop.log_eval"]
         args = slime_args(flags, model=model, config=config, directory=directory)
