@@ -8,6 +8,7 @@ itself; that its count is ours is checked with each answer.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import threading
 from collections.abc import Iterable, Sequence
@@ -172,10 +173,30 @@ def _load_processor(path: str) -> Any:
     from transformers import AutoProcessor
 
     try:
-        processor = AutoProcessor.from_pretrained(path)
-    except (OSError, ValueError, ImportError) as error:
+        try:
+            processor = AutoProcessor.from_pretrained(path)
+        except ImportError:  # that of videos, which are not served, wants torchvision
+            processor = _without_videos(path)
+    except (OSError, ValueError, ImportError, AttributeError) as error:
         told = " ".join(str(error).split())[:300]
         raise ConfigError(f"no processor of images can be loaded from {path!r}: {told}") from error
     if not hasattr(processor, "image_processor"):
         raise ConfigError(f"the processor of {path!r} is a {type(processor).__name__}, which reads no images")
     return processor
+
+
+def _without_videos(path: str) -> Any:
+    """The processor of a model that reads videos, too, where what that needs is not installed."""
+    import transformers
+
+    pictures = transformers.AutoImageProcessor.from_pretrained(path)
+    files = (Path(path) / name for name in _CONFIGS)
+    told = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
+    name = next((each["processor_class"] for each in told if "processor_class" in each), "")
+    known: Any = getattr(transformers, name)
+
+    class OfImages(known):
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
+
+    return OfImages(image_processor=pictures, tokenizer=transformers.AutoTokenizer.from_pretrained(path))
