@@ -23,17 +23,22 @@ def env_python() -> str:
     return named
 
 
-def ask(program: str, *args: str, stdin: Any = None, timeout: float = 240) -> Any:
-    """What `python -m tests.environments.PROGRAM` prints, as JSON."""
+def ask(program: str, *args: str, stdin: Any = None) -> Any:
+    """What `python -m tests.environments.PROGRAM` prints, as JSON; asked once for all tests that want it."""
+    return json.loads(_asked(program, args, json.dumps(stdin)))
+
+
+@functools.cache
+def _asked(program: str, args: tuple[str, ...], stdin: str) -> str:
     run = subprocess.run(
         [env_python(), "-m", f"tests.environments.{program}", *args],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        input=json.dumps(stdin),
+        input=stdin,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=240,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout)
+    return run.stdout

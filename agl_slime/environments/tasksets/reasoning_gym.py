@@ -81,8 +81,9 @@ def dataset_of(name: str, options: str, level: int | None) -> Any:
     if level is None:
         return reasoning_gym.create_dataset(name, **chosen)
     curriculum = reasoning_gym.factory.create_curriculum(name)
-    if level > curriculum.get_max_level():
-        raise ValueError(f"reasoning-gym's {name} has no level {level}; its last is {curriculum.get_max_level()}")
+    last = max((len(attribute.levels) for attribute in curriculum.attributes.values()), default=1) - 1
+    if level > last:
+        raise ValueError(f"reasoning-gym's {name} has no level {level}; its last is {last}")
     curriculum.set_global_level(level)
     return DATASETS[name][0](config=curriculum.generate_configuration(chosen))
 
@@ -152,7 +153,7 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
             entry = dataset_of(name, options, level)[position]
             question = entry["question"]
             digest = hashlib.sha256(f"{name}\n{question}".encode()).digest()
-            held_out = int.from_bytes(digest[:8]) < config.eval_share * 2**64
+            held_out = int.from_bytes(digest[:8], "big") < config.eval_share * 2**64
             if held_out != (config.split == "eval") or digest in seen:
                 continue
             seen.add(digest)

@@ -1,0 +1,1 @@
+"""Runtimes for verifiers' agents."""

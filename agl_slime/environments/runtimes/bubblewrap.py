@@ -1,0 +1,362 @@
+"""A sandbox without containers: bubblewrap as a runtime for verifiers' agents.
+
+Each box has a fresh home, ``/tmp`` and workspace in memory of bounded size, the system read-only, no process, file or
+socket of the host, and a network of its own in which nothing listens but what verifiers' rollout serves. The host
+speaks to the box's first process over a socket without a path; network routes are listening sockets that this process
+makes inside and hands out, so that their connections are served from the host's event loop.
+
+``RuntimeConfig`` of verifiers is a closed union: a box is lent to an agent, ``agent.run(task, runtime=box)``, or to all
+agents of an environment with ``lend_boxes(env, config)``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from verifiers.v1.errors import SandboxError
+from verifiers.v1.runtimes.base import ProgramResult, Runtime, RuntimeProcess, register
+
+from agl_slime.environments.runtimes.layout import HOME, PATH, BubblewrapConfig, BubblewrapInfo, layout
+from agl_slime.environments.runtimes.streams import BoxProcess, Command, bounded, pump
+
+HEAD = struct.Struct("!I")
+
+
+class BubblewrapRuntime(Runtime):
+    """One box. Its methods raise SandboxError once it has ended, with the reason."""
+
+    _prepared: ClassVar[dict[Path | None, tuple[dict[str, str], dict[str, asyncio.Lock]]]] = {}
+    scripts_dir: ClassVar[str] = "/var/tmp/vf-scripts"
+
+    def __init__(self, config: BubblewrapConfig, name: str | None = None, *, installing: bool = False) -> None:
+        super().__init__(name)
+        self.config = config
+        self.info = BubblewrapInfo(**config.model_dump())
+        self._installing = installing
+        if config.installs is not None:  # prepared once for all boxes that see the same installs
+            self._uv_interpreters, self._uv_script_locks = self._prepared.setdefault(config.installs, ({}, {}))
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._over: str | None = None
+        self._reason: str | None = None
+        self._data, self._fds = b"", []
+        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._ends: dict[int, asyncio.Future[int]] = {}
+        self._number = 0
+        self._sending = asyncio.Lock()
+        self._hosts: set[int] = set()
+        self._served: dict[int, asyncio.Server] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._agent_phase = False
+        register(self)
+
+    # --- its life ----------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        found = shutil.which("bwrap")
+        if found is None:
+            raise RuntimeError("the bubblewrap runtime needs bwrap: install the package bubblewrap")
+        self._control, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        files: list[int] = []
+        try:
+            command = [found, *layout(self.config, self._installing, inner.fileno(), files)]
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=[inner.fileno(), *files],
+                start_new_session=True,
+            )
+        finally:
+            inner.close()
+            for fd in files:
+                os.close(fd)
+        loop = asyncio.get_running_loop()
+        self._control.setblocking(False)
+        ready = self._asked[0] = loop.create_future()
+        loop.add_reader(self._control, self._receive)
+        try:
+            await asyncio.wait_for(ready, 30)
+        except (SandboxError, TimeoutError) as error:
+            self.cleanup()
+            assert self._process.stderr is not None
+            said = (await self._process.stderr.read(2000)).decode(errors="replace").strip()
+            raise SandboxError(f"bubblewrap did not start: {said or error}") from error
+        self._timer = loop.call_later(self.config.seconds, self._end, f"it lived {self.config.seconds:g} s")
+        self.info.id = self.name
+
+    def _end(self, why: str) -> None:
+        """The box is over: whoever waits is told why, and nothing of it is left."""
+        if self._over is not None:
+            return
+        self._over = why
+        error = SandboxError(f"the sandbox {self.name} has ended: {why}")
+        for waiting in [*self._asked.values(), *self._ends.values()]:
+            if not waiting.done():
+                waiting.set_exception(error)
+                waiting.exception()
+        self._asked.clear()
+        self._ends.clear()
+        with contextlib.suppress(RuntimeError):  # the loop may be gone
+            if self._control is not None and self._control.fileno() >= 0:
+                asyncio.get_running_loop().remove_reader(self._control)
+        self.cleanup()
+
+    async def teardown(self) -> None:
+        self._end("it was stopped")
+        for task in self._tasks:
+            task.cancel()
+        if self._process is not None:
+            await self._process.wait()
+
+    def cleanup(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for server in self._served.values():
+            server.close()
+        self._served = {}
+        if self._control is not None:
+            self._control.close()
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    # --- what is said to its first process ---------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        assert self._control is not None
+        try:
+            data, fds, _, _ = socket.recv_fds(self._control, 2**16, 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, fds = b"", []
+        self._fds += fds
+        self._data += data
+        while len(self._data) >= HEAD.size:
+            (size,) = HEAD.unpack_from(self._data)
+            if len(self._data) < HEAD.size + size:
+                break
+            message = json.loads(self._data[HEAD.size : HEAD.size + size])
+            self._data = self._data[HEAD.size + size :]
+            self._take(message)
+        if not data:
+            self._end(self._reason or "its first process ended")
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "over" in message:
+            self._reason = f"over its limit of {message['over']}: {message['why']}"
+        elif "exit" in message:
+            ended = self._ends.pop(message["id"], None)
+            if ended is not None and not ended.done():
+                ended.set_result(message["exit"])
+        else:
+            fd = self._fds.pop(0) if message.get("fd") else None
+            asked = self._asked.pop(message.get("id", 0), None)
+            if asked is not None and not asked.done():
+                asked.set_result({**message, "fd": fd})
+            elif fd is not None:
+                os.close(fd)
+
+    async def _ask(self, op: str, fds: tuple[int, ...] = (), number: int | None = None, **more: Any) -> dict[str, Any]:
+        if self._over is not None or self._control is None:
+            raise SandboxError(f"the sandbox {self.name} has ended: {self._over or 'it was not started'}")
+        loop = asyncio.get_running_loop()
+        if number is None:
+            self._number += 1
+            number = self._number
+        asked = self._asked[number] = loop.create_future()
+        body = json.dumps({"id": number, "op": op, **more}).encode()
+        async with self._sending:
+            socket.send_fds(self._control, [HEAD.pack(len(body))], fds)
+            await loop.sock_sendall(self._control, body)
+        answer = await asyncio.wait_for(asked, 60)
+        if "error" in answer:
+            raise SandboxError(f"{op} in the sandbox {self.name}: {answer['error']}")
+        return answer
+
+    async def _spawn(
+        self, argv: list[str], env: dict[str, str], fds: tuple[int, int, int], agent: bool = False
+    ) -> Command:
+        self._number += 1
+        number = self._number
+        ended = self._ends[number] = asyncio.get_running_loop().create_future()
+        own = {"PATH": PATH, "HOME": HOME, "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb"}
+        installs = {"UV_CACHE_DIR": "/var/tmp/uv/cache", "UV_PYTHON_INSTALL_DIR": "/var/tmp/uv/python"}
+        own |= {"PATH": f"/var/tmp/bin:{PATH}", **installs} if self.config.installs else {}
+        if not agent:  # what the agent left in its home is not imported by what judges it
+            own["PYTHONNOUSERSITE"] = "1"
+        told = await self._ask(
+            "spawn", fds, number, argv=argv, env={**own, **self.process_env(env)}, cwd=self.config.workdir, agent=agent
+        )
+        return Command(told["pid"], ended)
+
+    # --- verifiers' contract -----------------------------------------------------------------------------------
+
+    async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
+        return await self._run(argv, env)
+
+    async def run_program(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
+        return await self._run(argv, env, agent=not self.config.keep_processes and not self._installing)
+
+    async def _run(
+        self,
+        argv: list[str],
+        env: dict[str, str],
+        agent: bool = False,
+        given: bytes | None = None,
+        limit: int | None = None,
+    ) -> ProgramResult:
+        code, out, err = await self._communicate(argv, env, agent, given, limit or self.config.output)
+        return ProgramResult(code, out.decode(errors="replace"), err.decode(errors="replace"))
+
+    async def _communicate(
+        self, argv: list[str], env: dict[str, str], agent: bool, given: bytes | None, limit: int | None
+    ) -> tuple[int, bytes, bytes]:
+        async with self._piped(argv, env, agent, given is not None) as (command, stdin, out, err):
+            reading = [asyncio.ensure_future(bounded(stream, limit)) for stream in (out, err)]
+            try:
+                if stdin is not None:
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                        stdin.write(given or b"")
+                        await stdin.drain()
+                    stdin.close()
+                code = await asyncio.shield(command.ended)
+                # What it left in the background may hold its output open; what is in the pipe has come by then.
+                await asyncio.wait(reading, timeout=0.5)
+            except asyncio.CancelledError:
+                if self._over is None:
+                    with contextlib.suppress(SandboxError):
+                        await asyncio.shield(self._ask("signal", pid=command.pid, signal=signal.SIGKILL))
+                raise
+            finally:
+                for task in reading:
+                    task.cancel()
+            out.feed_eof()
+            err.feed_eof()
+            done = [task.result() if task.done() and not task.cancelled() else b"" for task in reading]
+            return code, done[0], done[1]
+
+    @contextlib.asynccontextmanager
+    async def _piped(
+        self, argv: list[str], env: dict[str, str], agent: bool, with_stdin: bool
+    ) -> AsyncIterator[tuple[Command, asyncio.StreamWriter | None, asyncio.StreamReader, asyncio.StreamReader]]:
+        loop = asyncio.get_running_loop()
+        pipes = [os.pipe(), os.pipe()]
+        stdin_pipe = os.pipe() if with_stdin else None
+        given = stdin_pipe[0] if stdin_pipe else os.open(os.devnull, os.O_RDONLY)
+        transports: list[Any] = []
+        try:
+            readers = []
+            for read, _ in pipes:
+                reader = asyncio.StreamReader()
+                transport, _protocol = await loop.connect_read_pipe(
+                    lambda reader=reader: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb", 0)
+                )
+                transports.append(transport)
+                readers.append(reader)
+            writer = None
+            if stdin_pipe:
+                transport, protocol = await loop.connect_write_pipe(
+                    asyncio.streams.FlowControlMixin, os.fdopen(stdin_pipe[1], "wb", 0)
+                )
+                transports.append(transport)
+                writer = asyncio.StreamWriter(transport, protocol, None, loop)
+            try:
+                command = await self._spawn(argv, env, (given, pipes[0][1], pipes[1][1]), agent)
+            finally:
+                for fd in (given, pipes[0][1], pipes[1][1]):
+                    os.close(fd)
+            yield command, writer, readers[0], readers[1]
+        finally:
+            for transport in transports:
+                transport.close()
+
+    async def open_process(self, argv: list[str], env: dict[str, str]) -> RuntimeProcess:
+        stack = contextlib.AsyncExitStack()
+        agent = not self.config.keep_processes and not self._installing
+        command, stdin, out, err = await stack.enter_async_context(self._piped(argv, env, agent, True))
+        assert stdin is not None
+        return BoxProcess(self._ask, stack, command, stdin, out, err)
+
+    async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
+        wrapped = ["sh", "-c", 'log=$1; shift; exec "$@" > "$log" 2>&1', "background", log, *argv]
+        null = os.open(os.devnull, os.O_RDWR)
+        try:
+            await self._spawn(wrapped, env, (null, null, null))
+        finally:
+            os.close(null)
+
+    async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
+        argv = ["cat"] if max_bytes is None else ["head", "-c", str(max_bytes)]
+        code, data, said = await self._communicate([*argv, "--", path], {}, False, None, None)
+        if code:
+            raise SandboxError(f"read {path!r}: {said.decode(errors='replace').strip()}")
+        return data
+
+    async def write(self, path: str, data: bytes) -> None:
+        script = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
+        result = await self._run(["sh", "-c", script, "write", path], {}, given=data)
+        if result.exit_code:
+            raise SandboxError(f"write {path!r}: {result.stderr.strip()}")
+
+    # --- its network -------------------------------------------------------------------------------------------
+
+    def host_url(self, url: str) -> str:
+        """The same address inside: what it reaches is served by this process from now on."""
+        port = urlsplit(url).port
+        if port is not None and not self._installing and self.config.network_restricted and port not in self._hosts:
+            self._hosts.add(port)
+            self._later(self._forward(port))
+        return url
+
+    def _later(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _forward(self, port: int) -> None:
+        listening = socket.socket(fileno=(await self._ask("listen", port=port))["fd"])
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                out_reader, out_writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                writer.close()
+                return
+            await pump(reader, writer, out_reader, out_writer)
+
+        self._served[port] = await asyncio.start_server(serve, sock=listening)
+
+    async def expose(self, port: int) -> str:
+        """An address of the host for a server inside."""
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                inner = socket.socket(fileno=(await self._ask("connect", port=port))["fd"])
+            except SandboxError:
+                writer.close()
+                return
+            await pump(reader, writer, *await asyncio.open_connection(sock=inner))
+
+        server = self._served[-port] = await asyncio.start_server(serve, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def prepare_execution(self, routes: list[str] | None) -> None:
+        """The setup is over: routes are open, and what runs now is not the agent's."""
+        if self._tasks:
+            await asyncio.gather(*self._tasks)
+        await self._ask("keep")

@@ -1,0 +1,212 @@
+"""The first process of a sandbox: starts what it is asked to, hands over sockets, and ends the sandbox with itself.
+
+It is given to bubblewrap as source and imports the standard library alone. As process 1 of its own namespace it can be
+neither killed nor stopped from within; when it ends, the kernel kills everything else in there. What runs inside can
+not reach its socket: that has no path, and this process cannot be traced.
+"""
+
+import array
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+
+HEAD = struct.Struct("!I")
+
+
+class Box:
+    def __init__(self, settings):
+        self.settings = settings
+        self.control = socket.socket(fileno=settings["control"])
+        self.commands = {}  # pid: (id, whether an agent's program)
+        self.kept = set()  # processes of the setup, which outlive the agent's
+        self.spare = os.open("/dev/null", os.O_RDWR)
+        self.data, self.fds = b"", []
+
+    def tell(self, message, fds=()):
+        body = json.dumps(message).encode()
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self.control.sendmsg([HEAD.pack(len(body)) + body], ancillary)
+
+    def serve(self):
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        wakes, wake = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(wakes, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        poll = select.poll()
+        poll.register(self.control, select.POLLIN)
+        poll.register(wakes, select.POLLIN)
+        self.tell({"ready": os.getpid()})
+        while True:
+            ready = dict(poll.poll(self.settings["watch"] * 1000))
+            if wakes in ready:
+                os.read(wakes, 4096)
+            self.reap()
+            self.watch()
+            if self.control.fileno() in ready and not self.receive():
+                return
+
+    def receive(self):
+        data, fds, _, _ = socket.recv_fds(self.control, 1 << 16, 16)
+        if not data:
+            return False
+        self.data += data
+        self.fds += fds
+        while len(self.data) >= HEAD.size:
+            (size,) = HEAD.unpack_from(self.data)
+            if len(self.data) < HEAD.size + size:
+                break
+            message = json.loads(self.data[HEAD.size : HEAD.size + size])
+            self.data = self.data[HEAD.size + size :]
+            try:
+                getattr(self, "do_" + message["op"])(message)
+            except OSError as error:
+                self.tell({"id": message["id"], "error": str(error)})
+        return True
+
+    def do_spawn(self, message):
+        given, self.fds = self.fds[:3], self.fds[3:]
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self.become(message, given)
+        finally:
+            for fd in given:
+                os.close(fd)
+        self.commands[pid] = (message["id"], message["agent"])
+        self.tell({"id": message["id"], "pid": pid})
+
+    def become(self, message, given):
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGPIPE):
+                signal.signal(number, signal.SIG_DFL)
+            os.setsid()
+            for target, fd in enumerate(given):
+                os.dup2(fd, target)
+            os.closerange(3, 1 << 16)
+            for name, value in self.settings["limits"].items():
+                kind = getattr(resource, "RLIMIT_" + name)
+                resource.setrlimit(kind, (value, value))
+            os.chdir(message["cwd"])
+            name, env = message["argv"][0], message["env"]
+            places = [""] if "/" in name else [f"{place}/" for place in env.get("PATH", "").split(":")]
+            for place in places:  # not execvpe, which imports, and this user may not read where from
+                if os.access(place + name, os.X_OK):
+                    os.execve(place + name, message["argv"], env)
+            os.write(2, f"{name}: not found\n".encode())
+        except BaseException as error:
+            os.write(2, f"{message['argv'][0]}: {error}\n".encode())
+        finally:
+            os._exit(127)
+
+    def do_signal(self, message):
+        try:
+            os.killpg(message["pid"], message["signal"])
+        except ProcessLookupError:
+            pass
+        self.tell({"id": message["id"]})
+
+    def do_listen(self, message):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(("127.0.0.1", message["port"]))
+            listening.listen(128)
+            self.tell({"id": message["id"], "fd": True}, [listening.fileno()])
+
+    def do_connect(self, message):
+        with socket.create_connection(("127.0.0.1", message["port"]), 5) as connection:
+            self.tell({"id": message["id"], "fd": True}, [connection.fileno()])
+
+    def do_keep(self, message):
+        self.kept = {pid for pid, *_ in self.processes()}
+        self.tell({"id": message["id"]})
+
+    def processes(self):
+        """(pid, parent, bytes of its own) of all but this process."""
+        for name in os.listdir("/proc"):
+            if not name.isdigit() or name == "1":
+                continue
+            try:
+                with open(f"/proc/{name}/stat") as stat, open(f"/proc/{name}/statm") as statm:
+                    parent = int(stat.read().rpartition(")")[2].split()[1])
+                    _, resident, shared = map(int, statm.read().split()[:3])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            yield int(name), parent, (resident - shared) * resource.getpagesize()
+
+    def reap(self):
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            self.kept.discard(pid)
+            told, agent = self.commands.pop(pid, (None, False))
+            if agent:
+                self.clear()
+            if told is not None:
+                self.tell({"id": told, "exit": os.waitstatus_to_exitcode(status)})
+
+    def clear(self):
+        """Kill what an agent's program left behind, before anybody judges what it did."""
+        for _ in range(200):
+            parents = {pid: parent for pid, parent, _ in self.processes()}
+            stays = set(self.commands) | self.kept
+            left = []
+            for pid in parents:
+                at = pid
+                while at in parents and at not in stays:
+                    at = parents[at]
+                if at not in stays:
+                    left.append(pid)
+            if not left:
+                return
+            for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: a chain of forks stands still
+                for pid in left:
+                    try:
+                        os.kill(pid, number)
+                    except ProcessLookupError:
+                        pass
+            while True:
+                try:
+                    if not os.waitpid(-1, os.WNOHANG)[0]:
+                        break
+                except ChildProcessError:
+                    break
+        self.end("processes", "what the agent left behind could not be ended")
+
+    def watch(self):
+        used = sum(own for _, _, own in self.processes())
+        if used > self.settings["memory"]:
+            self.end("memory", f"its processes held {used} bytes, and {self.settings['memory']} are allowed")
+        for path in self.settings["writable"]:
+            stat = os.statvfs(path)
+            if stat.f_files - stat.f_ffree > self.settings["files"]:
+                self.end("files", f"{path} held more than {self.settings['files']} files")
+
+    def end(self, limit, why):
+        self.tell({"over": limit, "why": why})
+        os._exit(1)
+
+
+def main():
+    settings = json.loads(sys.argv[1])
+    os.set_inheritable(settings["control"], False)
+    if settings["user"] is not None:
+        os.setgroups([])
+        os.setresgid(*[settings["user"]] * 3)
+        os.setresuid(*[settings["user"]] * 3)
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody traces this process
+    Box(settings).serve()
+
+
+main()

@@ -1,0 +1,275 @@
+"""What happens in the sandbox, as JSON: python -m tests.environments.boxes NAME."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.clients import EvalClientConfig
+from verifiers.v1.errors import SandboxError
+from verifiers.v1.runtimes import ProgramResult
+
+from agl_slime.environments.runtimes.bubblewrap import BubblewrapRuntime
+from agl_slime.environments.runtimes.layout import BubblewrapConfig
+from agl_slime.environments.runtimes.lending import box
+from tests.environments.model import serving
+
+SMALL = {"memory": 0.25, "disk": 0.02, "files": 2000, "processes": 40, "seconds": 120, "output": 10_000}
+BOMB = "import os\nwhile 1:\n  try: os.fork() or os.setsid()\n  except OSError: pass\n"
+
+
+async def sh(runtime: BubblewrapRuntime, script: str, **env: str) -> list[Any]:
+    result = await runtime.run(["sh", "-c", script], env)
+    return [result.exit_code, result.stdout, result.stderr]
+
+
+async def basics() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    async with box(BubblewrapConfig(**SMALL), "one") as one:
+        found["shown"] = await sh(one, "echo $GREETING; pwd; echo $HOME; id -un; touch ~/a /tmp/b c", GREETING="hello")
+        found["code"] = (await sh(one, "exit 7"))[0]
+        found["no such program"] = [*(await _result(one, ["no-such-program"]))]
+        await one.write("deep/er/file", bytes(range(256)) * 2000)
+        found["read"] = len(await one.read("deep/er/file")), (await one.read("deep/er/file"))[:256] == bytes(range(256))
+        found["refused"] = []
+        for work in (one.read("nothing"), one.read("deep/er/file", max_bytes=10), one.read("/etc/shadow")):
+            try:
+                await work
+                found["refused"].append("read")
+            except SandboxError as error:
+                found["refused"].append(str(error))
+        await one.run_background(["sh", "-c", "echo started; sleep 60"], {}, "log")
+        process = await one.open_process(["cat"], {})
+        await process.write(b"over and back\n")
+        found["live"] = (await anext(process.stdout)).decode()
+        await process.kill()
+        found["killed"] = await process.wait()
+        found["long output"] = len((await sh(one, "seq 100000"))[1])
+        async with asyncio.timeout(20):
+            await one.run(["sh", "-c", "until [ -s log ]; do :; done"], {})
+        found["background"] = (await one.read("log")).decode()
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(0.5):
+                await one.run(["sleep", "50"], {})
+        except TimeoutError:
+            found["cancelled after"] = time.monotonic() - started
+        found["left"] = (await sh(one, "cat /proc/[0-9]*/comm"))[1].split()
+        pid = one._process.pid  # type: ignore[union-attr]
+    found["ended"] = not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split(")")[1]
+    try:
+        await one.run(["true"], {})
+    except SandboxError as error:
+        found["after"] = str(error)
+    return found
+
+
+async def _result(runtime: BubblewrapRuntime, argv: list[str]) -> tuple[int, str]:
+    result = await runtime.run(argv, {})
+    return result.exit_code, result.stderr
+
+
+async def limits() -> dict[str, str]:
+    """How a box ends that goes over a limit: each in one of its own."""
+    found = {}
+    hold = "import mmap,time\nheld=[bytearray(60_000_000) for _ in range(2)]\ntime.sleep(60)\n"
+    for name, script, more in (
+        ("memory", f"for i in 1 2 3 4 5; do python3 -c '{hold}' & done; wait", {}),
+        ("files", "i=0; while :; do i=$((i+1)); : > $i; done", {}),
+        ("seconds", "sleep 60", {"seconds": 1}),
+    ):
+        async with box(BubblewrapConfig(**{**SMALL, **more})) as one:
+            try:
+                result = await one.run(["sh", "-c", script], {})
+                found[name] = f"ended by itself: {result}"
+            except SandboxError as error:
+                found[name] = str(error)
+    return found
+
+
+async def orphaned() -> dict[str, Any]:
+    """A process that holds a box is killed: what became of what ran inside."""
+    child = (
+        "import asyncio\nfrom agl_slime.environments.runtimes.lending import *\n"
+        "async def main():\n"
+        "  async with box(BubblewrapConfig()) as one:\n"
+        "    running = asyncio.ensure_future(one.run(['sleep', '1234.5'], {}))\n"
+        "    await asyncio.sleep(0)\n"
+        "    await one.run(['sh', '-c', 'until grep -aq 1234.5 /proc/[0-9]*/cmdline; do :; done'], {})\n"
+        "    print('running', flush=True)\n    await running\n"
+        "asyncio.run(main())\n"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", child, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    await asyncio.wait_for(process.stdout.readline(), 60)
+    before = _sleepers()
+    process.kill()
+    await process.wait()
+    return {"before": before, "after": await asyncio.to_thread(_none_within, 20)}
+
+
+def _none_within(seconds: float) -> int:
+    end = time.monotonic() + seconds
+    while (left := _sleepers()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return left
+
+
+def _sleepers() -> int:
+    count = 0
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            count += entry.read_bytes() == b"sleep\0001234.5\0"
+        except OSError:
+            continue
+    return count
+
+
+# --- a hostile agent ------------------------------------------------------------------------------------------------
+
+REWRITER = """
+import os, sys
+if os.fork(): sys.exit()
+os.setsid()
+if os.fork(): sys.exit()
+while True:
+    try:
+        with open('/workspace/check.py', 'w') as f: f.write('import sys; sys.exit(0)')
+    except OSError: pass
+"""
+CONNECT = "import socket,sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3); print('connected')"
+
+
+class HostileConfig(vf.HarnessConfig):
+    pass
+
+
+class Hostile(vf.Harness[HostileConfig]):
+    """A program that wants out, or the reward."""
+
+    attempts: dict[str, list[str]]
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> ProgramResult:
+        said = {}
+        for name, argv in self.attempts.items():
+            started = time.monotonic()
+            try:
+                async with asyncio.timeout(20):
+                    result = await runtime.run_program(argv, {"ENDPOINT": endpoint, "SECRET": secret})
+                said[name] = [result.exit_code, (result.stdout + result.stderr)[-300:]]
+            except TimeoutError:
+                said[name] = ["cut off", round(time.monotonic() - started)]
+        trace.info["said"] = said
+        return ProgramResult(0, "", "")
+
+
+class CheckedTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    """Right when the answer is 42; the check is written when it is needed, and runs in the box."""
+
+    async def setup(self, trace, runtime) -> None:
+        await runtime.write("answer", b"none yet")
+
+    @vf.reward
+    async def checked(self, trace, runtime) -> float:
+        await runtime.write("check.py", b"import sys; sys.exit(open('/workspace/answer').read().strip() != '42')")
+        left = await runtime.run(["sh", "-c", "cat /proc/[0-9]*/comm"], {})
+        trace.info["left"] = left.stdout.split()
+        for _ in range(20):
+            if (await runtime.run(["python3", "-I", "check.py"], {})).exit_code == 0:
+                return 1.0
+        return 0.0
+
+
+async def hostile() -> dict[str, Any]:
+    os.environ["SCRIPTED_KEY"] = "none"
+    found: dict[str, Any] = {}
+    reached: list[str] = []
+
+    async def forbidden(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reached.append("reached")
+        writer.close()
+
+    server = await asyncio.start_server(forbidden, "127.0.0.1", 0)
+    port = str(server.sockets[0].getsockname()[1])
+    ask = (
+        "import json,os,urllib.request as u; r = u.Request(os.environ['ENDPOINT'] + '/chat/completions', "
+        "json.dumps({'model': 'm', 'messages': [{'role': 'user', 'content': 'hi'}]}).encode(), "
+        "{'Authorization': 'Bearer ' + os.environ['SECRET'], 'Content-Type': 'application/json'}); "
+        "print(u.urlopen(r, timeout=20).read().decode())"
+    )
+    with tempfile.TemporaryDirectory() as run:
+        (Path(run) / "secret").write_text("of the run")
+        attempts = {
+            "asks the model": ["python3", "-c", ask],
+            "reads the system": ["sh", "-c", "cat /etc/shadow; ls -A /root; cat /proc/1/environ; echo $SCRIPTED_KEY"],
+            "reads the run": ["sh", "-c", f"cat {run}/secret; ls {Path(run).parent}"],
+            "reads other workspaces": ["sh", "-c", "find / -xdev -name mark; cat /proc/*/root/workspace/mark"],
+            "opens the host's port": ["python3", "-c", CONNECT, "127.0.0.1", port],
+            "opens the network": ["python3", "-c", CONNECT, "1.1.1.1", "443"],
+            "writes to the system": ["sh", "-c", "for i in /usr/bin/sh /etc/passwd /x /dev/x; do echo > $i; done"],
+            "fills the disk": ["sh", "-c", "for i in 1 2 3 4; do head -c 9000000 /dev/zero > /tmp/$i; done; rm /tmp/*"],
+            "takes the memory": ["python3", "-c", "bytearray(2**30)"],
+            "kills its parents": ["sh", "-c", "kill -9 1; kill -STOP 1; kill -9 -1; echo done"],
+            "gains rights": ["sh", "-c", "su -c id; mount -t tmpfs x /mnt; mknod /tmp/sda b 8 0; chroot / id"],
+            "forks without end": ["sh", "-c", f"python3 -c \"{BOMB}\" > /dev/null 2>&1 & sleep 1"],
+            "rewrites the check": ["python3", "-c", REWRITER],
+        }  # fmt: skip
+        for name, more in (("kept out", {}), ("let stay", {"keep_processes": True})):
+            harness = Hostile(HostileConfig(id="hostile"))
+            harness.attempts = (
+                attempts if name == "kept out" else {"rewrites the check": attempts["rewrites the check"]}
+            )
+            task = CheckedTask(vf.TaskData(idx=0, prompt="What is six times seven?"))
+            async with (
+                serving(lambda body: "fine") as (address, _),
+                box(BubblewrapConfig(**SMALL)) as other,
+                box(BubblewrapConfig(**SMALL, **more)) as mine,
+            ):
+                await other.write("mark", b"of the other box")
+                agent = vf.make_agent(
+                    vf.AgentConfig(
+                        model="scripted",
+                        client=EvalClientConfig(base_url=address, api_key_var="SCRIPTED_KEY"),
+                        runtime=vf.SubprocessConfig(),
+                    )
+                )
+                agent.harness = harness
+                trace = await agent.run(task, runtime=mine)
+                alive = await other.alive()
+            found[name] = {
+                "ok": trace.ok,
+                "errors": [error.message for error in trace.errors],
+                "rewards": {key: value.score for key, value in trace.rewards.items()},
+                "turns": trace.num_turns,
+                "other box": alive,
+                **trace.info,
+            }
+    server.close()
+    found["reached"] = reached
+    return found
+
+
+async def exposed() -> dict[str, Any]:
+    """A server inside, asked from the host, and one of the host that was not handed in."""
+    import urllib.request
+
+    async with box(BubblewrapConfig(**SMALL)) as one:
+        await one.write("page", b"served from inside")
+        await one.run_background(["python3", "-m", "http.server", "8123", "--bind", "127.0.0.1"], {}, "log")
+        listens = "grep -q ':1FBB 00000000:0000 0A' /proc/net/tcp"
+        await one.run(["sh", "-c", f"until {listens}; do :; done"], {})
+        url = await one.expose(8123)
+        page = await asyncio.to_thread(lambda: urllib.request.urlopen(f"{url}/page", timeout=20).read().decode())
+    return {"page": page}
+
+
+if __name__ == "__main__":
+    out, sys.stdout = sys.stdout, sys.stderr
+    print(json.dumps(asyncio.run(globals()[sys.argv[1]]()), default=str), file=out)
