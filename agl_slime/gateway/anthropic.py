@@ -23,6 +23,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class AnthropicMessages(Protocol):
     honoured, ignored = frozenset((*_HONOURED.split(), *_IMPOSED)), frozenset(_IGNORED.split())
     prefix = "msg_"
+    grows = "messages"
     counts = False
 
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
@@ -32,17 +33,14 @@ class AnthropicMessages(Protocol):
         self.check_fields(body)
         if body.get("max_tokens") is None and not self.counts:
             raise GatewayRequestError("max_tokens: Field required", param="max_tokens")
-        messages: list[dict[str, Any]] = []
-        if system := body.get("system"):
-            messages.append({"role": "system", "content": text_of(system, "system", join="\n")})
+        system = body.get("system")
+        first = [{"role": "system", "content": text_of(system, "system", join="\n")}] if system else []
         given = body.get("messages")
         if not isinstance(given, list) or not given:
             raise GatewayRequestError("messages: at least one message is required", param="messages")
-        for at, message in enumerate(given):
-            messages += _read(message, f"messages.{at}")
         tools = _tools(body.get("tools"))
         return Call(
-            messages=read_messages(messages),
+            messages=[*(read_messages(first) if first else ()), *self.more(given, kept)],
             model=str(body.get("model") or ""),
             tools=tools,
             tool_choice=_tool_choice(body.get("tool_choice"), bool(tools)),
@@ -52,6 +50,10 @@ class AnthropicMessages(Protocol):
             constraint=_constraint(body),
             stream=bool(body.get("stream")),
         )
+
+    def more(self, items: list[Any], kept: Kept) -> list[Message]:
+        read = [message for at, item in enumerate(items) for message in _read(item, f"messages.{at}")]
+        return read_messages(read)
 
     def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]:
         choice = answered.choices[0]

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from agl_slime.errors import ContextOverflowError, GatewayRequestError
+from agl_slime.gateway.bodies import Bodies
 from agl_slime.gateway.branches import AnswerInTime, LeftOut
 from agl_slime.gateway.calls import Answered, Call, Choice
 from agl_slime.gateway.raw import RawTree
@@ -68,6 +69,7 @@ class Attempt:
     flush: Callable[[], Awaitable[None]] | None = None
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(18))
     closed: bool = False
+    bodies: Bodies = field(default_factory=Bodies)
     kept: dict[str, list[Message]] = field(default_factory=dict)
     """What responses may go on from, by their ids."""
     seen: Counter[str] = field(default_factory=Counter)
@@ -78,6 +80,7 @@ class Attempt:
     _under_way: set[Work] = field(default_factory=set)
     _strays: int = 0
     _to_begin: Counter[bytes] = field(default_factory=Counter)  # requests without an answer that may be sent again
+    _tools: tuple[Any, Any, str] = (None, None, "")  # and the arguments of the template, and their key
     _trees: dict[tuple[str, str], Tree] = field(default_factory=dict)
     _root: RolloutSession | None = None
     _clock: int = 0
@@ -163,6 +166,7 @@ class Attempt:
             tree.forget()
         self._trees.clear()
         self._works.clear()
+        self.bodies = Bodies()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -312,7 +316,9 @@ class Attempt:
 
     def _tree(self, role: str, call: Call, tokenizer: ChatTokenizer, llm: LLM) -> Tree:
         tools, kwargs = list(call.tools) or None, call.template_kwargs
-        key = role, "" if call.raw else template_key(tools, kwargs)
+        if call.tools is not self._tools[0] or kwargs is not self._tools[1]:  # as those of the request before
+            self._tools = call.tools, kwargs, template_key(tools, kwargs)
+        key = role, "" if call.raw else self._tools[2]
         if (known := self._trees.get(key)) is not None:
             return known
         if refused := sorted(_NOT_FOR_TEMPLATES & kwargs.keys()):

@@ -18,7 +18,7 @@ from agl_slime.gateway.calls import (
     read_tool,
     strings,
 )
-from agl_slime.gateway.messages import read_messages
+from agl_slime.gateway.messages import Message, read_messages
 from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
 
 _IGNORED = """
@@ -37,6 +37,7 @@ _MOST_CHOICES = 128
 class ChatCompletions(Protocol):
     honoured, ignored = frozenset((*_HONOURED.split(), *IMPOSED)), frozenset(_IGNORED.split())
     prefix = "chatcmpl-"
+    grows = "messages"
 
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
         if body.get("functions") or body.get("function_call"):
@@ -61,6 +62,9 @@ class ChatCompletions(Protocol):
             top_log_probs=number(body, "top_logprobs", most=MOST_LOG_PROBS) or 0,
             stream=bool(body.get("stream")),
         )
+
+    def more(self, items: list[Any], kept: Kept) -> list[Message]:
+        return read_messages(items)
 
     def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]:
         choices = [

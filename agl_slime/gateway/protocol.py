@@ -72,15 +72,22 @@ class Stream(ABC):
 class Protocol(ABC):
     """One way of asking. ``honoured`` are the fields that are, by the run's sampling where tokens are trained;
     ``ignored`` those that docs/any-agent.md lists as that, for the answer does not depend on them, or not here; all
-    others are refused. ``prefix`` is what ids of answers begin with."""
+    others are refused. ``prefix`` is what ids of answers begin with, ``grows`` the list to which clients add what was
+    said since the last request."""
 
     honoured: frozenset[str]
     ignored: frozenset[str]
     prefix: str = ""
+    grows: str = ""
 
     @abstractmethod
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
         """Raises ``GatewayRequestError``."""
+
+    def more(self, items: list[Any], kept: Kept) -> list[Message]:
+        """The messages that ``read`` would add for these ``items`` at the end of ``grows``, after one that is no
+        answer. Raises ``GatewayRequestError``."""
+        raise NotImplementedError
 
     @abstractmethod
     def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]: ...

@@ -26,6 +26,7 @@ _JOIN = "__"  # between a namespace and the name of its tool, where the model se
 class Responses(Protocol):
     honoured, ignored = frozenset((*_HONOURED.split(), *_IMPOSED)), frozenset(_IGNORED.split())
     prefix = "resp_"
+    grows = "input"
 
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
         self.check_fields(body)
@@ -45,7 +46,7 @@ class Responses(Protocol):
             raise GatewayRequestError("input must be a text or a list of at least one item", param="input")
         tools = tuple(function_tool(name, *told) for name, _, _, *told in _tools(body))
         return Call(
-            messages=[*messages, *read_messages(_messages(given, kept))] if given else messages,
+            messages=[*messages, *self.more(given, kept)] if given else messages,
             kept=own if body.get("store") is not False else None,
             model=str(body.get("model") or ""),
             tools=tools,
@@ -56,6 +57,9 @@ class Responses(Protocol):
             top_log_probs=number(body, "top_logprobs", most=MOST_LOG_PROBS) or 0,
             stream=bool(body.get("stream")),
         )
+
+    def more(self, items: list[Any], kept: Kept) -> list[Message]:
+        return read_messages(_messages(items, kept))
 
     def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]:
         choice = answered.choices[0]

@@ -11,14 +11,11 @@ goes out. Agents that block their event loop cannot block this one.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import re
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from datetime import datetime, timezone
-from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -27,12 +24,12 @@ from typing_extensions import Self
 from agl_slime.errors import AglSlimeError, ConfigError, GatewayRequestError
 from agl_slime.gateway.anthropic import AnthropicMessages, CountTokens
 from agl_slime.gateway.attempt import Attempt
+from agl_slime.gateway.bodies import Request
 from agl_slime.gateway.calls import Answered, Call, Choice
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.completions import Completions
 from agl_slime.gateway.errors import RETRY_AFTER_S, THREADS_UNSUPPORTED, explain_once, is_gone, refusal_of
-from agl_slime.gateway.images import marked_body
-from agl_slime.gateway.protocol import Protocol, parsed_body
+from agl_slime.gateway.protocol import Protocol
 from agl_slime.gateway.responses import Responses
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.work import Work
@@ -62,8 +59,6 @@ _PROTOCOLS: dict[str, Protocol] = {
     "/messages": AnthropicMessages(),
     "/messages/count_tokens": CountTokens(),
 }
-# JSON of more than this is parsed in a thread: 1 MB takes about 5 ms.
-_PARSED_AT_ONCE = 256 * 1024
 # An answer of more log-probs is written in a thread: a thousand take some milliseconds.
 _TOLD_AT_ONCE = 2_000
 _RETRY_HEADER = "x-stainless-retry-count"  # of the SDKs of OpenAI and Anthropic
@@ -283,21 +278,18 @@ class Gateway:
             told = f"{request.method} {path:.80} is not served here; there are {served}"
             raise GatewayRequestError(told, status=404, code="unknown_url")
         raw = await request.read()
-        key = hashlib.blake2b(request.path.encode("utf-8", "surrogatepass") + b"\n" + raw, digest_size=16).digest()
-        attempt.begin(key)
+        asked = attempt.bodies.look(request.path, raw)
+        attempt.begin(asked.key)
         try:
-            return await self._asked(request, raw, key, protocol, attempt, role)
+            return await self._asked(request, asked, protocol, attempt, role)
         finally:
             attempt.done()
 
     async def _asked(
-        self, request: web.Request, raw: bytes, key: bytes, protocol: Protocol, attempt: Attempt, role: str
+        self, request: web.Request, asked: Request, protocol: Protocol, attempt: Attempt, role: str
     ) -> web.StreamResponse:
-        parse = partial(parsed_body, raw)
-        body = parse() if len(raw) <= _PARSED_AT_ONCE else await run_in_thread(parse)
-        body, images = await marked_body(raw, body, self.settings.images)
-        call = protocol.read(body := {**self.defaults.get(protocol.prefix, {}), **body}, attempt.kept)
-        call = replace(call, images=images) if images else call
+        defaults = self.defaults.get(protocol.prefix, {})
+        body, call = await attempt.bodies.read(asked, protocol, attempt.kept, defaults, self.settings.images)
         if isinstance(protocol, CountTokens):
             return json_response({"input_tokens": await attempt.count(call)})
         if call.model in (*attempt.settings.untrained_models, *attempt.settings.trained_models):
@@ -306,7 +298,7 @@ class Gateway:
             raise GatewayRequestError(f"there is no model {role!r:.80} here", status=404, code="unknown_model")
         retry = request.headers.get(_RETRY_HEADER, "0") not in ("", "0")
         decode = await attempt.decoder()
-        with attempt.work(call, role=role, key=key, retry=retry, prefix=protocol.prefix) as work:
+        with attempt.work(call, role=role, key=asked.key, retry=retry, prefix=protocol.prefix) as work:
             if call.stream:
                 answer = await self._streamed(request, protocol, body, call, work, decode)
             else:

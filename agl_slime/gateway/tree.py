@@ -72,7 +72,6 @@ class Walk:
     state: int
     node: Node | None
     before: tuple[()] | tuple[Walk, Message]
-    line: Line | None
 
     def held(self) -> list[Message]:
         messages, walk = [], self
@@ -95,19 +94,31 @@ class Tree:
     _answers: dict[tuple[int, Hashable], list[Node]] = field(default_factory=dict)
     _lines: dict[int, Line] = field(default_factory=dict)  # the last line through each state
     _seen: set[Hashable] = field(default_factory=set)  # answers, and results of tools
+    _after: dict[int, int] = field(default_factory=dict)  # the first state after each
+    _branched: int = 0  # how often a state got another way on
+    # of the last request, all messages that were known but its last one, and the walks up to each; and ``_branched``
+    _walked: list[tuple[Message, list[Walk]]] = field(default_factory=list)
+    _walked_at: int = 0
     _ids: dict[str, str] = field(default_factory=dict)  # of a call as it was served: its id as the model wrote it
 
     def find(self, messages: Sequence[Message]) -> Match:
         """What of a request is known."""
-        walks, several = [Walk(0, None, (), self._lines.get(0))], False
-        for at, message in enumerate(messages, 1):
-            before, last = self.ambiguous, at == len(messages)
+        if self._walked_at != self._branched:
+            self._walked, self._walked_at = [], self._branched
+        same = zip(messages[:-1], self._walked, strict=False)
+        done = next((at for at, (message, (known, _)) in enumerate(same) if message is not known), None)
+        del self._walked[len(messages) - 1 if done is None else done :]
+        walks, several = self._walked[-1][1] if self._walked else [Walk(0, None, ())], False
+        for at in range(len(self._walked), len(messages)):
+            message, last, before = messages[at], at == len(messages) - 1, self.ambiguous
             further = [step for walk in walks for step in self._further(walk, message, last=last)]
             if not further:
                 several = self.ambiguous > before
                 break
             walks, self.ambiguous = further, before
-        state, node, line, held = walks[0].state, walks[0].node, walks[0].line, walks[0].held()
+            if not last:
+                self._walked.append((message, walks))
+        state, node, line, held = walks[0].state, walks[0].node, self._lines.get(walks[0].state), walks[0].held()
         rest = list(messages[len(held) :])
         if several:  # or the line that it branches from would take it for its own
             rest[0] = {**rest[0], "sampled": "by one of several"}
@@ -122,7 +133,7 @@ class Tree:
             line = Line(self.open_session(match.messages))
         elif line.asking or match.node is None or line.tip is not match.node:
             line = Line(line.session.branch(match.messages))
-        line.session.messages = match.messages
+        line.session.context.messages = [*match.messages]  # nobody edits these, so all turns share them
         line.asking = True
         self._lines.setdefault(0, line)
         return line
@@ -146,7 +157,9 @@ class Tree:
             at = at or (self._new_state(), message)
             for key in keys:
                 same = self._plain.setdefault((state, key), [])
-                same += [] if at in same else [at]
+                if at not in same:
+                    same.append(at)
+                    self._grows(state, at[0])
             state = at[0]
             self._lines[state] = line
             if message["role"] == "tool":
@@ -154,6 +167,7 @@ class Tree:
         self._ids.update(ids)
         turns, depth = line.session.turns, len(line.session.messages)
         node = Node(held, served, state, self._new_state(), line, len(turns) - 1, depth, cut)
+        self._grows(state, node.state)
         for key in answer_keys(served):
             self._answers.setdefault((state, key), []).append(node)
             self._seen.add(key)
@@ -168,6 +182,10 @@ class Tree:
         for line in self._lines.values():
             line.tip = None
 
+    def _grows(self, state: int, to: int) -> None:
+        """There is a way from ``state`` to another; with a second one, walks through it may go elsewhere."""
+        self._branched += self._after.setdefault(state, to) != to
+
     def _new_state(self) -> int:
         self._states += 1
         return self._states
@@ -175,11 +193,8 @@ class Tree:
     def _further(self, walk: Walk, message: Message, *, last: bool) -> list[Walk]:
         """The walks after one message more, the likeliest first: several where it was held in several forms."""
         if message["role"] == "assistant" and (node := self._answer(walk.state, message)) is not None:
-            return [Walk(node.state, node, (walk, node.held), self._lines.get(node.state, walk.line))]
-        return [
-            Walk(state, walk.node, (walk, held), self._lines.get(state, walk.line))
-            for state, held in self._other(walk.state, message, exact=last)
-        ]
+            return [Walk(node.state, node, (walk, node.held))]
+        return [Walk(state, walk.node, (walk, held)) for state, held in self._other(walk.state, message, exact=last)]
 
     def _answer(self, state: int, message: Message) -> Node | None:
         for key in answer_keys(message):

@@ -23,7 +23,6 @@ from agl_slime.tokens.codec import (
     LogProbArray,
     TokenArray,
     pack_array,
-    shared_length,
     stored_bytes,
     unpack_log_probs,
     unpack_token_ids,
@@ -36,6 +35,7 @@ from agl_slime.trace.replay import decode_replay, replay_attributes
 from agl_slime.trace.turn import Messages, Turn
 
 T = TypeVar("T")
+_Written = tuple[dict[str, Any] | None, str]  # a message of texts alone, and the JSON of any
 
 # Tells the encoders of one attempt apart, which live in one process. Begins anywhere, so that those of a rollout's
 # attempts look different as well.
@@ -53,7 +53,7 @@ class TurnEncoder:
         self._model = model
         self.stream = f"{next(_streams) & 0xFFFFFFFF:08x}"
         self._lock = threading.Lock()
-        self._messages: list[list[str]] = []  # per turn, as JSON: the agent may change its dicts later
+        self._messages: list[list[_Written]] = []  # per turn
         self._images: list[Images] = []
         self._written: set[str] = set()  # images whose files are in a span
 
@@ -64,10 +64,11 @@ class TurnEncoder:
             index, base = len(self._messages), turn.base_turn
             if base is not None and not 0 <= base < index:
                 raise TraceError(f"turn {index} goes on from turn {base}, which was not encoded before")
-            messages = [*map(_json, turn.messages or ())]
-            held = [] if base is None else self._messages[base]
-            kept = shared_length(messages, held)
-            self._messages.append(held[:kept] + messages[kept:])
+            messages, held = turn.messages or (), [] if base is None else self._messages[base]
+            same = zip(messages, held, strict=False)
+            kept = next((at for at, pair in enumerate(same) if not _is_same(*pair)), min(len(messages), len(held)))
+            new = [*map(_written, messages[kept:])]
+            self._messages.append(held[:kept] + new)
             shown = image_attributes(turn.images, () if base is None else self._images[base], self._written)
             self._images.append(turn.images)
         attributes: dict[str, Any] = {
@@ -104,7 +105,7 @@ class TurnEncoder:
             attributes[names.WEIGHT_VERSIONS] = json.dumps(versions)
         if turn.messages is not None:
             attributes[names.MESSAGES_KEPT] = kept
-            attributes[names.MESSAGES_NEW] = f"[{','.join(messages[kept:])}]"
+            attributes[names.MESSAGES_NEW] = f"[{','.join(text for _, text in new)}]"
         for name, value in (
             (names.RESPONSE_ID, turn.request_id),
             (names.RESUMED, turn.resumed),
@@ -114,6 +115,18 @@ class TurnEncoder:
             if value:
                 attributes[name] = value
         return attributes
+
+
+def _written(message: Mapping[str, Any]) -> _Written:
+    """With a copy: the agent may change its dicts later."""
+    texts = all(type(value) is str for value in message.values())
+    return (dict(message) if texts else None), _json(message)
+
+
+def _is_same(message: Mapping[str, Any], written: _Written) -> bool:
+    """Whether it would be written as it was. Texts are compared, and all else is written: ``1`` is not ``True``."""
+    held, text = written
+    return message == held if held is not None else _json(message) == text
 
 
 def _json(value: Any) -> str:

@@ -1,0 +1,154 @@
+"""The bodies of an attempt's requests: what one shares with an earlier one is neither parsed nor read nor hashed again.
+
+Clients send a conversation whole each time, and their serializers write what they have written before in the same
+bytes. So a body is held in two parts: all up to the end of its list of messages, and the rest. One that begins with the
+first, ends with the second and has a comma between them is that conversation with more messages: JSON says so, if what
+follows the comma is a list without its brackets.
+
+Where the list ends is seen when the second request comes, which differs from the first from there on, and proved by
+parsing the first with one item more at that place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import orjson
+
+from agl_slime.errors import GatewayRequestError
+from agl_slime.gateway.calls import Call
+from agl_slime.gateway.images import marked_body
+from agl_slime.gateway.protocol import Kept, Protocol, parsed_body
+from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.images import ImageSettings
+
+_HELD = 4  # conversations of one attempt at a time
+# JSON of more than this is parsed in a thread: 1 MB takes about 5 ms.
+_PARSED_AT_ONCE = 256 * 1024
+_IMAGES = ImageSettings()
+_PROBE = "an item that nobody sends: 5f1c2f3d"
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request that was read: ``head`` ends where its list does, once that is known (``placed``)."""
+
+    path: str
+    head: bytes
+    tail: bytes
+    digest: Any  # of the path and the head
+    body: Mapping[str, Any]
+    call: Call
+    placed: bool = False
+
+
+@dataclass(slots=True)
+class Request:
+    """What was asked, as bytes. ``key`` is equal for requests that are; ``new`` is what it adds to ``held``."""
+
+    path: str
+    raw: bytes
+    key: bytes
+    held: _Held | None = None
+    new: bytes = b""
+    digest: Any = None  # of what is held, and what is new
+
+
+class Bodies:
+    def __init__(self) -> None:
+        self._held: list[_Held] = []
+
+    def look(self, path: str, raw: bytes) -> Request:
+        """The request with its key."""
+        for held in reversed(self._held):
+            start, rest = len(held.head), len(raw) - len(held.tail)
+            grown = held.placed and held.path == path and rest > start and raw.startswith(held.head)
+            if grown and raw[start] == ord(",") and raw.endswith(held.tail):
+                new, digest = raw[start:rest], held.digest.copy()
+                digest.update(new)
+                whole = digest.copy()
+                whole.update(held.tail)
+                return Request(path, raw, whole.digest(), held, new, digest)
+        return Request(path, raw, _digest(path, raw).digest())
+
+    async def read(
+        self,
+        request: Request,
+        protocol: Protocol,
+        kept: Kept,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+        images: ImageSettings = _IMAGES,
+    ) -> tuple[Mapping[str, Any], Call]:
+        """The body and the call. Raises ``GatewayRequestError``."""
+        if request.held is not None and (found := await self._grown(request, request.held, protocol, kept)):
+            return found
+        parse = partial(parsed_body, request.raw)
+        body = parse() if len(request.raw) <= _PARSED_AT_ONCE else await run_in_thread(parse)
+        body, shown = await marked_body(request.raw, body, images)
+        call = protocol.read(body := {**defaults, **body}, kept)
+        if shown:
+            return body, replace(call, images=shown)
+        if protocol.grows and isinstance(body.get(protocol.grows), list):
+            self._hold(request, protocol.grows, body, call)
+        return body, call
+
+    async def _grown(
+        self, request: Request, held: _Held, protocol: Protocol, kept: Kept
+    ) -> tuple[Mapping[str, Any], Call] | None:
+        """``None`` where it has to be read whole: what is new may be no part of a list, or refused, or show images."""
+        if held.call.messages[-1]["role"] == "assistant":  # what follows may belong to it
+            return None
+        try:
+            items = orjson.loads(b"[" + request.new[1:] + b"]")
+            marked, shown = await marked_body(request.new, {protocol.grows: items}, _IMAGES)
+            items = marked[protocol.grows]
+            more = protocol.more(items, kept) if items and not shown else []
+        except (ValueError, GatewayRequestError):
+            return None
+        if not more:
+            return None
+        body = {**held.body, protocol.grows: [*held.body[protocol.grows], *items]}
+        call = replace(held.call, messages=[*held.call.messages, *more])
+        head = held.head + request.new
+        grown = _Held(held.path, head, held.tail, request.digest, body, call, placed=True)
+        self._held = [each for each in self._held if each is not held] + [grown]
+        return body, call
+
+    def _hold(self, request: Request, name: str, body: Mapping[str, Any], call: Call) -> None:
+        path, raw = request.path, request.raw
+        before = next((held for held in reversed(self._held) if held.path == path and not held.placed), None)
+        end = None if before is None else _end_of_list(before, raw, name)
+        if end is None:
+            held = _Held(path, raw, b"", None, body, call)
+        else:
+            self._held = [each for each in self._held if each is not before]
+            held = _Held(path, raw[:end], raw[end:], _digest(path, raw[:end]), body, call, placed=True)
+        self._held = [*self._held, held][-_HELD:]
+
+
+def _digest(path: str, raw: bytes) -> Any:
+    return hashlib.blake2b(path.encode("utf-8", "surrogatepass") + b"\n" + raw, digest_size=16)
+
+
+def _end_of_list(before: _Held, raw: bytes, name: str) -> int | None:
+    """Where the list ``name`` ends in ``raw``, if that is what ``before`` says with more items."""
+    first = before.head
+    length = min(len(first), len(raw))
+    differs = np.frombuffer(first, np.uint8, length) != np.frombuffer(raw, np.uint8, length)
+    at = int(differs.argmax()) if length else 0
+    tail = first[at:]
+    if not (length and differs[at]) or raw[at] != ord(",") or len(raw) <= len(first) or not raw.endswith(tail):
+        return None
+    try:
+        probed = orjson.loads(first[:at] + b"," + orjson.dumps(_PROBE) + tail)
+        plain = orjson.loads(first)
+    except ValueError:
+        return None
+    proved = probed == {**plain, name: [*plain[name], _PROBE]}
+    return len(raw) - len(tail) if proved else None
