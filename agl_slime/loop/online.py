@@ -27,6 +27,7 @@ from agl_slime.errors import AglSlimeError, ConfigError, LoopError, spell_except
 from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.loop.failures import Failures
 from agl_slime.loop.functions import StepFn, call_function, taking_iteration, to_its_end
+from agl_slime.loop.in_flight import InFlight
 from agl_slime.loop.metrics import collect_metrics, fork_examples, staleness_metrics
 from agl_slime.loop.schedule import Schedule
 from agl_slime.loop.settings import LoopSettings, LoopState, RunResult
@@ -35,6 +36,7 @@ from agl_slime.loop.validation import Validations
 from agl_slime.metric_names import (
     CPU_BUSY,
     ENGINE_WAITED,
+    IN_FLIGHT_LIMIT,
     ITERATION_S,
     REWARD_MEAN,
     ROLL_S,
@@ -47,6 +49,7 @@ from agl_slime.metric_names import (
 from agl_slime.rollout.access import LLM_RESOURCE
 from agl_slime.runner.base import RunnerPlan, RunnerPool
 from agl_slime.runner.make import make_runners
+from agl_slime.sglang.load import EngineLoads
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources
 from agl_slime.support.threads import run_in_thread
@@ -83,6 +86,8 @@ class OnlineRLLoop:
             ``process:N`` or ``ray:N``.
         observer: Takes the run's events (``agl_slime.events``), on the thread of the loop: it must not block.
         check_alive: Called about once a second; raises when something that the run needs, such as the engine, has died.
+        engine_loads: Say how busy the engine is; with them the loop finds the number of rollouts in flight by itself
+            (``--max-concurrent auto``), up to the runners' ``max_concurrent``.
         val_engine: An engine of its own for validations beside training (``max_staleness``): what agents find there as
             ``main_llm``, and ``(version) -> None``, sync or async, which brings it the weights of that version, those
             of the last sync. Without it validations are answered beside the queue.
@@ -106,6 +111,7 @@ class OnlineRLLoop:
         runners: RunnerPlan | str = "inproc",
         observer: events.Observer | None = None,
         check_alive: Callable[[], None] | None = None,
+        engine_loads: EngineLoads | None = None,
         val_engine: tuple[LLM, Callable[[str], Any]] | None = None,
     ) -> None:
         self.settings = settings or LoopSettings()
@@ -130,6 +136,7 @@ class OnlineRLLoop:
         self._observer = observer
         self._plan = RunnerPlan.parse(runners) if isinstance(runners, str) else runners
         self._check_alive = check_alive
+        self._in_flight = InFlight(engine_loads)
         self._schedule = Schedule(
             store,
             data_source,
@@ -192,6 +199,7 @@ class OnlineRLLoop:
                 told = None if isinstance(self.store, BridgeStore) else self.data_source.notify
                 self._runner = make_runners(self._plan, agent=self._agent, store=self.store, on_finished=told)
                 await run_in_thread(self._runner.start)
+                self._in_flight.start(self._runner)
             if self._validations is not None:
                 self._validations.start(self._state.iteration)
             if self._state.iteration == 0:
@@ -210,6 +218,7 @@ class OnlineRLLoop:
             reason = f"{where}failed with {spell_exception(error)}"
             raise LoopError(reason) from error
         finally:
+            self._in_flight.cancel()
             if self._validations is not None:
                 self._validations.cancel()
             try:
@@ -265,6 +274,7 @@ class OnlineRLLoop:
                 iteration_s = time.monotonic() - began
             metrics |= {"perf/collect_s": collect_s, "iteration": iteration, ITERATION_S: iteration_s}
             metrics[WEIGHTS_VERSION] = self._state.version
+            metrics |= {} if self._in_flight.limit is None else {IN_FLIGHT_LIMIT: self._in_flight.limit}
             self._state = replace(self._state, iteration=iteration)
             self._reward_means.append(metrics[REWARD_MEAN])
             self._last_metrics = metrics
@@ -347,6 +357,7 @@ class OnlineRLLoop:
     def _raise_if_dead(self) -> None:
         if self._runner is not None and self._runner.failure is not None:
             raise LoopError(f"the runner ended: {self._runner.failure}") from self._runner.failure
+        self._in_flight.raise_if_dead()
         self.data_source.raise_if_dead()
         if self._check_alive is not None:
             self._check_alive()

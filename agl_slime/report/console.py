@@ -54,6 +54,7 @@ class ProgressReporter:
         self._val: float | None = None
         self._version = ""
         self._staleness: float | None = None
+        self._limit: float | None = None
         self._latest = ""  # the last warning
         self._reward_sum, self._reward_count = 0.0, 0  # of the training rollouts of the iteration at hand
         self._reasons: Counter[str] = Counter()  # of the same
@@ -120,6 +121,7 @@ class ProgressReporter:
                 self._val = val
             self._version = spell_version(event.metrics.get(m.WEIGHTS_VERSION)) or self._version
             self._staleness = number(event.metrics, m.STALENESS_MEAN)
+            self._limit = number(event.metrics, m.IN_FLIGHT_LIMIT)
             self._reward_sum, self._reward_count = 0.0, 0
             self._reasons.clear()
 
@@ -175,6 +177,8 @@ class ProgressReporter:
             line.append(f"{self._tokens / max(time.monotonic() - self._phase.at, 0.1):,.0f} tok/s  ")
         if self._version:
             line.append("weights ", style="dim").append(f"{self._version}  ")
+        if self._limit is not None:
+            line.append("in flight up to ", style="dim").append(f"{self._limit:.0f}  ")
         if self._staleness is not None:
             line.append("staleness ", style="dim").append(f"{self._staleness:.1f}  ")
         if self._reasons:

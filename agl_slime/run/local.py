@@ -190,6 +190,7 @@ async def run_training(
             config,
             parts,
             llm=stack.enter_context(model_for_agents(config, parts, url=url, model_path=model_path)),
+            engine_url=url,
             data_source=source,
             controller_log=run.controller_log,
             slime_train_fn=train,

@@ -20,9 +20,11 @@ from agl_slime.report import StandardReporters
 from agl_slime.report.console import View
 from agl_slime.report.files import RunDir
 from agl_slime.run.settings import TrainConfig
+from agl_slime.runner.auto_limit import AutoLimitSettings
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.sglang.describe import experts_shape_of
+from agl_slime.sglang.load import EngineLoads
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources, ProxyLLM
 from agl_slime.support.threads import run_in_thread
@@ -82,14 +84,17 @@ def make_loop(
     parts: RunParts,
     *,
     llm: LLM,
+    engine_url: str,
     save_interval: int | None = None,
     controller_log: Path | None = None,
     **functions: Any,
 ) -> OnlineRLLoop:
-    """The loop of a run whose agents find ``llm``; ``save_interval`` in place of what ``config`` says, ``functions``
-    are further arguments of ``OnlineRLLoop``."""
+    """The loop of a run whose agents find ``llm``, which the engine at ``engine_url`` answers; ``save_interval`` in
+    place of what ``config`` says, ``functions`` are further arguments of ``OnlineRLLoop``."""
     plan = replace(RunnerPlan.parse(config.runners), controller=config.controller(log=controller_log))
-    runner_settings = RunnerSettings(max_concurrent=config.max_concurrent, gateway=config.gateway)
+    auto = config.max_concurrent == "auto"
+    most = AutoLimitSettings.most if config.max_concurrent == "auto" else config.max_concurrent
+    runner_settings = RunnerSettings(max_concurrent=most, gateway=config.gateway)
     return OnlineRLLoop(
         store=parts.store,
         agent=parts.agent,
@@ -97,6 +102,7 @@ def make_loop(
         val_tasks=parts.val_tasks,
         resources=parts.resources,
         llm=llm,
+        engine_loads=EngineLoads(engine_url) if auto else None,
         settings=LoopSettings(
             num_iterations=config.num_iterations,
             rollout_batch_size=config.rollout_batch_size,

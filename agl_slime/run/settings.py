@@ -93,8 +93,9 @@ class TrainConfig:
     """What becomes of requests that run when new weights come: abort (they answer with what they have and are asked
     for again), retract (they stay in the engine, which computes their keys and values anew) or in_place (they stay and
     go on with the old ones)."""
-    max_concurrent: int = 1024
-    """Rollouts in flight, in each runner."""
+    max_concurrent: int | Literal["auto"] = 1024
+    """Rollouts in flight, in each runner; auto: as many as keep the engine full and its queue short, found while the
+    run goes on (--runners inproc)."""
     runners: str = "inproc"
     """Where the agent runs: inproc (a thread of this process), process:N (N processes), ray:N (N Ray actors), or
     controller (Agent Lightning 1.0's, which runs --agent module:Class as processes or --job-template as Jobs)."""
@@ -180,12 +181,15 @@ class TrainConfig:
     def __post_init__(self) -> None:
         RunnerPlan.parse(self.runners)
         split_agent(self.agent)
+        if self.max_concurrent == "auto" and self.runners != "inproc":
+            raise ConfigError(f"--max-concurrent auto with --runners {self.runners}: give a number, for each runner")
         check_ranges(
             self,
             ("num_iterations rollout_batch_size n_samples_per_prompt", lambda value: value >= 1, "at least 1"),
             ("rollout_batch_size n_samples_per_prompt", lambda value: value <= _MOST, f"at most {_MOST}"),
             ("failure_patience", lambda value: 0 <= value < math.inf, "0 (none) or more seconds"),
-            ("max_new_tokens max_attempts max_concurrent save_interval", lambda value: value >= 1, "at least 1"),
+            ("max_new_tokens max_attempts save_interval", lambda value: value >= 1, "at least 1"),
+            ("max_concurrent", lambda value: value == "auto" or value >= 1, "auto, or at least 1"),
             (
                 "eval_rollouts keep_rollouts_mb actor_num_nodes actor_num_gpus_per_node",
                 lambda value: value >= 1,

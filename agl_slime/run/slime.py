@@ -126,6 +126,7 @@ async def run_slime_training(
             replace(config, store_host=host),
             parts,
             llm=stack.enter_context(model_for_agents(config, parts, url=url, model_path=model_path, sampling=sampling)),
+            engine_url=url,
             data_source=source,
             controller_log=run.controller_log,
             slime_train_fn=steps.train,

@@ -99,6 +99,15 @@ class RunnerPool(ABC):
     def wake(self) -> None:
         """Look at the queue now."""
 
+    @property
+    def in_flight(self) -> int:
+        """Rollouts that are being executed, where that can be told here."""
+        raise ConfigError(f"{type(self).__name__} cannot tell how many rollouts are in flight: use --runners inproc")
+
+    def set_limit(self, limit: int) -> None:
+        """From now on as many rollouts in flight, where that can be changed from here."""
+        raise ConfigError(f"{type(self).__name__} cannot change how many rollouts are in flight: use --runners inproc")
+
     @abstractmethod
     def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
         """End all runners, with what is in flight cancelled or finished; nothing is left running. ``False`` when it was

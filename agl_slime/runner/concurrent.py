@@ -67,7 +67,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self._wake = asyncio.Event()
         self.stopping = False
         self._cancelling = False
-        self._limit = self.settings.max_concurrent
+        self._limit = self._most = self.settings.max_concurrent
         self._next_claim = _FIRST_CLAIM
         self.lag: LagMonitor | None = None
 
@@ -75,7 +75,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         super().init(agent, hooks=hooks, **kwargs)
         settings = self.settings
         if not agent.is_async():
-            self._limit = min(settings.max_concurrent, settings.max_sync_threads)
+            self._limit = self._most = min(settings.max_concurrent, settings.max_sync_threads)
         if settings.gateway is not None and not isinstance(agent, SGLangLitAgent):
             from agl_slime.gateway.server import Gateway
 
@@ -108,6 +108,11 @@ class ConcurrentRunner(LitAgentRunner[Any]):
     def wake(self) -> None:
         """Look at the queue now rather than at the next poll."""
         self._on_loop(self._wake.set)
+
+    def set_limit(self, limit: int) -> None:
+        """From now on as many rollouts in flight, and never more than the settings allow; those that run go on."""
+        self._limit = max(1, min(limit, self._most))
+        self.wake()
 
     def cancel(self, rollout_id: str) -> None:
         """Cancel the agent that runs this rollout, or is about to, if one does; its attempt then fails with the reason

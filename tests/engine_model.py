@@ -1,0 +1,86 @@
+"""An engine and the rollouts of many agents as a simulation, with a clock of its own: each rollout asks, waits for its
+tokens, is with its tools for a while, and asks again."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+_TICK_S = 0.05
+
+
+@dataclass
+class EngineModel:
+    """``speed`` tokens per second and request, ``capacity`` tokens per second in all, ``slots`` requests at once,
+    ``queue`` more in line; what comes then is refused and asked again after a pause that doubles."""
+
+    slots: int
+    speed: float = 50.0
+    capacity: float = 5_000.0
+    queue: int = 1_000_000
+    tools_s: float = 0.0
+    calls: int = 10
+    answer: int = 100
+    seed: int = 0
+    now: float = 0.0
+    tokens: float = 0.0
+    asked: int = 0
+    refused: int = 0
+    in_flight: int = 0
+    running: list[float] = field(default_factory=list)  # tokens left of each
+    left: list[int] = field(default_factory=list)  # calls left of the same
+    waiting: deque[int] = field(default_factory=deque)
+    away: list[tuple[float, int, int]] = field(default_factory=list)  # when it asks again, calls left, refusals
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+
+    def advance(self, *, seconds: float, limit: Callable[[], int]) -> None:
+        """Go on by ``seconds``, with as many rollouts in flight as ``limit`` says and not ended before it said so."""
+        start = self.now
+        for tick in range(round(seconds / _TICK_S)):
+            self.now = start + tick * _TICK_S
+            for _ in range(limit() - self.in_flight):
+                self.in_flight += 1
+                self._ask(self.calls)
+            while self.away and self.away[0][0] <= self.now:
+                self._ask(*heapq.heappop(self.away)[1:])
+            self._work(_TICK_S)
+        self.now = start + seconds
+
+    def _ask(self, left: int, times: int = 0) -> None:
+        self.asked += 1
+        if len(self.running) < self.slots:
+            self.running.append(self.rng.expovariate(1 / self.answer))
+            self.left.append(left)
+        elif len(self.waiting) < self.queue:
+            self.waiting.append(left)
+        else:
+            self.refused += 1
+            heapq.heappush(
+                self.away, (self.now + self.rng.uniform(0.5, 1.0) * min(0.5 * 2**times, 15.0), left, times + 1)
+            )
+
+    def _work(self, step: float) -> None:
+        if not self.running:
+            return
+        done = min(self.speed, self.capacity / len(self.running)) * step
+        for at in range(len(self.running) - 1, -1, -1):
+            self.tokens += min(done, self.running[at])
+            self.running[at] -= done
+            if self.running[at] <= 0:
+                calls = self.left[at] - 1
+                self.running[at], self.left[at] = self.running[-1], self.left[-1]
+                self.running.pop()
+                self.left.pop()
+                if calls:
+                    pause = self.rng.expovariate(1 / self.tools_s) if self.tools_s else 0.0
+                    heapq.heappush(self.away, (self.now + pause, calls, 0))
+                else:
+                    self.in_flight -= 1
+        while self.waiting and len(self.running) < self.slots:
+            self.running.append(self.rng.expovariate(1 / self.answer))
+            self.left.append(self.waiting.popleft())
