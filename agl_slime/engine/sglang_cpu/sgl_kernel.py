@@ -30,5 +30,10 @@ __all__ = list(_NAMES)
 
 # Vision models of the Qwen family import a module that looks these operators up, and never call them.
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
-for _name in ("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"):
+for _name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
     _library.define(f"{_name}(Tensor a, Tensor b) -> Tensor")
