@@ -115,6 +115,8 @@ class PluginSettings(BaseModel):
     """slime's evaluation data sets, where ``eval_tasks`` is not given."""
     seed: int = 0
     """slime's ``--rollout-seed``: the order of the tasks."""
+    sampling_seeds: bool = False
+    """slime's ``--sglang-enable-deterministic-inference``: members of a group sample with seeds from ``seed`` on."""
     blocking: bool = True
     """Whether ``get_samples`` waits for groups. It must not under slime's fully-async rollout function, which calls it
     on its event loop and takes an empty list for "ask again in a second"; it must everywhere else."""
@@ -179,6 +181,7 @@ class PluginSettings(BaseModel):
             "eval_sampling": sampling | _sampling(args, "eval"),
             "eval_sets": _eval_sets(args) if values.get("eval_tasks") is None else (),
             "seed": getattr(args, "rollout_seed", None) or 0,
+            "sampling_seeds": bool(getattr(args, "sglang_enable_deterministic_inference", False)),
             "blocking": "fully_async" not in (getattr(args, "rollout_function_path", None) or ""),
         }
         if values.get("runners") == "controller":

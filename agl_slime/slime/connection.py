@@ -135,22 +135,34 @@ class Connection:
         """Enqueue ``size`` rollouts per group, under these sampling parameters or slime's own."""
         own = self.settings.sampling if mode == "train" else self.settings.eval_sampling
         sampling = dict(sampling if sampling is not None else own or {})
-        requests = enqueue_requests(
-            groups,
-            size=size,
-            mode=mode,
-            resources_id=await self._published(sampling),
-            timeout_s=self.settings.rollout_timeout_s,
-            max_attempts=self.settings.max_attempts,
-        )
+        members = [
+            enqueue_requests(
+                groups,
+                size=alike,
+                group_size=size,
+                mode=mode,
+                resources_id=await self._published(own),
+                timeout_s=self.settings.rollout_timeout_s,
+                max_attempts=self.settings.max_attempts,
+            )
+            for own, alike in self._samplings(sampling, size)
+        ]
+        requests = [request for group in zip(*members, strict=True) for request in group]
         rollouts = [*await self.store.enqueue_many_rollouts(requests)]
         if self._runner is not None:
             self._runner.wake()
         return rollouts
 
+    def _samplings(self, sampling: dict[str, Any], size: int) -> list[tuple[dict[str, Any], int]]:
+        """How the members of a group sample, and how many of them in each way: under deterministic inference each with
+        a seed of its own, as slime's."""
+        if not self.settings.sampling_seeds or "sampling_seed" in sampling:
+            return [(sampling, size)]
+        return [({**sampling, "sampling_seed": self.settings.seed + member}, 1) for member in range(size)]
+
     async def _published(self, sampling: dict[str, Any]) -> str:
         """The resources snapshot with the engine and these sampling parameters."""
-        if not self._checked and replay_of(sampling):
+        if not self._checked and self.settings.llm_url and replay_of(sampling):
             named = LLM(endpoint=self.settings.llm_url or "", model="", sampling_parameters=sampling)
             self._checked = await check_replay(named.endpoint, sampling_of(named))
         key = json.dumps(sampling, sort_keys=True, default=str)

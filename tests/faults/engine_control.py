@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ class ControlRoutes:
     running: Any  # requests between arrival and answer
     _requests: dict[str, Running]
     _waiting: set[str]
-    _last_ids: tuple[int, ...]
+    _ended: deque[tuple[int, ...]]
     _paused: bool
     _pause_mode: str
     _unpaused: asyncio.Condition
@@ -33,6 +34,7 @@ class ControlRoutes:
             handlers["/workers"] = self._workers
         else:
             handlers |= {
+                "/health": self._health,
                 "/model_info": self._model_info,
                 "/server_info": self._server_info,
                 "/flush_cache": self._flush,
@@ -49,6 +51,9 @@ class ControlRoutes:
             {"model_path": self.model_path, "is_generation": True, "weight_version": self.weight_version}
         )
 
+    async def _health(self, _: dict[str, Any]) -> web.StreamResponse:
+        return web.Response()
+
     async def _server_info(self, _: dict[str, Any]) -> web.StreamResponse:
         return web.json_response({"version": "0.5.15", "dtype": self.dtype, "model_path": self.model_path})
 
@@ -62,7 +67,7 @@ class ControlRoutes:
     async def _flush(self, _: dict[str, Any]) -> web.StreamResponse:
         if self.running and not (self._paused and self._pause_mode == "retract"):
             return web.Response(text=f"Flush cache failed: {self.running} running requests.\n", status=400)
-        self._last_ids = ()
+        self._ended.clear()
         return web.Response(text="Cache flushed.\n")
 
     async def _pause(self, payload: dict[str, Any]) -> web.StreamResponse:

@@ -71,6 +71,7 @@ class ScriptedEngine(ControlRoutes):
         workers: URLs; given, it answers as a router does: ``/workers`` lists them, and what a router does not pass on
             is 404.
         expand: What a prompt with images comes to, of its ids and ``image_data``; None: the model reads none.
+        cached_answers: Of how many requests it keeps prompt and answer, for ``cached_tokens``.
         next_id, log_prob, decode: Replace what it samples and says; ``next_id`` and ``log_prob`` get all ids so far.
     """
 
@@ -86,6 +87,7 @@ class ScriptedEngine(ControlRoutes):
         eos_id: int | None = None,
         lists_versions: bool = True,
         workers: Sequence[str] | None = None,
+        cached_answers: int = 1,
         next_id: Callable[[Sequence[int]], int] | None = None,
         log_prob: Callable[[Sequence[int]], float] | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
@@ -114,7 +116,7 @@ class ScriptedEngine(ControlRoutes):
         self._always: dict[str, Fault] = {}
         self._requests: dict[str, Running] = {}
         self._waiting: set[str] = set()
-        self._last_ids: tuple[int, ...] = ()
+        self._ended: deque[tuple[int, ...]] = deque(maxlen=cached_answers)
         self._runner: web.AppRunner | None = None
         self._port = 0
         self._paused = False
@@ -357,7 +359,7 @@ class ScriptedEngine(ControlRoutes):
         counts: dict[str, Any] = {
             "prompt_tokens": len(prompt),
             "completion_tokens": len(log_probs),
-            "cached_tokens": common_prefix(prompt, self._last_ids),
+            "cached_tokens": max((common_prefix(prompt, ids) for ids in self._ended), default=0),
             "weight_version": spans[-1][0],
         }
         if self.lists_versions:
@@ -367,7 +369,7 @@ class ScriptedEngine(ControlRoutes):
         if top := payload.get("top_logprobs_num"):
             pairs = zip(log_probs, ids[len(prompt) :], strict=True)
             counts["output_top_logprobs"] = [[[p - n, token, None] for n in range(top)] for p, token in pairs]
-        self._last_ids = tuple(ids)
+        self._ended.append(tuple(ids))
         return answer_of(rid, text, ids[len(prompt) :], log_probs, finish, counts)
 
     def _next_id(self, ids: Sequence[int]) -> int:

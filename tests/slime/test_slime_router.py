@@ -10,6 +10,7 @@ import shutil
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,13 @@ from agl_slime.datasource.source import GroupSource
 from agl_slime.demo.agent import LookupAgent
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.groups.results import Outcome
+from agl_slime.rollout.session import RolloutSession
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, RolloutConfig
+from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.tokenizer import load_tokenizer
+from tests.faults.scripted_engine import ScriptedEngine, in_thread
 from tests.slime.routers import sglang_router
+from tests.trace_tokenizers import small_tokenizer
 
 pytestmark = [
     pytest.mark.slime,
@@ -43,6 +48,42 @@ def get(url: str, path: str) -> dict[str, object]:
 
 def sampled(engine: EmbeddedEngine) -> int:
     return int(str(get(engine.url, "/server_info")["tokens_sampled"]))
+
+
+async def hit_rate(url: str, *, keyed: bool, rollouts: int = 24, turns: int = 5) -> tuple[float, float]:
+    """Of conversations that take turns in asking: the part of their prompts that an engine had, and the part that one
+    with all earlier turns of the conversation has."""
+    tokenizer, sampling = small_tokenizer(), SamplingParams(max_new_tokens=8)
+    asked: list[RolloutSession] = []
+    async with SGLangClient(base_url=url) as client:
+        for number in range(rollouts):
+            first = [{"role": "user", "content": f"{number} asks: " + "what " * (number % 7)}]
+            how: Any = {"template": ChatTemplate(tokenizer=tokenizer), "sampling": sampling, "messages": first}
+            named = f"rollout-{number}" if keyed else ""
+            asked.append(RolloutSession(client=client, rollout_id=named, traced=False, **how))
+        for turn in range(turns):
+            for session in random.Random(turn).sample(asked, len(asked)):
+                said = {"role": "user", "content": f"and {turn}?"}
+                await (session.ask(said) if turn else session.ask())
+    had = sum(turn.cached_tokens for session in asked for turn in session.turns)
+    could = sum(turn.kept_tokens for session in asked for turn in session.turns)
+    prompts = sum(len(turn.prompt_ids) for session in asked for turn in session.turns)
+    return had / prompts, could / prompts
+
+
+async def test_turns_of_a_rollout_find_their_prefix_by_the_routing_key_and_by_chance_without_it():
+    """Two engines that say how much of a prompt they had, behind the router."""
+    engines = [ScriptedEngine(vocab_size=402, cached_answers=10_000, decode=lambda ids: "so") for _ in range(4)]
+    shown = {}
+    for keyed in (True, False):
+        one, two = engines[2 * keyed : 2 * keyed + 2]
+        with in_thread(one), in_thread(two), sglang_router([one.url, two.url]) as url:
+            shown[keyed], most = await hit_rate(url, keyed=keyed)
+            if keyed:
+                assert shown[True] >= most  # all that there is, and what other conversations begin with
+        assert min(engine.calls["/generate"] for engine in (one, two)) > 20  # both worked
+    assert shown[True] > 0.6
+    assert shown[False] < 0.85 * shown[True], shown
 
 
 async def test_the_requests_of_one_rollout_stay_on_one_worker(engines: list[EmbeddedEngine]):
