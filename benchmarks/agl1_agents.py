@@ -1,0 +1,170 @@
+"""The agents of Agent Lightning 1.0's own examples, unmodified, trained by this package through 1.0's own controller.
+
+    AGL_CONTROLLER_PYTHON=DIR/bin/python python -m benchmarks.agl1_agents CHECKOUT search_r1 [--seeds 5] [-- FLAGS]
+
+CHECKOUT is a directory that holds 1.0's ``examples``; the Python has what the agent imports (``openai``; science_world:
+``scienceworld`` and a Java). FLAGS go to ``train.py``. Prints a line per seed: rollouts, answers, tokens that were
+sampled and trained, the largest difference between the log-probs of engine and trainer, and the rewards.
+
+The tasks are few and written here, for 1.0's data sets are on a model hub. search_r1 asks a search engine that stands
+in for its index of Wikipedia: it returns the same three passages to every query. ``learn`` is gsm8k's ``ChatAgent`` on
+sums that the tiny policy of the first command can learn: *start* and *end* are the mean rewards of the first and the
+last five iterations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import orjson
+
+from agl_slime.agl1.settings import PYTHON_VARIABLE
+from agl_slime.demo import LOOKUP_POLICY
+from agl_slime.report import read_metrics
+from benchmarks.common import load
+from tests.faults.train_process import train
+
+_LIMIT_S = 6 * 3600.0
+
+
+@dataclass(frozen=True)
+class Example:
+    agent: str
+    tasks: Sequence[dict[str, Any]]
+    env_map: Sequence[str]
+    flags: str
+    environment: dict[str, str] = field(default_factory=dict)
+    searches: bool = False
+
+
+_SUMS = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(3) for b in range(3)]
+_CAPITALS = {"France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Egypt": "Cairo"}
+_PASSAGES = [f'"{land}"\n{town} is the capital of {land}.' for land, town in [*_CAPITALS.items()][:3]]
+_TWICE = "--num-iterations 2 --rollout-batch-size 2 --n-samples-per-prompt 2 --eval-interval 0"
+_OF_GSM8K = {"tasks": _SUMS, "env_map": ("QUESTION=input.question", "ANSWER=input.answer")}
+
+EXAMPLES = {
+    "gsm8k": Example("examples.gsm8k.gsm8k_agent:ChatAgent", **_OF_GSM8K, flags=f"{_TWICE} --max-new-tokens 64"),
+    "learn": Example(
+        "examples.gsm8k.gsm8k_agent:ChatAgent",
+        **_OF_GSM8K,
+        flags="--num-iterations 30 --rollout-batch-size 6 --n-samples-per-prompt 8 --max-new-tokens 4 "
+        "--eval-interval 0 --keep-rollouts none",
+    ),
+    "search_r1": Example(
+        "examples.search_r1.agents.search_r1_agent:SearchR1Agent",
+        tasks=[{"question": f"the capital of {land}?", "golden_answers": [town]} for land, town in _CAPITALS.items()],
+        env_map=("QUESTION=input.question", "GOLDEN_ANSWERS=input.golden_answers"),
+        flags=f"{_TWICE} --max-new-tokens 96",
+        searches=True,
+    ),
+    "science_world": Example(
+        "examples.science_world.agents.sw_agent:SWAgent",
+        tasks=[{"task_name": "find-living-thing", "variation_idx": n, "simplification": "easy"} for n in range(4)],
+        env_map=(
+            "TASK_NAME=input.task_name",
+            "VARIATION_IDX=input.variation_idx",
+            "SIMPLIFICATION=input.simplification",
+        ),
+        flags=f"{_TWICE} --max-new-tokens 16",
+        environment={"SW_MAX_STEPS": "3", "JAVA_TOOL_OPTIONS": "-Xmx256m"},
+    ),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("example", choices=EXAMPLES)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("flags", nargs="*", help="for train.py, after --")
+    options = parser.parse_args()
+    if not (options.checkout / "examples").is_dir() or not os.environ.get(PYTHON_VARIABLE):
+        parser.error(f"CHECKOUT needs a directory examples, and {PYTHON_VARIABLE} a Python with agentlightning 1.x")
+    print("| seed | rollouts | failed | answers | sampled | trained | log-prob diff | start | end | s | load |")
+    print("|---:" * 11 + "|")
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
+        print(f"| {' | '.join([f'{seed}', *run(options, seed), load()])} |", flush=True)
+    return 0
+
+
+def run(options: argparse.Namespace, seed: int) -> list[str]:
+    """One training; the cells of its line."""
+    example, began = EXAMPLES[options.example], time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory, searching() if example.searches else nullcontext() as search:
+        tasks, output = Path(directory) / "tasks.jsonl", Path(directory) / "run"
+        tasks.write_bytes(b"".join(orjson.dumps(task) + b"\n" for task in example.tasks))
+        flags = ["--runners", "controller", "--agent", example.agent, "--tasks", tasks, "--output-dir", output]
+        flags += ["--env-map", *example.env_map, "--seed", seed, *example.flags.split()]
+        flags += [] if any(flag.startswith("--model") for flag in options.flags) else ["--model-path", LOOKUP_POLICY]
+        path = os.pathsep.join((str(options.checkout.resolve()), os.environ.get("PYTHONPATH", "")))
+        given = {**example.environment, "PYTHONPATH": path, "SEARCH_R1_RETRIEVAL_URL": search or ""}
+        with train(*flags, *options.flags, environment=given) as process:
+            code, _ = process.end(_LIMIT_S)
+        if code != 0:
+            log = output / "controller.log"
+            sys.exit(
+                f"train.py ended with {code}: {process.text[-3000:]}\n{log.read_text()[-3000:] if log.exists() else ''}"
+            )
+        lines = read_metrics(output / "metrics.jsonl")
+        groups = [orjson.loads(line) for line in (output / "groups.jsonl").read_bytes().splitlines()]
+    answers = sum(sum(group["turns"]) for group in groups)
+    counted = [sum(line[name] or 0 for line in lines) for name in _COUNTED]
+    rollouts, failed, sampled, trained = (f"{n:.0f}" for n in counted)
+    furthest = max(line["train/logprob_diff_max"] or 0 for line in lines)
+    rewards = [line["rollout/reward_mean"] or 0.0 for line in lines]
+    ends = [f"{fmean(rewards[:5]):.2f}", f"{fmean(rewards[-5:]):.2f}"]
+    return [
+        rollouts,
+        failed,
+        f"{answers}",
+        sampled,
+        trained,
+        f"{furthest:.1e}",
+        *ends,
+        f"{time.perf_counter() - began:.0f}",
+    ]
+
+
+_COUNTED = ("rollout/count", "rollout/failed", "rollout/tokens_sampled", "train/tokens_trained")
+
+
+@contextmanager
+def searching() -> Iterator[str]:
+    """The address of a search engine that always finds the same."""
+    found = [{"document": {"contents": passage}, "score": 1.0} for passage in _PASSAGES]
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = orjson.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            said = orjson.dumps({"result": [found for _ in asked["queries"]]})
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(said)))
+            self.end_headers()
+            self.wfile.write(said)
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/retrieve"
+        finally:
+            server.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
