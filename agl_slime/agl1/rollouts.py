@@ -126,11 +126,11 @@ class Rollouts:
         self._gone.add(by)
         return self._running(by)
 
-    async def begin(self, rollout_id: str, *, by: str = "") -> Attempt:
-        """The attempt of a rollout, which begins where it has not: a controller starts the agent's process before it
-        says so, and the first call may come before. Raises ``GatewayRequestError`` when there is no such rollout, it
-        has ended, or it runs under another controller than ``by``."""
-        rollout = await self.get(rollout_id)
+    async def begin(self, rollout: Rollout, *, by: str = "") -> Attempt:
+        """The attempt of a rollout that ``get`` gave just now, which begins where it has not: a controller starts the
+        agent's process before it says so, and the first call may come before. Raises ``GatewayRequestError`` when it
+        has ended, or runs under another controller than ``by``."""
+        rollout_id = rollout.rollout_id
         if rollout.status in FINISHED:
             raise GatewayRequestError(f"rollout {rollout_id} has ended", status=410, code="rollout_ended")
         latest = await self._store.get_latest_attempt(rollout_id)
@@ -165,7 +165,7 @@ class Rollouts:
         rollout = await self.get(rollout_id)
         if not changes or rollout.status in FINISHED:
             return self._view(rollout)
-        attempt = await self.begin(rollout_id, by=by)
+        attempt = await self.begin(rollout, by=by)
         known = _told(await self._store.get_latest_attempt(rollout_id))
         told = {**known, **changes, "version": known.get("version", 1) + 1, "updated_at": time.time()}
         told.setdefault("last_attempt_id", None)

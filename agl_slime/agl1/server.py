@@ -45,7 +45,7 @@ from agl_slime.gateway.remote import StoreGateway
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import LLM
+from agl_slime.support.agl import LLM, Rollout
 from agl_slime.support.http import json_response
 from agl_slime.support.threads import run_in_thread
 from agl_slime.trace.attributes import FAILURE_REASON
@@ -191,7 +191,7 @@ class ControllerGateway(StoreGateway):
     async def _wind_up(self, rollout_id: str, error: str | None, *, by: str) -> None:
         """The agent's process is over: what it asked for and did not wait for is cut off, and all is written that there
         is to say of the attempt before it ends."""
-        attempt = await self._attempt_of(rollout_id, by=by)
+        attempt = await self._attempt_of(await self.rollouts.get(rollout_id), by=by)
         if error is not None:
             told = {FAILURE_REASON: reason_of(error), "exception.type": "Controller", "exception.message": error}
             attempt.write(_EXCEPTION_SPAN, told, time.time())
@@ -206,7 +206,8 @@ class ControllerGateway(StoreGateway):
     async def _post_event(self, request: web.Request, rollout_id: str) -> web.Response:
         event = EventCreate.model_validate(await _body(request))
         name, attributes = span_of(event)
-        attempt, at = await self._attempt_of(rollout_id, by=_by(request)), time.time()
+        rollout = await self.rollouts.get(rollout_id)
+        attempt, at = await self._attempt_of(rollout, by=_by(request)), time.time()
         attempt.write(name, attributes, at)
         assert attempt.flush is not None
         await attempt.flush()
@@ -276,7 +277,7 @@ class ControllerGateway(StoreGateway):
         if (mode := named.get("mode")) is not None and mode != ("val" if rollout.mode == "val" else "train"):
             told = f"rollout {rollout_id} is not of mode {mode}: use AGL_OPENAI_BASE_URL as it is"
             raise GatewayRequestError(told, status=404, code="unknown_rollout")
-        return await self._attempt_of(rollout_id, by=_by(request))
+        return await self._attempt_of(rollout, by=_by(request))
 
     async def _was_refused(self, attempt: Attempt, path: str, refusal: GatewayRequestError) -> None:
         refused = sum(count for what, count in attempt.seen.items() if what.startswith("refused/"))
@@ -286,9 +287,9 @@ class ControllerGateway(StoreGateway):
         assert attempt.flush is not None
         await attempt.flush()
 
-    async def _attempt_of(self, rollout_id: str, *, by: str) -> Attempt:
-        begun = await self.rollouts.begin(rollout_id, by=by)
-        return await self._opened(rollout_id, begun.attempt_id)
+    async def _attempt_of(self, rollout: Rollout, *, by: str) -> Attempt:
+        begun = await self.rollouts.begin(rollout, by=by)
+        return await self._opened(rollout.rollout_id, begun.attempt_id)
 
 
 def _by(request: web.Request) -> str:

@@ -16,7 +16,9 @@ import pytest
 
 from agl_slime.agl1.settings import PYTHON_VARIABLE, ControllerSettings
 from agl_slime.datasource.read import collect
+from agl_slime.demo import LOOKUP_POLICY
 from agl_slime.errors import ConfigError
+from agl_slime.report import read_metrics
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.controller import ControllerPool
 from agl_slime.runner.controller_process import ControllerProcess, agents_of, check_python
@@ -25,6 +27,7 @@ from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
 from tests.agl1_cases import serving_api
 from tests.faults.scripted_engine import in_thread
+from tests.faults.train_process import train
 from tests.gateway_cases import TEMPLATE, engine_saying
 from tests.trace_tokenizers import small_tokenizer
 
@@ -91,6 +94,28 @@ def test_what_an_agent_does_wrong_is_the_reason_of_its_rollout(
 ) -> None:
     (member,) = run_rollouts(agent, engine, tmp_path, count=1)
     assert (member.failure, member.turns) == (reason, 1)
+
+
+@pytest.mark.sglang
+def test_a_real_sglang_answers_the_agents_of_a_controller(tmp_path: Path) -> None:
+    """Before and after it was given new weights."""
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"question": "2+2?", "label": "4"}\n' * 4)
+    flags = f"--runners controller --agent {_AGENTS}:TwoTurns --engine sglang --num-iterations 2 --eval-interval 0 "
+    flags += "--rollout-batch-size 2 --n-samples-per-prompt 2 --max-new-tokens 24"
+    given = ["--env-map", "QUESTION=input.question", "LABEL=input.label"]
+    given += ["--tasks", str(tasks), "--model-path", str(LOOKUP_POLICY), "--output-dir", str(tmp_path / "run")]
+    with train(*flags.split(), *given) as run:
+        code, _ = run.end(280)
+        assert code == 0, run.text[-4000:]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["rollout/count"], line["rollout/failed"], line["trace/retokenized"]) for line in lines] == [
+        (4, 0, 0),
+        (4, 0, 0),
+    ]
+    for line in lines:
+        assert line["train/tokens_trained"] == line["rollout/tokens_sampled"] > 0
+        assert line["train/logprob_diff_max"] < 1e-4
 
 
 def test_controllers_that_die_are_started_again_while_rollouts_succeed(engine: tuple[str, str], tmp_path: Path) -> None:
