@@ -28,12 +28,14 @@ STALENESS_MEAN = "rollout/staleness_mean"  # versions that sampled tokens are be
 STALENESS_MAX = "rollout/staleness_max"
 IN_FLIGHT_LIMIT = "perf/in_flight_limit"  # --max-concurrent auto: most rollouts in flight, as the iteration ended
 TRAIN_S, SYNC_S = "perf/train_s", "perf/sync_s"
-ROLL_S = "perf/roll_s"  # overlapped: seconds of the iteration in which training rollouts were in flight, syncs left out
-TRAINER_WAITED = "perf/trainer_waited"  # overlapped: share of the iteration in which training waited for rollouts
-ENGINE_WAITED = "perf/engine_waited"  # overlapped: share of it in which no rollout was in flight, for want of a place
-CPU_BUSY = "perf/cpu_busy"  # overlapped: share of this machine's CPU that was busy in the iteration, with all programs
+ROLL_S = (
+    "perf/roll_s"  # asynchronous: seconds of the iteration in which training rollouts were in flight, syncs left out
+)
+TRAINER_WAITED = "perf/trainer_waited"  # asynchronous: share of the iteration in which training waited for rollouts
+ENGINE_WAITED = "perf/engine_waited"  # share of it with no rollout in flight, for the staleness limit
+CPU_BUSY = "perf/cpu_busy"  # share of this machine's CPU that was busy in an asynchronous iteration, with all programs
 VAL_EARLIER_REWARD_MEAN = "val/earlier_reward_mean"  # of one that was still under way when the last one began
-VAL_LAG = "val/lag"  # overlapped: versions that came while the validation ran; 0 on an engine of its own
+VAL_LAG = "val/lag"  # asynchronous: versions that came while the validation ran; 0 on an engine of its own
 WEIGHTS_VERSION = "weights/version"
 
 REQUIRED_KEYS = (REWARD_MEAN, COUNT, FAILED, LOSS, LOGPROB_DIFF_MAX, FIRST_RATIO_DEV_MAX, TOKENS_PER_S, ITERATION_S)

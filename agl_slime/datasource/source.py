@@ -30,7 +30,8 @@ from agl_slime.types import Sample
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSourceSettings:
     """``get_timeout_s``: longest wait of ``get_samples``. ``blocking``: without it that returns at once with what is
-    ready, perhaps nothing. ``release``: tell the store what need not be kept any more; off for a second reader of it.
+    ready, perhaps nothing. ``release``: let the store forget rollouts once they are read; False when another process
+    reads the same store.
     ``poll_interval_s``: pause between looks at a store that tells of nothing; a look takes at most a tenth of the time.
     ``policy``: when a group is fit to train on, and what to do about members that failed or are late. ``group_filter``:
     which of those groups are not worth it, such as ``zero_variance``."""

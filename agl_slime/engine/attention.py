@@ -1,4 +1,4 @@
-"""Attention of a flat list of tokens over rows of keys and values, as transformers' models call it."""
+"""Attention of a flat list of tokens over rows of a KV cache, as transformers' models call it."""
 
 from __future__ import annotations
 

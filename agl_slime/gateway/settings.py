@@ -14,8 +14,8 @@ Constraints = Literal["mask", "drop", "refuse"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """``branches``: which answers of a rollout are trained: ``used``, without those that were asked for again later
-    and that nothing went on from; ``all``; ``last``, the conversation with the last answer. ``constraints``: what
+    """``branches``: which answers of a rollout are trained: ``used`` skips answers that were requested again and
+    never continued; ``all``; ``last``, the conversation with the last answer. ``constraints``: what
     becomes of JSON schemas, regular expressions and tool choices that force a call, under which the engine's log-probs
     are not the policy's: ``drop`` samples freely, ``mask`` obeys and does not train those tokens, ``refuse`` answers
     400. ``untrained_models``: requests that name one of these (a judge, a user simulator) are answered by the policy

@@ -71,7 +71,7 @@ class GroupAssembler:
         self._open.setdefault(group_id, _OpenGroup(size, mode))
 
     def opened(self, rollouts: Sequence[Rollout | str]) -> None:
-        """These are in flight. Those that come as rollouts, not as ids, are members that a group can do without."""
+        """These are in flight. Pass Rollout objects for members whose group may be finalized without them."""
         named = [rollout for rollout in rollouts if not isinstance(rollout, str)]
         self.ledger.open_many(
             [(rollout, None) for rollout in rollouts if isinstance(rollout, str)]

@@ -18,8 +18,8 @@ class Admission:
     """Admits groups, and says which may be trained on, so that none is ever too old and none is thrown away.
 
     In all, ``(step + max_staleness + 1) * batch_size`` groups may have been admitted, and never more than ``last_step``
-    steps use up. Of those that have ended the oldest go first. They are held back while one that has not ended would be
-    trained on too late after them; by the rule of admission that passes as soon as it has ended.
+    steps use up. Finished groups are trained on oldest first, unless taking one would push an unfinished group past the
+    staleness limit; by the rule of admission that passes as soon as the unfinished group has ended.
     """
 
     def __init__(self, *, batch_size: int, max_staleness: int, step: int = 0, last_step: int | None = None) -> None:

@@ -20,7 +20,7 @@ class LoopSettings:
     before. ``max_replaced_groups``: dropped groups that are replaced in an iteration; by default
     ``rollout_batch_size``, and 0 replaces none. While every rollout fails, nothing is replaced. ``save_interval``:
     ``save_fn`` is called after every so many iterations and when the run ends. ``max_staleness``: most weight versions
-    that tokens may be behind those that train on them; above 0 rollouts and training run side by side, and
+    that tokens may be behind those that train on them; above 0 training is asynchronous, and
     ``slime_train_fn`` has to take each batch whole.
     """
 

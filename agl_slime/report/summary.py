@@ -24,7 +24,7 @@ from agl_slime.report.files import RunDir, dump, iter_jsonl
 from agl_slime.report.metrics import number
 from agl_slime.support.files import write_file
 
-# Of the CPU: from here on what runs side by side has certainly waited for a core now and then.
+# Of the CPU: from here on rollouts and training have certainly waited for a core now and then.
 _CROWDED = 0.75
 _SUMS = {
     "rollouts": m.COUNT,
@@ -72,9 +72,9 @@ def _interval(rows: Sequence[Mapping[str, Any]], low: str, high: str) -> tuple[f
 
 
 def _overlap(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of a run whose rollouts and training ran side by side: its speed-up over doing the same in turn, and the most
-    that there was to gain, (roll + train + sync) / (max(roll, train) + sync), both from its own times: where both sides
-    want the same CPU, each takes longer than it would in turn, and both figures are too high."""
+    """Of an asynchronous run: its speed-up over the synchronous schedule and the ceiling of that,
+    (roll + train + sync) / (max(roll, train) + sync), both from its own times: where both sides want the same CPU, each
+    takes longer than it would alone, and both figures are too high."""
     rows = [row for row in rows if number(row, m.ROLL_S) is not None]
     roll, train, sync, wall, trainer, engine = (
         sum(number(row, key) or 0.0 for row in rows)

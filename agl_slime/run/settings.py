@@ -87,12 +87,12 @@ class TrainConfig:
     """Seconds in which other tasks are tried, with pauses, while all rollouts fail that worked before (a judge that is
     away); 0 ends the run at once."""
     max_staleness: int = 0
-    """Most weight versions that tokens may be behind the policy that trains on them. 0 collects, trains and syncs in
-    turn; above 0 rollouts and training run side by side, so far ahead and no further."""
+    """Most weight versions that tokens may be behind the policy that trains on them. 0 collects, trains and syncs one
+    after the other; above 0 rollouts continue while a batch is trained on (asynchronous), within that limit."""
     weight_pause: Literal["abort", "retract", "in_place"] = "abort"
-    """What becomes of requests that run when new weights come: abort (they answer with what they have and are asked
-    for again), retract (they stay in the engine, which computes their keys and values anew) or in_place (they stay and
-    go on with the old ones)."""
+    """What becomes of requests that run when new weights come: abort (they answer with what they have, and the
+    client asks for the rest), retract (they stay in the engine, which recomputes their KV cache) or in_place (they stay
+    and keep the KV cache of the old weights)."""
     max_concurrent: int | Literal["auto"] = 1024
     """Rollouts in flight, in each runner; auto: as many as keep the engine full and its queue short, found while the
     run goes on (--runners inproc)."""

@@ -92,8 +92,8 @@ class GuardedAgent:
             told.set_result(None)
 
     def forget_refusals(self, *, claimed: Callable[[], set[str]]) -> None:
-        """Of what was cancelled and had no agent, only what is among the ``claimed`` can still get one. Costs nothing
-        when there is none."""
+        """Drop cancellations of rollouts that this runner no longer holds (``claimed``). Costs nothing when there are
+        none."""
         if self._refused:
             self._refused &= claimed()
 

@@ -6,8 +6,8 @@ messages follow or because the agent edited the history, the prompt forks: it ke
 that still stands, renders the rest, and the fork is classified and counted. A fork costs tokens of context, never a
 sampled one: what was sampled is trained where it was sampled.
 
-Text is added after a token that is cut out before anything is merged (an end of turn), so no merge of the byte-pair
-encoding reaches across that token boundary. Where there is none (a partial answer that is continued),
+New text follows a special token (an end of turn); tokenizers split there before byte-pair encoding, so no merge crosses
+it. Where there is none (a partial answer that is continued),
 ``open_boundaries`` counts it: the ids left of it are still the engine's, those right of it a valid encoding.
 """
 
