@@ -31,12 +31,14 @@ _HOME = {
     "SlimeAlgorithm": "agl_slime.run.algorithm",
     "ToolManager": "agl_slime.rollout.tools",
     "Trajectory": "agl_slime.trace.trajectory",
+    "load_environment": "agl_slime.environments.environment",
     "register_scheduler": "agl_slime.rollout.scheduler",
     "rollout_to_sample": "agl_slime.trace.converter",
     "rollout_to_samples": "agl_slime.trace.converter",
 }
 
 if TYPE_CHECKING:
+    from agl_slime.environments.environment import load_environment as load_environment
     from agl_slime.loop.online import OnlineRLLoop as OnlineRLLoop
     from agl_slime.loop.settings import LoopSettings as LoopSettings
     from agl_slime.rollout.agent import SGLangLitAgent as SGLangLitAgent

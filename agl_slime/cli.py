@@ -114,9 +114,11 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
 def _train(arguments: list[str]) -> None:
     at = arguments.index("--") if "--" in arguments else len(arguments)  # what follows is slime's
 
-    from agl_slime.run.settings import TrainConfig  # a slime that is not known is told there
+    from agl_slime.run.settings import TrainConfig, without_environment  # a slime that is not known is told there
 
-    config, slime_flags = tyro.cli(TrainConfig, prog="train.py", args=arguments[:at]), arguments[at + 1 :]
+    own, of_env = without_environment(arguments[:at])
+    config, slime_flags = tyro.cli(TrainConfig, prog="train.py", args=own), arguments[at + 1 :]
+    config = replace(config, env_arguments=of_env) if of_env else config
     if config.trainer == "local" and config.local.torch_threads is None:  # this process is ours
         config = replace(config, local=replace(config.local, torch_threads="auto"))
     console = Console()

@@ -33,6 +33,8 @@ def span_of(event: EventCreate) -> tuple[str, dict[str, Any]]:
         attributes |= {f"{REWARD_PREFIX}.{index}.name": name, f"{REWARD_PREFIX}.{index}.value": float(value)}
     if reward.response_id is not None:
         attributes |= make_link_attributes({names.RESPONSE_ID: reward.response_id})
+    elif reward.role is not None:
+        attributes |= make_link_attributes({names.ROLE: reward.role})
     return _REWARD_SPAN, attributes
 
 

@@ -7,6 +7,7 @@ the attempt, and the order of ends is the store's feed.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,9 @@ _REASONS = (
     ("Invalid Job spec", "agent_not_started"),
     ("Job failed", "agent_failed"),
 )
+
+# How an environment's worker does, with the type of the error.
+_TYPED = re.compile(r"environment: ([A-Za-z_][A-Za-z0-9_]{0,63}):")
 
 
 class Rollouts:
@@ -218,6 +222,8 @@ class Rollouts:
 
 def reason_of(error_message: str) -> str:
     """The reason by which a failure is counted, from a controller's words for it."""
+    if (typed := _TYPED.match(error_message)) is not None:
+        return f"environment_{typed[1]}"
     return next((reason for words, reason in _REASONS if words in error_message), "controller")
 
 

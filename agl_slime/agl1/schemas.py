@@ -93,12 +93,14 @@ class EventCreate(BaseModel):
 
 class RewardData(BaseModel):
     """``value`` is the reward, or several by name, of which the first is trained on. ``response_id`` makes it the
-    reward of one answer. 1.0 takes any JSON for a value and counts what it cannot read as 0.0."""
+    reward of one answer, ``role`` that of all answers under a model name that is trained as a role. 1.0 takes any JSON
+    for a value and counts what it cannot read as 0.0."""
 
     model_config = ConfigDict(extra="allow")
 
     value: float | dict[str, float]
     response_id: str | None = None
+    role: str | None = None
 
     @field_validator("value", mode="before")
     @classmethod

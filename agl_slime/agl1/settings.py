@@ -21,10 +21,21 @@ PYTHON_VARIABLE = "AGL_CONTROLLER_PYTHON"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCommand:
+    """Somebody else who takes rollouts as a controller does: ``argv``, to which ``--url URL`` is added, started
+    ``count`` times. ``name`` is what errors call it."""
+
+    name: str
+    argv: tuple[str, ...]
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerSettings:
     """``agent``: the class that the local controller runs, as ``module:Class`` importable by its Python, and
     ``env_map``, which of its environment variables come from where in a task (``QUESTION`` from ``input.question``).
-    ``job_template``: for its Kubernetes runner, a file with the Jinja template of a Job. One of the two is needed.
+    ``job_template``: for its Kubernetes runner, a file with the Jinja template of a Job. ``worker``: what is started in
+    the controller's place, with its own agents. One of the three is needed.
 
     ``python``: a Python that has agentlightning 1.x, whose controller is started as a child and ended with the run;
     ``None`` waits for a controller that somebody else starts. It runs at most ``max_processes`` agents at once and
@@ -39,6 +50,7 @@ class ControllerSettings:
     agent: str | None = None
     env_map: Mapping[str, str] = field(default_factory=dict)
     job_template: Path | None = None
+    worker: WorkerCommand | None = None
     python: Path | None = None
     host: str = "127.0.0.1"
     port: int = 0
@@ -72,14 +84,14 @@ class ControllerSettings:
         )
 
     def __post_init__(self) -> None:
-        if (self.agent is None) == (self.job_template is None):
+        if sum(one is not None for one in (self.agent, self.job_template, self.worker)) != 1:
             raise ConfigError("a controller runs either an agent (module:Class) or Jobs of a job template: give one")
         if self.agent is not None and not all(self.agent.partition(":")):
             raise ConfigError(f"agent {self.agent!r}: a controller imports a class as module:Class")
         for name, path in self.env_map.items():
             if not name.isidentifier() or not path:
                 raise ConfigError(f"env_map {name}={path}: expected NAME=input.path")
-        if self.python is not None and self.agent is None:
+        if self.python is not None and self.job_template is not None:
             raise ConfigError("a controller for Kubernetes is started beside the cluster, not as a child: leave python")
         require_token(self.host, self.key, setting=KEY_VARIABLE)
         check_ranges(

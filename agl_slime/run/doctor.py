@@ -105,6 +105,8 @@ def _packages() -> Iterator[Line]:
 
 def _engines(url: str | None, timeout_s: float) -> Iterator[Line]:
     from agl_slime.engine.sglang_process import SGLANG_PYTHON, find_sglang
+    from agl_slime.environments.environment import PYTHON_VARIABLE as ENV_PYTHON
+    from agl_slime.environments.environment import check_python as check_env_python
     from agl_slime.runner.controller_process import PYTHON_VARIABLE, check_python
 
     if os.environ.get(SGLANG_PYTHON):
@@ -118,6 +120,10 @@ def _engines(url: str | None, timeout_s: float) -> Iterator[Line]:
         yield _tried("Agent Lightning 1.0", f"--runners controller starts {named}", lambda: check_python(Path(named)))
     else:
         yield Line("--", "Agent Lightning 1.0", f"{PYTHON_VARIABLE} is not set; for --runners controller")
+    if of_env := os.environ.get(ENV_PYTHON):
+        yield _tried("verifiers", f"--env plays its environments with {of_env}", lambda: check_env_python(Path(of_env)))
+    else:
+        yield Line("--", "verifiers", f"{ENV_PYTHON} is not set; for --env")
 
 
 def _trainers() -> Iterator[Line]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from agl_slime.environments.environment import Environment, load_environment
 from agl_slime.errors import ConfigError
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings
@@ -34,7 +35,7 @@ from agl_slime.support.threads import run_in_thread
 class RunParts:
     """The agent to run here (``None`` when others run it), its tasks, what it finds beside the model, and the store:
     made from the settings of a run, or given by a program. ``behind_gateway``: who runs the agent has no gateway.
-    ``held_out``: tasks that were taken out for validations."""
+    ``held_out``: tasks that were taken out for validations. ``environment``: whose worker plays the rollouts."""
 
     tasks: Tasks
     val_tasks: Tasks | None = None
@@ -43,6 +44,29 @@ class RunParts:
     store: LightningStore = field(default_factory=BridgeStore)
     behind_gateway: bool = False
     held_out: int = 0
+    environment: Environment | None = None
+
+
+def environment_of(config: TrainConfig, *, held_out: int | None = None) -> Environment:
+    """The environment that ``config`` names. Raises ``ConfigError``."""
+    assert config.env is not None
+    assert config.max_concurrent != "auto"  # refused with --env
+    file = ("@", str(config.env_config)) if config.env_config is not None else ()
+    return load_environment(
+        config.env,
+        python=config.env_python,
+        seed=config.seed,
+        held_out=held_out,
+        validate=bool(config.eval_interval),
+        arguments=(*file, *config.env_arguments),
+        eval_split=config.env_eval_split,
+        most_tasks=config.env_tasks,
+        models=config.env_model,
+        trained=config.trained_models,
+        untrained=config.untrained_models,
+        workers=config.env_workers,
+        max_concurrent=config.max_concurrent,
+    )
 
 
 def sampling_parameters(config: TrainConfig, model_path: Path) -> dict[str, Any]:
@@ -91,10 +115,14 @@ def make_loop(
 ) -> OnlineRLLoop:
     """The loop of a run whose agents find ``llm``, which the engine at ``engine_url`` answers; ``save_interval`` in
     place of what ``config`` says, ``functions`` are further arguments of ``OnlineRLLoop``."""
-    plan = replace(RunnerPlan.parse(config.runners), controller=config.controller(log=controller_log))
     auto = config.max_concurrent == "auto"
     most = AutoLimitSettings.most if config.max_concurrent == "auto" else config.max_concurrent
-    runner_settings = RunnerSettings(max_concurrent=most, gateway=config.gateway)
+    settings = RunnerSettings(max_concurrent=most, gateway=config.gateway)
+    if parts.environment is not None:
+        plan = parts.environment.plan(settings=settings, log=controller_log)
+    else:
+        plan = RunnerPlan.parse(config.runners)
+        plan = replace(plan, controller=config.controller(log=controller_log), settings=settings)
     return OnlineRLLoop(
         store=parts.store,
         agent=parts.agent,
@@ -117,7 +145,7 @@ def make_loop(
             failure_patience_s=config.failure_patience,
             seed=config.seed,
         ),
-        runners=replace(plan, settings=runner_settings, store_host=config.store_host),
+        runners=replace(plan, store_host=config.store_host),
         **functions,
     )
 
@@ -143,7 +171,7 @@ def make_reports(config: TrainConfig, run: RunDir, console: Console, **more: Any
         run,
         console=console,
         view=config.view,
-        title=config.agent,
+        title=config.title,
         seed=config.seed,
         keep=config.keep_rollouts,
         keep_mb=config.keep_rollouts_mb,

@@ -4,6 +4,7 @@ help text."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
@@ -103,6 +104,24 @@ class TrainConfig:
     """Address on which runners outside of this process reach the store; Ray on several hosts needs one of this
     machine's."""
 
+    env: str | None = None
+    """An environment of verifiers in the place of --agent and --tasks: a taskset by its name, reasoning-gym:NAME[,NAME]
+    or textarena:ID. Its own settings are given as verifiers' programs take them: --env.KEY value."""
+    env_python: Path | None = None
+    """A Python that has verifiers, by default what AGL_ENV_PYTHON names; `bash scripts/verifiers_env.sh DIR` makes one:
+    DIR/bin/python."""
+    env_config: Path | None = None
+    """A TOML file for verifiers, with an [env] table."""
+    env_arguments: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+    env_tasks: int | None = None
+    """Most tasks of the environment; by default all, and 1000 where they do not end."""
+    env_eval_split: str | None = None
+    """The split of the environment's tasks that validations use, where its name is not plain (eval, test, ...)."""
+    env_model: tuple[str, ...] = ()
+    """Agents of the environment that another address answers, as ROLE=URL or ROLE=MODEL@URL; AGL_ENV_MODEL_KEY holds
+    the key."""
+    env_workers: int = 1
+    """Processes that play episodes, each at most --max-concurrent at once."""
     env_map: tuple[str, ...] = ()
     """Of a controller's agent: environment variables from its task, as NAME=input.path."""
     job_template: Path | None = None
@@ -195,6 +214,8 @@ class TrainConfig:
                 lambda value: value >= 1,
                 "at least 1",
             ),
+            ("env_workers", lambda value: value >= 1, "at least 1"),
+            ("env_tasks", lambda value: value is None or value >= 2, "at least 2"),
             ("seed rollout_num_gpus", lambda value: value >= 0, "0 or more"),
             ("group_max_retries max_replaced_groups max_staleness", lambda value: value >= 0, "0 or more"),
             ("eval_interval", lambda value: value >= 0, "0 (never) or more"),
@@ -205,6 +226,13 @@ class TrainConfig:
             ("temperature", lambda value: 0 < value < math.inf, "above 0: training needs samples that differ"),
             named=flag,
         )
+        if self.env is not None:
+            self._check_env()
+        else:
+            names = ("env_python", "env_config", "env_arguments", "env_tasks", "env_eval_split", "env_model")
+            for name in (*names, "env_workers"):
+                if getattr(self, name) != getattr(TrainConfig, name):
+                    raise ConfigError(f"{flag(name)}: there is no environment; add --env NAME, or leave it out")
         if self.runners == "controller":
             self._check_controller()
         else:
@@ -221,6 +249,22 @@ class TrainConfig:
             self._check_slime()
         else:
             self._check_local()
+
+    def _check_env(self) -> None:
+        for name in ("agent", "tasks", "eval_tasks"):
+            if getattr(self, name) != getattr(TrainConfig, name):
+                raise ConfigError(f"{flag(name)} with --env {self.env}: the environment has its own; leave it out")
+        for name in ("runners", "multi_turn_scheduler", "external_plugins", "max_attempts"):
+            self._refuse(name, "the environment's worker plays its episodes; leave it out", "env")
+        if self.max_concurrent == "auto":
+            raise ConfigError(f"--max-concurrent auto with --env {self.env}: give a number, for each worker")
+        if self.trainer != "local":
+            raise ConfigError(f"--env {self.env} with --trainer {self.trainer}: environments are for the local trainer")
+
+    @property
+    def title(self) -> str:
+        """What is trained, in a word."""
+        return self.env or self.agent
 
     def _check_controller(self) -> None:
         if self.tasks is None:
@@ -322,6 +366,8 @@ class TrainConfig:
             raise ConfigError(f"--job-template {self.job_template}: there is no such file")
         if (controller := self.controller(log=None)) is not None and controller.python is not None:
             check_python(controller.python)
+        if self.env_config is not None and not self.env_config.is_file():
+            raise ConfigError(f"--env-config {self.env_config}: there is no such file")
         if self.engine == "sglang":
             find_sglang(self.sglang_python)
         if self.weights_dir is not None and self.weights_dir.exists() and not self.weights_dir.is_dir():
@@ -330,3 +376,20 @@ class TrainConfig:
 
 def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def without_environment(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """A command line without the settings of an environment, and those: ``--env.KEY value``, ``--env.KEY=value``, and
+    ``--env.KEY`` alone, which is a switch."""
+    own, of_env, follows = [], [], False
+    for one in arguments:
+        if one.startswith("--env."):
+            of_env.append(one)
+            follows = "=" not in one
+        elif follows and not one.startswith("--"):
+            of_env.append(one)
+            follows = False
+        else:
+            own.append(one)
+            follows = False
+    return own, tuple(of_env)

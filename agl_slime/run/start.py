@@ -23,7 +23,7 @@ from agl_slime.report.files import RunDir, dump, read_object
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.rollout.loading import configure_agent, load_agent
 from agl_slime.run.models import find_model
-from agl_slime.run.parts import RunParts, say
+from agl_slime.run.parts import RunParts, environment_of, say
 from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.describe import EngineDescription
 from agl_slime.support.files import sole_owner, write_file
@@ -33,7 +33,7 @@ from agl_slime.tokens.tokenizer import NO_TEMPLATE
 logger = logging.getLogger(__name__)
 
 # What a run's tasks, and their order, follow from.
-_FIXED = ("seed", "tasks", "eval_tasks")
+_FIXED = ("seed", "tasks", "eval_tasks", "env", "env_arguments", "env_tasks", "env_eval_split")
 # What engines call the weights that they were started with.
 _FIRST_VERSION = "default"
 
@@ -48,7 +48,7 @@ def run_directory(config: TrainConfig) -> Iterator[RunDir]:
                 path.mkdir(parents=True, exist_ok=True)
             if path.is_dir():
                 stack.enter_context(sole_owner(path))
-        settings: Any = {"agent": config.agent, "settings": asdict(config)}
+        settings: Any = {"agent": config.title, "settings": asdict(config)}
         run = open_run_dir(path, **settings, resume=resume, overwrite=config.overwrite, fixed=_FIXED)
         if path is None:
             stack.enter_context(sole_owner(run.path))
@@ -61,6 +61,10 @@ def began_with(config: TrainConfig) -> dict[str, Any]:
 
 
 async def load_parts(config: TrainConfig) -> RunParts:
+    if config.env is not None:
+        before = began_with(config).get("held_out") or None  # 0 where the taskset has its own split
+        found = await run_in_thread(partial(environment_of, config, held_out=before))
+        return RunParts(tasks=found.tasks, val_tasks=found.val_tasks, held_out=found.held_out, environment=found)
     agent = None
     if config.runners != "controller":  # which imports it itself, in another Python
         agent = await run_in_thread(load_agent, config.agent)
@@ -108,6 +112,12 @@ async def find_start(
             if (before.get("task_files") or task_files).get(name) != task_files[name]:
                 flag, fix = f"--{name.replace('_', '-')}", "resume it with the file as it was, or begin a new run"
                 raise ConfigError(f"{flag} {path}: not the tasks that the run in {run.path} began with; {fix}")
+    if parts.environment is not None:
+        task_files["env"] = parts.environment.digest
+        if (before.get("task_files") or task_files).get("env") != task_files["env"]:
+            fix = "resume it with the environment as it was, or begin a new run"
+            raise ConfigError(f"--env {config.env}: not the tasks that the run in {run.path} began with; {fix}")
+        console.print(parts.environment.summary, highlight=False, soft_wrap=True, markup=False)
     if config.model_path is not None:
         model = await run_in_thread(find_model, config.model_path, partial(say, console))
         if began not in (None, str(model)):
@@ -119,7 +129,7 @@ async def find_start(
     else:
         model = _unnamed_model(config, parts.agent, described)
     write_file(run.start, dump({"model": str(model), "held_out": parts.held_out, "task_files": task_files}))
-    if parts.held_out and not config.resume:
+    if parts.held_out and not config.resume and parts.environment is None:
         rest = "give --eval-tasks to train on all"
         text = f"{parts.held_out} of the tasks are held out for validations; {rest}"
         console.print(text, highlight=False, soft_wrap=True)
@@ -139,7 +149,7 @@ def _unnamed_model(config: TrainConfig, agent: Any, described: EngineDescription
         return LOOKUP_POLICY.resolve()
     why = "the tiny policy of the first command knows its lookup task only"
     fix = "scripts/make_demo_policy.py makes one for an agent with `demonstrations`"
-    raise ConfigError(f"--model-path is needed for {config.agent}: {why}; {fix}")
+    raise ConfigError(f"--model-path is needed for {config.title}: {why}; {fix}")
 
 
 async def gives_texts(parts: RunParts, model: Path, *, seed: int) -> bool:

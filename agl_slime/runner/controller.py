@@ -30,7 +30,7 @@ _LOOK_S = 0.2
 
 class ControllerPool(RunnerPool):
     """Serves Agent Lightning 1.0's API for the rollouts of ``store``; its controller is started here where the plan
-    names a Python that has one, and is otherwise waited for."""
+    names a Python that has one, and is otherwise waited for. What the plan names in its place is started as it is."""
 
     def __init__(self, *, plan: RunnerPlan, store: LightningStore) -> None:
         if plan.controller is None:
@@ -55,7 +55,7 @@ class ControllerPool(RunnerPool):
             ),
             settings=replace(self._limits.gateway or GatewaySettings(), host=settings.host, port=settings.port),
         )
-        self._child: ControllerProcess | None = None
+        self._children: dict[str, ControllerProcess] = {}
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
         self._restarts, self._started = settings.max_restarts, 0
@@ -71,19 +71,21 @@ class ControllerPool(RunnerPool):
     def start(self) -> Self:
         if self._watcher is not None:
             raise LoopError("The controller's pool was started already; make a new one to run again.")
-        if self._settings.python is not None:
-            check_python(self._settings.python)
+        worker, python = self._settings.worker, self._settings.python
+        if python is not None and worker is None:
+            check_python(python)
         self.gateway.start()
         try:
-            if self._settings.python is not None:
-                self._child = self._new_child()
+            for _ in range(worker.count if worker is not None else int(python is not None)):
+                self._new_child()
         except BaseException:
+            self._end_children()
             self.gateway.stop()
             raise
         self._unsubscribe = self._store.subscribe_finished(self._has_ended)
         self._watcher = threading.Thread(target=self._watch, name="agl-slime-controller", daemon=True)
         self._watcher.start()
-        if self._child is None:
+        if not self._children:
             logger.warning("Rollouts wait for a controller of Agent Lightning 1.0: %s", self.command)
         return self
 
@@ -97,9 +99,7 @@ class ControllerPool(RunnerPool):
         self._stopping.set()
         if self._watcher is not None:
             self._watcher.join()
-        if self._child is not None:
-            self._child.stop()
-            end_agents(self.gateway.url)
+        self._end_children()
         left = self._store.running()
         for rollout in left:
             run_blocking(self._store.update_rollout(rollout.rollout_id, status="cancelled"))
@@ -107,16 +107,18 @@ class ControllerPool(RunnerPool):
         self.gateway.stop()
         return not left or cancel
 
-    def _new_child(self) -> ControllerProcess:
+    def _end_children(self) -> None:
+        for child in self._children.values():
+            child.stop()
+        if self._children:
+            end_agents(self.gateway.url)
+
+    def _new_child(self) -> None:
         """Under a name that no other has: what agents of an earlier one still ask belongs to nobody."""
         self._started += 1
-        child = ControllerProcess(self._settings, url=f"{self.gateway.url}/controller/{self._name}")
+        name = f"child-{self._started}"
+        child = self._children[name] = ControllerProcess(self._settings, url=f"{self.gateway.url}/controller/{name}")
         child.start()
-        return child
-
-    @property
-    def _name(self) -> str:
-        return f"child-{self._started}"
 
     def _has_ended(self, rollout: Rollout) -> None:
         if rollout.status == "succeeded":
@@ -125,18 +127,19 @@ class ControllerPool(RunnerPool):
     def _watch(self) -> None:
         waiting_since, told = time.monotonic(), False
         while not self._stopping.wait(_LOOK_S):
-            if self._child is not None and not self._child.alive:
-                words = self._child.last_words()
-                self._child.stop()
-                end_agents(f"{self.gateway.url}/controller/{self._name}")
-                self.gateway.lose(self._name)
+            for name in [name for name, child in self._children.items() if not child.alive]:
+                child = self._children.pop(name)
+                words = child.last_words()
+                child.stop()
+                end_agents(f"{self.gateway.url}/controller/{name}")
+                self.gateway.lose(name)
                 if not self._restarts:
-                    self.failure = LoopError(f"the controller has ended; its last words: {words}")
+                    self.failure = LoopError(f"{child.name} has ended; its last words: {words}")
                     return
                 self._restarts -= 1
-                logger.warning("The controller has ended and is started again; its last words: %s", words)
+                logger.warning("%s has ended and is started again; its last words: %s", child.name.capitalize(), words)
                 try:
-                    self._child = self._new_child()
+                    self._new_child()
                 except EngineError as error:
                     self.failure = error
                     return

@@ -28,27 +28,42 @@ _POLL_S = 0.25
 _TO_END_S = 2.0
 _VERSION = "from importlib.metadata import version; print(version('agentlightning'))"
 _EVENT_URL = "AGL_EVENT_URL"  # in the environment of each agent
+_KEY = "{AGL_KEY}"  # in the child's command: its value, which the command of this process does not show
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class ControllerProcess(EngineProcess):
-    """``agl-controller`` with its local runner, for the server at ``url``."""
+    """``agl-controller`` with its local runner, or what takes its place, for the server at ``url``."""
 
     def __init__(self, settings: ControllerSettings, *, url: str) -> None:
-        assert settings.python is not None
-        own = {"python": settings.python, "url": url, "parent-pid": os.getpid()}
+        own = {"url": url, "parent-pid": os.getpid()}
         command = [sys.executable, "-m", "agl_slime.runner.controller_process"]
         command += [str(part) for name, value in own.items() for part in (f"--{name}", value)]
-        command += ["--", f"local_runner.maximum_size={settings.max_processes}"]
-        command += [f"local_runner.poll_interval={settings.poll_interval_s}"]
+        worker = settings.worker
+        argv = _agl_controller(settings, url=url) if worker is None else [*worker.argv, "--url", url]
+        command += ["--", *argv]
         super().__init__(
             command,
-            name="the controller",
+            name=worker.name if worker is not None else "the controller",
             model_path=settings.agent or "",
             start_timeout_s=60.0,
             env={**os.environ, "AGL_KEY": settings.key or ""},
             log=settings.log,
         )
+
+
+def _agl_controller(settings: ControllerSettings, *, url: str) -> list[str]:
+    command = [str(settings.python), "-m", "agentlightning.controller", "runner_type=local", f"agl_server.url={url}"]
+    command += [f"agl_server.key={_KEY}", f"local_runner.maximum_size={settings.max_processes}"]
+    command += [f"local_runner.poll_interval={settings.poll_interval_s}"]
+    # Hydra makes a directory of outputs for every start otherwise
+    return [
+        *command,
+        "hydra.run.dir=.",
+        "hydra.output_subdir=null",
+        "hydra/job_logging=none",
+        "hydra/hydra_logging=none",
+    ]
 
 
 def check_python(python: Path) -> str:
@@ -91,20 +106,17 @@ def _end_with_its_parent() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m agl_slime.runner.controller_process")
-    parser.add_argument("--python", required=True)
     parser.add_argument("--url", required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
-    parser.add_argument("flags", nargs="*")
+    parser.add_argument("command", nargs="+")
     args = parser.parse_args()
-    command = [args.python, "-m", "agentlightning.controller", "runner_type=local", f"agl_server.url={args.url}"]
-    command += [f"agl_server.key={json.dumps(os.environ.get('AGL_KEY', ''))}"]
-    # Hydra makes a directory of outputs for every start otherwise
-    command += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
+    key = json.dumps(os.environ.get("AGL_KEY", ""))
+    command = [part.replace(_KEY, key) for part in args.command]
     ends = _end_with_its_parent if sys.platform == "linux" else None
-    controller = subprocess.Popen([*command, *args.flags], stdin=subprocess.DEVNULL, stdout=sys.stderr, preexec_fn=ends)
+    controller = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, preexec_fn=ends)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: controller.terminate())
-    print(json.dumps({"url": args.url, "serving": f"agl-controller for {args.url}"}), flush=True)
+    print(json.dumps({"url": args.url, "serving": f"rollouts of {args.url}"}), flush=True)
     try:
         while controller.poll() is None and os.getppid() == args.parent_pid:
             with suppress(subprocess.TimeoutExpired):

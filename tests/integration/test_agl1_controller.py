@@ -133,9 +133,9 @@ def test_controllers_that_die_are_started_again_while_rollouts_succeed(engine: t
             while not succeeded.empty():
                 succeeded.get()
             succeeded.get(timeout=60)
-            assert pool._child is not None
-            assert pool._child.pid is not None
-            for child in psutil.Process(pool._child.pid).children():
+            (controller,) = pool._children.values()
+            assert controller.pid is not None
+            for child in psutil.Process(controller.pid).children():
                 child.send_signal(signal.SIGKILL)
         ended = run_blocking(store.wait_for_rollouts(rollout_ids=ids, timeout=180))
         assert pool.failure is None
@@ -151,9 +151,9 @@ def test_a_controller_that_dies_without_a_rollout_that_succeeds_ends_the_run(
         deadline = time.monotonic() + 60
         while pool.failure is None and time.monotonic() < deadline:
             time.sleep(0.05)  # of another process: there is no event to wait for
-            if pool._child is not None and pool._child.pid is not None:
+            for controller in [*pool._children.values()]:
                 with suppress(psutil.Error):
-                    for child in psutil.Process(pool._child.pid).children():
+                    for child in psutil.Process(controller.pid).children():
                         child.send_signal(signal.SIGKILL)
         assert "has ended" in str(pool.failure)
 

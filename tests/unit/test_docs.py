@@ -12,7 +12,7 @@ import pytest
 import tyro
 
 from agl_slime.cli import COMMANDS
-from agl_slime.run.settings import TrainConfig
+from agl_slime.run.settings import TrainConfig, without_environment
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -58,7 +58,7 @@ def test_every_command_has_flags_that_exist(page: Path, monkeypatch: pytest.Monk
             continue
         at = words.index("--") if "--" in words else len(words)
         try:
-            config = tyro.cli(TrainConfig, args=words[2:at])
+            config = tyro.cli(TrainConfig, args=without_environment(words[2:at])[0])
         except SystemExit:
             pytest.fail(f"{page.name}: {command}")
         assert is_dataclass(config)

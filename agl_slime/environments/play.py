@@ -1,0 +1,141 @@
+"""Episodes of verifiers, each for one rollout: its model calls go to the rollout's address. Runs in the Python that has
+verifiers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import httpx
+from typing_extensions import Self
+from verifiers.v1.clients import EvalClientConfig, ModelContext
+from verifiers.v1.clients.eval import EvalClient
+from verifiers.v1.configs.agent import agent_config_fields
+
+from agl_slime.environments.taskset import Finder, loaded, tasks_of
+
+KEY_VARIABLE = "AGL_KEY"
+OTHERS_KEY_VARIABLE = "AGL_ENV_MODEL_KEY"
+_address: ContextVar[str] = ContextVar("address")
+
+
+class EpisodeFailedError(Exception):
+    """``kind`` is the type of the error, by which failures are counted."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"environment: {kind}: {message}")
+        self.kind = kind
+
+
+class AttemptClient(EvalClient):
+    """verifiers' relay to the address of one rollout; the connections are those of all of them."""
+
+    def __init__(self, base_url: str, key: str, http: httpx.AsyncClient) -> None:
+        self.base_url, self.api_key, self.headers, self.client = base_url, key, {}, http
+
+    async def close(self) -> None:
+        """The connections stay."""
+
+
+class _Relays:
+    """An interception whose sessions ask the address of the rollout that they are of. A configuration per rollout would
+    have its servers make, and keep, a pool of connections for each."""
+
+    def __init__(self, inner: Any, *, shared: EvalClientConfig, key: str, http: httpx.AsyncClient) -> None:
+        self._inner, self._shared, self._key, self._http = inner, shared, key, http
+
+    @asynccontextmanager
+    async def acquire(self, session: Any) -> AsyncIterator[Any]:
+        async with self._inner.acquire(session) as slot:
+            if session.ctx.client == self._shared:
+                session.client = AttemptClient(_address.get(), self._key, self._http)
+            yield slot
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class Player:
+    """Plays episodes of the environment that ``spec`` describes, for the run at ``url``."""
+
+    def __init__(self, spec: Mapping[str, Any], *, url: str, key: str) -> None:
+        self.url, self.key = url, key
+        self._spec = spec
+        self.trained: list[str] = spec["trained"]
+        os.environ[KEY_VARIABLE] = key
+        client = EvalClientConfig(base_url=url, api_key_var=KEY_VARIABLE)
+        self._ctx = ModelContext(client=client, model="auto")
+        self._stack = AsyncExitStack()
+        self._reading = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        self.http = await self._stack.enter_async_context(httpx.AsyncClient(timeout=None, limits=limits))
+        self._env = await asyncio.to_thread(loaded, self._spec)
+        for role, (model, address) in self._spec["others"].items():
+            agent = agent_config_fields(self._env.config).get(role)
+            if agent is None:
+                raise SystemExit(f"--env-model {role}: the environment has no such agent")
+            agent.client = EvalClientConfig(base_url=address, api_key_var=OTHERS_KEY_VARIABLE)
+            agent.model = model
+        self._finder = Finder((await asyncio.to_thread(tasks_of, self._spec, self._env))[0])
+        await self._stack.enter_async_context(self._env.serving())
+        assert isinstance(self._ctx.client, EvalClientConfig)
+        self._env._interception = _Relays(
+            self._env._interception, shared=self._ctx.client, key=self.key, http=self.http
+        )
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stack.aclose()
+
+    async def play(self, wanted: Mapping[str, Any], *, address: str) -> list[dict[str, Any]]:
+        """The rewards of an episode, as the data of reward events. Raises ``EpisodeFailedError``."""
+        async with self._reading:
+            try:
+                task = await asyncio.to_thread(self._finder.find, wanted)
+            except (LookupError, TypeError) as error:
+                raise EpisodeFailedError("TaskChanged", str(error)) from error
+        _address.set(address)
+        episode = await self._env.run_episode(task, self._ctx)
+        if not self._env.complete(episode):
+            errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
+            kind, message = (errors[-1].type, errors[-1].message) if errors else ("NotOk", "no error was recorded")
+            raise EpisodeFailedError(kind, message)
+        return rewards_of(episode, self.trained)
+
+
+def rewards_of(episode: Any, trained: list[str]) -> list[dict[str, Any]]:
+    """The mean over what trained agents got, first; with it each reward by its name, as it was before its weight, and
+    each metric. Where several agents are trained, the reward of each is an event of its own. An agent that ran several
+    times has the mean of its runs. Nothing where nobody scored."""
+    several = len(episode.by_agent) > 1
+    totals: dict[str, float] = {}
+    named: dict[str, list[float]] = {}
+    for agent, traces in episode.by_agent.items():
+        scored = [trace for trace in traces if any(reward is not None for reward in trace.rewards.values())]
+        if scored and agent in trained:
+            totals[agent] = sum(trace.reward for trace in scored) / len(scored)
+        prefix = f"{agent}/" if several else ""
+        for trace in traces:
+            for name, reward in trace.rewards.items():
+                if reward is not None:
+                    named.setdefault(prefix + name, []).append(reward.score)
+            for name, value in trace.metrics.items():
+                if value is not None and math.isfinite(value):
+                    named.setdefault(f"{prefix}{name}", []).append(float(value))
+    if not totals:
+        return []
+    if not all(map(math.isfinite, totals.values())):
+        raise EpisodeFailedError("BadReward", f"a reward is no finite number: {totals}")
+    means = {name: sum(values) / len(values) for name, values in named.items() if name != "reward"}
+    beside = {name: value for name, value in means.items() if math.isfinite(value)}
+    events: list[dict[str, Any]] = [{"value": {"reward": sum(totals.values()) / len(totals), **beside}}]
+    if len(trained) > 1:
+        events += [{"value": {"reward": value}, "role": agent} for agent, value in totals.items()]
+    return events

@@ -1,0 +1,50 @@
+"""What runs in the Python that has verifiers: ``describe`` prints what an environment is and its tasks, ``work`` plays
+episodes for a run, as a controller of Agent Lightning 1.0 runs rollouts. Imports neither Agent Lightning nor torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="agl_slime.environments.worker")
+    parser.add_argument("what", choices=("describe", "work"))
+    parser.add_argument("--spec", required=True, help="the environment's settings, as JSON")
+    parser.add_argument("--url", help="of the run, with /controller/NAME where several work for it")
+    args = parser.parse_args(argv)
+    spec: dict[str, Any] = json.loads(args.spec)
+    out, sys.stdout = sys.stdout, sys.stderr  # libraries print
+    try:
+        import verifiers.v1  # noqa: F401
+    except ImportError as error:
+        print(f"this Python has no verifiers ({error}): pip install verifiers", file=sys.stderr)
+        return 3
+    from agl_slime.environments.play import Player
+    from agl_slime.environments.taskset import describe, loaded
+
+    if args.what == "describe":
+        found = asyncio.run(describe(loaded(spec), spec))
+        print(json.dumps(found), file=out)
+        return 0
+    from agl_slime.environments.queue import Queue
+
+    # programs that episodes start have it too: whoever ends this worker finds them by it
+    os.environ["AGL_EVENT_URL"] = f"{args.url}/"
+
+    async def work() -> None:
+        player = Player(spec, url=args.url, key=os.environ.get("AGL_KEY") or "none")
+        async with player, Queue(player, limit=spec["max_concurrent"], poll_s=spec["poll_interval_s"]) as queue:
+            await queue.follow()
+
+    asyncio.run(work())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""What --env takes and refuses, and how a failed episode's reason is read; without verifiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime.agl1.rollouts import reason_of
+from agl_slime.environments.environment import PYTHON_VARIABLE, EnvironmentSettings, _split, load_environment
+from agl_slime.errors import ConfigError
+from agl_slime.run.settings import TrainConfig, without_environment
+
+
+@pytest.fixture(autouse=True)
+def no_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+
+
+def test_settings_of_the_environment_are_taken_out_of_the_command_line_in_every_form() -> None:
+    line = ["--env", "a", "--env.x.y", "1", "--env.z=2", "--seed", "3", "--env.switch", "--env-tasks", "4"]
+    own, of_env = without_environment(line)
+    assert own == ["--env", "a", "--seed", "3", "--env-tasks", "4"]
+    assert of_env == ("--env.x.y", "1", "--env.z=2", "--env.switch")
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"env": "a", "tasks": Path("t.jsonl")}, "--tasks"),
+        ({"env": "a", "agent": "my:Agent"}, "--agent"),
+        ({"env": "a", "runners": "process:2"}, "--runners"),
+        ({"env": "a", "max_attempts": 2}, "--max-attempts"),
+        ({"env": "a", "env_workers": 0}, "--env-workers"),
+        ({"env_tasks": 5}, "--env-tasks"),
+        ({"env_arguments": ("--env.x", "1")}, "--env-arguments"),
+    ],
+)
+def test_what_does_not_fit_an_environment_is_refused_by_name(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        TrainConfig(**given)
+
+
+def test_without_a_python_for_it_an_environment_is_one_sentence_with_the_fix() -> None:
+    with pytest.raises(ConfigError, match=r"--env-python \(AGL_ENV_PYTHON\).*verifiers_env\.sh"):
+        load_environment("anything")
+    with pytest.raises(ConfigError, match="cannot be run as a Python"):
+        load_environment("anything", python="/nowhere/python")
+
+
+def test_other_addresses_are_read_with_and_without_a_model() -> None:
+    models = ("judge=http://h:1/v1", "user=m/x@https://h/v1")
+    found = EnvironmentSettings(name="a", python=Path("p"), models=models).others
+    assert found == {"judge": ("judge", "http://h:1/v1"), "user": ("m/x", "https://h/v1")}
+
+
+def _task(digest: str, idx: int) -> dict[str, Any]:
+    return {"digest": digest, "idx": idx}
+
+
+def test_a_task_that_is_there_twice_is_held_out_twice() -> None:
+    tasks = [_task(f"d{number % 10}", number) for number in range(20)]
+    for seed in range(20):
+        kept, out, count, _ = _split({"train": tasks}, seed=seed, held_out=None, validate=True, name="a")
+        assert not {one["digest"] for one in kept} & {one["digest"] for one in out or ()}
+        assert (len(kept), len(out or ()), count) == (18, 2, 2)
+
+
+def test_what_is_in_both_of_a_tasksets_splits_is_not_trained() -> None:
+    found = {"train": [_task("a", 0), _task("b", 1)], "eval": [_task("b", 0)]}
+    kept, out, count, told = _split(found, seed=0, held_out=None, validate=True, name="a")
+    assert ([one["digest"] for one in kept], [one["digest"] for one in out or ()], count) == (["a"], ["b"], 0)
+    assert "1 left out" in told
+
+
+def test_a_failed_episode_is_counted_by_the_type_of_its_error() -> None:
+    assert reason_of("environment: TaskError: timed out or so") == "environment_TaskError"
+    assert reason_of("timed out after 3 s") == "timeout"
+    assert reason_of("the episode is not running") == "agent_lost"
