@@ -33,6 +33,7 @@ from agl_slime.tokens.tokenizer import longest_prefix
 
 # Tokenizing takes about a millisecond per this many characters; more of those are worth a thread.
 LONG_TEXT_CHARS = 8_000
+_OPENINGS = 256  # kept of a template; most have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +281,13 @@ class ChatContext:
         partial = _content(self.messages[-1]) if _continues(self.messages) else ""
         place, gaps, added = 0, 0, []
         for number, piece in enumerate((text, opening, partial) if apart else (text + opening, partial)):
-            ids, gap = self._encode_after(piece, added or self.token_ids[:keep])
+            held = added or self.token_ids[:keep]
+            known = self._template.openings if apart and number == 1 and len(held) else {}
+            if (found := known.get(key := (piece, int(held[-1]) if len(held) else -1))) is None:
+                if len(known) >= _OPENINGS:
+                    known.clear()
+                found = known[key] = self._encode_after(piece, held)
+            ids, gap = found
             added += ids
             gaps += gap
             if apart and number == 0:

@@ -96,6 +96,8 @@ class ChatTemplate:
         self._tools = [dict(tool) for tool in tools] if tools else None
         self._kwargs = dict(template_kwargs or {})
         self._has_tail = False
+        self.openings: dict[tuple[str, int], tuple[list[int], int]] = {}
+        """Openings of answers as ids, by the id before them; how many merge with that."""
         source = self._kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
         # a template that writes the time, or one that nobody can look into, may render the same messages differently
         # the next time

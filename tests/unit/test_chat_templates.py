@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import Any, cast
 
 import pytest
 
 from agl_slime.errors import PromptError
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
+from agl_slime.tokens.rendering import short_way
 from agl_slime.tokens.template import ChatTemplate
 from tests.chat_templates import CHATML, SYSTEM_FIRST, TAKES_TURNS
 from tests.conversations import answer
@@ -89,3 +91,49 @@ def test_half_a_character_is_the_replacement_character_to_the_model() -> None:
     question = {"role": "user", "content": "Größe of \udcff and \ud83d\ude00?"}
     context = ChatContext(template=ChatTemplate(tokenizer=tokenizer), messages=[question])
     assert "Größe of \ufffd and 😀?" in tokenizer.decode(context.prompt_ids())
+
+
+class _Renders:
+    """A tokenizer that renders by itself."""
+
+    def __init__(self, template: str) -> None:
+        self._tokenizer = small_tokenizer(template)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        return "mine: " + self._tokenizer.apply_chat_template(conversation, **kwargs)
+
+
+def test_the_long_way_is_taken_where_the_short_one_may_write_something_else() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert callable(short_way(small_tokenizer(CHATML), tools, {"enable_thinking": False}))
+    same = CHATML + "{% if messages[0] is sameas messages[-1] %}same{% endif %}"
+    for why, tokenizer, listed, options in (
+        ("renders by itself", _Renders(CHATML), tools, {}),
+        ("compares objects", small_tokenizer(same), tools, {}),
+        ("documents is an option", small_tokenizer(CHATML), tools, {"documents": []}),
+        ("not plain JSON", small_tokenizer(CHATML), [{1: 2}], {}),
+        ("not plain JSON", small_tokenizer(CHATML), tools, {"today": object()}),
+        ("cannot be compiled", small_tokenizer("{% if %}"), tools, {}),
+    ):
+        assert why in str(short_way(tokenizer, listed, options))
+    template = ChatTemplate(tokenizer=cast("Any", _Renders(CHATML)))
+    assert template.render([QUESTION], opening=True).startswith("mine: ")
+    tuples: Any = {"role": "user", "content": "a", "extra": ("b",)}  # a list as JSON, and written with brackets
+    shows = "{% for m in messages %}{{ m.extra }}{% endfor %}"
+    assert rendered(shows, tuples) == "('b',)"
+
+
+def test_a_schema_is_written_as_json_once_for_each_way_of_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"b": 1, "a": [True, "é"]}}}]
+    source = "{% for t in tools %}{{ t | tojson }}{{ t.function | tojson(indent=1) }}{{ t }}{% endfor %}"
+    source += "{{ messages | length }}"
+    template = ChatTemplate(tokenizer=small_tokenizer(source), tools=tools)
+    first = template.render([QUESTION], opening=True)
+    function = tools[0]["function"]
+    indented = json.dumps(function, ensure_ascii=False, indent=1)
+    assert first == f"{json.dumps(tools[0], ensure_ascii=False)}{indented}{tools[0]}1"
+    monkeypatch.setattr(json, "dumps", lambda *_, **__: pytest.fail("written again"))
+    assert template.render([QUESTION, ANSWER], opening=True) == first[:-1] + "2"

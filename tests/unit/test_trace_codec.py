@@ -9,9 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agl_slime.errors import TraceError
-from agl_slime.tokens.codec import log_prob_array, pack_array, token_array, unpack_log_probs, unpack_token_ids
+from agl_slime.tokens.codec import (
+    TokenBuffer,
+    log_prob_array,
+    pack_array,
+    token_array,
+    unpack_log_probs,
+    unpack_token_ids,
+)
 
 
 def pack_token_ids(ids: Any) -> str:
@@ -96,3 +105,20 @@ def test_arrays_are_read_only_and_not_the_callers():
         ids[0] = 5
     with pytest.raises(ValueError, match="read-only"):
         log_prob_array([-1.0])[0] = 0.0
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["on", "on", "back", "ask"]), st.lists(st.integers(0, 2**31 - 1), max_size=5)))
+)
+def test_a_prompt_is_written_as_the_json_of_its_ids_however_the_conversation_went(steps: list[Any]) -> None:
+    buffer, held = TokenBuffer(), []
+    for kind, added in steps:
+        kept = len(held) // 2 if kind == "back" else len(held)
+        prompt = buffer.prompt(kept, added)
+        assert prompt == [*held[:kept], *added]
+        assert json.loads(prompt.json) == [*prompt]
+        if kind != "ask":
+            buffer.cut(kept)
+            buffer.extend(added)
+            held = [*held[:kept], *added]
+        assert [*buffer.ids] == held
