@@ -113,7 +113,7 @@ def server_that_answers(status: int, body: bytes, content_type: str) -> Iterator
         ("--actor-num-gpus-per-node", "0", "--actor-num-gpus-per-node must be at least 1, got 0"),
         ("--rollout-num-gpus", "-1", "--rollout-num-gpus must be 0 or more, got -1"),
         ("--max-attempts", "0", "--max-attempts must be at least 1, got 0"),
-        ("--max-concurrent", "0", "--max-concurrent must be at least 1, got 0"),
+        ("--max-concurrent", "0", "--max-concurrent must be auto, or at least 1, got 0"),
         ("--local.lr", "-1", "lr must be above 0, got -1.0"),
         ("--trainer", "tpu", "'tpu'"),
         ("--agent", "lookup", "expected module:Class"),
