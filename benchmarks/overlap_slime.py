@@ -37,8 +37,10 @@ from tests.slime.support import model_flags
 GROUPS, SIZE = 8, 4
 
 
-def measure(*, roll_s: float, train_s: float, sync_s: float, staleness: int, iterations: int) -> list[dict[str, Any]]:
-    """The metrics of each iteration but the first, which fills the pipeline."""
+def measure(
+    *, roll_s: float, train_s: float, sync_s: float, staleness: int, iterations: int, warm_up: int
+) -> list[dict[str, Any]]:
+    """The metrics of ``iterations`` after ``warm_up`` of them, in which processes start and the pipeline fills."""
     with (
         tempfile.TemporaryDirectory() as place,
         scripted_engine(latency_s=roll_s / 2, slots=GROUPS * SIZE // 2, update_s=sync_s) as url,
@@ -49,7 +51,7 @@ def measure(*, roll_s: float, train_s: float, sync_s: float, staleness: int, ite
             yaml.safe_dump({"agl_actor_cls": "benchmarks.slime_actor.SleepingActor", "agl_train_s": train_s})
         )
         config = TrainConfig(
-            trainer="slime", sglang_url=url, model_path=LOOKUP_POLICY, num_iterations=iterations,
+            trainer="slime", sglang_url=url, model_path=LOOKUP_POLICY, num_iterations=warm_up + iterations,
             rollout_batch_size=GROUPS, n_samples_per_prompt=SIZE, eval_interval=0, output_dir=directory / "run",
             max_staleness=staleness, keep_rollouts="none",
         )  # fmt: skip
@@ -62,8 +64,8 @@ def measure(*, roll_s: float, train_s: float, sync_s: float, staleness: int, ite
         parts = RunParts(agent=question_agent(), tasks=[{"prompt": question(n)} for n in range(200)])
         asyncio.run(run_training(config, slime_flags=flags, given=parts, console=Console(quiet=True)))
         rows = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["train/tokens_trained"] > 0 for row in rows] == [True] * iterations
-    return rows[1:]
+    assert [row["train/tokens_trained"] > 0 for row in rows] == [True] * (warm_up + iterations)
+    return rows[warm_up:]
 
 
 def main() -> None:
@@ -72,7 +74,8 @@ def main() -> None:
     parser.add_argument("--staleness", default="1,2")
     parser.add_argument("--longer", type=float, default=2.0, help="seconds of the longer side")
     parser.add_argument("--sync", type=float, default=0.1, help="seconds that an update takes the engine")
-    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--iterations", type=int, default=8, help="that are measured")
+    parser.add_argument("--warm-up", type=int, default=4, help="iterations before those")
     options = parser.parse_args()
     register_cpu()
     start_ray(num_gpus=1, setup_hook="tests.slime.cpu.register_cpu")
@@ -86,6 +89,7 @@ def main() -> None:
             "train_s": train * unit,
             "sync_s": options.sync,
             "iterations": options.iterations,
+            "warm_up": options.warm_up,
         }
         serial = measure(staleness=0, **about)
         t_roll, t_train, t_sync = (

@@ -37,7 +37,8 @@ class ResumableGeneration:
     The invariant: ``output_ids`` are exactly what the engine sampled, in order, each with the log-prob and weight
     version of its own sampling, and it ends where one that was never aborted would have ended:
 
-    - **Budget**: at ``max_new_tokens`` ids the reason is ``length``, which the engine checks before anything else.
+    - **Budget**: at ``max_new_tokens`` ids the reason is ``length``, which the engine checks before anything else (an
+      end token there is a ``stop`` to 0.5.23; taken up again after an abort it is ``length`` here).
     - **Stop tokens**: SGLang looks at the abort mark first, so the last id of an aborted part may be a stop token that
       nobody acted on; ``eos_token_ids`` are the model's own.
     - **Stop strings**: the engine searches only what one request sampled. When the text so far ends in the beginning of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,15 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from agl_slime.engine import EmbeddedEngine
 from agl_slime.engine.experts import ExpertCapture
 from agl_slime.errors import ConfigError, TrainerError
+from agl_slime.run.local import run_training
+from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.check import check_replay
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.describe import experts_shape_of
 from agl_slime.sglang.generation import Generation, SamplingParams
+from agl_slime.trainers.local.experts import force_experts
 from agl_slime.types import Sample, sample_from_fields
 from tests.moe_policy import FAMILIES, LAYERS, TOP_K, save_moe
 from tests.trainer_cases import ONE_STEP, trainer
@@ -166,3 +172,33 @@ def test_experts_of_another_model_are_refused(policy_dir: Path) -> None:
         trainer(policy_dir, ONE_STEP, rewards_normalization=False, std_normalization=False).train(
             [[sample]], iteration=0
         )
+
+
+@pytest.mark.slow
+def test_a_whole_run_trains_on_the_experts_that_its_engine_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """train.py --routed-experts, in this process: each pass of the trainer, the embedded engine beside it."""
+    forced: list[Any] = []
+
+    def spy(model: Any, experts: Any) -> None:
+        forced.append(None if experts is None else tuple(experts.shape))
+        force_experts(model, experts)
+
+    monkeypatch.setattr("agl_slime.trainers.local.model.force_experts", spy)
+    config = TrainConfig(
+        model_path=save_moe(tmp_path / "moe"),
+        routed_experts=True,
+        num_iterations=2,
+        rollout_batch_size=2,
+        n_samples_per_prompt=2,
+        eval_interval=0,
+        output_dir=tmp_path / "run",
+    )
+    asyncio.run(run_training(config, console=Console(quiet=True)))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["train/tokens_trained"] > 0 for row in rows] == [True, True]
+    assert max(row["train/logprob_diff_max"] for row in rows) < 1e-4
+    shapes = [shape for shape in forced if shape is not None]
+    assert shapes
+    assert {shape[1:] for shape in shapes} == {(LAYERS, TOP_K)}
