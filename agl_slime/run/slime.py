@@ -25,16 +25,19 @@ from agl_slime.groups.policy import CompleteGroup
 from agl_slime.groups.results import rollout_of
 from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.metric_names import TOKENS_TRAINED
+from agl_slime.rollout.access import sampling_of
 from agl_slime.run.models import find_model
 from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, say
 from agl_slime.run.settings import TrainConfig, flag
 from agl_slime.run.start import load_parts, run_directory
+from agl_slime.sglang.check import check_replay
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.trainer import SlimeTrainer, parse_slime_args, require_slime
 from agl_slime.slime.versions import normalizes_by_group
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
+from agl_slime.support.agl import LLM
 from agl_slime.support.files import write_file
 from agl_slime.support.net import is_loopback
 from agl_slime.support.slime import find
@@ -91,6 +94,9 @@ async def run_slime_training(
         flags = [*NORMALIZE_FLAGS, *flags]
     args = await run_in_thread(parse_slime_args, flags)
     check_slime_args(args, config)
+    sampling = dict(PluginSettings.from_args(args, {}).sampling or {})
+    if config.sglang_url is not None:  # slime's own engines are not there yet; their first answer is looked at
+        await check_replay(agents_url, sampling_of(LLM(endpoint=agents_url, model="", sampling_parameters=sampling)))
     host = config.store_host
     if host == TrainConfig.store_host:
         host = os.environ.get("AGL_SLIME_STORE_HOST", host)
@@ -108,7 +114,6 @@ async def run_slime_training(
         # as in the manager's process: slime wants exactly n_samples_per_prompt rollouts in every group
         settings = DataSourceSettings(policy=CompleteGroup(), release=False)
         source = stack.enter_context(GroupSource(store=store, tokenizer=tokenizer, settings=settings))
-        sampling = dict(PluginSettings.from_args(args, {}).sampling or {})
         # the loop enqueues, so the manager's data source must not
         args.agl_store_url, args.agl_store_token, args.agl_tasks, args.prompt_data = service.url, token, None, None
         args.agl_get_timeout_s, args.agl_planned = _MANAGER_TIMEOUT_S, config.max_staleness > 0

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -19,14 +20,21 @@ from transformers import AutoModelForCausalLM
 from agl_slime.engine import EmbeddedEngine
 from agl_slime.engine.experts import ExpertCapture
 from agl_slime.errors import ConfigError, TrainerError
+from agl_slime.gateway.server import Gateway
+from agl_slime.rollout.access import EngineAccess
 from agl_slime.run.local import run_training
 from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.check import check_replay
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.describe import experts_shape_of
 from agl_slime.sglang.generation import Generation, SamplingParams
+from agl_slime.support.agl import LLM
+from agl_slime.support.threads import run_blocking
+from agl_slime.trace.segments import merge_turns
+from agl_slime.trace.span_codec import decode_turns
 from agl_slime.trainers.local.experts import force_experts
 from agl_slime.types import Sample, sample_from_fields
+from tests.gateway_cases import QUICK, writer
 from tests.moe_policy import FAMILIES, LAYERS, TOP_K, save_moe
 from tests.trainer_cases import ONE_STEP, trainer
 
@@ -172,6 +180,34 @@ def test_experts_of_another_model_are_refused(policy_dir: Path) -> None:
         trainer(policy_dir, ONE_STEP, rewards_normalization=False, std_normalization=False).train(
             [[sample]], iteration=0
         )
+
+
+def test_agents_behind_the_gateway_are_trained_with_the_experts_of_all_their_turns(served: tuple[str, Path]) -> None:
+    url, directory = served
+    sampling = {"max_new_tokens": 8, "temperature": 1.0, "routed_experts": [LAYERS, TOP_K]}
+    llm = LLM(endpoint=url, model=str(directory), sampling_parameters=sampling)
+    spans: list[Any] = []
+    with Gateway(access=EngineAccess(settings=QUICK)) as gateway:
+        attempt, resources = gateway.open("ro-1", "at-1", {"main_llm": llm}, writer(spans))
+        assert attempt is not None
+        address = resources["main_llm"].endpoint
+        messages = [{"role": "user", "content": "one"}]
+        for said in ("two", "three"):
+            body = {"model": "m", "messages": messages}
+            answer = httpx.post(f"{address}/chat/completions", json=body, timeout=30).json()["choices"][0]["message"]
+            messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": said}]
+        httpx.post(f"{address}/chat/completions", json={"model": "m", "messages": messages[2:]}, timeout=30)
+        run_blocking(gateway.close(attempt))
+    turns = decode_turns(spans)
+    segments = merge_turns(turns)
+    assert sum(len(segment.placements) for segment in segments) == 3
+    assert len(segments) > 1  # the last one begins anew
+    for segment in segments:
+        assert segment.experts is not None
+        assert (segment.experts == expected(directory, segment.token_ids.tolist())).all()
+    if turns[1].fork is None:
+        assert turns[1].experts is not None
+        assert turns[1].experts.start > 0  # what the first turn has is not asked for again
 
 
 @pytest.mark.slow

@@ -209,6 +209,23 @@ async def test_rewards_are_left_to_a_slime_that_finds_groups_itself(
     assert ("--custom-reward-post-process-path" in given) is not by_group
 
 
+async def test_an_engine_that_sends_no_experts_is_refused_before_slime_starts(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def replaying(flags: Sequence[str]) -> Any:
+        args = parse(flags)
+        args.use_rollout_routing_replay, args.num_layers, args.moe_router_topk = True, 2, 2
+        return args
+
+    started: list[Any] = []
+    monkeypatch.setattr(slime, "parse_slime_args", replaying)
+    monkeypatch.setattr(StandIn, "start", started.append)
+    with pytest.raises(ConfigError, match="start SGLang with --enable-return-routed-experts"):
+        await run(config_for(engine, tmp_path, 1, numbered(3)))
+    assert not started
+    assert not NumbersAgent.seen
+
+
 async def test_slimes_evaluation_flags_are_refused(engine: str, tmp_path: Path):
     with pytest.raises(ConfigError, match="--eval-temperature"):
         await run(config_for(engine, tmp_path, 1, numbered(3)), "--eval-temperature", "0")
