@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
@@ -252,3 +256,41 @@ def test_a_picture_that_is_not_plain_rgb_is_sent_and_trained_as_the_same_rgb() -
         assert sent == image.uri
         assert pixels(sample.multimodal_inputs["images"]) == pixels([image.open()])
         assert sample.multimodal_inputs["images"][0].mode == "RGB"
+
+
+@contextmanager
+def pictures_at() -> Iterator[tuple[str, list[str]]]:
+    """A server of pictures on a free port, and what it was asked for."""
+    asked: list[str] = []
+
+    class Pictures(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            sizes = {"/small.png": (28, 28), "/large.png": (90, 90)}
+            self.send_response(200 if self.path in sizes else 302)
+            self.send_header("Location", "http://127.0.0.1:1/elsewhere.png")
+            self.end_headers()
+            if self.path in sizes:
+                self.wfile.write(picture(1, sizes[self.path]))
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", asked
+        server.shutdown()
+        thread.join()
+
+
+def test_images_are_fetched_from_hosts_that_are_allowed_and_from_no_other() -> None:
+    allowed = GatewaySettings(images=ImageSettings(image_hosts=("127.0.0.1",), max_image_mb=0.02))
+    with pictures_at() as (address, asked), serve("Red.", settings=allowed) as case:
+        assert chat(case, user(shown(f"{address}/small.png"))).status_code == 200
+        assert case.payloads[0]["image_data"] == [uri(picture(1, (28, 28)))]
+        assert "max_image_mb" in refused(chat(case, user(shown(f"{address}/large.png"))))
+        assert "status 302" in refused(chat(case, user(shown(f"{address}/moved.png"))))
+        assert asked == ["/small.png", "/large.png", "/moved.png"]
+        other = f"http://localhost:{address.rpartition(':')[2]}/small.png"
+        assert "image_hosts alone (127.0.0.1)" in refused(chat(case, user(shown(other))))
+        assert len(asked) == 3
