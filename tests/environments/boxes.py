@@ -238,6 +238,7 @@ async def hostile() -> dict[str, Any]:
                         model="scripted",
                         client=EvalClientConfig(base_url=address, api_key_var="SCRIPTED_KEY"),
                         runtime=vf.SubprocessConfig(),
+                        timeout={"rollout": 200},
                     )
                 )
                 agent.harness = harness

@@ -6,11 +6,16 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import verifiers.v1.runtimes as known
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.runtimes.base import Runtime
 
 from agl_slime.environments.runtimes.bubblewrap import BubblewrapRuntime
 from agl_slime.environments.runtimes.layout import BubblewrapConfig
+
+_theirs = known._runtime_cls
+# verifiers asks the class of a lent box's configuration whether it is local, where a timeout is set, and knows its own.
+known._runtime_cls = lambda config: BubblewrapRuntime if isinstance(config, BubblewrapConfig) else _theirs(config)
 
 
 @contextlib.asynccontextmanager

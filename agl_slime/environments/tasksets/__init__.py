@@ -1,24 +1,17 @@
 """Tasksets for verifiers, by a short name: ``reasoning-gym:chain_sum`` becomes the ``env`` block that verifiers takes.
 
 Each is an ordinary plug-in. verifiers finds plug-ins by the name of a top-level module, which these are not;
-``env_block`` and ``register`` enter them under such a name, and so does verifiers' own evaluation, started as
+``env_block`` enters them under such a name, and so does verifiers' own evaluation, started as
 ``python -m agl_slime.environments.tasksets agl_reasoning_gym --env.taskset.datasets '{"chain_sum": 1}'``.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 from typing import Any
 
+from agl_slime.environments.plugins import register
+
 FIELDS = {"reasoning-gym": "datasets", "textarena": "game", "bfcl": "category"}
-
-
-def register(kind: str) -> str:
-    """The id under which verifiers finds this taskset from now on: ``agl_reasoning_gym``."""
-    module = kind.replace("-", "_")
-    sys.modules.setdefault(f"agl_{module}", importlib.import_module(f"{__name__}.{module}"))
-    return f"agl_{module}"
 
 
 def env_block(name: str) -> dict[str, Any] | None:
@@ -30,7 +23,7 @@ def env_block(name: str) -> dict[str, Any] | None:
         return None
     if not rest:
         raise ValueError(f"--env {name}: name what to play after a colon, as {kind}:NAME")
-    taskset: dict[str, Any] = {"id": register(kind)}
+    taskset: dict[str, Any] = {"id": register("tasksets", kind)}
     if kind != "reasoning-gym":
         return {"taskset": {**taskset, FIELDS[kind]: rest}}
     weights = {}

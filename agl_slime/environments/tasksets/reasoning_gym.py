@@ -21,8 +21,7 @@ from pydantic import Field
 from agl_slime.environments.tasksets.chat import ChatHarness, LocalEnv
 
 try:
-    import reasoning_gym
-    from reasoning_gym.factory import CURRICULA, DATASETS
+    from reasoning_gym.factory import CURRICULA, DATASETS, create_curriculum, create_dataset
     from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 except ImportError as e:
     raise ImportError("The taskset reasoning-gym needs its package: pip install reasoning-gym") from e
@@ -79,8 +78,8 @@ def dataset_of(name: str, options: str, level: int | None) -> Any:
     """A dataset, made once for all of its tasks."""
     chosen = json.loads(options)
     if level is None:
-        return reasoning_gym.create_dataset(name, **chosen)
-    curriculum = reasoning_gym.factory.create_curriculum(name)
+        return create_dataset(name, **chosen)
+    curriculum = create_curriculum(name)
     last = max((len(attribute.levels) for attribute in curriculum.attributes.values()), default=1) - 1
     if level > last:
         raise ValueError(f"reasoning-gym's {name} has no level {level}; its last is {last}")

@@ -22,8 +22,9 @@ from verifiers.v1.utils.loaders import plugged_fn
 from agl_slime.environments.tasksets.chat import ChatHarness
 
 try:
-    import textarena as ta
-    from textarena.envs.registration import ENV_REGISTRY
+    import textarena  # noqa: F401 (fills the registry)
+    from textarena.core import GAME_ID
+    from textarena.envs.registration import ENV_REGISTRY, make
 except ImportError as e:
     raise ImportError("The taskset textarena needs its package: pip install textarena") from e
 
@@ -55,7 +56,7 @@ class Game:
             raise ValueError(f"TextArena has no game {name!r}; it has {', '.join(sorted(_GAMES()))}")
         self._random = random.Random(seed)
         with self._playing():
-            self._game = ta.make(raw, **options)
+            self._game = make(raw, **options)
         for module in [m for key, m in sys.modules.items() if key.startswith("textarena.")]:
             if getattr(module, "random", None) is random:
                 module.random = _PER_GAME  # type: ignore[attr-defined]
@@ -78,7 +79,7 @@ class Game:
         with self._playing():
             seat, news = self._game.get_observation()
         names = self._game.state.role_mapping
-        told = [f"[{'GAME' if who == ta.GAME_ID else names.get(who, f'Player {who}')}] {text}" for who, text, _ in news]
+        told = [f"[{'GAME' if who == GAME_ID else names.get(who, f'Player {who}')}] {text}" for who, text, _ in news]
         return seat, "\n".join(told)
 
     def step(self, action: str) -> bool:

@@ -1,0 +1,53 @@
+"""OpenCode, run once to the end of its task."""
+
+from __future__ import annotations
+
+import json
+
+import verifiers.v1 as vf
+from verifiers.v1.configs.harness import PinnedVersion
+
+from agl_slime.environments.harnesses.npm import NpmHarness
+
+__all__ = ["OpenCodeHarness"]
+
+
+class OpenCodeConfig(vf.HarnessConfig):
+    version: PinnedVersion = "1.18.33"
+    context: int = 131_072
+    """Tokens of context that it is told the model has: it summarizes the conversation before they are used up."""
+    output: int = 16_384
+
+
+class OpenCodeHarness(NpmHarness, vf.Harness[OpenCodeConfig]):
+    PACKAGE = "opencode-ai"
+    BINARY = "opencode"
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+        if mcp_urls or self.config.disabled_tools:
+            raise ValueError("the harness agl_opencode passes on neither MCP servers nor disabled tools")
+        _, prompt = self.resolve_text_prompt(data)
+        settings = {
+            "autoupdate": False,
+            "share": "disabled",
+            "permission": "allow",
+            "enabled_providers": ["rollout"],
+            "model": "rollout/policy",
+            "small_model": "rollout/policy",
+            "provider": {
+                "rollout": {
+                    "npm": "@ai-sdk/openai-compatible",
+                    "options": {"baseURL": endpoint, "apiKey": secret},
+                    "models": {"policy": {"limit": {"context": self.config.context, "output": self.config.output}}},
+                }
+            },
+        }
+        switched_off = ["AUTOUPDATE", "LSP_DOWNLOAD", "MODELS_FETCH", "DEFAULT_PLUGINS", "CLAUDE_CODE", "SHARE"]
+        env = {
+            **self.config.resolved_env,
+            **self.path,
+            **{f"OPENCODE_DISABLE_{name}": "true" for name in switched_off},
+            "OPENCODE_CONFIG_CONTENT": json.dumps(settings),
+        }
+        # A title of its own spares the call that makes one.
+        return await runtime.run_program([self.program, "run", "--pure", "--title", "task", "--", prompt or ""], env)
