@@ -51,7 +51,7 @@ async def run(request: dict[str, Any]) -> list[dict[str, Any]]:
                         {
                             "agent": t.agent.name,
                             "trainable": t.agent.trainable,
-                            "rewards": {name: reward.score for name, reward in t.rewards.items()},
+                            "rewards": {name: reward.score for name, reward in t.rewards.items() if reward is not None},
                             "metrics": dict(t.metrics),
                             "turns": t.num_turns,
                             "info": dict(t.info),

@@ -65,7 +65,7 @@ async def run(request: dict[str, Any]) -> dict[str, Any]:
     return {
         "ok": trace.ok,
         "errors": [error.message for error in trace.errors],
-        "rewards": {name: reward.score for name, reward in trace.rewards.items()},
+        "rewards": {name: reward.score for name, reward in trace.rewards.items() if reward is not None},
         "turns": trace.num_turns,
         "branches": len(trace.branches),
         "stop": trace.stop_condition,
