@@ -142,8 +142,11 @@ def _engine_ahead() -> AbstractContextManager[None]:
 
 def _eval(arguments: list[str]) -> None:
     from agl_slime.run.evaluate import EvalConfig, run_evaluation
+    from agl_slime.run.settings import without_environment
 
-    config = tyro.cli(EvalConfig, prog="agl-slime eval", args=arguments)
+    own, of_env = without_environment(arguments)
+    config = tyro.cli(EvalConfig, prog="agl-slime eval", args=own)
+    config = replace(config, env_arguments=of_env) if of_env else config
     _run_until_signal(run_evaluation(config))
 
 

@@ -31,9 +31,10 @@ _LOOK_S = 1.0  # between looks at whether engine, runner and source live
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What samples are taken with: the agent, where it runs, the model that it finds, and the limits of a rollout."""
+    """What samples are taken with: the agent (``None`` where others run it), where it runs, the model that it finds,
+    and the limits of a rollout."""
 
-    agent: LitAgent[Any]
+    agent: LitAgent[Any] | None
     llm: LLM
     tokenizer: Any
     runners: RunnerPlan

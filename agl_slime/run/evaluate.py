@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from agl_slime.evaluation.samples import Sampling
 
 _OF_A_RUN = ("agent", "max_new_tokens", "temperature", "max_turns", "multi_turn_scheduler", "rollout_timeout", "seed")
+_OF_AN_ENVIRONMENT = ("env_tasks", "env_eval_split", "env_workers", "env_arguments", "env_model")
+_OF_AN_ENVIRONMENT += ("trained_models", "untrained_models")
 _FIXED = ("models", "agent", "tasks", "k", "seed", "temperature", "max_new_tokens")
 
 
@@ -44,6 +46,11 @@ class EvalConfig:
     """Compare the run's model with the one that the run began with."""
     agent: str | None = None
     """The agent, as module:Class or path/to/file.py:Class."""
+    env: str | None = None
+    """An environment of verifiers in the place of --agent and --tasks; its own settings as --env.KEY value."""
+    env_python: Path | None = None
+    """A Python that has verifiers, by default what AGL_ENV_PYTHON names."""
+    env_arguments: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
     tasks: Path | None = None
     """Tasks as JSON lines. Without it those that the run held out, or the agent's make_task(rng) with the seed of its
     validations."""
@@ -80,6 +87,8 @@ class EvalConfig:
             ("temperature", lambda value: value is None or value >= 0, "0 (greedy) or more"),
             named=lambda name: f"--{name.replace('_', '-')}",
         )
+        if self.env is not None and (self.agent is not None or self.tasks is not None):
+            raise ConfigError(f"--env {self.env} has its own agents and tasks; leave --agent and --tasks out")
         wanted = 1 if self.with_start or self.sglang_url else 2
         if not 1 <= len(self.models) <= wanted:
             which = "one model" if wanted == 1 else "one model, or two to compare"
@@ -122,7 +131,7 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
     told: dict[str, Any] = {
         "models": [str(path) for path in models],
         "weights": await run_in_thread(lambda: [_fingerprint(path) for path in models]),
-        "agent": settings.agent,
+        "agent": settings.title,
         "tasks": hashlib.blake2b(dump(tasks), digest_size=8).hexdigest(),
         "k": config.k,
         "seed": settings.seed,
@@ -130,13 +139,13 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
         "sglang_url": config.sglang_url,
     }
     name = hashlib.blake2b(dump(told), digest_size=5).hexdigest()
-    directory = config.output_dir or Path("evals") / f"{settings.agent.rpartition(':')[2]}-{name}"
+    directory = config.output_dir or Path("evals") / f"{settings.title.rpartition(':')[2]}-{name}"
     directory.mkdir(parents=True, exist_ok=True)
     from agl_slime.evaluation.samples import SampleFile, take_samples
 
     with sole_owner(directory):
         kept = (directory / "config.json").exists()
-        settled: dict[str, Any] = {"agent": settings.agent, "settings": told}
+        settled: dict[str, Any] = {"agent": settings.title, "settings": told}
         open_run_dir(directory, **settled, resume=kept, fixed=(*_FIXED, "weights"))
         write_file(directory / "tasks.jsonl", b"".join(map(dump, tasks)))
         parts = []
@@ -204,13 +213,31 @@ def _settings(config: EvalConfig, began: dict[str, Any]) -> TrainConfig:
         del flags["temperature"]  # nothing is trained, but the class is that of trainings
     names = ("sglang_url", "engine", "max_concurrent", "sglang_python")
     own: dict[str, Any] = {name: getattr(config, name) for name in names}
+    if (env := config.env or (None if config.agent else began.get("env"))) is not None:
+        of_run.pop("agent", None)
+        if config.env is None:
+            of_run |= {name: _tuple(began[name]) for name in _OF_AN_ENVIRONMENT if began.get(name) is not None}
+            of_run |= {name: Path(began[name]) for name in ("env_python", "env_config") if began.get(name)}
+        own |= {"env": env, **({"env_python": config.env_python} if config.env_python else {})}
+        own |= {"env_arguments": config.env_arguments} if config.env_arguments else {}
     return TrainConfig(**{**of_run, **flags, **own})
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _agent_and_tasks(config: EvalConfig, settings: TrainConfig, run: RunDir | None) -> tuple[Any, list[Task]]:
     from agl_slime.rollout.loading import configure_agent, load_agent
     from agl_slime.run.start import split_tasks
 
+    if settings.env is not None:
+        from agl_slime.run.parts import environment_of
+
+        start = (read_object(run.start) or {}) if run is not None and config.env is None else {}
+        environment = environment_of(settings, held_out=start.get("held_out") or None)
+        found: list[Any] = environment.val_tasks or environment.tasks
+        return environment, found[: config.n_tasks]
     agent = load_agent(settings.agent)
     configure_agent(
         agent,
@@ -246,6 +273,7 @@ async def sampling_with(
     console: Console,
 ) -> AsyncIterator[Sampling]:
     """An engine that serves ``model``, and what samples are taken with from it."""
+    from agl_slime.environments.environment import Environment
     from agl_slime.evaluation.samples import Sampling
     from agl_slime.run.local import engine_of
     from agl_slime.run.parts import RunParts, model_for_agents
@@ -253,6 +281,8 @@ async def sampling_with(
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.tokens.tokenizer import load_tokenizer
 
+    environment = agent if isinstance(agent, Environment) else None
+    agent = None if environment is not None else agent
     async with AsyncExitStack() as stack:
         url, alive = await stack.enter_async_context(engine_of(settings, model, directory, console))
         parts = RunParts(agent=agent, tasks=[{}])
@@ -262,7 +292,7 @@ async def sampling_with(
             agent=agent,
             llm=llm,
             tokenizer=await run_in_thread(load_tokenizer, model),
-            runners=RunnerPlan(settings=runners),
+            runners=RunnerPlan(settings=runners) if environment is None else environment.plan(settings=runners),
             timeout_s=settings.rollout_timeout,
             max_in_flight=max_concurrent,
             check_alive=alive,

@@ -10,6 +10,8 @@ import pytest
 from agl_slime.agl1.rollouts import reason_of
 from agl_slime.environments.environment import PYTHON_VARIABLE, EnvironmentSettings, _split, load_environment
 from agl_slime.errors import ConfigError
+from agl_slime.run import evaluate
+from agl_slime.run.evaluate import EvalConfig
 from agl_slime.run.settings import TrainConfig, without_environment
 
 
@@ -78,3 +80,23 @@ def test_a_failed_episode_is_counted_by_the_type_of_its_error() -> None:
     assert reason_of("environment: TaskError: timed out or so") == "environment_TaskError"
     assert reason_of("timed out after 3 s") == "timeout"
     assert reason_of("the episode is not running") == "agent_lost"
+
+
+def test_an_environments_run_is_evaluated_with_its_environment() -> None:
+    began = {
+        "agent": "tiny",
+        "env": "tiny",
+        "env_python": "/envs/vf/bin/python",
+        "env_arguments": ["--env.taskset.size", "5"],
+        "env_workers": 2,
+        "trained_models": ["judge"],
+        "seed": 3,
+    }
+    settings = evaluate._settings(EvalConfig(models=(Path("run"),)), began)
+    assert (settings.env, settings.title, settings.seed) == ("tiny", "tiny", 3)
+    assert (settings.env_arguments, settings.env_workers) == (("--env.taskset.size", "5"), 2)
+    assert (settings.env_python, settings.trained_models) == (Path("/envs/vf/bin/python"), ("judge",))
+    other = evaluate._settings(EvalConfig(models=(Path("run"),), env="other"), began)
+    assert (other.env, other.env_arguments, other.trained_models) == ("other", (), ())
+    with pytest.raises(ConfigError, match="--agent"):
+        EvalConfig(models=(Path("run"),), env="other", agent="my:Agent")

@@ -1,0 +1,142 @@
+"""Episodes of a light environment of verifiers at once in one process: its own evaluation, and the worker for a run.
+
+    AGL_ENV_PYTHON=DIR/bin/python python -m benchmarks.environments [--episodes 256]
+
+Both play the same tasks with the same scripted answers over HTTP. `own`: verifiers' episodes in one asyncio process.
+`worker`: the same through the gateway, with tokens kept, from the first rollout that is begun to the last end.
+`own, a client each`: with a configuration of the client for every rollout, as verifiers' own settings would have it
+where each rollout has an address; the worker keeps one set of connections for all of them.
+Start-up (imports, tasks) is apart. Memory is the most that the process of episodes had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from agl_slime.environments.environment import load_environment
+from agl_slime.runner.controller import ControllerPool
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import LLM
+from agl_slime.support.threads import run_blocking
+from tests.environments import tiny
+from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.gateway_cases import TEMPLATE
+from tests.trace_tokenizers import small_tokenizer
+
+_OWN = """
+import asyncio, json, os, resource, sys, time
+from tests.environments import tiny
+from tests.environments.model import serving
+from verifiers.v1.clients import EvalClientConfig, ModelContext
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+async def main(count):
+    os.environ["SCRIPTED_KEY"] = "none"
+    env = load_environment(resolve_env_config({"taskset": {"id": "tiny_sums"}}))
+    tasks = list(env.taskset)
+    async with env.serving(), serving(lambda body: tiny.answer(body["messages"][-1]["content"])) as (address, _):
+        def ctx(n):
+            headers = {"X-Number": str(n)} if sys.argv[2] == "each" else {}
+            client = EvalClientConfig(base_url=address, api_key_var="SCRIPTED_KEY", headers=headers)
+            return ModelContext(model="scripted", client=client)
+        began = time.monotonic()
+        await asyncio.gather(*(env.run_episode(tasks[n % len(tasks)], ctx(n)) for n in range(count)))
+        took = time.monotonic() - began
+    print(json.dumps([took, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]), file=out)
+out, sys.stdout = sys.stdout, sys.stderr
+asyncio.run(main(int(sys.argv[1])))
+"""
+
+
+class Most:
+    """The most memory of processes whose command has a word, in MB."""
+
+    def __init__(self, word: str) -> None:
+        self._word, self.memory = word, 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Most:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._stop.wait(0.2):
+            for process in psutil.Process().children(recursive=True):
+                try:
+                    command = process.cmdline()
+                    if self._word in command and "-P" in command[:2]:
+                        self.memory = max(self.memory, process.memory_info().rss / 2**20)
+                except psutil.Error:
+                    continue
+
+
+def through_worker(episodes: int, log: Path, model: Path) -> tuple[float, float]:
+    tokenizer: Any = small_tokenizer(TEMPLATE)
+    tokenizer.save_pretrained(model)
+    begun: dict[int, tuple[list[int], int]] = {}
+
+    def next_id(ids: Any) -> int:
+        said, at = begun.pop(hash(tuple(ids)), ([], 0))
+        said = said or [*tokenizer.encode(tiny.answer(tokenizer.decode(list(ids)))), tokenizer.eos_token_id]
+        begun[hash((*ids, said[at]))] = (said, at + 1)
+        return said[at]
+
+    def decode(ids: Any) -> str:
+        return tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    engine = ScriptedEngine(vocab_size=len(tokenizer), eos_id=tokenizer.eos_token_id, decode=decode, next_id=next_id)
+    env = load_environment("tiny_sums", validate=False)
+    with in_thread(engine) as served, Most("work") as most:
+        store = BridgeStore()
+        llm = LLM(endpoint=served.url, model=str(model), sampling_parameters={"temperature": 1.0, "max_new_tokens": 64})
+        run_blocking(store.add_resources({"main_llm": llm}))
+        ends: list[float] = []
+        store.subscribe_finished(lambda _: ends.append(time.monotonic()))
+        with ControllerPool(plan=env.plan(log=log), store=store):
+            first = run_blocking(store.enqueue_rollout(input=env.tasks[0], mode="train"))  # the worker has started
+            run_blocking(store.wait_for_rollouts(rollout_ids=[first.rollout_id], timeout=300))
+            began, ids = time.monotonic(), []
+            for number in range(episodes):
+                task = env.tasks[number % len(env.tasks)]
+                ids.append(run_blocking(store.enqueue_rollout(input=task, mode="train")).rollout_id)
+            ended = run_blocking(store.wait_for_rollouts(rollout_ids=ids, timeout=600))
+            assert len(ended) == episodes, log.read_text()
+            return max(ends) - began, most.memory
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--episodes", type=int, default=256)
+    episodes = parser.parse_args().episodes
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        tiny.write(directory)
+        os.environ["PYTHONPATH"] = os.pathsep.join((str(directory), str(Path(__file__).parents[1])))
+        rows = []
+        for label, clients in (("own", "one"), ("own, a client each", "each")):
+            command = [os.environ["AGL_ENV_PYTHON"], "-c", _OWN, str(episodes), clients]
+            own = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+            rows.append((label, *own))
+        rows.append(("worker", *through_worker(episodes, directory / "log", directory / "model")))
+    print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, {episodes} episodes at once")
+    print(f"{'':<24}{'s':>8}{'episodes/s':>12}{'MB':>8}")
+    for label, seconds, memory in rows:
+        print(f"{label:<24}{seconds:>8.2f}{episodes / seconds:>12.1f}{memory:>8.0f}")
+
+
+if __name__ == "__main__":
+    main()
