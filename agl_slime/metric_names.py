@@ -11,7 +11,7 @@ TRAINED_TOKENS_MEAN = "rollout/response_tokens_mean_trained"  # the same of roll
 DROPPED_TOKENS_MEAN = "rollout/response_tokens_mean_dropped"  # and of all others: failed, or of a dropped group
 TOKENS_UNDER_MASK = "rollout/tokens_under_mask"  # tokens with loss mask 1 in the samples that leave the data source
 FORKS = "trace/forks"  # samples beyond the first of their rollout
-RETOKENIZED = "trace/retokenized"  # samples whose ids are not the engine's
+RETOKENIZED = "trace/retokenized"  # samples whose text was re-tokenized: their ids are not the engine's
 VAL_START_REWARD_MEAN = "val/start_reward_mean"  # validation before the first training step, in the first iteration
 VAL_REWARD_MEAN = "val/reward_mean"  # validation with the weights after the iteration; only in iterations that have one
 VAL_INTERVAL = ("val/reward_low", "val/reward_high")  # 95 % of that mean, bootstrap over its tasks
@@ -32,10 +32,10 @@ ROLL_S = (
     "perf/roll_s"  # asynchronous: seconds of the iteration in which training rollouts were in flight, syncs left out
 )
 TRAINER_WAITED = "perf/trainer_waited"  # asynchronous: share of the iteration in which training waited for rollouts
-ENGINE_WAITED = "perf/engine_waited"  # share of it with no rollout in flight, for the staleness limit
+ENGINE_WAITED = "perf/engine_waited"  # share of it with no rollout in flight, because of the staleness limit
 CPU_BUSY = "perf/cpu_busy"  # share of this machine's CPU that was busy in an asynchronous iteration, with all programs
-VAL_EARLIER_REWARD_MEAN = "val/earlier_reward_mean"  # of one that was still under way when the last one began
-VAL_LAG = "val/lag"  # asynchronous: versions that came while the validation ran; 0 on an engine of its own
+VAL_EARLIER_REWARD_MEAN = "val/earlier_reward_mean"  # of a validation that was still running when the last one began
+VAL_LAG = "val/lag"  # asynchronous: weight versions pushed while the validation ran; 0 on an engine of its own
 WEIGHTS_VERSION = "weights/version"
 
 REQUIRED_KEYS = (REWARD_MEAN, COUNT, FAILED, LOSS, LOGPROB_DIFF_MAX, FIRST_RATIO_DEV_MAX, TOKENS_PER_S, ITERATION_S)

@@ -29,19 +29,20 @@ from agl_slime.types import Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSourceSettings:
-    """``get_timeout_s``: longest wait of ``get_samples``. ``blocking``: without it that returns at once with what is
-    ready, perhaps nothing. ``release``: let the store forget rollouts once they are read; False when another process
-    reads the same store.
-    ``poll_interval_s``: pause between looks at a store that tells of nothing; a look takes at most a tenth of the time.
-    ``policy``: when a group is fit to train on, and what to do about members that failed or are late. ``group_filter``:
-    which of those groups are not worth it, such as ``zero_variance``."""
+    """How long ``get_samples`` waits, and which groups it delivers."""
 
     get_timeout_s: float = 600.0
+    """Longest wait of ``get_samples``, in seconds."""
     blocking: bool = True
+    """Whether ``get_samples`` waits; False returns the groups that are ready at once, perhaps none."""
     release: bool = True
+    """Let the store forget rollouts once they are read; False when another process reads the same store."""
     poll_interval_s: float = 0.1
+    """Seconds between polls of a store without notifications; polling takes at most a tenth of the time."""
     policy: GroupPolicy = field(default_factory=MinimumViableGroup)
+    """When a group is fit to train on, and what to do about failed and late members."""
     group_filter: GroupFilter | None = None
+    """Which groups fit to train on are dropped nevertheless, such as ``zero_variance``."""
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -58,12 +59,12 @@ class GroupSource:
     ``metadata["instance_id"]`` names the task that a group is one try at; the ``ledger`` keeps account of instances.
 
     Args:
-        store: whose rollouts; ``None`` gives placeholders, groups of samples that nobody has sampled.
-        reward_key: which of several named rewards is the one to train on; by default the first.
-        convert_validation: validation rollouts have samples, too.
+        store: the store to read; ``None`` gives placeholders, groups of unsampled Samples.
+        reward_key: which of several named rewards to train on; by default the first.
+        convert_validation: convert validation rollouts to Samples, too.
         reward_spans: the trainer takes rewards of turns as spans of a Sample (see ``ConversionOptions``).
         hold: the store outlives this process and states are saved: see ``EndTable``.
-        producer: who enqueues the rollouts, where that is one who wants to be told.
+        producer: the component that enqueues rollouts, if it wants notifications.
     """
 
     def __init__(

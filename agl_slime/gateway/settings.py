@@ -14,33 +14,36 @@ Constraints = Literal["mask", "drop", "refuse"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """``branches``: which answers of a rollout are trained: ``used`` skips answers that were requested again and
-    never continued; ``all``; ``last``, the conversation with the last answer. ``constraints``: what
-    becomes of JSON schemas, regular expressions and tool choices that force a call, under which the engine's log-probs
-    are not the policy's: ``drop`` samples freely, ``mask`` obeys and does not train those tokens, ``refuse`` answers
-    400. ``untrained_models``: requests that name one of these (a judge, a user simulator) are answered by the policy
-    and not trained. ``trained_models``: names, of resources beside ``main_llm`` or of models in requests, whose answers
-    are trained as roles of their own.
-
-    Limits of one rollout: ``max_turns`` answers and ``max_trajectory_tokens`` in one conversation, after which answers
-    are empty; ``max_in_flight`` requests at once and ``max_requests`` in all, after which 429 is answered. A body has
-    at most ``max_body_mb``. ``keep_alive_s``: a stream is never silent for longer. ``images``:
-    what those may be that requests show.
-    """
+    """Where a gateway listens, which answers are trained, and the limits of one rollout."""
 
     host: str = "127.0.0.1"
+    """Address to bind."""
     port: int = 0
+    """Port to bind; 0 takes a free one."""
     branches: Branches = "used"
+    """Which answers are trained: ``used`` skips answers that were requested again and never continued; ``all``;
+    ``last``, the conversation with the last answer."""
     constraints: Constraints = "drop"
+    """JSON schemas, regular expressions and forced tool calls, under which the engine's log-probs are not the policy's:
+    ``drop`` samples freely, ``mask`` obeys and does not train those tokens, ``refuse`` answers 400."""
     untrained_models: tuple[str, ...] = ()
+    """Model names of requests that the policy answers and that are not trained: a judge, a user simulator."""
     trained_models: tuple[str, ...] = ()
+    """Names, of resources beside ``main_llm`` or of models in requests, whose answers are trained as further roles."""
     max_turns: int | None = None
+    """Most answers of a rollout; later ones are empty."""
     max_trajectory_tokens: int | None = None
+    """Most tokens of one conversation; later answers are empty."""
     max_in_flight: int = 64
+    """Most concurrent requests of a rollout; more get 429."""
     max_requests: int = 10_000
+    """Most requests of a rollout in all; more get 429."""
     max_body_mb: float = 8.0
+    """Largest request body, in MB."""
     keep_alive_s: float = 15.0
+    """Longest silence of a stream, in seconds."""
     images: ImageSettings = field(default_factory=ImageSettings)
+    """Limits of images in requests."""
 
     def __post_init__(self) -> None:
         check_ranges(

@@ -16,15 +16,15 @@ from agl_slime.groups.results import MemberResult
 from agl_slime.support.ranges import check_ranges
 
 GroupFilter = Callable[[Sequence[MemberResult]], str | None]
-"""Why the members that a policy would train on are not worth it, as a word to count by; ``None`` when they are."""
+"""The reason to drop a group that a policy would train on, as a word for counting; ``None`` keeps it."""
 
 # Rewards closer than this are the same: slime's own threshold.
 _EQUAL_REWARDS = 1e-6
 
 
 class GroupAction(str, Enum):
-    """``WAIT`` for the members in flight; ``RETRY`` the failed ones; ``TRAIN`` on what is there; ``DROP`` the group.
-    With the last two, members still in flight are cancelled."""
+    """``WAIT`` for the members in flight; ``RETRY`` the failed ones; ``TRAIN`` on the successful members; ``DROP`` the
+    group. With the last two, members still in flight are cancelled."""
 
     WAIT = "wait"
     RETRY = "retry"
@@ -34,9 +34,9 @@ class GroupAction(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgress:
-    """Where a group stands. ``failed`` counts members whose last try failed, ``retries_used`` the tries that were
-    repeats; ``waited_s`` is the time since its last member ended, 0 before the first one has: until then its rollouts
-    may not have begun, and each has a time limit of its own."""
+    """A group's progress. ``failed`` counts members whose last attempt failed, ``retries_used`` the retries so far;
+    ``waited_s`` is the time since its last member ended, 0 before the first one has: until then its rollouts may not
+    have begun, and each has a time limit of its own."""
 
     size: int
     succeeded: int = 0
@@ -59,8 +59,8 @@ class GroupVerdict:
 
 
 class GroupPolicy(Protocol):
-    """What decides about groups. A policy may also have ``judge(progress: GroupProgress) -> GroupVerdict``, to be asked
-    before all members have ended, and ``timeout_s``, after which its answer may change."""
+    """Decides about groups. A policy may also have ``judge(progress: GroupProgress) -> GroupVerdict``, called before
+    all members have ended, and ``timeout_s``, after which its answer may change."""
 
     def refuse(self, *, size: int, members: Sequence[MemberResult]) -> str | None:
         """Why the group of ``size`` expected members is not fit to train on; ``None`` when it is."""
@@ -71,20 +71,24 @@ class GroupPolicy(Protocol):
 class MinimumViableGroup:
     """At least ``min_ratio`` of the members, and never fewer than ``min_members``, must have succeeded.
 
-    A baseline from the survivors is still one of the same prompt; 0.7 is what slime's rollout buffer documents. Failed
-    members are run again while the floor is out of reach without them, up to ``max_retries`` in the whole group.
-    ``timeout_s`` after its last member ended a group is used if the floor is reached, else dropped (``None``: wait for
-    all). One that cannot reach the floor any more is dropped at once with ``drop_early``, else when all have ended.
+    The successful members still give a baseline of the same prompt; 0.7 is the value that slime's rollout buffer
+    documents.
     """
 
     codes: ClassVar[tuple[str, str]] = ("floor_out_of_reach", "group_incomplete")
     """Why a group is dropped with members in flight, and without."""
 
     min_ratio: float = 0.7
+    """Share of the members that must succeed."""
     min_members: int = 2
+    """Fewest members that must succeed, whatever their share."""
     max_retries: int = 0
+    """Most retries of failed members in the whole group, made while the minimum is out of reach without them."""
     timeout_s: float | None = None
+    """Seconds after its last ended member after which a group is used if the minimum is reached, else dropped; ``None``
+    waits for all."""
     drop_early: bool = True
+    """Drop a group that can no longer reach the minimum at once; False: when all members have ended."""
 
     def __post_init__(self) -> None:
         check_ranges(

@@ -99,7 +99,7 @@ class Admission:
         held = len(again) + len(self._in_flight) + len(self._ended)
         if self.free < len(again) or self.late(again):
             why = f"the checkpoint holds {held} groups that were admitted under a higher limit"
-            raise ConfigError(f"max_staleness {self._max_staleness}: {why}; go on with the one that it was saved under")
+            raise ConfigError(f"max_staleness {self._max_staleness}: {why}; resume with the limit of its run")
 
     def late(self, again: Mapping[int, int] | None = None) -> bool:
         """Whether some of the groups, and of those that are admitted ``again``, cannot be trained on in time."""

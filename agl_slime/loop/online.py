@@ -150,7 +150,7 @@ class OnlineRLLoop:
             val_tasks = tasks
         if val_engine is not None and not (self.settings.max_staleness and self.settings.eval_interval):
             raise ConfigError(
-                "val_engine is of use beside training only: set max_staleness and eval_interval, or leave it"
+                "val_engine is for asynchronous training only: set max_staleness and eval_interval, or leave it out"
             )
         self._validations: Validations | None = None
         if self.settings.eval_interval:

@@ -1,4 +1,4 @@
-"""What a loop is told, where it stands, and what it comes to."""
+"""A loop's settings, its state in a checkpoint, and its result."""
 
 from __future__ import annotations
 
@@ -11,32 +11,36 @@ from agl_slime.support.ranges import check_ranges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """``rollout_batch_size`` prompts of ``n_samples_per_prompt`` rollouts make an iteration. ``rollout_timeout_s`` and
-    ``max_attempts`` go into each rollout's configuration.
-
-    ``eval_interval``: a validation of ``eval_tasks`` rollouts before the first iteration, after every so many, and at
-    the end; 0 is never. ``max_empty_iterations``: iterations in a row that give nothing to train on before the run
-    stops. ``failure_patience_s``: how long other tasks are tried, with pauses, while all rollouts fail that worked
-    before. ``max_replaced_groups``: dropped groups that are replaced in an iteration; by default
-    ``rollout_batch_size``, and 0 replaces none. While every rollout fails, nothing is replaced. ``save_interval``:
-    ``save_fn`` is called after every so many iterations and when the run ends. ``max_staleness``: most weight versions
-    that tokens may be behind those that train on them; above 0 training is asynchronous, and
-    ``slime_train_fn`` has to take each batch whole.
-    """
+    """How much a loop collects per iteration, how stale it may be, and when it validates, saves and stops."""
 
     num_iterations: int = 40
+    """Training iterations in all."""
     rollout_batch_size: int = 16
+    """Prompts (groups) per iteration."""
     n_samples_per_prompt: int = 4
+    """Rollouts per prompt: the size of a group."""
     rollout_timeout_s: float = 600.0
+    """Time limit of a rollout, in seconds."""
     max_attempts: int = 1
+    """Attempts of a rollout by the store, the first included."""
     eval_interval: int = 0
+    """Validate before the first iteration, after every so many, and at the end; 0 is never."""
     eval_tasks: int = 32
+    """Rollouts per validation."""
     max_empty_iterations: int = 3
+    """Iterations in a row without a group to train on before the run stops."""
     failure_patience_s: float = 600.0
+    """Seconds for which other tasks are tried, with pauses, while all rollouts fail after earlier ones succeeded."""
     max_replaced_groups: int | None = None
+    """Most dropped groups that are replaced per iteration; None is ``rollout_batch_size``. While every rollout fails,
+    none is replaced."""
     save_interval: int = 10
+    """``save_fn`` is called after every so many iterations and when the run ends."""
     max_staleness: int = 0
+    """Most weight versions that tokens may be behind the policy that trains on them. Above 0 training is asynchronous,
+    and ``slime_train_fn`` has to take each batch whole."""
     seed: int = 0
+    """Seed of the order of tasks."""
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -45,7 +49,7 @@ class LoopSettings:
             ("max_attempts eval_tasks max_empty_iterations save_interval", lambda value: value >= 1, "at least 1"),
             ("max_replaced_groups", lambda value: value >= 0, "0 (none) or more"),
             ("eval_interval", lambda value: value >= 0, "0 (never) or more"),
-            ("max_staleness", lambda value: value >= 0, "0 (serial) or more"),
+            ("max_staleness", lambda value: value >= 0, "0 (synchronous) or more"),
             ("failure_patience_s", lambda value: value >= 0, "0 (none) or more seconds"),
             ("rollout_timeout_s", lambda value: value > 0, "above 0 seconds"),
         )
@@ -53,10 +57,10 @@ class LoopSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopState:
-    """Where a loop stands after ``iteration``: what a run needs to go on, beside the states of its trainer and its data
-    source. ``version`` is that of the weights, ``validations`` how often was validated;
-    ``reward_means`` is what the result goes on from. ``admitted``: the instances that were admitted ahead and are not
-    trained on, each with the iterations that had been finished then."""
+    """A loop's state after ``iteration``, which a run resumes from beside the states of its trainer and data source.
+    ``version`` is the weight version, ``validations`` the number of validations so far, ``reward_means`` those of the
+    finished iterations. ``admitted``: instances admitted ahead and not yet trained on, each with the number of
+    iterations finished when it was admitted."""
 
     iteration: int = 0
     version: str = "0"

@@ -1,4 +1,4 @@
-"""Validations: in turn with training, or beside it."""
+"""Validations: synchronous, or beside asynchronous training."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Validations:
             self._begin(done)
 
     async def before(self, iteration: int) -> dict[str, Any]:
-        """The metrics of the one before the first iteration, in turn with training."""
+        """The metrics of the validation before the first iteration; synchronous."""
         if self._beside or iteration > 1:
             return {}
         return _of_the_start(await self._in_turn(iteration))

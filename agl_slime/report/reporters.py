@@ -99,7 +99,7 @@ class Reporters:
     def _drop(self, reporter: Reporter, error: Exception) -> None:
         self._reporters = tuple(known for known in self._reporters if known is not reporter)
         name = type(reporter).__name__
-        text = f"{name} stopped with {type(error).__name__}: {error}; the run goes on without it."
+        text = f"{name} stopped with {type(error).__name__}: {error}; the run continues without it."
         logger.debug("%s failed", name, exc_info=error)
         self._close(reporter)
         if self._reporters:

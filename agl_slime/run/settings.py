@@ -50,59 +50,59 @@ class TrainConfig:
     """A Python that has SGLang, for --engine sglang, by default what AGL_SLIME_SGLANG_PYTHON names. For a CPU
     `bash scripts/sglang_cpu.sh DIR` makes one: DIR/bin/python."""
     trainer: Literal["local", "slime"] = "local"
-    """Who trains: the local GRPO trainer, or slime."""
+    """The trainer: local (GRPO on this machine), or slime."""
 
     num_iterations: int = 40
-    """Collect, train, sync: so many times."""
+    """Training iterations (collect, train, sync) in all."""
     rollout_batch_size: int = 16
     """Prompts per iteration."""
     n_samples_per_prompt: int = 4
-    """Rollouts per prompt: the group that a reward is compared with."""
+    """Rollouts per prompt: the group within which advantages are computed."""
     max_new_tokens: int = 48
     """Most tokens that one answer may have."""
     temperature: float = 1.0
     """Sampling temperature, in the engine and in the trainer."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens that have this much of the probability. Below 1 the trainer's log-probs are of
-    the same tokens, which the engine must send: the embedded one does, and SGLang with slime's patch."""
+    """Nucleus sampling: the likeliest tokens with this much of the probability. Below 1 the trainer's log-probs are
+    computed over the same tokens, which the engine must report: the embedded one does, and SGLang with slime's
+    patch."""
     top_k: int = -1
-    """Sample from so many of the likeliest tokens; -1 is all. Otherwise as top_p."""
+    """Sample from so many of the likeliest tokens; -1 is all. Log-probs as with top_p."""
     routed_experts: bool = False
-    """Train a mixture of experts with the experts that the engine picked; an engine at --sglang-url must run with
+    """Replay the engine's routed experts when training a mixture of experts; an engine at --sglang-url must run with
     --enable-return-routed-experts."""
     rollout_timeout: float = 600.0
     """Seconds after which a rollout is cancelled and counts as failed."""
     max_attempts: int = 1
-    """How often a failed rollout is tried, the first time included."""
+    """Attempts of a rollout, the first included."""
     group_min_ratio: float = 0.7
     """Share of a group's rollouts that must succeed, and never fewer than 2; 1 is all of them."""
     group_max_retries: int = 0
-    """Failed rollouts of a group that are run again when the group would fall short without them."""
+    """Most failed rollouts of a group that are run again, where the group would be dropped without them."""
     group_timeout: float | None = None
-    """Seconds after the last ended rollout of a group after which the others are not waited for; by default all are."""
+    """Seconds after a group's last ended rollout after which its stragglers are cancelled; by default never."""
     drop_zero_variance: bool = False
-    """Replace groups whose rewards are all the same: they have no advantages."""
+    """Replace groups whose rewards are all the same: their advantages are 0."""
     max_replaced_groups: int | None = None
-    """Most groups of an iteration that are replaced when they are dropped; by default as many as rollout_batch_size."""
+    """Most dropped groups that are replaced per iteration; by default rollout_batch_size."""
     failure_patience: float = 600.0
-    """Seconds in which other tasks are tried, with pauses, while all rollouts fail that worked before (a judge that is
-    away); 0 ends the run at once."""
+    """Seconds for which other tasks are tried, with pauses, while all rollouts fail after earlier ones succeeded (a
+    judge that is down); 0 ends the run at once."""
     max_staleness: int = 0
-    """Most weight versions that tokens may be behind the policy that trains on them. 0 collects, trains and syncs one
-    after the other; above 0 rollouts continue while a batch is trained on (asynchronous), within that limit."""
+    """Most weight versions that tokens may be behind the policy that trains on them. 0 is synchronous training; above 0
+    it is asynchronous: rollouts continue while a batch is trained on, within that limit."""
     weight_pause: Literal["abort", "retract", "in_place"] = "abort"
-    """What becomes of requests that run when new weights come: abort (they answer with what they have, and the
-    client asks for the rest), retract (they stay in the engine, which recomputes their KV cache) or in_place (they stay
-    and keep the KV cache of the old weights)."""
+    """Running requests at a weight update: abort (they return their tokens so far, and the client requests the rest),
+    retract (they stay in the engine, which recomputes their KV cache) or in_place (they stay and keep the KV cache of
+    the old weights)."""
     max_concurrent: int | Literal["auto"] = 1024
-    """Rollouts in flight, in each runner; auto: as many as keep the engine full and its queue short, found while the
-    run goes on (--runners inproc)."""
+    """Rollouts in flight, in each runner; auto follows the engine's load, so that it is full and its queue short
+    (--runners inproc)."""
     runners: str = "inproc"
     """Where the agent runs: inproc (a thread of this process), process:N (N processes), ray:N (N Ray actors), or
     controller (Agent Lightning 1.0's, which runs --agent module:Class as processes or --job-template as Jobs)."""
     store_host: str = "127.0.0.1"
-    """Address on which runners outside of this process reach the store; Ray on several hosts needs one of this
-    machine's."""
+    """Address of the store for runners outside of this process; Ray on several hosts needs one that they reach."""
 
     env: str | None = None
     """An environment of verifiers in the place of --agent and --tasks: a taskset by its name, reasoning-gym:NAME[,NAME]
@@ -123,67 +123,67 @@ class TrainConfig:
     env_workers: int = 1
     """Processes that play episodes, each at most --max-concurrent at once."""
     env_map: tuple[str, ...] = ()
-    """Of a controller's agent: environment variables from its task, as NAME=input.path."""
+    """Environment variables of a controller's agent, filled from its task, as NAME=input.path."""
     job_template: Path | None = None
-    """For a controller on Kubernetes: the Jinja template of a Job."""
+    """Jinja template of a Job, for a controller on Kubernetes."""
     controller_python: Path | None = None
     """A Python that has agentlightning 1.x, whose controller is started and ended with the run, by default what
     AGL_CONTROLLER_PYTHON names; without one the run waits for a controller."""
     controller_host: str = "127.0.0.1"
     """Address on which a controller and its agents reach the run; another than a loopback address needs AGL_KEY."""
     controller_port: int = 0
-    """Port of that; 0 takes a free one."""
+    """Port on controller_host; 0 takes a free one."""
 
     multi_turn_scheduler: str | None = None
     """Scheduler that decides what follows each answer, by the name it is registered under."""
     max_turns: int | None = None
     """Most answers of one rollout."""
     branches: Branches = "used"
-    """Answers of agents that talk to the gateway that are trained: used (without those that were asked for again and
-    not gone on from), all, or last (the conversation with the last answer)."""
+    """Which answers of gateway agents are trained: used (skip answers that were requested again and never continued),
+    all, or last (the conversation with the last answer)."""
     constraints: Constraints = "drop"
-    """What becomes of JSON schemas and forced calls of tools: drop (sampled freely and trained), mask (obeyed and not
-    trained) or refuse."""
+    """JSON schemas and forced tool calls: drop (sampled freely and trained), mask (obeyed and not trained) or
+    refuse."""
     untrained_models: tuple[str, ...] = ()
-    """Model names of requests that are answered by the policy and not trained: a judge, a user simulator."""
+    """Model names of requests that the policy answers and that are not trained: a judge, a user simulator."""
     trained_models: tuple[str, ...] = ()
     """Further roles that are trained: names of LLM resources beside main_llm, or model names of requests."""
     external_plugins: tuple[Path, ...] = ()
-    """Python files to run first; they register schedulers, tool parsers or loss masks."""
+    """Python files to run at start; they register schedulers, tool parsers or loss masks."""
 
     eval_interval: int = 10
     """Validate before the first iteration, after every so many and at the end; 0 is never."""
     eval_rollouts: int = 32
-    """Rollouts of a validation."""
+    """Rollouts per validation."""
     eval_tasks: Path | None = None
-    """Tasks of validations as JSON lines. Without it a tenth of --tasks is held out for them, or the agent's own
-    make_task(rng) is used with another seed."""
+    """Validation tasks as JSON lines. Without it a tenth of --tasks is held out, or the agent's make_task(rng) is used
+    with another seed."""
     eval_sglang_url: str | None = None
-    """URL of a second SGLang server, where validations run beside training with the weights they began with; with
+    """URL of a second SGLang server for validations, which keeps the weights a validation started with; needs
     --max-staleness. Without it they share the engine with training."""
 
     output_dir: Path | None = None
     """Where metrics, plot, transcripts and weights go; a new directory under runs/ by default."""
     weights_dir: Path | None = None
-    """Where versions of the weights are on their way to the engine, which reads them there. By default the memory of
-    this machine for large models and an engine that is started here, else the directory of the run."""
+    """Directory from which the engine reads new weights. By default this machine's memory for large models with an
+    engine started here, else the run's directory."""
     overwrite: bool = False
     """Replace an earlier run with other settings in the output directory."""
     resume: bool = False
-    """Go on with the run in the output directory from its newest checkpoint."""
+    """Resume the run in the output directory from its newest checkpoint."""
     save_interval: int = 10
-    """A checkpoint after every so many iterations and at the end."""
+    """Save a checkpoint after every so many iterations and at the end."""
     keep_best: bool = False
     """Keep the weights of the best validation as well, in model-best beside model."""
     seed: int = 0
     """Seed of tasks, policy and trainer."""
     keep_rollouts: Keep = "sampled"
-    """Rollouts that rollouts.jsonl keeps whole, for the report: all, sampled (the best, the worst, one at random and a
-    failed one of an iteration), or none."""
+    """Rollouts written whole to rollouts.jsonl, for the report: all, sampled (per iteration the best, the worst, a
+    random and a failed one), or none."""
     keep_rollouts_mb: int = 256
-    """Most MB of sampled rollouts; as they are used up, ever fewer iterations are kept."""
+    """Most MB of sampled rollouts; as they fill up, fewer iterations are kept."""
     track: tuple[Tracker, ...] = ()
-    """Where metrics go as well: wandb, mlflow; their own environment variables say which server, or none."""
+    """Further trackers of metrics: wandb, mlflow; their own environment variables name the server, or none."""
     view: View = "auto"
     """Live progress or one line per iteration; auto is live on a terminal, web opens the run's page beside it."""
 
@@ -195,7 +195,7 @@ class TrainConfig:
     """slime: GPUs for rollout engines that slime launches; 0 uses the ones at --sglang-url."""
 
     local: LocalTrainerSettings = field(default_factory=LocalTrainerSettings)
-    """Settings of the local trainer; its temperature is the one above, and so is its seed where it is not set."""
+    """Settings of the local trainer; its temperature is --temperature, and its seed --seed where it is not set."""
 
     def __post_init__(self) -> None:
         RunnerPlan.parse(self.runners)
@@ -239,9 +239,9 @@ class TrainConfig:
             for name in ("env_map", "job_template", "controller_python", "controller_host", "controller_port"):
                 self._refuse(name, "only a controller uses it; add --runners controller, or leave it out", "runners")
         if self.resume and self.output_dir is None:
-            raise ConfigError("--resume needs --output-dir: the directory of the run to go on with")
+            raise ConfigError("--resume needs --output-dir: the directory of the run to resume")
         if self.resume and self.overwrite:
-            raise ConfigError("--resume goes on with a run and --overwrite replaces it; give one of them")
+            raise ConfigError("--resume continues a run and --overwrite replaces it; give one of them")
         if not self.eval_interval:
             for name in ("eval_rollouts", "eval_tasks", "keep_best"):
                 self._refuse(name, "there are no validations with --eval-interval 0; leave it out")
@@ -298,10 +298,10 @@ class TrainConfig:
             raise ConfigError(f"--sglang-python {self.sglang_python}: add --engine sglang, or leave it out")
         if self.eval_sglang_url is not None and not (self.max_staleness and self.eval_interval):
             fix = "give --max-staleness 1 or more and an --eval-interval, or leave it out"
-            raise ConfigError(f"--eval-sglang-url {self.eval_sglang_url}: validations run beside training only; {fix}")
+            raise ConfigError(f"--eval-sglang-url {self.eval_sglang_url}: only asynchronous training uses it; {fix}")
         if self.keep_best and self.max_staleness:
             why = (
-                "validations beside training end when their weights may be gone; use --max-staleness 0, or leave it out"
+                "an asynchronous validation may end after its weights are gone; use --max-staleness 0, or leave it out"
             )
             raise ConfigError(f"--keep-best with --max-staleness {self.max_staleness}: {why}")
         if not self.max_staleness:

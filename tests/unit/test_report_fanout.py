@@ -70,7 +70,7 @@ def test_a_failing_reporter_is_dropped_with_one_warning_and_the_others_go_on() -
     assert failing.events == [iteration(0)]
     assert failing.closed == 1
     warning = Warning(
-        text="Failing stopped with OSError: No space left on device; the run goes on without it.",
+        text="Failing stopped with OSError: No space left on device; the run continues without it.",
         key="reporter:Failing",
     )
     for other in (before, after):

@@ -37,46 +37,46 @@ class LocalTrainerSettings:
     epochs: int = 1
     """Passes over each batch."""
     kl_coef: float = 0.0
-    """Weight of the KL divergence to the start policy; above 0 a frozen copy of it is kept in memory."""
+    """Coefficient of the KL divergence to the start policy; above 0 a frozen copy of it is kept in memory."""
     aggregation: Literal["token", "rollout"] = "token"
-    """Whether every token weighs the same, or every rollout (slime's default)."""
+    """Loss aggregation: every token weighs the same, or every rollout (slime's default)."""
     temperature: float | None = None
     """The sampling temperature of the rollouts: log-probs are those of ``softmax(logits / temperature)``. Unset it is
     the run's, or 1."""
     old_log_probs: Literal["engine", "recompute"] = "engine"
-    """The denominator of the ratio: the engine's log-probs, or the trainer's own before the first step."""
+    """Old log-probs of the PPO ratio: the engine's, or the trainer's own before the first step."""
     off_policy: Literal["none", "tis", "icepop"] = "none"
-    """How tokens are weighed that other weights have sampled, by the probability that the trainer gives them before the
-    first step over the engine's: not at all, by that ratio up to tis_clip, or by the ratio within icepop_range and else
-    not trained. Needs old_log_probs recompute."""
+    """Importance weight of off-policy tokens, from the ratio of the trainer's probability before the first step to the
+    engine's: none (1), tis (the ratio, at most tis_clip), or icepop (the ratio within icepop_range, else 0). Needs
+    old_log_probs recompute."""
     tis_clip: float = 2.0
-    """Largest weight of a token with off_policy tis; slime's default."""
+    """Largest importance weight with off_policy tis; slime's default."""
     icepop_range: tuple[float, float] = (0.5, 5.0)
-    """Ratios of the tokens that off_policy icepop trains; the values of Ring-1T."""
+    """Range of ratios outside which off_policy icepop masks tokens; the values of Ring-1T."""
     rewards_normalization: bool = True
-    """Subtract the mean reward of the prompt group."""
+    """Advantages: subtract the mean reward of the prompt group."""
     std_normalization: bool = True
-    """Also divide by the standard deviation of the prompt group."""
+    """Advantages: also divide by the standard deviation of the prompt group."""
     reward_key: str | None = None
-    """Which reward to train on where samples carry a dict of them."""
+    """Which reward to train on, of samples with a dict of rewards."""
     lora_rank: int = 0
-    """Train low-rank adapters of this rank (LoRA, with peft) and not the weights themselves; 0 trains all weights."""
+    """Rank of LoRA adapters (with peft), which are trained instead of the weights; 0 trains all weights."""
     lora_alpha: float = 32.0
-    """What the adapters add is scaled by ``lora_alpha / lora_rank``."""
+    """LoRA's alpha: the adapters' output is scaled by ``lora_alpha / lora_rank``."""
     lora_targets: tuple[str, ...] = ()
     """Names of the layers that get adapters, as ``q_proj``; by default all linear layers but the output layer."""
     max_tokens_per_microbatch: int = 4096
-    """Ids per forward pass, a prompt in common counted once; bounds memory, does not change the result."""
+    """Tokens per forward pass, a shared prompt counted once; bounds memory, does not change the result."""
     max_tokens_per_logits_chunk: int = 512
     """Sampled tokens whose logits, over the whole vocabulary, are in memory at once; does not change the result."""
     gradient_checkpointing: bool = False
-    """Compute what is inside each layer again for the backward pass: less memory, a third more time, same result."""
+    """Recompute activations in the backward pass: less memory, a third more time, same result."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Numbers in which the model is computed; weights, log-probs and the optimizer stay float32. auto is bfloat16 on a
-    CUDA device that has it, else float32, in which the embedded engine computes."""
+    """Dtype of the layers' computation; weights, log-probs and the optimizer stay float32. auto is bfloat16 on a CUDA
+    device that has it, else float32, the embedded engine's dtype."""
     torch_threads: int | Literal["auto"] | None = None
-    """torch's CPU threads, set for the whole process; unset leaves them alone. auto, what the command line uses, is 1
-    for small models, which more slow down, and the cores of this machine for others."""
+    """torch's CPU threads, set for the whole process; unset leaves them alone. auto, the command line's default, is 1
+    for small models, which are slower with more, and the cores of this machine for others."""
     device: str = "cpu"
     """A torch device, such as ``cpu`` or ``cuda:0``; ``auto`` is ``cuda`` where there is one."""
     seed: int | None = None
@@ -104,7 +104,7 @@ class LocalTrainerSettings:
             ("icepop_range", lambda v: len(v) == 2 and 0 <= v[0] <= v[1] < math.inf, "two numbers, the lower first"),
         )
         if self.off_policy != "none" and self.old_log_probs == "engine":
-            fix = "set old_log_probs to 'recompute', or the ratio that it weighs tokens by is 1"
+            fix = "set old_log_probs to 'recompute', or every importance ratio is 1"
             raise ConfigError(f"off_policy is {self.off_policy!r} with old_log_probs 'engine'; {fix}.")
         for name, used_by in (("tis_clip", "tis"), ("icepop_range", "icepop")):
             if (value := getattr(self, name)) != getattr(type(self), name) and self.off_policy != used_by:
