@@ -34,6 +34,8 @@ from agl_slime.store.server import TOKEN_VARIABLE as STORE_TOKEN_VARIABLE
 from agl_slime.support.agl import LLM, LightningStore, ProxyLLM, Span, SpanCoreFields, TraceStatus
 from agl_slime.support.http import json_response, stop_signal
 from agl_slime.support.net import require_token, same_secret
+from agl_slime.support.ranges import check_ranges
+from agl_slime.trace.attributes import GENERATE_SPAN
 
 TOKEN_VARIABLE = "AGL_SLIME_GATEWAY_TOKEN"
 
@@ -119,6 +121,10 @@ class StoreGateway(Gateway):
         llm = self._engine_of(told if isinstance(told, LLM) else None)
         if rollout.status in FINISHED or rollout_id in self._ended:  # the store may have told of its end meanwhile
             raise GatewayRequestError(f"rollout {rollout_id} has ended", status=410, code="rollout_ended")
+        if [*await self._store.query_spans(rollout_id, attempt_id, name=GENERATE_SPAN, limit=1)]:
+            # by a gateway that has ended: what it held of the conversation is gone, and must not be trained twice
+            told = f"attempt {attempt_id} was begun at a gateway that has ended: begin the rollout again"
+            raise GatewayRequestError(told, status=410, code="attempt_lost")
         recording = Recording(rollout_id, attempt_id, store=self._store)
 
         def write(name: str, attributes: dict[str, Any], started: float) -> None:
@@ -182,8 +188,13 @@ class GatewayCommand:
     """Sampling temperature, where the rollout's resources say nothing."""
     token: str | None = None
     """What clients show; anything but a loopback address needs one. AGL_SLIME_GATEWAY_TOKEN is the same."""
+    workers: int = 1
+    """Processes that the conversations live in, each attempt in one of them, behind the one address."""
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
     """How clients are treated, and the address to listen on."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self, ("workers", lambda value: value >= 1, "at least 1"), named=lambda name: f"--{name}")
 
 
 async def _serve(command: GatewayCommand) -> None:
@@ -191,11 +202,20 @@ async def _serve(command: GatewayCommand) -> None:
         raise ConfigError(f"--model-path {command.model_path}: there is no checkpoint")
     sampling = {"temperature": command.temperature, "max_new_tokens": command.max_new_tokens}
     llm = LLM(endpoint=command.sglang_url, model=str(command.model_path), sampling_parameters=sampling)
-    store = RemoteStore(command.store_url, token=os.environ.get(STORE_TOKEN_VARIABLE))
-    gateway = StoreGateway(
-        store=store, llm=llm, token=command.token or os.environ.get(TOKEN_VARIABLE), settings=command.gateway
-    )
+    store_token, token = os.environ.get(STORE_TOKEN_VARIABLE), command.token or os.environ.get(TOKEN_VARIABLE)
     ended = stop_signal()
+    if command.workers > 1:
+        from agl_slime.gateway.workers import WorkerSpec, serving_workers
+
+        shared: dict[str, Any] = {"store_url": command.store_url, "store_token": store_token, "llm": llm}
+        async with serving_workers(
+            WorkerSpec(**shared, token=token, settings=command.gateway), command.workers
+        ) as front:
+            print(f"gateway at {front.url}/v1", flush=True)
+            await ended.wait()
+        return
+    store = RemoteStore(command.store_url, token=store_token)
+    gateway = StoreGateway(store=store, llm=llm, token=token, settings=command.gateway)
     with gateway:
         print(f"gateway at {gateway.url}/v1", flush=True)
         await ended.wait()
