@@ -19,8 +19,10 @@ from verifiers.v1.configs.agent import agent_config_fields
 
 from agl_slime.environments.taskset import Finder, loaded, tasks_of
 
-KEY_VARIABLE = "AGL_KEY"
-OTHERS_KEY_VARIABLE = "AGL_ENV_MODEL_KEY"
+# Where verifiers reads the keys here: it keeps what is called API_KEY from the programs that episodes start. With the
+# run's key one could post rewards.
+KEY_VARIABLE, OTHERS_KEY_VARIABLE = "AGL_RUN_API_KEY", "AGL_ENV_MODEL_API_KEY"
+_GIVEN = {"AGL_KEY": KEY_VARIABLE, "AGL_ENV_MODEL_KEY": OTHERS_KEY_VARIABLE}
 _address: ContextVar[str] = ContextVar("address")
 
 
@@ -67,6 +69,9 @@ class Player:
         self.url, self.key = url, key
         self._spec = spec
         self.trained: list[str] = spec["trained"]
+        for given, here in _GIVEN.items():
+            if (found := os.environ.pop(given, None)) is not None:
+                os.environ[here] = found
         os.environ[KEY_VARIABLE] = key
         client = EvalClientConfig(base_url=url, api_key_var=KEY_VARIABLE)
         self._ctx = ModelContext(client=client, model="auto")
@@ -122,13 +127,15 @@ def rewards_of(episode: Any, trained: list[str]) -> list[dict[str, Any]]:
         if scored and agent in trained:
             totals[agent] = sum(trace.reward for trace in scored) / len(scored)
         prefix = f"{agent}/" if several else ""
+        rewards = {name for trace in traces for name in trace.rewards}
         for trace in traces:
             for name, reward in trace.rewards.items():
                 if reward is not None:
                     named.setdefault(prefix + name, []).append(reward.score)
             for name, value in trace.metrics.items():
                 if value is not None and math.isfinite(value):
-                    named.setdefault(f"{prefix}{name}", []).append(float(value))
+                    taken = "metric/" if name in rewards else ""
+                    named.setdefault(f"{taken}{prefix}{name}", []).append(float(value))
     if not totals:
         return []
     if not all(map(math.isfinite, totals.values())):

@@ -57,20 +57,24 @@ def _named(name: str) -> list[str]:
 
 def tasks_of(spec: Mapping[str, Any], env: Any) -> tuple[dict[str, Any], bool]:
     """The tasksets by the name of their split, ``train`` and where it has its own ``eval``, and whether all end."""
-    split = spec.get("eval_split") or _own_split(env.taskset)
-    found = {"train": env.taskset}
+    names = _splits(env.taskset)
+    config = env.taskset.config
+    train = env.taskset
+    if "train" in names and "split" not in config.model_fields_set and config.split != "train":
+        train = loaded(spec, split="train").taskset  # it tests where nobody says what to do
+    split = spec.get("eval_split") or next(
+        (one for one in EVAL_SPLITS if one in names and one != train.config.split), None
+    )
+    found = {"train": train}
     if split is not None:
         found["eval"] = loaded(spec, split=split).taskset
     return found, all(taskset.bounded for taskset in found.values())
 
 
-def _own_split(taskset: Any) -> str | None:
-    """The split for validations, where the taskset's configuration lists its splits and one other is trained on."""
+def _splits(taskset: Any) -> tuple[str, ...]:
+    """The splits that the taskset's configuration lists."""
     field = type(taskset.config).model_fields.get("split")
-    if field is None or get_origin(field.annotation) is not Literal:
-        return None
-    names = get_args(field.annotation)
-    return next((name for name in EVAL_SPLITS if name in names and name != taskset.config.split), None)
+    return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
 
 
 def digest_of(task: Any) -> str:
