@@ -43,7 +43,7 @@ class ReasoningGymTaskConfig(vf.TaskConfig):
 
 
 class ReasoningGymConfig(vf.TasksetConfig):
-    datasets: dict[str, float] = Field(min_length=1)
+    datasets: dict[str, float] = Field(default_factory=dict)
     """Weights by the name of a dataset: `{"chain_sum": 2, "leg_counting": 1}`."""
     split: Literal["train", "eval"] = "train"
     """Which questions: no question is in both."""
@@ -113,6 +113,8 @@ class ReasoningGymTask(vf.Task[ReasoningGymData, vf.State, ReasoningGymTaskConfi
 class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
     def load(self) -> Iterator[ReasoningGymTask]:
         config = self.config
+        if not config.datasets:  # verifiers' command line makes a configuration of the id alone
+            raise ValueError("reasoning-gym: name its datasets, such as --env reasoning-gym:chain_sum")
         for name in config.datasets:
             if name not in DATASETS:
                 raise ValueError(f"reasoning-gym has no dataset {name!r}; it has {', '.join(sorted(DATASETS))}")

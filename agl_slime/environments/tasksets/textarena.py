@@ -109,7 +109,7 @@ def random_move(observation: str, draw: random.Random, moves: list[str] | None =
 
 
 class TwoPlayerConfig(vf.TasksetConfig):
-    game: str
+    game: str = ""
     """TextArena's name of the game, as `TicTacToe-v0`."""
     split: Literal["train", "eval"] = "train"
     """Evaluation's seeds are never training's."""
