@@ -51,8 +51,8 @@ class Pacing:
 
     def of_another_function(self) -> None:
         """A rollout function that does not say which rollout it is at is not paced."""
-        what = "is of agl_slime.slime_hooks.generate_rollout; for others nothing is enqueued ahead"
-        logger.warning("agl_max_staleness %d %s", self._max_staleness, what)
+        needs = "works only with --rollout-function-path agl_slime.slime_hooks.generate_rollout; ignored"
+        logger.warning("agl_max_staleness %d %s", self._max_staleness, needs)
 
     def asked(self, rollout_id: int) -> None:
         """slime asks for this rollout: the groups of those before it are taken. Raises ``DataSourceError`` when those
@@ -70,7 +70,7 @@ class Pacing:
         admission.advance(rollout_id - 1)  # at least: training does not wait for more than one rollout
         if begins and admission.late():
             why = f"the saved state holds {len(self._before)} groups that were admitted under a higher limit"
-            fix = "go on with the one that it was saved under"
+            fix = "resume with the limit of its run"
             raise DataSourceError(f"agl_max_staleness {self._max_staleness}: {why}; {fix}")
 
     def weights(self, version: str | None, *, rollout_id: int | None) -> None:
