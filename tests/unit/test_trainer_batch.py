@@ -122,7 +122,7 @@ def test_the_reward_key_picks_from_a_dict():
         ({"tokens": [[1, 2], [3, 4]], "response_length": 1, "loss_mask": [1]}, "tokens of sample 1 .*shape"),
         ({"tokens": [-1, 2, 3, 4, 5]}, "tokens of sample 1 hold the id -1"),
         ({"response_length": -1, "loss_mask": [], "rollout_log_probs": []}, "response_length of sample 1 is -1"),
-        ({"multimodal_train_inputs": {"pixels": 1}}, "multimodal_train_inputs"),
+        ({"multimodal_train_inputs": {"pixels": 1}}, "shows images; use slime"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused(fields: dict[str, Any], message: str):
