@@ -54,6 +54,7 @@ def home(attempt: tuple[str, str]) -> int:
     return worker_of(f"/rollout/{attempt[0]}/attempt/{attempt[1]}/v1".encode(), 2)
 
 
+@pytest.mark.slow
 async def test_a_killed_worker_s_attempts_are_lost_and_told_so_and_the_others_go_on(tmp_path: Path) -> None:
     async with two_workers(tmp_path) as (front, store, _, attempts), httpx.AsyncClient(timeout=60) as http:
         answers = [await http.post(address(front, attempt), json=BODY) for attempt in attempts]
@@ -76,6 +77,7 @@ async def test_a_killed_worker_s_attempts_are_lost_and_told_so_and_the_others_go
             assert len(turns) == (2 if attempt in kept else 1)
 
 
+@pytest.mark.slow
 async def test_a_call_that_is_under_way_gets_one_typed_answer(tmp_path: Path) -> None:
     async with two_workers(tmp_path) as (front, _, engine, attempts), httpx.AsyncClient(timeout=60) as http:
         engine.latency_s = 30.0  # longer than this test
@@ -90,6 +92,7 @@ async def test_a_call_that_is_under_way_gets_one_typed_answer(tmp_path: Path) ->
         assert "Retry-After" in answer.headers
 
 
+@pytest.mark.slow
 async def test_a_worker_that_cannot_start_is_one_sentence(tmp_path: Path) -> None:
     wrong: Any = "nobody.invalid host"
     spec = WorkerSpec(store_url="http://127.0.0.1:9", store_token=None, llm=wrong, token=None, settings=Unpicklable())

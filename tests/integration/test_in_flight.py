@@ -52,6 +52,7 @@ async def test_a_server_that_does_not_say_it_is_one_sentence() -> None:
         await loads.aclose()
 
 
+@pytest.mark.slow
 def test_a_run_finds_its_number_and_says_it(policy_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
     from agl_slime.run.local import run_training

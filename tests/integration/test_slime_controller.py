@@ -42,6 +42,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
         }
 
 
+@pytest.mark.slow
 def test_workers_of_the_managers_process_run_its_agent(tmp_path: Path):
     with AGLDataSource(
         args_for(agl_agent=AGENT, agl_runners="process:1", agl_tasks=write_tasks(tmp_path / "t.jsonl", 8))
