@@ -58,7 +58,9 @@ def hover_trained(page: Any, sample: dict[str, Any], at: int) -> None:
 
 def test_the_first_command_is_followed_and_read_to_its_tokens(page: Any, tmp_path: Path) -> None:
     run = tmp_path / "first"
-    with train("--output-dir", run, "--num-iterations", "10", "--view", "web") as process:
+    # with one minibatch every token is first seen by the weights that sampled it
+    flags = ("--num-iterations", "10", "--local.n-minibatches", "1")
+    with train("--output-dir", run, *flags, "--view", "web") as process:
         process.until("the run is at ")
         (url,) = [line.rpartition(" ")[2] for line in process.lines if line.startswith("the run is at ")]
         page.goto(url)
