@@ -17,6 +17,7 @@ import pytest
 from agl_slime.agl1.settings import PYTHON_VARIABLE, ControllerSettings
 from agl_slime.datasource.read import collect
 from agl_slime.demo import LOOKUP_POLICY
+from agl_slime.engine.sglang_process import SGLANG_PYTHON
 from agl_slime.errors import ConfigError
 from agl_slime.report import read_metrics
 from agl_slime.runner.base import RunnerPlan
@@ -97,6 +98,10 @@ def test_what_an_agent_does_wrong_is_the_reason_of_its_rollout(
 
 
 @pytest.mark.sglang
+@pytest.mark.skipif(
+    not os.environ.get(SGLANG_PYTHON),
+    reason=f"{SGLANG_PYTHON} does not name a Python with SGLang; scripts/sglang_cpu.sh sets one up",
+)
 def test_a_real_sglang_answers_the_agents_of_a_controller(tmp_path: Path) -> None:
     """Before and after it was given new weights."""
     tasks = tmp_path / "tasks.jsonl"
