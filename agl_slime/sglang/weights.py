@@ -68,6 +68,8 @@ class DiskWeightSync:
         cannot, ``pause`` is "abort" from here on, and the sentence says why; empty when all can."""
         if self.pause == "abort":
             return ""
+        # one that a killed run left paused would not answer
+        await self._of_each_worker(SGLangClient.continue_generation)
         told = await self._of_each_worker(SGLangClient.lists_weight_versions)
         if (url := next((url for url, lists in told.items() if not lists), None)) is None:
             return ""

@@ -109,6 +109,16 @@ async def test_sequences_stay_in_an_engine_that_lists_its_versions(pause: PauseM
         assert engine.received[-1].path == "/continue_generation"
 
 
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+async def test_a_run_starts_on_an_engine_that_a_killed_one_left_paused(pause: PauseMode) -> None:
+    async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url) as client:
+        await client.pause_generation(pause)
+        sync = make_sync(engine, pause=pause)
+        assert await asyncio.wait_for(sync.settle_pause(), 10) == ""
+        await sync.push("/models/step-1", "1")
+        assert (await client.generate([5], SamplingParams(max_new_tokens=1))).output_ids
+
+
 async def test_an_engine_that_does_not_list_its_versions_is_paused_as_ever() -> None:
     async with ScriptedEngine() as good, ScriptedEngine(lists_versions=False) as old:
         async with ScriptedEngine(workers=[good.url, old.url]) as router:
