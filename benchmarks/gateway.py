@@ -190,15 +190,15 @@ def calls(count: int, url: str | None, model: str | None) -> dict[str, Any]:
     from contextlib import nullcontext
     from types import SimpleNamespace
 
-    from agl_slime.demo.policy import SHIPPED
+    from agl_slime.demo import LOOKUP_POLICY
     from agl_slime.engine import EmbeddedEngine
     from agl_slime.gateway.server import Gateway
     from agl_slime.support.agl import LLM
 
     found: dict[str, Any] = {}
-    started: Any = nullcontext(SimpleNamespace(url=url)) if url else EmbeddedEngine(SHIPPED)
+    started: Any = nullcontext(SimpleNamespace(url=url)) if url else EmbeddedEngine(LOOKUP_POLICY)
     with started as engine, Gateway() as gateway:
-        llm = LLM(endpoint=engine.url, model=model or str(SHIPPED), sampling_parameters={"max_new_tokens": 8})
+        llm = LLM(endpoint=engine.url, model=model or str(LOOKUP_POLICY), sampling_parameters={"max_new_tokens": 8})
         for at_once in (1, 32):
             found[f"engine {at_once}"] = asyncio.run(timed([f"{engine.url}/v1"], count, at_once))
             opened = [gateway.open(f"ro-{at_once}-{n}", "at", {"main_llm": llm}, lambda *_: None) for n in range(count)]

@@ -17,6 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 AT_THE_ROOT = {"__init__.py", "types.py", "events.py", "metric_names.py", "errors.py", "slime_hooks.py"}
 AT_THE_ROOT |= {"cli.py", "commands.py"}
 WITH_PYTHON = ("agl_slime", "tests", "benchmarks", "agents", "examples", "scripts")
+OURS = {"agl_slime", "tests", "benchmarks"}  # slime has examples, OpenAI has agents
 LONGEST_FILE = 400
 HEAVY = ("slime", "ray", "torch", "transformers", "sglang", "megatron", "safetensors", "matplotlib", "tensorboard")
 HEAVY += ("wandb", "mlflow")
@@ -49,6 +50,23 @@ def test_optional_systems_are_not_imported_at_module_top(path: Path) -> None:
             assert top not in ("agentlightning", "litellm") or room == "support/agl.py", f"{room} imports {top} itself"
             allowed = top in OF_A_MODEL and room.startswith(RUN_A_MODEL)
             assert allowed or top not in HEAVY, f"{room} imports {top} at its top"
+
+
+def test_programs_outside_the_package_import_what_is_there() -> None:
+    """Benchmarks and scripts are run rarely, and pyright reads the package only."""
+    root, missing = PACKAGE.parent, []
+    for path in (path for room in WITH_PYTHON for path in (root / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or (node.module or "").partition(".")[0] not in OURS:
+                continue
+            file = root / (node.module or "").replace(".", "/")
+            file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+            text = file.read_text() if file.exists() else ""
+            for name in (alias.name for alias in node.names):
+                module = (file.parent / name).is_dir() or (file.parent / f"{name}.py").exists()
+                if not re.search(rf"\b{name}\b", text) and not (file.name == "__init__.py" and module):
+                    missing.append(f"{path.relative_to(root)}: {node.module}.{name}")
+    assert not missing
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
