@@ -1,6 +1,6 @@
 """What routed experts cost beside the same rollout without: bytes and CPU, from the engine's answers to slime's Sample.
 
-python -m benchmarks.routed_experts [--layers 48] [--top-k 8] [--turns 8]
+python -m benchmarks.routed_experts [--layers 48] [--top-k 8] [--turns 8] [--directory DIR]
 
 "all rows" is what an engine would send if every call asked for the rows of its whole prompt, as slime's own generate
 does; "int32" what a rollout would hold if each turn kept that.
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import base64
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +21,15 @@ import numpy as np
 from agl_slime.sglang.generation import PartRequest, SamplingParams, parse_generation
 from agl_slime.slime.replay import with_tensors
 from agl_slime.trace.converter import convert_trajectory
+from agl_slime.trace.replay_files import file_replay, remove_replay
 from agl_slime.trace.span_codec import TurnEncoder, decode_turns
 from agl_slime.trace.trajectory import Trajectory
 from agl_slime.trace.turn import Turn
 
 
-def rollout(tokens: int, turns: int, shape: tuple[int, int] | None) -> dict[str, float]:
-    """One rollout of ``turns`` turns, half of whose tokens are sampled; seconds of CPU and bytes."""
+def rollout(tokens: int, turns: int, shape: tuple[int, int] | None, directory: Path | None = None) -> dict[str, float]:
+    """One rollout of ``turns`` turns, half of whose tokens are sampled; seconds of CPU and bytes. ``directory``: where
+    experts are written to, and not to spans."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 150_000, tokens, dtype=np.int32)
     sampling = SamplingParams(max_new_tokens=tokens, routed_experts=shape)
@@ -47,13 +51,15 @@ def rollout(tokens: int, turns: int, shape: tuple[int, int] | None) -> dict[str,
         spent["parse"] += time.process_time() - began
         link: Any = {"base_turn": turn - 1, "kept_tokens": turn * each} if turn else {}
         began = time.process_time()
+        if directory is not None:
+            link["filed"] = file_replay(str(directory), "a", encoder.stream, generation.experts, None)
         made = Turn.from_generation(prompt, generation, **link)
         spans.append(SimpleNamespace(attributes=encoder.encode(made)))
         spent["spans"] += time.process_time() - began
         start = end - 1
     began = time.process_time()
     trajectory = Trajectory(rollout_id="a", attempt_id="1", task={}, turns=tuple(decode_turns(spans)), reward=1.0)
-    (sample,) = convert_trajectory(trajectory).samples
+    (sample,) = convert_trajectory(trajectory, replay_files=directory).samples
     spent["sample"] = time.process_time() - began
     held = 0 if sample.rollout_routed_experts is None else sample.rollout_routed_experts.nbytes
     began = time.process_time()
@@ -61,7 +67,10 @@ def rollout(tokens: int, turns: int, shape: tuple[int, int] | None) -> dict[str,
     spent["tensor"] = time.process_time() - began
     stored = sum(len(value) for span in spans for value in span.attributes.values() if isinstance(value, str))
     tensor = sample.rollout_routed_experts
-    sizes = {"wire": wire, "all rows": naive * 4 / 3, "spans": stored, "Sample": held}
+    in_files = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()) if directory else 0
+    if directory is not None:
+        remove_replay(directory, ["a"])
+    sizes = {"wire": wire, "all rows": naive * 4 / 3, "spans": stored, "files": in_files, "Sample": held}
     sizes |= {"tensor": 0 if tensor is None else tensor.element_size() * tensor.numel(), "int32": naive}
     return {**{f"{name} ms": 1e3 * value for name, value in spent.items()}, **sizes}
 
@@ -70,15 +79,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("layers", 48), ("top-k", 8), ("turns", 8), ("repeat", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--directory", help="where files are made; by default that for temporary files")
     args = parser.parse_args()
     print(f"{args.layers} layers, {args.top_k} experts per token, {args.turns} turns; least of {args.repeat}")
     for tokens in (2_048, 32_768):
-        for shape in (None, (args.layers, args.top_k)):
-            found = [rollout(tokens, args.turns, shape) for _ in range(args.repeat)]
-            least = {name: min(one[name] for one in found) for name in found[0]}
-            times = "  ".join(f"{name} {value:8.1f}" for name, value in least.items() if name.endswith("ms"))
-            sizes = "  ".join(f"{name} {value / 1e6:8.2f}" for name, value in least.items() if not name.endswith("ms"))
-            print(f"{tokens:6} tokens, {'with' if shape else 'without':7} | {times} | MB: {sizes}")
+        for name in ("without", "in spans", "in files"):
+            shape = None if name == "without" else (args.layers, args.top_k)
+            with tempfile.TemporaryDirectory(dir=args.directory) as made:
+                where = Path(made) if name == "in files" else None
+                found = [rollout(tokens, args.turns, shape, where) for _ in range(args.repeat)]
+            least = {key: min(one[key] for one in found) for key in found[0]}
+            times = "  ".join(f"{key} {value:8.1f}" for key, value in least.items() if key.endswith("ms"))
+            sizes = "  ".join(f"{key} {value / 1e6:8.2f}" for key, value in least.items() if not key.endswith("ms"))
+            print(f"{tokens:6} tokens, {name:8} | {times} | MB: {sizes}")
 
 
 if __name__ == "__main__":

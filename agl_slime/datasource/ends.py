@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agl_slime.errors import DataSourceError, spell_exception
@@ -22,7 +23,8 @@ from agl_slime.store.feed import FeedPage, FeedPosition
 from agl_slime.store.follow import follow_feed
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.http import may_pass
-from agl_slime.support.threads import LoopThread
+from agl_slime.support.threads import LoopThread, run_in_thread
+from agl_slime.trace.replay_files import remove_replay
 
 if TYPE_CHECKING:
     from agl_slime.datasource.intake import Intake
@@ -150,6 +152,7 @@ class EndFollower:
         changed: threading.Condition,
         hold: bool,
         release: bool,
+        replay_files: Path | None,
         poll_interval_s: float,
         tick_s: float,
     ) -> None:
@@ -162,6 +165,7 @@ class EndFollower:
         """Of a restored state, or missed, until they are looked at."""
         self._poll_interval_s, self._tick_s = poll_interval_s, min(tick_s, _TICK_S)
         self._release = getattr(store, "release", None) if release else None
+        self._replay_files, self._kept_by = replay_files, None if release else getattr(store, "released", None)
         self._release_batch = 1 if isinstance(store, BridgeStore) else _RELEASE_BATCH
         self._away: Exception | None = None  # why the store does not answer
         self._begun, self._stop_asked = asyncio.Event(), asyncio.Event()
@@ -210,6 +214,9 @@ class EndFollower:
             due = self.table.due if len(self.table.due) >= (at_least or self._release_batch) else []
             if due:
                 self.table.due = []
+        # before the store is told: a kill between the two leaves nothing behind
+        if due and self._replay_files is not None:
+            await run_in_thread(partial(remove_replay, self._replay_files, self._read_by_all(due)))
         if due and self._release is not None:
             try:
                 await self._release(due)
@@ -217,6 +224,15 @@ class EndFollower:
                 with self._changed:
                     self.table.due[:0] = due
                 logger.warning("%d rollouts could not be released in the store: %s", len(due), error)
+
+    def _read_by_all(self, read: list[str]) -> list[str]:
+        """Of these those that nobody else reads: who does not release waits for the reader that does."""
+        if self._kept_by is None:
+            return read if self._release is not None else []
+        released = self._kept_by(read)
+        with self._changed:
+            self.table.due[:0] = [rollout_id for rollout_id in read if rollout_id not in released]
+        return [rollout_id for rollout_id in read if rollout_id in released]
 
     def _spawn(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
         task = asyncio.ensure_future(work(*args))

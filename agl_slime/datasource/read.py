@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from agl_slime import errors
@@ -15,7 +16,7 @@ from agl_slime.groups.results import MemberResult, Outcome, instance_of
 from agl_slime.store.bridge import FINISHED
 from agl_slime.support.agl import Attempt, EnqueueRolloutRequest, LightningStore, Rollout, Span
 from agl_slime.support.threads import run_in_thread
-from agl_slime.trace.attributes import FAILURE_REASON, LATENCY_S, USAGE_OUTPUT_TOKENS
+from agl_slime.trace.attributes import FAILURE_REASON, LATENCY_S, REPLAY_FILE, USAGE_OUTPUT_TOKENS
 from agl_slime.trace.converter import convert_rollout
 from agl_slime.trace.reward import read_reward
 from agl_slime.trace.spans import read_turns, spans_of_attempt
@@ -40,10 +41,11 @@ async def collect(
     reward_key: str | None = None,
     convert_validation: bool = False,
     reward_spans: bool = False,
+    replay_files: Path | None = None,
 ) -> MemberResult | None:
     """The result of a rollout; ``None`` when it has not ended yet (a failed attempt that is tried again) or does not
-    exist. Validation rollouts have samples only with ``convert_validation``; ``reward_spans`` as for
-    ``convert_rollout``."""
+    exist. Validation rollouts have samples only with ``convert_validation``; ``reward_spans`` and
+    ``replay_files`` as for ``convert_rollout``."""
     rollout = await store.get_rollout_by_id(rollout_id)
     if rollout is None or rollout.status not in FINISHED:
         return None
@@ -61,7 +63,7 @@ async def collect(
         return _failed(rollout, "spans_evicted", str(error))
     timeline = timeline_of(rollout, attempt, spans)
     texts = (value for span in spans for value in span.attributes.values() if isinstance(value, str))
-    heavy = sum(map(len, texts)) > _HEAVY_TRACE_CHARS
+    heavy = sum(map(len, texts)) > _HEAVY_TRACE_CHARS or any(REPLAY_FILE in span.attributes for span in spans)
     # the engine's own count, not the length of our ids: the two are compared in every report
     counts = [span.attributes[USAGE_OUTPUT_TOKENS] for span in spans if USAGE_OUTPUT_TOKENS in span.attributes]
     # a foreign span may hold anything, as True or NaN
@@ -89,6 +91,7 @@ async def collect(
                 reward_key=reward_key,
                 attempt_id=attempt_id,
                 reward_spans=reward_spans,
+                replay_files=replay_files,
             )
             conversion = await run_in_thread(convert) if heavy else convert()
     except RolloutError as error:

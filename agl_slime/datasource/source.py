@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from typing_extensions import Self
@@ -65,6 +66,8 @@ class GroupSource:
         reward_spans: the trainer takes rewards of turns as spans of a Sample (see ``ConversionOptions``).
         hold: the store outlives this process and states are saved: see ``EndTable``.
         producer: the component that enqueues rollouts, if it wants notifications.
+        replay_files: the directory of routed experts and nuclei; what released rollouts have there is removed, unless
+            ``removes_replay`` is off.
     """
 
     def __init__(
@@ -80,6 +83,8 @@ class GroupSource:
         reward_spans: bool = False,
         hold: bool = False,
         producer: Producer | None = None,
+        replay_files: Path | None = None,
+        removes_replay: bool = True,
     ) -> None:
         self.settings = settings = settings or DataSourceSettings()
         self._store: Any = store
@@ -102,10 +107,12 @@ class GroupSource:
                 reward_key=reward_key,
                 convert_validation=convert_validation,
                 reward_spans=reward_spans,
+                replay_files=replay_files,
             ),
             default_size=n_samples_per_prompt,
             hold=hold,
             release=settings.release,
+            replay_files=replay_files if removes_replay else None,
             poll_interval_s=settings.poll_interval_s,
             tick_s=(getattr(settings.policy, "timeout_s", None) or 10.0) / 10,
         )

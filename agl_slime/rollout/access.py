@@ -123,7 +123,7 @@ class ServedResources(dict[str, Any]):
 
 def replay_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """What of a run's sampling parameters is between gateway and engine, and no client's to hand on."""
-    return {name: sampling[name] for name in ("routed_experts", "nucleus") if sampling.get(name)}
+    return {name: sampling[name] for name in ("routed_experts", "nucleus", "replay_files") if sampling.get(name)}
 
 
 def sampling_of(llm: LLM) -> SamplingParams:

@@ -24,12 +24,14 @@ from agl_slime.rollout.tools import ToolManager, ToolResult
 from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
 from agl_slime.sglang.resumable import Progress
 from agl_slime.support.agl import TraceStatus, get_active_tracer
+from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.codec import common_prefix, token_array
 from agl_slime.tokens.conversation import ChatContext, Message
 from agl_slime.tokens.forks import ForkReason, fork_as_told
 from agl_slime.tokens.images import Image, ImageSettings
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.trace import attributes as names
+from agl_slime.trace.replay_files import FiledReplay, file_replay
 from agl_slime.trace.span_codec import TurnEncoder
 from agl_slime.trace.turn import Turn
 
@@ -204,6 +206,7 @@ class RolloutSession(Session):
         prompt_ids, cut, limited = [], False, sampling or self.sampling
         shown: tuple[Image, ...] = ()
         places: list[int] = []
+        filed: FiledReplay | None = None
         self.stats.asking += 1
         try:
             if shown := await take_images(context.messages, self.images, self._image_settings):
@@ -217,6 +220,8 @@ class RolloutSession(Session):
                 how["experts_start"] = self._experts_held(prompt_ids, shown, places)
             # one key per rollout: behind a router its turns stay on the worker that has their prefix cached
             generation = await self._client.generate(prompt_ids, limited, routing_key=self.rollout_id or None, **how)
+            if self._encoder is not None and limited.replay_files is not None:
+                filed = await self._filed(limited.replay_files, generation)
         except asyncio.CancelledError:
             if (progress := delivered()) is None:
                 raise
@@ -245,7 +250,7 @@ class RolloutSession(Session):
         if generation.output_ids and not untrained:
             untrained = _lost(limited, generation, len(prompt_ids))
         place: Any = {"base_turn": base_turn, "kept_tokens": kept, "fork": fork, "untrained": untrained}
-        place["images"] = shown
+        place["images"], place["filed"] = shown, filed
         self.turns.append(Turn.from_generation(prompt, generation, messages=asked, **place))
         if self._encoder is not None:
             role = {names.ROLE: self.role} if self.role else {}
@@ -276,11 +281,17 @@ class RolloutSession(Session):
     def _experts_held(self, prompt_ids: Sequence[int], shown: Sequence[Image], places: Sequence[int]) -> int:
         """The tokens of a prompt whose routed experts the turn that it goes on from has; the others are asked for."""
         base = self.turns[self.last_turn or 0] if self.turns else None
-        if base is None or base.experts is None:
+        if base is None:
             return 0
         same = common_prefix(base.token_ids, token_array(prompt_ids, name="prompt_ids"))
         same = kept_before(same, places, shown, base.images)
-        return min(same, base.experts.end, len(prompt_ids) - 1)  # an answer of no rows at all is an error to slime
+        return min(same, base.experts_end, len(prompt_ids) - 1)  # an answer of no rows at all is an error to slime
+
+    async def _filed(self, directory: str, got: Generation) -> FiledReplay | None:
+        """Where what is replayed of an answer stands in the run's directory; ``None`` where its span is to have it."""
+        if got.experts is None and got.nucleus is None:
+            return None
+        return await run_in_thread(file_replay, directory, self.rollout_id, self.stream, got.experts, got.nucleus)
 
     def _within_limits(self, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
         limit = self.max_trajectory_tokens

@@ -30,7 +30,7 @@ from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.metric_names import TOKENS_TRAINED
 from agl_slime.report.files import IterationFile, RunDir
 from agl_slime.report.rollouts import describe_batch
-from agl_slime.rollout.access import sampling_of
+from agl_slime.rollout.access import replay_of, sampling_of
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.rollout.partial import PartialRollouts
 from agl_slime.run.model_dir import RunModels
@@ -42,6 +42,7 @@ from agl_slime.sglang.check import check_replay
 from agl_slime.sglang.client import PauseMode, SGLangClient
 from agl_slime.sglang.transport import checked_url
 from agl_slime.sglang.weights import DiskWeightSync
+from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.files import scratch_directory
 from agl_slime.support.threads import run_in_thread
@@ -134,8 +135,17 @@ async def run_training(
         )
         group_filter = zero_variance if config.drop_zero_variance else None
         settings = DataSourceSettings(policy=policy, group_filter=group_filter)
+        replay_files = None
+        if replay_of(sampling) and isinstance(parts.store, BridgeStore):
+            replay_files = stack.enter_context(scratch_directory(run.path.resolve(), "replay"))
+            sampling["replay_files"] = str(replay_files)
         groups = GroupSource(
-            store=parts.store, tokenizer=tokenizer, settings=settings, ledger=ledger, reward_spans=True
+            store=parts.store,
+            tokenizer=tokenizer,
+            settings=settings,
+            ledger=ledger,
+            reward_spans=True,
+            replay_files=replay_files,
         )
         source = stack.enter_context(groups)
         if checkpoint is not None:
@@ -189,7 +199,7 @@ async def run_training(
         loop = make_loop(
             config,
             parts,
-            llm=stack.enter_context(model_for_agents(config, parts, url=url, model_path=model_path)),
+            llm=stack.enter_context(model_for_agents(config, parts, url=url, model_path=model_path, sampling=sampling)),
             engine_url=url,
             data_source=source,
             controller_log=run.controller_log,

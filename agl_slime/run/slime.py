@@ -25,7 +25,7 @@ from agl_slime.groups.policy import CompleteGroup
 from agl_slime.groups.results import rollout_of
 from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.metric_names import TOKENS_TRAINED
-from agl_slime.rollout.access import sampling_of
+from agl_slime.rollout.access import replay_of, sampling_of
 from agl_slime.run.models import find_model
 from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, say
 from agl_slime.run.settings import TrainConfig, flag
@@ -38,7 +38,7 @@ from agl_slime.slime.versions import normalizes_by_group
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM
-from agl_slime.support.files import write_file
+from agl_slime.support.files import scratch_directory, write_file
 from agl_slime.support.net import is_loopback
 from agl_slime.support.slime import find
 from agl_slime.support.threads import run_in_thread
@@ -113,7 +113,14 @@ async def run_slime_training(
         reports.use_tokenizer(tokenizer)
         # as in the manager's process: slime wants exactly n_samples_per_prompt rollouts in every group
         settings = DataSourceSettings(policy=CompleteGroup(), release=False)
-        source = stack.enter_context(GroupSource(store=store, tokenizer=tokenizer, settings=settings))
+        replay_files = None
+        if replay_of(sampling) and is_loopback(host):  # the manager, who reads them too, is on this host then
+            replay_files = stack.enter_context(scratch_directory(run.path.resolve(), "replay"))
+            args.agl_replay_kept = True  # as long as this process reads them
+            args.agl_replay_files = sampling["replay_files"] = str(replay_files)
+        source = stack.enter_context(
+            GroupSource(store=store, tokenizer=tokenizer, settings=settings, replay_files=replay_files)
+        )
         # the loop enqueues, so the manager's data source must not
         args.agl_store_url, args.agl_store_token, args.agl_tasks, args.prompt_data = service.url, token, None, None
         args.agl_get_timeout_s, args.agl_planned = _MANAGER_TIMEOUT_S, config.max_staleness > 0

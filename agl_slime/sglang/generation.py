@@ -36,6 +36,7 @@ class SamplingParams:
     ``stop`` may be one string, or token ids. ``extra`` is sent as it stands (``regex`` and the like). With
     ``routed_experts``, (layers, experts per token), the engine says which experts each token went through; with
     ``nucleus`` which ids top_p and top_k left of each sampled one, whose log-probs are those of the nucleus then.
+    ``replay_files`` is the directory where a run keeps much of these (see ``agl_slime.trace.replay_files``).
     """
 
     temperature: float = 1.0
@@ -47,6 +48,7 @@ class SamplingParams:
     skip_special_tokens: bool = False
     routed_experts: Shape | None = None
     nucleus: bool = False
+    replay_files: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: InitVar[int | None] = None
 

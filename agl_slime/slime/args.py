@@ -88,6 +88,9 @@ class PluginSettings(BaseModel):
     ``make_task`` with another seed."""
     eval_rollouts: Annotated[int, Field(ge=1)] = 32
     """Rollouts of an evaluation, where slime's data sets do not say how many."""
+    replay_files: Path | None = None
+    """Directory for routed experts and nuclei of large turns, where runners and manager have one in common; without
+    it they are in spans (with ``agent``: in a temporary directory)."""
     llm_url: str | None = None
     """Where agents find the model; else slime's router."""
     get_timeout_s: _Seconds = 1800.0

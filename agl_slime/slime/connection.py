@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +26,7 @@ from agl_slime.slime.args import PluginSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
 from agl_slime.support.agl import LLM, Rollout
+from agl_slime.support.files import scratch_directory
 from agl_slime.tokens.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -86,6 +89,11 @@ class Connection:
         if settings.max_staleness is not None and self.tasks is None:
             why = "is kept by how many groups are enqueued, and here others enqueue them"
             raise ConfigError(f"agl_max_staleness {settings.max_staleness} {why}: set agl_tasks, or leave it out")
+        self._scratch = ExitStack()
+        self.replay_files = settings.replay_files
+        if self.replay_files is None and settings.store_url is None and replay_of(settings.sampling or {}):
+            scratch = scratch_directory(Path(tempfile.gettempdir()).resolve(), "agl-slime-replay")
+            self.replay_files = self._scratch.enter_context(scratch)
         self._resources: dict[str, str] = {}
         self._checked = False  # the engine sends what is to be replayed
 
@@ -119,6 +127,7 @@ class Connection:
     def stop(self) -> None:
         if self._runner is not None:
             self._runner.stop(timeout_s=3.0)
+        self._scratch.close()
 
     def forget(self) -> None:
         """The store was restarted: publish the resources again before the next rollout."""
@@ -135,6 +144,8 @@ class Connection:
         """Enqueue ``size`` rollouts per group, under these sampling parameters or slime's own."""
         own = self.settings.sampling if mode == "train" else self.settings.eval_sampling
         sampling = dict(sampling if sampling is not None else own or {})
+        if self.replay_files is not None and replay_of(sampling):
+            sampling["replay_files"] = str(self.replay_files)
         members = [
             enqueue_requests(
                 groups,

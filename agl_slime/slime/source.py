@@ -79,6 +79,8 @@ class AGLDataSource(DataSource):
             # slime with --save and without --save-interval never saves
             hold=None not in (getattr(args, "save", None), getattr(args, "save_interval", None)),
             producer=self._demand,
+            replay_files=connection.replay_files if connection is not None else None,
+            removes_replay=not getattr(args, "agl_replay_kept", False),
         )
         if connection is not None:
             connection.start()

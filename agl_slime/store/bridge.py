@@ -156,6 +156,12 @@ class BridgeStore(InMemoryLightningStore):
             self._trim()
         return count
 
+    def released(self, rollout_ids: Iterable[str]) -> set[str]:
+        """Those of these that were released, or are not known any more."""
+        with self.collections.lock:
+            gone = (one for one in rollout_ids if one in self._released or self.collections.rollout(one) is None)
+            return {*gone}
+
     def usage(self) -> StoreUsage:
         """Where the store stands; for metrics."""
         with self.collections.lock:

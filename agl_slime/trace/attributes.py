@@ -43,6 +43,7 @@ PROMPT_FORK: Final = "agl_slime.prompt.fork"  # why not all tokens of the base t
 PROMPT_IDS: Final = "agl_slime.prompt.ids"  # packed int32: the prompt after its kept tokens
 RESPONSE_IDS: Final = "agl_slime.response.ids"  # packed int32
 LOG_PROBS: Final = "agl_slime.response.log_probs"  # packed float32; absent when the engine gave none
+REPLAY_FILE: Final = "agl_slime.response.replay_file"  # JSON, instead of the next four: see FiledReplay
 EXPERTS: Final = "agl_slime.response.routed_experts"  # base64 of uint8 or uint16, absent unless asked for
 EXPERTS_SHAPE: Final = "agl_slime.response.routed_experts_shape"  # JSON: [start, rows, layers, experts, bytes, CRC-32]
 NUCLEUS_IDS: Final = "agl_slime.response.nucleus_ids"  # packed int32: what top_p and top_k left of each token

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import TypedDict, Unpack
@@ -19,6 +20,7 @@ from typing_extensions import TypedDict, Unpack
 from agl_slime.errors import RewardError, TraceError
 from agl_slime.trace import attributes as names
 from agl_slime.trace.images import multimodal_inputs
+from agl_slime.trace.replay_files import with_replay
 from agl_slime.trace.reward import Reward, TurnReward, read_reward, read_turn_rewards
 from agl_slime.trace.segments import Segment, merge_turns
 from agl_slime.trace.span_codec import parse_json, turn_numbers
@@ -58,6 +60,8 @@ class ConversionOptions(TypedDict, total=False):
     """Which model calls are the policy's, where spans do not tell: see ``read_turns``."""
     reward: Reward
     """What ``read_reward`` has found in the spans, where it was asked before."""
+    replay_files: Path | None
+    """Where the run has routed experts and nuclei of large turns, see ``agl_slime.trace.replay_files``."""
     reward_spans: bool
     """Rewards of single turns are told as spans (``metadata["reward_spans"]``) of the Samples that the rollout has
     anyway, for a trainer that takes them; by default their turns become Samples of their own."""
@@ -116,6 +120,7 @@ def convert_rollout(
         metadata=metadata,
         reward_key=reward_key,
         reward_spans=options.get("reward_spans", False),
+        replay_files=options.get("replay_files"),
         index=options.get("index"),
         group_index=options.get("group_index"),
         rollout_id=options.get("rollout_id"),
@@ -135,6 +140,7 @@ def convert_trajectory(
     metadata: Mapping[str, Any] | None = None,
     reward_key: str | None = None,
     reward_spans: bool = False,
+    replay_files: Path | None = None,
     **numbers: int | None,
 ) -> Conversion:
     """The Samples of a trajectory that has its turns and its reward; see ``convert_rollout``.
@@ -147,6 +153,7 @@ def convert_trajectory(
     """
     if trajectory.reward is None:
         raise RewardError(f"trajectory {trajectory.rollout_id} has no reward", reason="no_reward")
+    trajectory = replace(trajectory, turns=tuple(with_replay(turn, replay_files) for turn in trajectory.turns))
     segments = merge_turns(trajectory.turns, tokenizer, untrained=untrained_turns)
     if not segments:
         told = f"rollout {trajectory.rollout_id} has no sampled token to train"

@@ -7,6 +7,7 @@ import base64
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,17 @@ from agl_slime.errors import TraceError
 from agl_slime.sglang.replay import Nucleus, RoutedExperts
 from agl_slime.tokens.codec import pack_array, unpack_token_ids
 from agl_slime.trace import attributes as names
+from agl_slime.trace.replay_files import KINDS, FiledReplay
 from agl_slime.trace.turn import Turn
-
-_KINDS = {1: np.dtype("u1"), 2: np.dtype("<u2")}
 
 
 def replay_attributes(turn: Turn) -> dict[str, Any]:
     """None for a turn without."""
+    if turn.filed is not None:
+        return {names.REPLAY_FILE: json.dumps(astuple(turn.filed))}
     attributes: dict[str, Any] = {}
     if turn.experts is not None:
-        rows = np.ascontiguousarray(turn.experts.rows, dtype=_KINDS[turn.experts.rows.itemsize])
+        rows = np.ascontiguousarray(turn.experts.rows, dtype=KINDS[turn.experts.rows.itemsize])
         shape = [turn.experts.start, *rows.shape, rows.itemsize, zlib.crc32(rows.data)]
         attributes[names.EXPERTS] = base64.b64encode(rows.data).decode("ascii")
         attributes[names.EXPERTS_SHAPE] = json.dumps(shape)
@@ -36,13 +38,21 @@ def replay_attributes(turn: Turn) -> dict[str, Any]:
 
 
 def decode_replay(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """``experts`` and ``nucleus`` of a turn, where it has them. Raises ``TraceError`` when they are damaged."""
+    """``experts`` and ``nucleus`` of a turn, or ``filed``, where it has them. Raises ``TraceError`` when they are
+    damaged."""
     found: dict[str, Any] = {}
+    if names.REPLAY_FILE in attributes:
+        try:
+            *place, experts, nucleus = json.loads(attributes[names.REPLAY_FILE])
+            shapes = [None if shape is None else tuple(shape) for shape in (experts, nucleus)]
+            return {"filed": FiledReplay(*place, *shapes)}
+        except (TypeError, ValueError, IndexError) as error:
+            raise TraceError(f"{names.REPLAY_FILE} cannot be read: {error}") from error
     if names.EXPERTS in attributes:
         try:
             start, *shape, size, checksum = json.loads(attributes[names.EXPERTS_SHAPE])
             raw = base64.b64decode(attributes[names.EXPERTS])  # the checksum is the validation
-            rows = np.frombuffer(raw, dtype=_KINDS[size]).reshape(shape)
+            rows = np.frombuffer(raw, dtype=KINDS[size]).reshape(shape)
             whole = rows.ndim == 3 and start >= 0 and zlib.crc32(raw) == checksum
         except (KeyError, TypeError, ValueError) as error:
             raise TraceError(f"{names.EXPERTS} cannot be read: {error}") from error

@@ -95,9 +95,7 @@ class TurnEncoder:
             attributes[names.PROMPT_FORK] = turn.fork.value
         if turn.log_probs is not None:
             attributes[names.LOG_PROBS] = pack_array(turn.log_probs)
-        if turn.experts is not None or turn.nucleus is not None:
-            attributes |= replay_attributes(turn)
-        attributes |= shown
+        attributes |= replay_attributes(turn) | shown
         if any(turn.speculated):
             attributes[names.SPECULATED] = json.dumps(turn.speculated)
         if turn.weight_versions:

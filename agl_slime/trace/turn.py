@@ -14,6 +14,7 @@ from agl_slime.sglang.replay import Nucleus, RoutedExperts
 from agl_slime.tokens.codec import LogProbArray, TokenArray, log_prob_array, token_array
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.images import Image
+from agl_slime.trace.replay_files import FiledReplay
 
 if TYPE_CHECKING:
     from agl_slime.sglang.generation import Generation
@@ -38,7 +39,8 @@ class Turn:
     empty for one that is trained.
 
     ``experts`` are the routed experts of the tokens for which ``base_turn`` has none; ``nucleus`` has an entry per
-    response id. Both are ``None`` unless the engine was asked for them. ``speculated`` counts tokens accepted, tokens
+    response id. Both are ``None`` unless the engine was asked for them; large ones are in a file, and ``filed`` says
+    where. ``speculated`` counts tokens accepted, tokens
     drafted and verifications under speculative decoding. ``images`` are those that the prompt shows, in the order of
     their tokens.
 
@@ -63,6 +65,7 @@ class Turn:
     untrained: str = ""
     experts: RoutedExperts | None = None
     nucleus: Nucleus | None = None
+    filed: FiledReplay | None = None
     speculated: tuple[int, int, int] = (0, 0, 0)
     images: tuple[Image, ...] = ()
 
@@ -88,8 +91,8 @@ class Turn:
         most = 0 if self.base_turn is None else len(self.prompt_ids)
         if not 0 <= self.kept_tokens <= most:
             raise TraceError(f"kept_tokens must lie between 0 and {most}, got {self.kept_tokens}")
-        if self.experts is not None and self.experts.end > self.length:
-            raise TraceError(f"routed experts end at token {self.experts.end} of a turn of {self.length}")
+        if self.experts_end > self.length:
+            raise TraceError(f"routed experts end at token {self.experts_end} of a turn of {self.length}")
         if self.nucleus is not None and len(self.nucleus) != n:
             raise TraceError(f"a nucleus is there for {len(self.nucleus)} of {n} sampled tokens")
         if self.messages is not None:
@@ -110,9 +113,8 @@ class Turn:
             text=generation.text,
             latency_s=generation.latency_s,
             resumed=generation.resumed,
-            experts=generation.experts,
-            nucleus=generation.nucleus,
             speculated=generation.speculated,
+            **({"experts": generation.experts, "nucleus": generation.nucleus} if more.get("filed") is None else {}),
             **more,
         )
 
@@ -120,6 +122,13 @@ class Turn:
     def token_ids(self) -> TokenArray:
         """Prompt and response in one array."""
         return np.concatenate((self.prompt_ids, self.response_ids))
+
+    @property
+    def experts_end(self) -> int:
+        """The first token without routed experts here; 0 where there are none."""
+        if self.filed is not None:
+            return self.filed.experts_end
+        return 0 if self.experts is None else self.experts.end
 
     @property
     def length(self) -> int:

@@ -30,6 +30,7 @@ from agl_slime.sglang.describe import experts_shape_of
 from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
+from agl_slime.trace.replay_files import file_replay
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.span_codec import decode_turns
 from agl_slime.trainers.local.experts import force_experts
@@ -214,8 +215,18 @@ def test_agents_behind_the_gateway_are_trained_with_the_experts_of_all_their_tur
 def test_a_whole_run_trains_on_the_experts_that_its_engine_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """train.py --routed-experts, in this process: each pass of the trainer, the embedded engine beside it."""
+    """train.py --routed-experts, in this process: each pass of the trainer, the embedded engine beside it; the experts
+    of some turns in files."""
     forced: list[Any] = []
+    filed: list[str] = []
+
+    def watched(*args: Any) -> Any:
+        if (found := file_replay(*args)) is not None:
+            filed.append(found.file)
+        return found
+
+    monkeypatch.setattr("agl_slime.rollout.session.file_replay", watched)
+    monkeypatch.setattr("agl_slime.trace.replay_files.FILED_FROM_BYTES", 600)
 
     def spy(model: Any, experts: Any) -> None:
         forced.append(None if experts is None else tuple(experts.shape))
@@ -238,3 +249,5 @@ def test_a_whole_run_trains_on_the_experts_that_its_engine_used(
     shapes = [shape for shape in forced if shape is not None]
     assert shapes
     assert {shape[1:] for shape in shapes} == {(LAYERS, TOP_K)}
+    assert filed
+    assert not [*(tmp_path / "run").rglob("*replay*")]

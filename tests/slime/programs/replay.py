@@ -10,7 +10,9 @@ import asyncio
 import base64
 import random
 import sys
+import tempfile
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +27,7 @@ from agl_slime.sglang.generation import Generation, SamplingParams, parse_genera
 from agl_slime.sglang.resumable import ResumableGeneration
 from agl_slime.slime.replay import with_tensors
 from agl_slime.tokens.template import ChatTemplate
+from agl_slime.trace import replay_files
 from agl_slime.trace.converter import convert_trajectory
 from agl_slime.trace.span_codec import decode_turns
 from agl_slime.trace.trajectory import Trajectory
@@ -33,6 +36,7 @@ from tests.trace_tokenizers import small_tokenizer
 
 LAYERS, TOP_K = 3, 2
 ARGS = Namespace(num_layers=LAYERS, moe_router_topk=TOP_K, moe_layer_freq=[1] * LAYERS, rollout_top_p=0.9)
+SAMPLING: Any = {"max_new_tokens": 6, "top_p": 0.9, "nucleus": True, "routed_experts": (LAYERS, TOP_K)}
 
 
 def experts_of(ids: list[int], n_experts: int) -> np.ndarray[Any, Any]:
@@ -99,13 +103,18 @@ class Engine:
         return {"text": self.tokenizer.decode(ids), "meta_info": meta}
 
 
-async def rollout(rng: random.Random, template: ChatTemplate, number: int) -> tuple[list[Sample], Engine]:
-    """Ours: several turns with tools' results, edits of the history and branches."""
+async def rollout(
+    rng: random.Random, template: ChatTemplate, number: int, directory: Path
+) -> tuple[list[Sample], Engine]:
+    """Ours: several turns with tools' results, edits of the history and branches; every other one with files."""
     engine, spans = Engine(rng, template.tokenizer), list[Any]()
+    by_file = str(directory) if number % 2 else None
     session = RolloutSession(
         client=engine,
         template=template,
-        sampling=SamplingParams(max_new_tokens=6, top_p=0.9, nucleus=True, routed_experts=(LAYERS, TOP_K)),
+        sampling=SamplingParams(
+            max_new_tokens=6, top_p=0.9, nucleus=True, routed_experts=(LAYERS, TOP_K), replay_files=by_file
+        ),
         messages=[{"role": "user", "content": f"question {rng.randrange(99)}"}],
         write=lambda attributes, _: spans.append(SimpleNamespace(attributes=attributes)),
     )
@@ -128,7 +137,8 @@ async def rollout(rng: random.Random, template: ChatTemplate, number: int) -> tu
     if not any(len(turn.response_ids) and index not in untrained for index, turn in enumerate(turns)):
         return [], engine
     made = Trajectory(rollout_id=str(number), attempt_id="1", task={}, turns=turns, reward=1.0)
-    conversion = convert_trajectory(made, untrained_turns=untrained, index=number, rollout_id=number, group_index=0)
+    how: Any = {"index": number, "rollout_id": number, "group_index": 0, "replay_files": directory}
+    conversion = convert_trajectory(made, untrained_turns=untrained, **how)
     assert all(turn.experts is None and turn.nucleus is None for turn in conversion.trajectory.turns)
     return list(with_tensors(conversion.samples)), engine
 
@@ -179,14 +189,14 @@ def differences(ours: Sample, theirs: Sample) -> list[str]:
     return found
 
 
-async def compare(rollouts: int, seed: int) -> dict[str, Any]:
+async def compare(rollouts: int, seed: int, directory: Path) -> dict[str, Any]:
     template = ChatTemplate(tokenizer=small_tokenizer())
     convert = RolloutManager.__ray_metadata__.modified_class._convert_samples_to_train_data
     counts = {"rollouts": 0, "samples": 0, "forked": 0, "resumed": 0, "turns": 0, "rows": 0, "converted": 0}
     different: list[Any] = []
     for number in range(rollouts):
         rng = random.Random(seed * 1_000_003 + number)
-        samples, engine = await rollout(rng, template, number)
+        samples, engine = await rollout(rng, template, number, directory)
         if not samples:
             continue
         used: set[int] = set()
@@ -211,4 +221,6 @@ async def compare(rollouts: int, seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    report(asyncio.run(compare(int(sys.argv[1]), int(sys.argv[2]))))
+    replay_files.FILED_FROM_BYTES = 100  # so that some turns are in files
+    with tempfile.TemporaryDirectory() as made:
+        report(asyncio.run(compare(int(sys.argv[1]), int(sys.argv[2]), Path(made))))

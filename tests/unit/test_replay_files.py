@@ -1,0 +1,282 @@
+"""Routed experts and nuclei in files of the run: the same Samples, nothing read that a span could lie about, nothing
+left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agl_slime.datasource.source import GroupSource
+from agl_slime.errors import TraceError
+from agl_slime.sglang.replay import Nucleus, RoutedExperts
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.files import scratch_directory
+from agl_slime.trace import attributes as names
+from agl_slime.trace import replay_files
+from agl_slime.trace.converter import convert_trajectory
+from agl_slime.trace.replay_files import FiledReplay, file_replay, remove_replay, with_replay
+from agl_slime.trace.span_codec import TurnEncoder, decode_turns
+from agl_slime.trace.trajectory import Trajectory
+from agl_slime.trace.turn import Turn
+from agl_slime.types import sample_to_json
+from tests.datasource_cases import QUICK, Told
+from tests.store_cases import enqueue, finish
+
+FROM = "agl_slime.trace.replay_files.FILED_FROM_BYTES"
+
+
+def experts(start: int, count: int, *, most: int = 8, seed: int = 0) -> RoutedExperts:
+    rng = np.random.default_rng([seed, start, count])
+    return RoutedExperts(start, rng.integers(0, most, (count, 2, 3)).astype(np.uint8 if most < 256 else np.uint16))
+
+
+def random_turns(rng: random.Random) -> list[Turn]:
+    """A rollout that goes on, forks and begins anew, with experts of any size, nuclei, or neither."""
+    most, with_experts, with_nucleus = rng.choice((8, 300)), rng.random() < 0.8, rng.random() < 0.5
+    turns: list[Turn] = []
+    for number in range(rng.randint(1, 6)):
+        base = rng.choice([None, *range(number)]) if number else None
+        held = turns[base] if base is not None else None
+        kept = 0 if held is None else rng.choice((held.length, rng.randint(0, held.length)))
+        prompt = [] if held is None else held.token_ids[:kept].tolist()
+        prompt += [rng.randrange(99) for _ in range(rng.randint(0 if prompt else 1, 40))]
+        said = [rng.randrange(99) for _ in range(rng.randint(1, 40))]
+        start = 0 if held is None else min(kept, held.experts_end, len(prompt) - 1)
+        counts = [rng.randint(1, 5) for _ in said]
+        ids = np.array([rng.randrange(99) for _ in range(sum(counts))], dtype=np.int32)
+        turns.append(
+            Turn(
+                prompt_ids=prompt,
+                response_ids=said,
+                log_probs=[-1.0] * len(said),
+                base_turn=base,
+                kept_tokens=kept,
+                experts=experts(start, len(prompt) + len(said) - 1 - start, most=most) if with_experts else None,
+                nucleus=Nucleus(ids, np.cumsum([0, *counts]).astype(np.int32)) if with_nucleus else None,
+            )
+        )
+    return turns
+
+
+def filed(turn: Turn, directory: Path, rollout_id: str, stream: str = "00000001") -> Turn:
+    """As a session writes it."""
+    found = file_replay(str(directory), rollout_id, stream, turn.experts, turn.nucleus)
+    return turn if found is None else replace(turn, experts=None, nucleus=None, filed=found)
+
+
+def samples_of(turns: list[Turn], directory: Path | None = None) -> list[Any]:
+    encoder = TurnEncoder()
+    read = decode_turns([SimpleNamespace(attributes=encoder.encode(turn)) for turn in turns])
+    made = Trajectory(rollout_id="a", attempt_id="1", task={}, turns=tuple(read), reward=1.0)
+    return [sample_to_json(sample) for sample in convert_trajectory(made, replay_files=directory).samples]
+
+
+@given(seed=st.integers(0, 2**32), limit=st.sampled_from((1, 200, 600)), name=st.text(max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_samples_are_the_same_by_file_and_by_span(
+    seed: int, limit: int, name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    turns = random_turns(random.Random(seed))
+    directory = tmp_path_factory.mktemp("replay")
+    rollout_id = f"ro-{name}".encode(errors="replace").decode()
+    with patch(FROM, limit):
+        written = [filed(turn, directory, rollout_id) for turn in turns]
+    for before, after in zip(turns, written, strict=True):
+        sizes = [before.experts.rows.nbytes] if before.experts is not None else []
+        if before.nucleus is not None:
+            sizes += [before.nucleus.ids.nbytes, before.nucleus.offsets.nbytes]
+        assert (after.filed is not None) == (sum(sizes) >= limit)
+        assert with_replay(after, directory) == before
+    assert samples_of(written, directory) == samples_of(turns)
+    remove_replay(directory, [rollout_id])
+    assert [*directory.iterdir()] == []
+
+
+def test_without_the_directory_the_span_has_all(tmp_path: Path) -> None:
+    large = experts(0, 60_000)
+    assert file_replay(str(tmp_path / "elsewhere"), "ro-1", "s", large, None) is None
+    assert file_replay(str(tmp_path), "ro-1", "s", experts(0, 60), None) is None  # small
+    assert [*tmp_path.iterdir()] == []
+    found = file_replay(str(tmp_path), "ro-1", "s", large, None)
+    assert found is not None
+    assert found.length == large.rows.nbytes
+
+
+def test_branches_that_write_at_once_have_their_own_places(tmp_path: Path) -> None:
+    parts = [experts(0, 50_000 + number, seed=number) for number in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        places = list(pool.map(lambda part: file_replay(str(tmp_path), "ro-1", "s", part, None), parts))
+    for part, place in zip(parts, places, strict=True):
+        assert place is not None
+        assert place.read(tmp_path) == {"experts": part}
+
+
+def one_filed(directory: Path, rollout_id: str = "ro-1") -> Turn:
+    with patch(FROM, 1):
+        turn = Turn(prompt_ids=[1, 2], response_ids=[3, 4], log_probs=[-1.0, -1.0], experts=experts(0, 3))
+        return filed(turn, directory, rollout_id)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[5] ^= 1
+    path.write_bytes(content)
+
+
+def _link(path: Path) -> None:
+    path.rename(path.with_name("other"))
+    path.symlink_to("other")
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [Path.unlink, lambda path: path.write_bytes(b""), _flip, _link, _pipe],
+    ids=["gone", "cut", "flip", "link", "pipe"],
+)
+def test_a_damaged_file_is_one_sentence(tmp_path: Path, damage: Any) -> None:
+    turn = one_filed(tmp_path)
+    damage(tmp_path / "ro-1" / "00000001")
+    with pytest.raises(TraceError, match="routed experts") as raised:
+        samples_of([turn], tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_reader_without_the_directory_says_so_and_makes_no_sample_without_experts(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="give replay_files"):
+        samples_of([one_filed(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"file": "../x"},
+        {"file": "/etc/passwd"},
+        {"file": "ro-1/../x"},
+        {"file": "ro-1/a/b"},
+        {"file": 3},
+        {"offset": -1},
+        {"length": 10**18},
+        {"length": True},
+        {"experts": (0, 10**6, 2, 3, 1)},
+        {"experts": (0, 3, 2, 3, 5)},
+        {"nucleus": (1, 1)},
+        {"experts": None},
+    ],
+)
+def test_a_span_cannot_name_another_file_nor_other_sizes(bad: dict[str, Any]) -> None:
+    good: dict[str, Any] = {"file": "ro-1/s", "offset": 0, "length": 18, "checksum": 1, "experts": (0, 3, 2, 3, 1)}
+    FiledReplay(**good)
+    with pytest.raises(TraceError):
+        FiledReplay(**{**good, **bad})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "3", "[1, 2, 3]", '["a/b", 0, 0, 0, 7, null]', '["a/b", 0, 0, 0, null, null, 1]']
+)
+def test_a_damaged_reference_is_an_error_of_its_turn(text: str, tmp_path: Path) -> None:
+    encoded = TurnEncoder().encode(one_filed(tmp_path))
+    encoded[names.REPLAY_FILE] = text
+    with pytest.raises(TraceError, match="turn 0"):
+        decode_turns([SimpleNamespace(attributes=encoded)])
+
+
+async def _play(store: BridgeStore, directory: Path, *, lost: bool = False) -> str:
+    """A rollout of one turn, whose experts are in a file."""
+    [rollout_id] = await enqueue(store)
+    turn = one_filed(directory, rollout_id)
+    if lost:
+        (directory / rollout_id / "00000001").unlink()
+    await finish(store, rollout_id, turns=[turn])
+    return rollout_id
+
+
+async def until_gone(*paths: Path) -> None:
+    """A removed directory notifies nobody."""
+    for _ in range(1000):
+        if not any(path.exists() for path in paths):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"still there: {paths}")
+
+
+async def test_a_missing_file_fails_its_rollout_and_all_go_with_their_release(tmp_path: Path) -> None:
+    store = BridgeStore()
+    with GroupSource(store=store, settings=QUICK, replay_files=tmp_path) as source:
+        told = Told(source)
+        played = [await _play(store, tmp_path, lost=number == 1) for number in range(3)]
+        await told.until(lambda: len(told.members) == 3)
+        found = {member.rollout_id: member for member in told.members}
+        for number, rollout_id in enumerate(played):
+            member = found[rollout_id]
+            assert member.ok == (number != 1)
+            if member.ok:
+                assert np.array_equal(member.samples[0].rollout_routed_experts, experts(0, 3).rows)
+        assert found[played[1]].failure == "bad_trace"
+        assert found[played[1]].trajectory is not None  # its turns are shown nevertheless
+        await until_gone(*(tmp_path / one for one in played))
+    assert [*tmp_path.iterdir()] == []
+    assert store.usage().released == 3
+
+
+async def test_of_two_readers_the_one_that_does_not_release_waits_for_the_other(tmp_path: Path) -> None:
+    store = BridgeStore()
+    beside = replace(QUICK, release=False)
+    with GroupSource(store=store, settings=beside, replay_files=tmp_path) as source:
+        told = Told(source)
+        played = [await _play(store, tmp_path) for _ in range(2)]
+        await told.until(lambda: len(told.members) == 2)
+        await store.release(played[:1])
+        await until_gone(tmp_path / played[0])
+        assert (tmp_path / played[1] / "00000001").exists()
+        await store.release(played[1:])
+        await until_gone(tmp_path / played[1])
+
+
+def test_a_killed_run_leaves_nothing_to_the_one_that_goes_on(tmp_path: Path) -> None:
+    program = f"""
+        import os, signal
+        from pathlib import Path
+        import numpy as np
+        from agl_slime.sglang.replay import RoutedExperts
+        from agl_slime.support.files import scratch_directory
+        from agl_slime.trace.replay_files import file_replay
+        with scratch_directory(Path({str(tmp_path)!r}), "replay") as directory:
+            rows = RoutedExperts(0, np.zeros((60_000, 2, 3), dtype=np.uint8))
+            assert file_replay(str(directory), "ro-1", "s", rows, None)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len([*tmp_path.rglob("ro-1")]) == 1
+    with scratch_directory(tmp_path, "replay") as directory:
+        assert [*tmp_path.iterdir()] == [directory]
+        assert file_replay(str(directory), "ro-2", "s", experts(0, 60_000), None) is not None
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_full_disk_leaves_experts_in_the_span(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "ro-1").write_text("a file where the directory of the rollout should be")
+    assert file_replay(str(tmp_path), "ro-1", "s", experts(0, 60_000), None) is None
+    assert "stay in spans" in caplog.text
+    assert replay_files.FILED_FROM_BYTES == 256 * 1024
