@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
@@ -101,12 +102,22 @@ def main() -> int:
     # a line for every request would be most of the log of a run
     command += ["--random-seed", args.random_seed, "--log-level-http", "warning", *args.flags]
     server = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    serving = f"SGLang serves {args.model_path} on {'a GPU' if gpu else 'the CPU'}"
+    try:
+        return _watch(server, port, args.parent_pid, serving)
+    except BaseException:  # nobody reads its address any more, say: whatever ends this process ends the server
+        traceback.print_exc()
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+        raise
+
+
+def _watch(server: subprocess.Popen[bytes], port: int, parent_pid: int, serving: str) -> int:
+    """Until the server ends: tell when it answers, and end it with the parent."""
     ready = False
     while server.poll() is None:
-        if os.getppid() != args.parent_pid:
+        if os.getppid() != parent_pid:
             os.killpg(os.getpgrp(), signal.SIGKILL)  # the parent was killed: server, its workers and this process
         if not ready and (ready := _healthy(port)):
-            serving = f"SGLang serves {args.model_path} on {'a GPU' if gpu else 'the CPU'}"
             print(json.dumps({"url": f"http://127.0.0.1:{port}", "serving": serving}), flush=True)
         with suppress(subprocess.TimeoutExpired):
             server.wait(_POLL_S)
