@@ -172,6 +172,19 @@ def games() -> dict[str, Any]:
     return {"alone": alone[0], "together": together, "untouched": random.getstate() == before}
 
 
+def opponents() -> list[bool]:
+    """Whether the fixed opponent's first move in a game of cards is one."""
+    from agl_slime.environments.tasksets.textarena import random_move
+
+    found = []
+    for seed in range(20):
+        table, draw = game("KuhnPoker-v0", seed), random.Random(seed)
+        opens, news = table.observe()
+        done = table.step(random_move(news, draw))
+        found.append(not done and table.observe()[0] != opens)
+    return found
+
+
 if __name__ == "__main__":
     out, sys.stdout = sys.stdout, sys.stderr  # libraries print
     answer = globals()[sys.argv[1]]()

@@ -116,6 +116,34 @@ def test_a_fixed_opponent_is_no_model_and_the_player_has_both_seats_in_turn() ->
         assert trace["turns"] == 2
 
 
+def test_a_fixed_opponent_makes_no_move_of_who_told_it_the_moves() -> None:
+    assert ask("tasksets", "opponents") == [True] * 20
+
+
+def test_a_game_that_ends_before_the_trained_seat_has_moved_is_dealt_again() -> None:
+    """The other seat begins and loses by two invalid moves: there is nothing of the trained one to train."""
+    found = played("textarena:KuhnPoker-v0", ["rubbish"], tasks=2, play="untrained")
+
+    dealt_again = []
+    for game in found:
+        assert game["ok"], game["errors"]
+        (player,) = [trace for trace in game["traces"] if trace["agent"] == "player"]
+        assert (player["turns"], player["rewards"]) == (2, {"game": -1.0})
+        assert player["metrics"]["seat"] == 1.0, "the seat that begins"
+        others = [trace for trace in game["traces"] if trace["agent"] == "opponent"]
+        assert not any(trace["rewards"] for trace in others), "the game that counts had ended before its turn"
+        dealt_again.append(player["metrics"]["dealt_again"])
+        assert len(others) == dealt_again[-1]
+    assert dealt_again == [1.0, 0.0]
+
+
+def test_a_seat_that_never_moved_has_nothing_to_train_and_costs_the_other_nothing() -> None:
+    (game,) = played("textarena:KuhnPoker-v0", ["rubbish"], play="self")
+
+    assert game["ok"], game["errors"]
+    assert [(t["agent"], t["turns"], t["rewards"]) for t in game["traces"]] == [("opponent", 2, {"game": -1.0})]
+
+
 def test_a_game_that_was_cut_off_has_failed_and_has_no_reward() -> None:
     (game,) = played("textarena:TicTacToe-v0", IN_TURN, play="self", player={"max_turns": 1})
 

@@ -35,6 +35,12 @@ SYSTEM_PROMPT = (
     "square brackets, in the format that the game asks for."
 )
 
+DEALS = 8
+"""Games of one task at most, where no trained seat has had a move. Each has the seats the other way round: in most
+games the same seat begins."""
+BETWEEN_DEALS = 1_000_000
+"""Between their seeds: even, as a seed's parity is its split."""
+
 
 class _PerGame:
     """Stands where TextArena's modules have ``random``: the generator of the game that is being stepped."""
@@ -99,7 +105,8 @@ def random_move(observation: str, draw: random.Random, moves: list[str] | None =
     """One of `moves`, or of those that the observation lists last as available."""
     if not moves:
         listed = re.findall(r"(?im)^.*(?:available|valid|legal|possible|options|choice)\b.*\[.*$", observation)
-        moves = [m for m in re.findall(r"\[[^\[\]]+\]", listed[-1]) if not re.search(r"\b[A-Z]\b", m)] if listed else []
+        last = re.sub(r"^\[(?:GAME|Player \d+)\] ", "", listed[-1]) if listed else ""  # who says it is no move
+        moves = [m for m in re.findall(r"\[[^\[\]]+\]", last) if not re.search(r"\b[A-Z]\b", m)]
     if not moves:
         raise ValueError(
             "this game does not list its moves; name them with --env.moves, or an opponent with "
@@ -165,29 +172,44 @@ class TwoPlayerEnv(vf.Env[TwoPlayerEnvConfig]):
         agents.opponent.trainable = self.config.play == "self"
 
     async def run(self, task, agents) -> None:
-        game = Game(task.data.game, task.data.seed, task.data.options)
         mine = task.data.first_seat
+        for deal in range(DEALS):
+            if await self._play(task, agents, mine, deal):
+                return
+            mine = 1 - mine
+        raise RuntimeError(f"no trained seat had a move in {DEALS} games of {task.data.game}")
+
+    async def _play(self, task, agents, mine: int, deal: int) -> bool:
+        """One game. False where it ended before a trained seat had moved, by invalid moves of the other one or by luck:
+        there is nothing to train in it, whatever it came to."""
+        seed = task.data.seed + deal * BETWEEN_DEALS
+        game = Game(task.data.game, seed, task.data.options)
+        seats = {mine: agents.player, **({1 - mine: agents.opponent} if self.config.play != "fixed" else {})}
         async with contextlib.AsyncExitStack() as stack:
-            talks = {mine: await stack.enter_async_context(agents.player.interaction(task))}
-            if self.config.play != "fixed":
-                talks[1 - mine] = await stack.enter_async_context(agents.opponent.interaction(task))
-            fixed = self._fixed(task.data.seed)
+            talks: dict[int, Any] = {}  # of seats that have moved
+            fixed = self._fixed(seed)
             done = False
             while not done:
                 seat, news = game.observe()
-                if seat not in talks:
+                if seat not in seats:
                     done = game.step(fixed(news))
                     continue
+                if seat not in talks:
+                    talks[seat] = await stack.enter_async_context(seats[seat].interaction(task))
                 said = await talks[seat].turn(news)
                 if said.terminated:
                     raise RuntimeError(f"player {seat} was stopped before the game had ended")
                 done = game.step(said.last_reply)
+            if not any(seats[seat].trainable for seat in talks):
+                return False
             rewards, info = game.outcome()
             for seat, talk in talks.items():
                 talk.trace.record_reward("game", rewards[seat], 1.0)
                 talk.trace.record_metric("seat", float(seat))
+                talk.trace.record_metric("dealt_again", float(deal))
                 talk.trace.record_metric("invalid_move", float(bool(info[seat].get("invalid_move"))))
                 talk.trace.info["outcome"] = str(info[seat].get("reason"))
+            return True
 
     def _fixed(self, seed: int) -> Callable[[str], str]:
         draw = random.Random(f"opponent {seed}")
