@@ -15,6 +15,7 @@ from typing import Any
 from agl_slime.errors import ConfigError, spell_exception
 from agl_slime.rollout.by_file import import_file
 from agl_slime.rollout.scheduler import schedulers
+from agl_slime.tokens.images import ImageSettings
 
 logger = logging.getLogger(__name__)
 
@@ -120,13 +121,18 @@ def load_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
 
 
 def configure_agent(
-    agent: Any, *, scheduler: str | None = None, max_turns: int | None = None, plugins: Sequence[str | Path] = ()
+    agent: Any,
+    *,
+    scheduler: str | None = None,
+    max_turns: int | None = None,
+    images: ImageSettings | None = None,
+    plugins: Sequence[str | Path] = (),
 ) -> None:
-    """Load ``plugins``, then give ``agent`` the scheduler of that name and the limit."""
+    """Load ``plugins``, then give ``agent`` the scheduler of that name and the limits."""
     load_plugins(plugins)
     if max_turns is not None and max_turns < 1:
         raise ConfigError(f"--max-turns must be at least 1, got {max_turns}")
-    if scheduler is None and max_turns is None:
+    if scheduler is None and max_turns is None and images is None:
         return
     from agl_slime.rollout.agent import SGLangLitAgent  # imports Agent Lightning, which takes seconds
 
@@ -144,3 +150,5 @@ def configure_agent(
         agent.scheduler = schedulers[scheduler](max_turns=max_turns)
     if max_turns is not None:
         agent.max_turns = max_turns
+    if images is not None:
+        agent.image_settings = images

@@ -24,6 +24,7 @@ from agl_slime.run.models import check_model
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.controller_process import check_python
 from agl_slime.support.ranges import check_ranges
+from agl_slime.tokens.images import ImageSettings
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 
 _MOST = 100_000  # prompts of an iteration, rollouts of a prompt: above, only enqueueing them takes hours
@@ -194,6 +195,8 @@ class TrainConfig:
     rollout_num_gpus: int = 0
     """slime: GPUs for rollout engines that slime launches; 0 uses the ones at --sglang-url."""
 
+    images: ImageSettings = field(default_factory=ImageSettings)
+    """Limits of images, which --trainer slime trains on: in requests to the gateway, and of SGLangLitAgent."""
     local: LocalTrainerSettings = field(default_factory=LocalTrainerSettings)
     """Settings of the local trainer; its temperature is --temperature, and its seed --seed where it is not set."""
 
@@ -352,6 +355,7 @@ class TrainConfig:
             untrained_models=self.untrained_models,
             trained_models=self.trained_models,
             max_turns=self.max_turns,
+            images=self.images,
         )
 
     def check_files(self) -> None:

@@ -28,6 +28,7 @@ from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.describe import EngineDescription
 from agl_slime.support.files import sole_owner, write_file
 from agl_slime.support.threads import call_user_code, run_in_thread
+from agl_slime.tokens.images import ImageSettings
 from agl_slime.tokens.tokenizer import NO_TEMPLATE
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,11 @@ async def load_parts(config: TrainConfig) -> RunParts:
     if config.runners != "controller":  # which imports it itself, in another Python
         agent = await run_in_thread(load_agent, config.agent)
         configure_agent(
-            agent, scheduler=config.multi_turn_scheduler, max_turns=config.max_turns, plugins=config.external_plugins
+            agent,
+            scheduler=config.multi_turn_scheduler,
+            max_turns=config.max_turns,
+            images=config.images if config.images != ImageSettings() else None,  # those of its class
+            plugins=config.external_plugins,
         )
     if config.tasks is not None:
         tasks, val_tasks, held_out = split_tasks(config)

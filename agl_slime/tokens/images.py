@@ -28,14 +28,16 @@ _ORIENTATION = 0x0112  # of Exif: how the picture is to be turned
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSettings:
-    """What images may be: ``max_image_mb`` the size of a file, ``max_megapixels`` that of the picture, ``max_images``
-    how many a conversation may show. ``image_hosts`` are the only ones that images are fetched from, by http or https;
-    by default there is none, and images come as data."""
+    """What images may be: PNG, JPEG or WEBP within these limits."""
 
     max_image_mb: float = 5.0
+    """Largest file, in MB."""
     max_megapixels: float = 16.0
+    """Largest picture, in million pixels."""
     max_images: int = 32
+    """Most images that a conversation may show."""
     image_hosts: tuple[str, ...] = ()
+    """The only hosts that images are fetched from, by http or https; without any they come as data."""
 
     def __post_init__(self) -> None:
         check_ranges(self, ("max_image_mb max_megapixels max_images", lambda value: value > 0, "above 0"))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tyro
 
 from agl_slime.errors import ConfigError
+from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.run.settings import TrainConfig
+from agl_slime.run.start import load_parts
+from agl_slime.tokens.images import ImageSettings
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 
 
@@ -60,3 +65,16 @@ def test_what_cannot_be_used_names_the_flag(settings: dict[str, Any], sentence: 
 
 def test_a_staleness_of_0_is_a_limit_and_not_none() -> None:
     assert TrainConfig(max_staleness=0).max_staleness == 0
+
+
+def test_the_limits_of_images_are_flags_and_reach_gateway_and_agent(tmp_path: Path) -> None:
+    flags = ["--images.max-image-mb", "1", "--images.max-images", "3", "--images.image-hosts", "pictures.example"]
+    config = tyro.cli(TrainConfig, args=flags)
+    limits = ImageSettings(max_image_mb=1, max_images=3, image_hosts=("pictures.example",))
+    assert config.images == config.gateway.images == limits
+    parts = asyncio.run(load_parts(config))
+    assert isinstance(parts.agent, SGLangLitAgent)
+    assert parts.agent.image_settings == limits
+    other = asyncio.run(load_parts(TrainConfig()))
+    assert isinstance(other.agent, SGLangLitAgent)
+    assert other.agent.image_settings is SGLangLitAgent.image_settings  # an agent's own stay
