@@ -52,7 +52,7 @@ async def test_what_was_sampled_before_a_kill_is_not_sampled_again(tmp_path: Pat
                 calls = [call for line in lines for call in line["calls"]]
             counter.tokens = 0
             last = await asyncio.to_thread(scene.start, iterations=newest.loop.iteration + 4)
-            await asyncio.to_thread(last.join, 60)
+            await asyncio.to_thread(last.join, 150)
             assert last.exitcode == 0, scene.last_words()
     kept = sum(len(unpack_token_ids(call["output_ids"])) for call in calls)
     trained = [row["train/tokens_trained"] for row in scene.rows() if row["iteration"] > newest.loop.iteration]
