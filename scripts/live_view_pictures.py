@@ -3,7 +3,8 @@ terminal would.
 
     python scripts/live_view_pictures.py RUN_DIR docs/images
 
-The events are those of the run's own metrics, up to the middle of its iterations.
+The finished iterations are the run's own metrics, up to the middle. Made up for the picture are the warning, and of
+the iteration at hand the rollouts that have ended: a run keeps neither.
 """
 
 from __future__ import annotations

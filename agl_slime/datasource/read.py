@@ -40,12 +40,13 @@ async def collect(
     tokenizer: Any = None,
     reward_key: str | None = None,
     convert_validation: bool = False,
+    text_only: bool = False,
     reward_spans: bool = False,
     replay_files: Path | None = None,
 ) -> MemberResult | None:
     """The result of a rollout; ``None`` when it has not ended yet (a failed attempt that is tried again) or does not
-    exist. Validation rollouts have samples only with ``convert_validation``; ``reward_spans`` and
-    ``replay_files`` as for ``convert_rollout``."""
+    exist. Validation rollouts have samples only with ``convert_validation``, and with ``text_only`` what was said,
+    without samples; ``reward_spans`` and ``replay_files`` as for ``convert_rollout``."""
     rollout = await store.get_rollout_by_id(rollout_id)
     if rollout is None or rollout.status not in FINISHED:
         return None
@@ -103,7 +104,9 @@ async def collect(
     return _result(
         rollout,
         samples=tuple(conversion.samples) if conversion is not None else (),
-        trajectory=conversion.trajectory if conversion is not None else None,
+        trajectory=_so_far(rollout, spans, attempt_id, tokenizer)
+        if text_only
+        else conversion and conversion.trajectory,
         reward=reward.primary,
         rewards=dict(reward.named),
         **seen,

@@ -63,6 +63,7 @@ class GroupSource:
         store: the store to read; ``None`` gives placeholders, groups of unsampled Samples.
         reward_key: which of several named rewards to train on; by default the first.
         convert_validation: convert validation rollouts to Samples, too.
+        text_only: keep what was said in validation rollouts of a model whose tokens nobody knows.
         reward_spans: the trainer takes rewards of turns as spans of a Sample (see ``ConversionOptions``).
         hold: the store outlives this process and states are saved: see ``EndTable``.
         producer: the component that enqueues rollouts, if it wants notifications.
@@ -80,6 +81,7 @@ class GroupSource:
         ledger: Ledger | None = None,
         reward_key: str | None = None,
         convert_validation: bool = False,
+        text_only: bool = False,
         reward_spans: bool = False,
         hold: bool = False,
         producer: Producer | None = None,
@@ -106,6 +108,7 @@ class GroupSource:
                 tokenizer=tokenizer,
                 reward_key=reward_key,
                 convert_validation=convert_validation,
+                text_only=text_only,
                 reward_spans=reward_spans,
                 replay_files=replay_files,
             ),

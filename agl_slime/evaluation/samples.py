@@ -32,7 +32,7 @@ _LOOK_S = 1.0  # between looks at whether engine, runner and source live
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """What samples are taken with: the agent (``None`` where others run it), where it runs, the model that it finds,
-    and the limits of a rollout."""
+    and the limits of a rollout. ``tokenizer`` is ``None`` for a model whose tokens nobody knows."""
 
     agent: LitAgent[Any] | None
     llm: LLM
@@ -72,7 +72,7 @@ class SampleFile:
             "rewards": dict(member.rewards),
             "failure": member.failure,
             "message": member.failure_message,
-            "tokens": member.sampled_tokens,
+            "tokens": member.sampled_tokens or None,  # None: nobody knows
             "turns": member.turns,
             "stop_reason": getattr(talk, "stop_reason", ""),
             "input": member.task,
@@ -110,7 +110,10 @@ async def take_samples(
         with suppress(RuntimeError):  # the evaluation is over and its loop closed; nobody waits for late results
             post(ended.put_nowait, member)
 
-    with GroupSource(store=store, tokenizer=sampling.tokenizer, convert_validation=True) as source:
+    known = sampling.tokenizer is not None
+    with GroupSource(
+        store=store, tokenizer=sampling.tokenizer, convert_validation=known, text_only=not known
+    ) as source:
         source.listen(on_member=tell, on_group=lambda group: None)
         resources = (await store.add_resources({LLM_RESOURCE: sampling.llm})).resources_id
         runner = make_runners(sampling.runners, agent=sampling.agent, store=store)

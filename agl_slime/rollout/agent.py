@@ -13,6 +13,8 @@ from typing import Any
 
 from agl_slime.errors import ConfigError
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, sampling_of
+from agl_slime.rollout.chat_api import ChatApi
+from agl_slime.rollout.chat_session import session_with
 from agl_slime.rollout.outcome import LossScale, check_reward, untrained_turns
 from agl_slime.rollout.partial import PartialRollouts
 from agl_slime.rollout.scheduler import MultiTurnScheduler, schedulers
@@ -64,6 +66,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
     template_kwargs: Mapping[str, Any] = {}  # of the chat template: {"enable_thinking": False}
     image_settings: ImageSettings = ImageSettings()  # what images may be that messages and tools show
     partial: PartialRollouts | None = None  # keeps what rollouts have sampled, for a run that is cut and goes on
+    chat_api: ChatApi | None = None  # answers in the engine's place, in rollouts that are scored and never trained on
 
     def __init__(
         self,
@@ -147,43 +150,53 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
     async def aclose(self) -> None:
         """Close the connections; the runner calls it on its own event loop when it ends."""
         await self._access.aclose()
+        if self.chat_api is not None:
+            await self.chat_api.aclose()
 
     async def _open_session(
         self, task: dict[str, Any], resources: NamedResources, rollout: Rollout, tools: ToolManager
-    ) -> RolloutSession:
+    ) -> Any:
+        """A ``RolloutSession``, or a ``ChatSession`` where ``chat_api`` answers."""
         llm = resources.get(LLM_RESOURCE)
         if not isinstance(llm, LLM):
             raise ConfigError(f"the resources must hold an LLM named {LLM_RESOURCE!r}, they hold {sorted(resources)}")
-        llm = await self._access.engine(llm)
-        tokenizer = await self._access.tokenizer(llm)
+        api, llm = self.chat_api, llm if self.chat_api is not None else await self._access.engine(llm)
+        tokenizer = None if api is not None else await self._access.tokenizer(llm)
 
         def prepare() -> Any:
             for tool in self.build_tools(task) or ():
                 tools.register(tool)
-            role = "user" if has_chat_template(tokenizer) or self.template_kwargs.get("chat_template") else "text"
+            chat = tokenizer is None or has_chat_template(tokenizer) or self.template_kwargs.get("chat_template")
+            role = "user" if chat else "text"
             return _messages(self.build_prompt(task), f"{type(self).__name__}.build_prompt", role)
 
         own, base = type(self), SGLangLitAgent
         ours = (own.build_prompt, own.build_tools) == (base.build_prompt, base.build_tools) and not self.tools
         messages = prepare() if ours else await call_user_code(prepare)
         offered = bool(tools.names)
+        common: dict[str, Any] = {
+            "sampling": self._sampling or sampling_of(llm),
+            "messages": messages,
+            "tools": tools if offered else None,
+            "rollout_id": rollout.rollout_id,
+            "max_turns": self.max_turns,
+        }
+        schemas = tools.schemas if offered and self.tools_in_prompt else None
+        if tokenizer is None:
+            assert api is not None
+            own_parser = get_tool_parser(self.tool_parser) if offered and self.tool_parser else None
+            return session_with(api, shown=schemas, parser=own_parser, **common)
         client = self._client or self._client_for(llm, tokenizer)
         parser = self.tool_parser or parser_for_template(getattr(tokenizer, "chat_template", None))
         return RolloutSession(
             client=client if self.partial is None else self.partial.client(client, rollout),
-            sampling=self._sampling or sampling_of(llm),
-            messages=messages,
-            tools=tools if offered else None,
             parser=get_tool_parser(parser) if offered else None,
-            template=self._access.template(
-                tokenizer, tools.schemas if offered and self.tools_in_prompt else None, self.template_kwargs
-            ),
-            rollout_id=rollout.rollout_id,
+            template=self._access.template(tokenizer, schemas, self.template_kwargs),
             model=llm.model,
-            max_turns=self.max_turns,
             max_trajectory_tokens=self.max_trajectory_tokens,
             keep_stop_token=self.keep_stop_token,
             image_settings=self.image_settings,
+            **common,
         )
 
     def _scheduler(self, session: RolloutSession) -> MultiTurnScheduler | None:

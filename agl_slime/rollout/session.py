@@ -126,6 +126,10 @@ class Session(ABC):
     async def ask(self) -> Answer:
         """Let the model answer, append the answer, set ``stats.stop_reason`` by how it ended."""
 
+    def _stopped(self, reason: StopReason, message: str) -> RolloutStopped:
+        self.stats.stop_reason = reason
+        return RolloutStopped(reason, message)
+
 
 class RolloutSession(Session):
     """The conversation of one rollout with one engine. Not for concurrent ``ask`` calls: a rollout that branches opens
@@ -164,7 +168,7 @@ class RolloutSession(Session):
         self._image_settings = image_settings
         self._client = client
         self._encoder = TurnEncoder(model=model or None) if traced else None
-        self._write = write or _write_span
+        self._write = write or write_span
         self.last_turn: int | None = None  # number of the turn that the conversation's held tokens end with
 
     @property
@@ -304,10 +308,6 @@ class RolloutSession(Session):
             raise stopped
         raise ContextOverflowError(f"the prompt has {prompt_tokens} tokens, max_trajectory_tokens is {limit}")
 
-    def _stopped(self, reason: StopReason, message: str) -> RolloutStopped:
-        self.stats.stop_reason = reason
-        return RolloutStopped(reason, message)
-
 
 def _lost(asked: SamplingParams, generation: Generation, prompt_tokens: int) -> str:
     """Why a cut answer cannot be trained: what is to be replayed was lost with its stream. Empty for one that can."""
@@ -317,7 +317,8 @@ def _lost(asked: SamplingParams, generation: Generation, prompt_tokens: int) -> 
     return "no_nucleus" if asked.nucleus and generation.nucleus is None else ""
 
 
-def _write_span(attributes: dict[str, Any], started: float) -> None:
+def write_span(attributes: dict[str, Any], started: float) -> None:
+    """A span of one model call, by Agent Lightning's active tracer. Raises ``RolloutError`` where there is none."""
     tracer = get_active_tracer()
     if tracer is None:
         raise RolloutError("no tracer is active: run the agent in an Agent Lightning runner", reason="no_tracer")

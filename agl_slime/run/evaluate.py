@@ -18,6 +18,7 @@ from agl_slime.loop.tasks import Task, as_task_source, read_tasks
 from agl_slime.report.console import spell_seconds
 from agl_slime.report.eval_page import write_eval_page
 from agl_slime.report.files import RunDir, dump, open_run_dir, read_object
+from agl_slime.rollout.chat_api import DEFAULT_KEY, ChatApi, find_chat_api
 from agl_slime.run.models import check_model, find_model
 from agl_slime.run.settings import TrainConfig
 from agl_slime.support.files import sole_owner, write_file
@@ -70,6 +71,13 @@ class EvalConfig:
     """Seconds after which a rollout is cancelled and counts as failed."""
     sglang_url: str | None = None
     """A running SGLang server that serves the (one) model. Without it an engine is started on this machine."""
+    openai_url: str | None = None
+    """An OpenAI-compatible address, such as https://host/v1: what answers there is sampled as well, before the models,
+    or alone. It is asked with chat messages."""
+    openai_model: str | None = None
+    """The name of the model at --openai-url; not needed where there is only one."""
+    openai_key_env: str = DEFAULT_KEY
+    """The environment variable that holds the key of --openai-url; where it is not set, none is sent."""
     engine: Literal["embedded", "sglang"] = "embedded"
     """The engine that is started: the package's own, or a real SGLang."""
     sglang_python: Path | None = None
@@ -89,6 +97,16 @@ class EvalConfig:
         )
         if self.env is not None and (self.agent is not None or self.tasks is not None):
             raise ConfigError(f"--env {self.env} has its own agents and tasks; leave --agent and --tasks out")
+        if self.openai_url is not None:
+            if len(self.models) > 1 or self.with_start:
+                raise ConfigError(
+                    "--openai-url: two are compared at most; name one model, or none, without --with-start"
+                )
+            if self.env is not None:
+                raise ConfigError("--openai-url: an environment's agents need an engine; use --agent and --tasks")
+            return
+        if self.openai_model is not None:
+            raise ConfigError(f"--openai-model {self.openai_model} needs the address where it is: give --openai-url")
         wanted = 1 if self.with_start or self.sglang_url else 2
         if not 1 <= len(self.models) <= wanted:
             which = "one model" if wanted == 1 else "one model, or two to compare"
@@ -97,9 +115,10 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What an evaluation or a conversation is wired from: models to load, agent, tasks, and sampling parameters."""
+    """What an evaluation or a conversation is wired from: models to load, or addresses where they are, agent, tasks,
+    and sampling parameters."""
 
-    models: list[Path]
+    models: list[Path | ChatApi]
     settings: TrainConfig
     agent: Any
     tasks: list[Task]
@@ -108,15 +127,23 @@ class Prepared:
 
 async def prepare(config: EvalConfig) -> Prepared:
     """Find the models and, from the flags and the run, everything else."""
-    run = RunDir(config.models[-1])
+    run = RunDir(config.models[-1] if config.models else Path("no run"))
     began = run.settings() or {} if (run.checkpoints.is_dir() or run.model.is_dir()) else {}
-    models = [await run_in_thread(find_model, _weights(path), lambda text: None) for path in config.models]
+    models: list[Path | ChatApi] = []
+    for path in config.models:
+        models.append(await run_in_thread(find_model, _weights(path), lambda text: None))
     if config.with_start:
         start = (read_object(run.start) or {}).get("model")
         if start is None:
             raise ConfigError(f"--with-start: {run.path} is no run that says what it began with; name two models")
         models.insert(0, Path(str(start)))
     settings = _settings(config, began)
+    if config.openai_url is not None:
+        if settings.env is not None:
+            raise ConfigError("--openai-url: the run is of an environment, whose agents need an engine; leave it out")
+        models.insert(
+            0, await find_chat_api(config.openai_url, model=config.openai_model, key_env=config.openai_key_env)
+        )
     temperature = settings.temperature if config.temperature is None else config.temperature
     agent, tasks = await run_in_thread(_agent_and_tasks, config, settings, run if began else None)
     sampling = {"temperature": temperature, "max_new_tokens": settings.max_new_tokens}
@@ -129,8 +156,8 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
     ready = await prepare(config)
     models, settings, agent, tasks = ready.models, ready.settings, ready.agent, ready.tasks
     told: dict[str, Any] = {
-        "models": [str(path) for path in models],
-        "weights": await run_in_thread(lambda: [_fingerprint(path) for path in models]),
+        "models": [str(model) for model in models],
+        "weights": await run_in_thread(lambda: [_fingerprint(model) for model in models]),
         "agent": settings.title,
         "tasks": hashlib.blake2b(dump(tasks), digest_size=8).hexdigest(),
         "k": config.k,
@@ -151,7 +178,8 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
         parts = []
         for number, model in enumerate(models):
             with SampleFile(directory / f"samples-{number + 1}.jsonl") as file:
-                which = f"model {number + 1} of {len(models)}" if len(models) > 1 else model.name
+                name = model.model if isinstance(model, ChatApi) else model.name
+                which = f"model {number + 1} of {len(models)}" if len(models) > 1 else name
                 if file.missing(tasks=len(tasks), k=config.k):
                     more = {"directory": RunDir(directory), "max_concurrent": config.max_concurrent, "console": console}
                     async with sampling_with(settings, model, agent, ready.sampling, **more) as sampling:
@@ -199,8 +227,11 @@ def _weights(path: Path) -> Path:
     return path
 
 
-def _fingerprint(model: Path) -> list[Any]:
-    """Tells whether these are still the weights that samples were taken with: name, size and time of their files."""
+def _fingerprint(model: Path | ChatApi) -> list[Any]:
+    """Tells whether these are still the weights that samples were taken with: name, size and time of their files; what
+    is behind an address is not told."""
+    if isinstance(model, ChatApi):
+        return []
     return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(model.glob("*.safetensors"))]
 
 
@@ -264,7 +295,7 @@ def _agent_and_tasks(config: EvalConfig, settings: TrainConfig, run: RunDir | No
 @asynccontextmanager
 async def sampling_with(
     settings: TrainConfig,
-    model: Path,
+    model: Path | ChatApi,
     agent: Any,
     sampling: dict[str, Any],
     *,
@@ -272,13 +303,28 @@ async def sampling_with(
     max_concurrent: int,
     console: Console,
 ) -> AsyncIterator[Sampling]:
-    """An engine that serves ``model``, and what samples are taken with from it."""
-    from agl_slime.environments.environment import Environment
+    """An engine that serves ``model``, or the address where it is, and what samples are taken with from it."""
     from agl_slime.evaluation.samples import Sampling
-    from agl_slime.run.local import engine_of
-    from agl_slime.run.parts import RunParts, model_for_agents
     from agl_slime.runner.base import RunnerPlan
     from agl_slime.runner.concurrent import RunnerSettings
+    from agl_slime.support.agl import LLM
+
+    if isinstance(model, ChatApi):
+        limits: dict[str, Any] = {"timeout_s": settings.rollout_timeout, "max_in_flight": max_concurrent}
+        # without a gateway: it would ask for tokens
+        runners = RunnerSettings(max_concurrent=max_concurrent, gateway=None)
+        known = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in sampling.items()}
+        key = model.api_key or "none"  # OpenAI's client refuses to begin without one
+        llm = LLM(endpoint=model.base_url, model=model.model, api_key=key, sampling_parameters=known)
+        agent.chat_api = model  # agents of other kinds make their calls themselves, of what ``llm`` says
+        try:
+            yield Sampling(agent=agent, llm=llm, tokenizer=None, runners=RunnerPlan(settings=runners), **limits)
+        finally:
+            agent.chat_api = None
+        return
+    from agl_slime.environments.environment import Environment
+    from agl_slime.run.local import engine_of
+    from agl_slime.run.parts import RunParts, model_for_agents
     from agl_slime.tokens.tokenizer import load_tokenizer
 
     environment = agent if isinstance(agent, Environment) else None

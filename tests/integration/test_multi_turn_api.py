@@ -34,12 +34,17 @@ class ChatServer:
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
         self.requests: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
         self.together = self.most_together = 0
         self.url = ""
+
+    async def models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "stub"}]})
 
     async def complete(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.requests.append(body)
+        self.keys.append(request.headers.get("Authorization"))
         self.together += 1
         self.most_together = max(self.most_together, self.together)
         try:
@@ -67,6 +72,7 @@ def serving(reply: Reply) -> Iterator[ChatServer]:
     async def start() -> web.AppRunner:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", server.complete)
+        app.router.add_get("/v1/models", server.models)
         runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

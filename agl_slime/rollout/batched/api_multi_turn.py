@@ -4,19 +4,19 @@ There are no token ids; ``messages_to_sample`` makes Samples of what comes back,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.rollout.batched.multi_turn import Trajectory, TurnsRollout
+from agl_slime.rollout.chat_session import ChatSession
 from agl_slime.rollout.scheduler import StopReason
-from agl_slime.rollout.session import Answer, Session
-from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolCall, get_tool_parser, read_object
+from agl_slime.rollout.tool_parsers import get_tool_parser
 from agl_slime.rollout.turns import run_turns
-from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
+from agl_slime.sglang.generation import SamplingParams
 from agl_slime.support.threads import run_blocking
 
 logger = logging.getLogger(__name__)
@@ -92,11 +92,18 @@ class APIMultiTurnRollout(TurnsRollout):
 
     async def _run_one(self, trajectory: Trajectory, tools: Any, made: bool, options: Mapping[str, Any]) -> Trajectory:
         messages = [*map(dict, trajectory.get("messages") or [])]
-        session = _ApiSession(messages=messages, tools=tools, parser=self._parser, max_turns=self._max_turns)
+        shown: dict[str, Any] = {}
+
+        async def complete(messages: Sequence[Mapping[str, Any]], **_: Any) -> Mapping[str, Any]:
+            told = self._api.chat(messages, **options, **shown)  # blocks its own thread and loop
+            return told.model_dump(exclude_none=True)
+
+        limits = {"parser": self._parser, "max_turns": self._max_turns}
+        session = ChatSession(messages=messages, tools=tools, complete=complete, **limits)
         failure: dict[str, str] = {}
         try:
             schemas = trajectory.get("tools") or (tools.schemas if tools is not None else None)
-            session.call = partial(self._api.chat, **options, **({"tools": schemas} if schemas else {}))
+            shown |= {"tools": schemas} if schemas else {}
             await run_turns(session, task={})
         except Exception as error:  # whatever goes wrong with one trajectory is its own end and no other's
             logger.warning("A trajectory ended with an error of the API or a tool: %s: %s", type(error).__name__, error)
@@ -107,34 +114,3 @@ class APIMultiTurnRollout(TurnsRollout):
         end = session.stats.stop_reason or StopReason.STOP
         truncated = not failure and end in (StopReason.LENGTH, StopReason.MAX_TURNS)
         return self._output(trajectory, session, **{"stop_reason": end.value, "truncated": truncated, **failure})
-
-
-class _ApiSession(Session):
-    """A conversation as messages alone, in a thread and a loop of its own: its calls block."""
-
-    call: Callable[..., Any]
-
-    async def ask(self) -> Answer:
-        choice = self.call(self.messages).choices[0]
-        content, listed = choice.message.content or "", choice.message.tool_calls or []
-        calls = {"tool_calls": [call.model_dump(exclude_none=True) for call in listed]} if listed else {}
-        self.add({"role": "assistant", "content": content, **calls})
-        finish: FinishReason = "length" if choice.finish_reason == "length" else "stop"
-        self.stats.stop_reason = StopReason(finish)
-        generation = Generation(output_ids=(), log_probs=(), text=content, finish_reason=finish)
-        parsed = _parsed(content, listed) if listed or self.parser is None else None
-        self.turns.append(Answer(content, finish, generation, parsed))
-        return self.turns[-1]
-
-
-def _parsed(content: str, listed: Sequence[Any]) -> ParsedAnswer:
-    calls, malformed = [], []
-    for call in listed:
-        name, written = call.function.name, call.function.arguments
-        try:
-            arguments = read_object(written or "{}")
-        except ValueError:
-            malformed.append(written)
-            arguments = {"arguments": written}  # no such argument: the tool's error tells the model
-        calls.append(ToolCall(name=name, arguments=arguments, id=call.id or ""))
-    return ParsedAnswer(content, tuple(calls), tuple(malformed))
