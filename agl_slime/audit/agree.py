@@ -50,13 +50,23 @@ def audit(path: str | os.PathLike[str]) -> Audit:
     return _Run(run).look()
 
 
+def began_with(metrics: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """The weight versions that a run may have begun with, each as of before its first iteration: slime's is 1."""
+    first = min(metrics, key=lambda row: row["iteration"], default=None)
+    told = "0" if first is None else str(first["weights/version"])
+    if first is None or not told.isdecimal():
+        return {"0": 0}
+    untrained = "train/short_batch" in first or "train/waiting_groups" in first
+    return {"0": 0, str(int(told) - (not untrained)): 0}
+
+
 class _Run:
     def __init__(self, path: Path) -> None:
         self.path, self.result = path, Audit()
         self.claims: dict[tuple[str, str], tuple[str, Any]] = {}
         self.lines = {name: self._read(name) for name in SHAPES}
         self.versions = {at.record["iteration"]: str(at.record["weights/version"]) for _, at in self.lines[_METRICS]}
-        self.pushed = {"0": 0}  # after which iteration
+        self.pushed = began_with(at.record for _, at in self.lines[_METRICS])  # after which iteration
         for iteration, version in sorted(self.versions.items()):
             self.pushed.setdefault(version, iteration)
         self.last = max(self.versions, default=0)
