@@ -19,6 +19,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+try:
+    from tests.examples import quick
+
+    quick()  # before --hypothesis-profile, which pytest loads after this file
+except ImportError:  # the environments of clients and of verifiers have no hypothesis
+    pass
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:

@@ -12,6 +12,7 @@ import pytest
 from agl_slime.buffer.models import openapi_description
 from agl_slime.buffer.server import BufferServer
 from tests.buffer_cases import add_generator, settings_for
+from tests.examples import examples
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs the extra [peers]: schemathesis")
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -44,6 +45,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @schema.parametrize()
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 def test_every_answer_is_one_that_is_described(case: Any, url: str) -> None:
     case.call_and_validate(base_url=url, timeout=20)

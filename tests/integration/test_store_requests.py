@@ -16,6 +16,7 @@ from agl_slime.store.client import RemoteStore
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPosition
 from agl_slime.store.server import BATCH_PATH, StoreService
 from agl_slime.support.http import listening
+from tests.examples import examples
 
 ENQUEUE = "/v1/agl/queues/rollouts/enqueue"
 JUNK = [b"", b"{", b"[]", b"7", b'"x"', b"null", b"\xff\xfe", b"[" * 100_000, b'{"after": ' + b"[" * 2_000]
@@ -88,7 +89,9 @@ async def test_whatever_is_sent_the_answer_is_typed():
     with StoreService(store=BridgeStore()) as service:
         bodies: list[bytes] = []
 
-        @settings(max_examples=150, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+        @settings(
+            max_examples=examples(150), deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+        )
         @given(BODIES)
         def draw(body: object) -> None:
             bodies.append(json.dumps(body).encode())

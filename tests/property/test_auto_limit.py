@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from agl_slime.runner.auto_limit import AutoLimit, AutoLimitSettings, Look
 from tests.engine_model import EngineModel
+from tests.examples import examples
 
 FACTORS = (1.0, 5.0, 1.0)  # of the engine's speed, a minute each
 FIXED = (32, 96, 192, 384, 1024)  # benchmarks/auto_concurrency.py has more
@@ -40,7 +41,7 @@ def rates(model: EngineModel, auto: AutoLimit, *, tells: bool = True, fixed: boo
     return found
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(
     slots=st.integers(16, 256),
     tools_s=st.sampled_from([0.0, 0.5, 2.0]),

@@ -20,6 +20,7 @@ from agl_slime.buffer.store import Batch, ItemStore
 from agl_slime.errors import BufferRequestError
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
+from tests.examples import examples
 
 TASK = "sums"
 TIMEOUT_S = 300.0
@@ -192,4 +193,4 @@ class BufferMachine(RuleBasedStateMachine):
 
 
 TestBuffer = BufferMachine.TestCase
-TestBuffer.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBuffer.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from agl_slime.sglang.generation import Generation, SamplingParams, WeightSpan, parse_generation
 from agl_slime.sglang.resumable import ResumableGeneration
+from tests.examples import examples
 from tests.faults.engine_faults import PIECES, Abort, NewVersion
 from tests.faults.scripted_engine import ScriptedEngine
 
@@ -69,7 +70,7 @@ async def run(
     at=aborts,
     trim=st.booleans(),
 )
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @example(prompt=[0], stop=["éa"], stop_ids=[], eos=None, limit=24, at=[1] * 8, trim=True)
 @example(prompt=[0], stop=["ab"], stop_ids=[], eos=None, limit=24, at=[1] * 8, trim=True)
 def test_the_joined_generation_is_the_unaborted_one(
@@ -153,7 +154,7 @@ def test_versions_of_both_parts_are_kept_at_their_places() -> None:
     step=st.integers(1, 9),
     lossy=st.booleans(),
 )
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_the_text_of_a_stream_only_grows_wherever_its_parts_are_cut(
     prompt: list[int], text: str, cuts: list[int], step: int, lossy: bool
 ) -> None:

@@ -18,12 +18,13 @@ from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.trace.segments import merge_turns
 from tests.chat_templates import TEMPLATES
+from tests.examples import examples
 from tests.property.conversation_strategies import Conversation, Move, conversations, phrase
 from tests.vocabularies import VOCABULARIES, chat_tokenizer
 
 CASES = [(vocabulary, template) for vocabulary in VOCABULARIES for template in TEMPLATES]
 quick = settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 
@@ -105,7 +106,7 @@ def test_no_merge_can_reach_across_a_boundary_where_markers_end_answers(template
 
 
 @pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "forgets_results"])
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=examples(2), deadline=None)
 @given(data=st.data())
 def test_a_long_conversation_of_any_steps_says_what_the_template_says(template: str, data: st.DataObject) -> None:
     """fault 29: a step that the ends do not show as the whole does (a question among tools) is noticed at that step."""
@@ -118,7 +119,7 @@ def test_a_long_conversation_of_any_steps_says_what_the_template_says(template: 
 
 
 @pytest.mark.parametrize("template", [name for name in TEMPLATES if name not in ("forgets_results", "counts_rounds")])
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=examples(2), deadline=None)
 @given(data=st.data())
 def test_rendering_the_ends_gives_the_prompts_that_rendering_all_gives(template: str, data: st.DataObject) -> None:
     tokenizer = chat_tokenizer("anthropic", template)

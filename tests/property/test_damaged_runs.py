@@ -23,6 +23,7 @@ from agl_slime.cli import main
 from agl_slime.errors import ConfigError
 from agl_slime.report import page
 from agl_slime.report.page import write_report
+from tests.examples import examples
 from tests.report_runs import write_run
 
 FILES = ("metrics.jsonl", "groups.jsonl", "rollouts.jsonl", "config.json", "summary.json", "running.json")
@@ -82,7 +83,7 @@ def ending_soon() -> Iterator[None]:
     what=PLACES | st.sampled_from(RAW) | st.integers(0, 2**32),
     value=st.sampled_from(VALUES),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_damage_is_a_mistake_of_ours(
     whole: Path, tmp_path_factory: pytest.TempPathFactory, name: str, what: Any, value: Any
 ) -> None:

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
+
 torch = pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 transformers = pytest.importorskip("transformers")
 
@@ -174,7 +176,7 @@ def check(request: Request, *, in_place: bool) -> None:
 @given(st.lists(events, min_size=2, max_size=12))
 @example([Submit(20, (7,), 4, 16), Sample(9), Submit(20, (7, 9), 3, 16), Submit(24, (9,), 2, 16), Sample(40)])
 @example([Submit(20, (7,), 2, 4), Sample(99), Update("in_place"), Submit(20, (7,), 2, 4)])
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_whatever_happens_around_it_a_request_is_answered_as_if_alone(schedule: list[Any]) -> None:
     in_place = Update("in_place") in schedule
     shared = answered(schedule, prefix_cache=True)

@@ -18,6 +18,7 @@ from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.completions import Completions
 from agl_slime.gateway.responses import Responses
 from agl_slime.gateway.settings import GatewaySettings
+from tests.examples import examples
 from tests.gateway_cases import CALL, WEATHER, Case, serving
 
 USER = {"role": "user", "content": "Weather?"}
@@ -127,7 +128,9 @@ def client() -> Iterator[httpx.Client]:
 
 @pytest.mark.parametrize("path", BODIES)
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_any_value_of_any_field_gets_an_answer_or_a_typed_error(

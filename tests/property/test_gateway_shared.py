@@ -21,6 +21,7 @@ from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.protocol import NOTHING_KEPT, Protocol
 from agl_slime.gateway.responses import Responses
 from agl_slime.gateway.tree import Match, Tree
+from tests.examples import examples
 from tests.gateway_cases import CALL, WEATHER
 from tests.property.gateway_agents import Audit
 from tests.property.test_gateway_audit import CASES
@@ -103,7 +104,7 @@ async def read(bodies: Bodies, path: str, raw: bytes) -> str:
     return repr((request.key, sorted(body.items()), call))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(requests())
 def test_a_body_is_read_as_if_it_were_the_first(sent: list[tuple[str, bytes]]) -> None:
     async def go() -> None:

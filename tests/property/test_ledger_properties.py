@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import Outcome
+from tests.examples import examples
 
 ROLLOUTS = st.sampled_from([f"r{number}" for number in range(6)])
 OUTCOMES = st.sampled_from(list(Outcome))
@@ -91,5 +92,5 @@ class DiskLedgerMachine(LedgerMachine):
 TestLedger = LedgerMachine.TestCase
 TestLedgerOnDisk = DiskLedgerMachine.TestCase
 # each example opens files: fewer of them
-TestLedgerOnDisk.settings = settings(max_examples=12, stateful_step_count=20, deadline=None)
-TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLedgerOnDisk.settings = settings(max_examples=examples(12), stateful_step_count=20, deadline=None)
+TestLedger.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from agl_slime.errors import ConfigError
 from agl_slime.loop.admission import Admission
+from tests.examples import examples
 
 
 @dataclass
@@ -79,7 +80,7 @@ class Simulation:
         assert self.worst <= (self.max_staleness + 1) * self.batch_size
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     batch_size=st.integers(1, 9),
     max_staleness=st.integers(0, 5),
@@ -129,7 +130,7 @@ def test_one_task_in_twenty_takes_twenty_times_as_long_in_ten_thousand_groups(ma
     assert len(stragglers) == 500
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(batch_size=st.integers(1, 5), max_staleness=st.integers(0, 4), cut=st.integers(0, 9), seed=st.integers(0, 2**32))
 def test_a_run_that_goes_on_makes_the_batches_of_the_uninterrupted_one(
     batch_size: int, max_staleness: int, cut: int, seed: int

@@ -19,6 +19,7 @@ from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.rendering import short_way
 from agl_slime.tokens.template import ChatTemplate, squash
 from tests.conversations import answer
+from tests.examples import examples
 from tests.model_templates import MODELS, Ways, template_of
 from tests.trace_tokenizers import small_tokenizer
 
@@ -106,13 +107,13 @@ def drive(data: st.DataObject, tokenizer: Any) -> list[ForkReason | None] | None
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_history_under_the_templates_of_current_models(model: str, data: st.DataObject) -> None:
     drive(data, tokenizer_with(template_of(MODELS[model])))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     data=st.data(),
     ways=st.builds(
@@ -178,7 +179,7 @@ def same_ids(data: st.DataObject, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_ids_are_the_same_by_the_short_way_and_by_the_long_one(model: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_with(template_of(MODELS[model]))
@@ -189,7 +190,7 @@ def test_ids_are_the_same_by_the_short_way_and_by_the_long_one(model: str, data:
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL, reason="AGL_SLIME_CHAT_TEMPLATES names no directory of models' own *.jinja files")
 @pytest.mark.parametrize("file", sorted(Path(REAL).glob("*.jinja")) if REAL else [], ids=lambda file: file.stem)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_history_under_templates_as_they_are_published(file: Path, data: st.DataObject) -> None:
     source = file.read_text(encoding="utf-8")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from agl_slime.datasource.ends import EndTable
 from agl_slime.store.feed import FeedPage
+from tests.examples import examples
 
 SERVER = "server"
 
@@ -18,7 +19,7 @@ def page(after: int, ids: list[str]) -> FeedPage:
     return FeedPage(server_instance_id=SERVER, last=after + len(ids), rollout_ids=ids, missed=False)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     data=st.data(),
     feed=st.lists(st.integers(0, 12).map(str), min_size=1, max_size=40),

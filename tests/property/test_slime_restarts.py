@@ -19,6 +19,7 @@ from agl_slime.groups.policy import CompleteGroup
 from agl_slime.groups.results import MemberResult, Outcome
 from agl_slime.store.feed import FinishedFeed
 from agl_slime.types import Sample
+from tests.examples import examples
 
 SIZE = 2
 SETTINGS = DataSourceSettings(blocking=False, policy=CompleteGroup())
@@ -255,7 +256,7 @@ class Restarts(RuleBasedStateMachine):
         assert not self.source.source.ends.table._ends
 
 
-Restarts.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
+Restarts.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=20, deadline=None)
 TestRestarts = Restarts.TestCase
 
 

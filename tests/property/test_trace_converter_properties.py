@@ -14,6 +14,7 @@ from agl_slime.trace import attributes as names
 from agl_slime.trace.converter import Conversion, convert_rollout
 from agl_slime.trace.span_codec import TurnEncoder
 from agl_slime.trace.turn import Turn
+from tests.examples import examples
 from tests.property.trace_strategies import conversations
 
 REWARD = emit_reward(0.5, propagate=False)
@@ -107,7 +108,7 @@ def test_token_lists(turns: list[Turn]):
     check(convert_rollout(ROLLOUT, spans), turns)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(conversations().filter(lambda turns: any(len(turn.response_ids) for turn in turns)))
 def test_through_a_real_store(turns: list[Turn]):
     async def through_store() -> Conversion:

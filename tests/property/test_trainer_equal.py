@@ -18,6 +18,7 @@ from hypothesis import strategies as st  # noqa: E402
 from agl_slime.groups.normalize import normalize_rewards  # noqa: E402
 from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.types import Sample, sample_from_fields  # noqa: E402
+from tests.examples import examples  # noqa: E402
 from tests.trainer_policy import VOCABULARY, make_model, save_policy  # noqa: E402
 
 CLIP = 0.2
@@ -103,7 +104,7 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, LocalTraine
     return made
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     samples=batches(),
     microbatch=st.sampled_from([1, 64, 100_000]),

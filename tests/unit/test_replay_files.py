@@ -36,6 +36,7 @@ from agl_slime.trace.trajectory import Trajectory
 from agl_slime.trace.turn import Turn
 from agl_slime.types import sample_to_json
 from tests.datasource_cases import QUICK, Told
+from tests.examples import examples
 from tests.store_cases import enqueue, finish
 
 FROM = "agl_slime.trace.replay_files.FILED_FROM_BYTES"
@@ -88,7 +89,7 @@ def samples_of(turns: list[Turn], directory: Path | None = None) -> list[Any]:
 
 
 @given(seed=st.integers(0, 2**32), limit=st.sampled_from((1, 200, 600)), name=st.text(max_size=20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_samples_are_the_same_by_file_and_by_span(
     seed: int, limit: int, name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

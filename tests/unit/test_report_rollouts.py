@@ -19,6 +19,7 @@ from agl_slime.report.files import IterationFile, RunDir, iter_jsonl
 from agl_slime.report.pieces import Pieces
 from agl_slime.report.rollouts import RolloutWriter, describe_tokens
 from agl_slime.types import Sample
+from tests.examples import examples
 from tests.trace_tokenizers import chat_tokenizer
 
 TOKENIZER = SimpleNamespace(decode=lambda ids: bytes(ids).decode("latin-1"))
@@ -200,7 +201,7 @@ def test_a_group_that_was_ready_before_a_restart_is_there_once(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("vocabulary", ["anthropic", "deepseek"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(text=st.text(max_size=30) | st.sampled_from(["👩‍👩‍👧 naïve 漢字", "a  b\n\n c", "<think>é</think>"]))
 def test_pieces_join_to_the_text(vocabulary: str, text: str) -> None:
     tokenizer = chat_tokenizer(vocabulary)

@@ -21,6 +21,7 @@ from agl_slime.report.page import write_report
 from agl_slime.report.read import RunReader
 from agl_slime.report.slime_runs import SlimeRun, dump_files
 from agl_slime.types import Sample
+from tests.examples import examples
 
 torch = pytest.importorskip("torch")
 
@@ -244,7 +245,7 @@ def test_a_damaged_file_is_one_sentence_and_the_others_are_shown(name: str, tmp_
     assert found["groups"]["iteration"] == [0, 0]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_whatever_bytes_change_the_report_is_made(tmp_path_factory: Any, data: st.DataObject) -> None:
     path = tmp_path_factory.mktemp("run")
@@ -265,7 +266,7 @@ FIELD = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     changes=st.dictionaries(st.sampled_from(sorted(a_sample(0, group=0))), FIELD, max_size=4), metadata=st.booleans()
 )

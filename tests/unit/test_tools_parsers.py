@@ -19,6 +19,7 @@ from agl_slime.rollout.tool_parsers import (
     register_tool_parser,
 )
 from tests.chat_templates import TEMPLATES
+from tests.examples import examples
 
 ONE = {
     "hermes": '<tool_call>\n{"name": "look", "arguments": {"key": "kz", "n": 2}}\n</tool_call>',
@@ -198,7 +199,7 @@ PIECES = (
 
 
 @given(text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_no_text_breaks_a_parser_or_is_lost(text: str) -> None:
     for kind in parsers._parsers:
         parsed = parse(kind, text)
@@ -215,7 +216,7 @@ values = st.lists(written | letters, max_size=4).map("".join)
 
 
 @given(name=names, arguments=st.dictionaries(names, values, max_size=3), thought=st.sampled_from(["", *THOUGHTS]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_what_a_template_would_write_is_read_back(name: str, arguments: dict[str, Any], thought: str) -> None:
     as_json = json.dumps(arguments, ensure_ascii=False)
     pairs = arguments.items()
