@@ -27,6 +27,14 @@ except ImportError:  # the environments of clients and of verifiers have no hypo
     pass
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """With ``-n 2`` the tests of a file stay in one process, so that what they share (an engine, a run that was
+    trained) is made once and not once per process."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "loadfile"
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Collecting imports torch, transformers and LiteLLM: a million objects that stay. Without this, each full garbage
