@@ -18,6 +18,7 @@ from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.configs.cli.eval import EvalConfig
 from verifiers.v1.utils.loaders import load_environment
 
+from agl_slime.environments.runtimes.lending import boxes_of
 from agl_slime.environments.tasksets import env_block
 
 EVAL_SPLITS = ("eval", "validation", "valid", "val", "dev", "test")
@@ -27,7 +28,11 @@ _HOSTED = "prime"  # the runtime that verifiers takes where none is named: someb
 
 def loaded(spec: Mapping[str, Any], **taskset: Any) -> Any:
     """The environment that ``spec`` describes, with these fields of its taskset."""
-    arguments = [*_named(spec["name"]), *spec["arguments"]]
+    try:
+        rest, boxes = boxes_of(spec["arguments"])
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    arguments = [*_named(spec["name"]), *rest]
     for name, value in taskset.items():
         arguments += [f"--env.taskset.{name}", str(value)]
     config = cli(narrow_config(EvalConfig, arguments), args=arguments, plain=True).env
@@ -36,10 +41,15 @@ def loaded(spec: Mapping[str, Any], **taskset: Any) -> Any:
         if agent.retries.max_retries or agent.retries.rules or config.retries.max_retries or config.retries.rules:
             raise SystemExit("retries of the environment would train what failed: use --group-max-retries instead")
     env = load_environment(config)
+    if unknown := boxes.keys() - agent_config_fields(config).keys():
+        known = ", ".join(agent_config_fields(config))
+        raise SystemExit(f"--env.{min(unknown)}.runtime: the agents of {spec['name']} are {known}")
+    for role in boxes:  # lent to its runs
+        agent_config_fields(config)[role].runtime = vf.SubprocessConfig()
     for role, agent in agent_config_fields(config).items():
         if agent.runtime.type == _HOSTED and "runtime" not in agent.model_fields_set:
             if env._harnesses[role].EXECUTES_CODE:
-                fix = f"say where with --env.{role}.runtime.type (docker, podman, ...; subprocess is this machine)"
+                fix = f"say where with --env.{role}.runtime.type (bubblewrap, docker, ...; subprocess is this machine)"
                 raise SystemExit(f"the agent {role!r} runs programs; {fix}")
             agent.runtime = vf.SubprocessConfig()
     return env

@@ -94,8 +94,11 @@ def _conversation(
 ) -> dict[str, Any] | None:
     """The task of a conversation, for which ``agent`` is changed: it says what its prompt's system message says, and
     what follows an answer is asked from a person. ``None`` when that one has nothing to say."""
+    from agl_slime.environments.environment import Environment
     from agl_slime.rollout.agent import SGLangLitAgent
 
+    if isinstance(agent, Environment):
+        raise ConfigError(f"--env {agent.settings.name} plays its own episodes; give --tasks to see them")
     if not isinstance(agent, SGLangLitAgent):
         raise ConfigError("this agent makes its own calls, and none can be put in between; give --tasks")
     prompt = agent.build_prompt(task)

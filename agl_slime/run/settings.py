@@ -106,8 +106,8 @@ class TrainConfig:
     """Address of the store for runners outside of this process; Ray on several hosts needs one that they reach."""
 
     env: str | None = None
-    """An environment of verifiers in the place of --agent and --tasks: a taskset by its name, reasoning-gym:NAME[,NAME]
-    or textarena:ID. Its own settings are given as verifiers' programs take them: --env.KEY value."""
+    """An environment of verifiers in place of --agent and --tasks: a taskset's name, reasoning-gym:NAME, textarena:ID,
+    bfcl:CATEGORY. Its own settings are given as verifiers' programs take them: --env.KEY value."""
     env_python: Path | None = None
     """A Python that has verifiers, by default what AGL_ENV_PYTHON names; `bash scripts/verifiers_env.sh DIR` makes one:
     DIR/bin/python."""
@@ -262,7 +262,7 @@ class TrainConfig:
         if self.max_concurrent == "auto":
             raise ConfigError(f"--max-concurrent auto with --env {self.env}: give a number, for each worker")
         if self.trainer != "local":
-            raise ConfigError(f"--env {self.env} with --trainer {self.trainer}: environments are for the local trainer")
+            raise ConfigError(f"--env {self.env} with --trainer slime: slime plays none; take --trainer local")
 
     @property
     def title(self) -> str:

@@ -13,6 +13,8 @@ from rich.console import Console
 from agl_slime.cli import main
 from agl_slime.datasource.read import collect
 from agl_slime.environments.environment import load_environment
+from agl_slime.errors import ConfigError
+from agl_slime.run.chat import ChatConfig
 from agl_slime.run.local import run_training
 from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.controller import ControllerPool
@@ -23,6 +25,7 @@ from tests.environment_cases import env_python
 from tests.environments import quirks
 from tests.faults.scripted_engine import in_thread
 from tests.gateway_cases import TEMPLATE, engine_saying
+from tests.integration.test_chat import talk
 from tests.trace_tokenizers import small_tokenizer
 
 pytestmark = pytest.mark.environments
@@ -86,3 +89,10 @@ def test_the_files_of_an_iteration_on_an_environment_agree(
 
     assert "trained: equal" in out.getvalue()
     assert main(["audit", str(tmp_path / "run")]) == 0
+
+    chat = {"model": tmp_path / "run", "sglang_url": embedded_engine}
+    shown = talk(ChatConfig(**chat, tasks=True), "", "/bye")
+    assert shown.count("(test)") == 2, "what the run held out"
+    assert shown.count("reward: 1.0") == 2
+    with pytest.raises(ConfigError, match="give --tasks"):
+        talk(ChatConfig(**chat), "hello")

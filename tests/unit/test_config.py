@@ -36,6 +36,7 @@ from agl_slime.trainers.local.settings import LocalTrainerSettings
         ({"actor_num_nodes": 2}, "^--actor-num-nodes with --trainer local"),  # fault 6
         ({"actor_num_gpus_per_node": 4}, "^--actor-num-gpus-per-node with --trainer local"),  # fault 6
         ({"rollout_num_gpus": 2}, "^--rollout-num-gpus with --trainer local"),  # fault 6
+        ({"env": "x", "trainer": "slime"}, "^--env x with --trainer slime: .* take --trainer local"),
         ({"weight_pause": "in_place", "trainer": "slime"}, "^--weight-pause with --trainer slime"),
         ({"eval_sglang_url": "http://x:1"}, "^--eval-sglang-url http://x:1: only asynchronous training uses it"),
         ({"eval_sglang_url": "http://x:1", "trainer": "slime"}, "^--eval-sglang-url with --trainer slime"),

@@ -6,7 +6,7 @@ speaks to the box's first process over a socket without a path; network routes a
 makes inside and hands out, so that their connections are served from the host's event loop.
 
 ``RuntimeConfig`` of verifiers is a closed union: a box is lent to an agent, ``agent.run(task, runtime=box)``, or to all
-agents of an environment with ``lend_boxes(env, config)``.
+agents of an environment with ``lend_boxes(env, {"agent": config})``.
 """
 
 from __future__ import annotations

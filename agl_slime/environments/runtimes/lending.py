@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import verifiers.v1.runtimes as known
-from verifiers.v1.configs.agent import agent_config_fields
+from pydantic import ValidationError
 from verifiers.v1.runtimes.base import Runtime
 
 from agl_slime.environments.runtimes.bubblewrap import BubblewrapRuntime
@@ -16,6 +20,39 @@ from agl_slime.environments.runtimes.layout import BubblewrapConfig
 _theirs = known._runtime_cls
 # verifiers asks the class of a lent box's configuration whether it is local, where a timeout is set, and knows its own.
 known._runtime_cls = lambda config: BubblewrapRuntime if isinstance(config, BubblewrapConfig) else _theirs(config)
+
+
+def boxes_of(arguments: Sequence[str]) -> tuple[list[str], dict[str, BubblewrapConfig]]:
+    """A command line for verifiers without the runtimes that it does not know, and those by the name of their agent:
+    `--env.AGENT.runtime.type bubblewrap` with the fields of `BubblewrapConfig` beside it. Programs are installed below
+    the user's cache, where no `installs` are named. Raises `ValueError`."""
+    given: dict[str, dict[str, Any]] = {}
+    at: dict[str, list[int]] = {}
+    for number, word in enumerate(arguments):
+        flag, same, value = word.partition("=")
+        parts = flag.split(".")
+        if len(parts) == 4 and (parts[0], parts[2]) == ("--env", "runtime"):
+            follows = not same and number + 1 < len(arguments) and not arguments[number + 1].startswith("--")
+            given.setdefault(parts[1], {})[parts[3].replace("-", "_")] = (
+                value if same else arguments[number + 1] if follows else "true"
+            )
+            at.setdefault(parts[1], []).extend([number, number + 1] if follows else [number])
+    boxes, taken = {}, set()
+    for role, fields in given.items():
+        if fields.get("type") != "bubblewrap":
+            continue
+        if shutil.which("bwrap") is None:
+            raise ValueError(f"--env.{role}.runtime.type bubblewrap: bwrap is not here; install the package bubblewrap")
+        try:
+            lists = {name: json.loads(value) if value[:1] == "[" else value for name, value in fields.items()}
+            config = BubblewrapConfig.model_validate(lists)
+        except (ValidationError, json.JSONDecodeError) as error:
+            raise ValueError(f"--env.{role}.runtime: {error}") from None
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        installs = (config.installs or cache / "agl-slime" / "programs").resolve()
+        boxes[role] = config.model_copy(update={"installs": installs})
+        taken.update(at[role])
+    return [word for number, word in enumerate(arguments) if number not in taken], boxes
 
 
 @contextlib.asynccontextmanager
@@ -43,17 +80,15 @@ async def install(harness: Any, config: BubblewrapConfig) -> None:
         await runtime.stop()
 
 
-def lend_boxes(env: Any, config: BubblewrapConfig) -> None:
-    """Give each run of an environment's agents a box of its own, where its program executes code. The environment is
-    unchanged: its `setup` hook is where an episode's agents are first seen."""
+def lend_boxes(env: Any, boxes: Mapping[str, BubblewrapConfig]) -> None:
+    """Give each run of these agents a box of its own. The environment is unchanged: its `setup` hook is where an
+    episode's agents are first seen."""
     setup = env.setup
 
     async def with_boxes(agents: Any) -> None:
         await setup(agents)
-        for name in agent_config_fields(env.config):
-            agent = getattr(agents, name)
-            if agent.harness.EXECUTES_CODE:
-                _lend(agent, config)
+        for role, config in boxes.items():
+            _lend(getattr(agents, role), config)
 
     env.setup = with_boxes
 
