@@ -226,7 +226,7 @@ def test_a_whole_run_trains_on_the_experts_that_its_engine_used(
         return found
 
     monkeypatch.setattr("agl_slime.rollout.session.file_replay", watched)
-    monkeypatch.setattr("agl_slime.trace.replay_files.FILED_FROM_BYTES", 600)
+    monkeypatch.setattr("agl_slime.trace.replay_files.FILED_FROM_BYTES", 64)
 
     def spy(model: Any, experts: Any) -> None:
         forced.append(None if experts is None else tuple(experts.shape))
