@@ -50,7 +50,8 @@ class EnvironmentSettings:
     ``eval_split``: the value of the taskset's ``split`` for validations, where it is not found by itself.
     ``most_tasks`` limits each split. ``models``: agents that another address answers, as ROLE=URL or ROLE=MODEL@URL.
     ``trained`` and ``untrained``: agents by name, where it is to be otherwise than the environment has it. ``workers``:
-    processes, each with at most ``max_concurrent`` episodes."""
+    processes, each with at most ``max_concurrent`` episodes. ``keep_traces``: verifiers' record of each
+    episode is kept beside the worker's log, as environment/ROLLOUT.json."""
 
     name: str
     python: Path
@@ -62,6 +63,7 @@ class EnvironmentSettings:
     untrained: tuple[str, ...] = ()
     workers: int = 1
     max_concurrent: int = 1024
+    keep_traces: bool = False
 
     @classmethod
     def given(cls, name: str, *, python: str | Path | None = None, **others: Any) -> EnvironmentSettings:
@@ -114,9 +116,12 @@ class Environment:
 
     def controller(self, *, log: Path | None = None, **others: Any) -> ControllerSettings:
         """What plays this environment's episodes."""
+        spec = {**self.spec, "trained": self.trained}
+        if self.settings.keep_traces and log is not None:
+            spec["traces"] = str(log.resolve().parent / "environment")
         command = WorkerCommand(
             name="the environment's worker",
-            argv=tuple(_command(self.settings, "work", {**self.spec, "trained": self.trained})),
+            argv=tuple(_command(self.settings, "work", spec)),
             count=self.settings.workers,
         )
         return ControllerSettings(

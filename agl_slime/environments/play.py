@@ -4,11 +4,13 @@ verifiers."""
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -108,8 +110,9 @@ class Player:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._stack.aclose()
 
-    async def play(self, wanted: Mapping[str, Any], *, address: str) -> list[dict[str, Any]]:
-        """The rewards of an episode, as the data of reward events. Raises ``EpisodeFailedError``."""
+    async def play(self, wanted: Mapping[str, Any], *, address: str, name: str) -> list[dict[str, Any]]:
+        """The rewards of an episode, as the data of reward events; its trace is kept as ``name`` where the spec says in
+        which directory. Raises ``EpisodeFailedError``."""
         async with self._reading:
             try:
                 task = await asyncio.to_thread(self._finder.find, wanted)
@@ -117,11 +120,18 @@ class Player:
                 raise EpisodeFailedError("TaskChanged", str(error)) from error
         _address.set(address)
         episode = await self._env.run_episode(task, self._ctx)
+        if (directory := self._spec.get("traces")) is not None:
+            await asyncio.to_thread(_keep, episode, Path(directory) / f"{name}.json")
         if not self._env.complete(episode):
             errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
             kind, message = (errors[-1].type, errors[-1].message) if errors else ("NotOk", "no error was recorded")
             raise EpisodeFailedError(kind, message)
         return rewards_of(episode, self.trained)
+
+
+def _keep(episode: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(episode.to_record()))
 
 
 def rewards_of(episode: Any, trained: list[str]) -> list[dict[str, Any]]:

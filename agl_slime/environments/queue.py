@@ -87,7 +87,8 @@ class Queue:
         address = f"{self._player.url}/proxy/rollout/{rollout_id}/attempt/0/mode/{mode}/openai/v1"
         limit = rollout["config"].get("timeout_seconds") or None
         try:
-            rewards = await asyncio.wait_for(self._player.play(rollout["input"], address=address), limit)
+            episode = self._player.play(rollout["input"], address=address, name=rollout_id)
+            rewards = await asyncio.wait_for(episode, limit)
             for reward in rewards:
                 event = {"event_type": "reward", "data": reward}
                 await self._call("POST", f"{self._api}/{rollout_id}/attempt/0/events", event)

@@ -139,6 +139,8 @@ class RunDir:
         """Every group with what became of its rollouts."""
         self.rollouts = path / "rollouts.jsonl"
         """The rollouts that are kept whole."""
+        self.environment = path / "environment"
+        """What an environment's own framework has recorded of a rollout, by its id."""
         self.alive = path / "running.json"
         """Which process writes here; gone when the run has ended."""
         self.trackers = path / "trackers.json"

@@ -79,6 +79,7 @@ class RolloutWriter:
         self._pieces: Pieces | None = None
         self._groups_file, self._file = IterationFile(run.groups), IterationFile(run.rollouts)
         self._room = Room(most_bytes - (run.rollouts.stat().st_size if run.rollouts.exists() else 0))
+        self._records = run.environment
         self._open: dict[str, _Group] = {}
         self._of_rollout: dict[str, _Group] = {}
         self._last = 0
@@ -158,7 +159,9 @@ class RolloutWriter:
                 self._of_rollout.pop(rollout_id, None)
             for rollout_id, (member, label) in group.members.items():
                 outcome = {"label": label, "outcome": outcomes[rollout_id]}
-                kept[rollout_id] = jsonable({**outcome, **self._describe(member, group)})
+                trace = self._records / f"{rollout_id}.json"
+                known = {"trace": f"{self._records.name}/{trace.name}"} if trace.is_file() else {}
+                kept[rollout_id] = jsonable({**outcome, **known, **self._describe(member, group)})
         if kept and self._keep == "sampled" and not self._room.take(size_of(iteration, list(kept.values()))):
             kept = {}
         # also where there is nothing to write: what a run that was cut off has left of this iteration goes. Rollouts

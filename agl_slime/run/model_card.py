@@ -22,7 +22,7 @@ _LICENSE = re.compile(r"\A---\n(?:.*\n)*?license:[ \t]*([\w.-]+)[ \t]*\n", re.AS
 # What says where something was on one machine, and not what was trained.
 _OF_THE_MACHINE = ("output_dir", "weights_dir", "sglang_url", "eval_sglang_url", "sglang_python", "controller_python")
 _OF_THE_MACHINE += ("controller_host", "controller_port", "store_host", "view", "track", "overwrite", "resume")
-_OF_THE_MACHINE += ("env_python", "env_workers")
+_OF_THE_MACHINE += ("env_python", "env_workers", "env_traces")
 
 
 def model_card(run: RunDir, *, base: Path, iteration: int, lora: bool = False) -> str:

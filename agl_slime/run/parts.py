@@ -66,6 +66,7 @@ def environment_of(config: TrainConfig, *, held_out: int | None = None) -> Envir
         untrained=config.untrained_models,
         workers=config.env_workers,
         max_concurrent=config.max_concurrent,
+        keep_traces=config.env_traces,
     )
 
 

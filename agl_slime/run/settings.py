@@ -121,6 +121,8 @@ class TrainConfig:
     env_model: tuple[str, ...] = ()
     """Agents of the environment that another address answers, as ROLE=URL or ROLE=MODEL@URL; AGL_ENV_MODEL_KEY holds
     the key."""
+    env_traces: bool = False
+    """Keep verifiers' record of each episode, as environment/ROLLOUT.json of the run; the report names it."""
     env_workers: int = 1
     """Processes that play episodes, each at most --max-concurrent at once."""
     env_map: tuple[str, ...] = ()
@@ -232,8 +234,7 @@ class TrainConfig:
         if self.env is not None:
             self._check_env()
         else:
-            names = ("env_python", "env_config", "env_arguments", "env_tasks", "env_eval_split", "env_model")
-            for name in (*names, "env_workers"):
+            for name in (one for one in vars(self) if one.startswith("env_") and one != "env_map"):
                 if getattr(self, name) != getattr(TrainConfig, name):
                     raise ConfigError(f"{flag(name)}: there is no environment; add --env NAME, or leave it out")
         if self.runners == "controller":

@@ -54,6 +54,7 @@ def test_programs_of_a_run_are_in_boxes_without_a_network_and_its_files_agree(
         n_samples_per_prompt=2,
         max_new_tokens=8,
         eval_interval=0,
+        env_traces=True,
         output_dir=run,
     )
     out = io.StringIO()
@@ -66,6 +67,9 @@ def test_programs_of_a_run_are_in_boxes_without_a_network_and_its_files_agree(
     for rollout in kept:
         assert (rollout["rewards"]["reached"], rollout["rewards"]["private"]) == (0.0, 0.0), rollout
         assert rollout["rewards"]["processes"] <= 4, "it sees its own"
+        record = json.loads((run / rollout["trace"]).read_text())
+        assert record["traces"][0]["rewards"]["asked"]["score"] == rollout["reward"]
+    assert len(list((run / "environment").iterdir())) == 4
     assert (tmp_path / "cache" / "agl-slime" / "programs").is_dir()
 
 

@@ -27,7 +27,7 @@ function outcome(run, member, told) {
   const why = [told?.reason, told?.message].filter(Boolean).join(": ") || (member && word === "filtered" ? fate(group)[1] : member?.why) || { trained: "delivered to the trainer", ready: "fit to train on; nobody told of it" }[word] || "";
   const rewards = Object.entries(told?.rewards || {}).filter(([name]) => name !== "primary").map(([name, value]) => `${name} ${num(value)}`);
   const facts = [["reward", num(told?.reward ?? member?.reward) + (rewards.length ? ` (${rewards.join(", ")})` : "")], ["task", told?.instance_id ?? group?.instance], ["source", told?.source ?? group?.source],
-    ["stopped by", told?.stop_reason], ["sampled tokens", num(told?.tokens ?? member?.tokens)], ["model calls", told?.turns?.length ?? member?.turns], ["kept as", told?.label]];
+    ["stopped by", told?.stop_reason], ["sampled tokens", num(told?.tokens ?? member?.tokens)], ["model calls", told?.turns?.length ?? member?.turns], ["kept as", told?.label], ["record of verifiers", told?.trace]];
   return h("section", { "aria-label": "Outcome" }, h("p", {}, badge(word), " ", why),
     h("dl", { class: "figures" }, named(facts.filter(([, v]) => v !== null && v !== undefined && v !== ""))));
 }
