@@ -86,8 +86,8 @@ class Protocol(ABC):
 
     def more(self, items: list[Any], kept: Kept) -> list[Message]:
         """The messages that ``read`` would add for these ``items`` at the end of ``grows``, after one that is no
-        answer. Raises ``GatewayRequestError``."""
-        raise NotImplementedError
+        answer; none where a body is always read whole. Raises ``GatewayRequestError``."""
+        return []
 
     @abstractmethod
     def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]: ...

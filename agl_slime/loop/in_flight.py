@@ -39,7 +39,7 @@ class InFlight:
             self._work.result()
 
     async def _keep_engine_full(self, runner: RunnerPool, loads: EngineLoads) -> None:
-        auto, refused = AutoLimit.start(), 0
+        auto = AutoLimit.start()
         try:
             while True:
                 self.limit = auto.limit
@@ -56,8 +56,8 @@ class InFlight:
                     waiting=now.waiting,
                     usage=now.usage,
                     most_running=now.most_running,
-                    refused=now.refused - refused,
+                    refused=now.refused,
                 )
-                auto, refused = auto.step(look), now.refused
+                auto = auto.step(look)
         finally:
             await loads.aclose()

@@ -19,7 +19,7 @@ _TIMEOUT_S = 5.0
 class EngineLoad:
     """Of one server, or of all workers of a router together: requests it works on and in its queue, the share of the
     KV cache in use (of the fullest worker), the most requests that it works on at once (0: it does not say), and the
-    calls of this process that it has refused so far."""
+    calls of this process that it has refused since the look before."""
 
     running: int
     waiting: int
@@ -34,6 +34,7 @@ class EngineLoads:
     def __init__(self, base_url: str, *, settings: ClientSettings | None = None) -> None:
         self._url, self._settings = checked_url(base_url), settings or ClientSettings()
         self._workers: list[HttpTransport] = []
+        self._refused = refused_calls(self._url)
 
     async def look(self) -> EngineLoad:
         """What they say now. Raises ``EngineError``, and ``ConfigError`` where a server does not know the question."""
@@ -42,12 +43,13 @@ class EngineLoads:
                 workers = await client.workers()
             self._workers = [HttpTransport(base_url=url, settings=self._settings) for url in workers]
         said = await asyncio.gather(*(self._ask(worker) for worker in self._workers))
+        refused, self._refused = refused_calls(self._url) - self._refused, refused_calls(self._url)
         return EngineLoad(
             running=sum(one.running for one in said),
             waiting=sum(one.waiting for one in said),
             usage=max(one.usage for one in said),
             most_running=sum(one.most_running for one in said) if all(one.most_running for one in said) else 0,
-            refused=refused_calls(self._url),
+            refused=refused,
         )
 
     async def aclose(self) -> None:

@@ -44,6 +44,18 @@ async def test_the_ranks_of_a_server_are_one_load() -> None:
     assert (poor.running, poor.waiting, poor.usage, poor.most_running) == (2, 0, 0.0, 0)
 
 
+async def test_refusals_count_from_the_look_before_and_not_from_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    so_far = [7]
+    monkeypatch.setattr("agl_slime.sglang.load.refused_calls", lambda url: so_far[0])
+    async with listening(serving(*(ranks({}) for _ in range(3))), host="127.0.0.1", port=0, backlog=8) as url:
+        loads = EngineLoads(url)
+        found = [(await loads.look()).refused]
+        so_far[0] = 9
+        found += [(await loads.look()).refused, (await loads.look()).refused]
+        await loads.aclose()
+    assert found == [0, 2, 0]
+
+
 async def test_a_server_that_does_not_say_it_is_one_sentence() -> None:
     async with listening(web.Application(), host="127.0.0.1", port=0, backlog=8) as url:
         loads = EngineLoads(url)
