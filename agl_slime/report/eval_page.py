@@ -54,7 +54,7 @@ def _page(directory: Path) -> str:
     models = found["models"]
     samples = [_by_task(iter_jsonl(directory / f"samples-{number + 1}.jsonl")) for number in range(len(models))]
     inputs = list(iter_jsonl(directory / "tasks.jsonl"))
-    names = [Path(str(model["model"])).name or str(model["model"]) for model in models]
+    names = [_short(str(model["model"])) for model in models]
     if len(set(names)) < len(names):
         names = [str(model["model"]) for model in models]
     difference = found.get("difference") or {"gained": [], "lost": []}
@@ -85,6 +85,11 @@ def _page(directory: Path) -> str:
     return _PAGE.format(title=title, digest=digest, styles=styles, body="\n".join(body))
 
 
+def _short(model: str) -> str:
+    """The name of a directory; what only has an address is named whole."""
+    return model if "://" in model else Path(model).name or model
+
+
 def _by_task(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
     found: dict[int, list[Mapping[str, Any]]] = {}
     for line in lines:
@@ -98,23 +103,24 @@ def _figures(found: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
     rows = [(name, model, model["failed"]) for name, model in zip(names, found["models"], strict=True)]
     if (difference := found.get("difference")) is not None:
         rows.append(("difference on the same tasks", difference, ""))
-    yield "<table><caption>Means with 95 % intervals (bootstrap over tasks). "
-    yield f"{found['tasks']} tasks, {found['k']} samples of each.</caption>"
+    yield '<div class="scrolls" tabindex="0"><table><caption>Means with 95 % intervals (bootstrap over tasks). '
+    yield f"{found['tasks']} tasks, {found['k']} sample{'s' * (found['k'] > 1)} of each.</caption>"
     yield f"<tr><th></th>{''.join(f'<th>{_escaped(name)}</th>' for name in figures)}<th>failed</th></tr>"
     for name, row, failed in rows:
-        cells = "".join(f"<td>{_estimate(row.get(figure))}</td>" for figure in figures)
-        yield f"<tr><th>{_escaped(name)}</th>{cells}<td>{_escaped(failed)}</td></tr>"
-    yield "</table>"
+        cells = "".join(f"<td>{_estimate(row.get(figure), sign=row is difference)}</td>" for figure in figures)
+        yield f'<tr><th scope="row">{_escaped(name)}</th>{cells}<td>{_escaped(failed)}</td></tr>'
+    yield "</table></div>"
     for name, model in zip(names, found["models"], strict=True):
         for reason, count in model["failures"].items():
             yield f'<p class="quiet">{_escaped(name)}: {int(count)} x {_escaped(reason)}</p>'
 
 
-def _estimate(value: Mapping[str, Any] | None) -> str:
+def _estimate(value: Mapping[str, Any] | None, *, sign: bool) -> str:
     if not value:
         return ""
-    between = "" if value["low"] is None else f" [{float(value['low']):.3f}, {float(value['high']):.3f}]"
-    return f"{float(value['mean']):.3f}{between}"
+    kind = "+.3f" if sign else ".3f"
+    between = "" if value["low"] is None else f" [{float(value['low']):{kind}}, {float(value['high']):{kind}}]"
+    return f"{float(value['mean']):{kind}}{between}"
 
 
 def _task(number: int, task: Any, samples: Sequence[Sequence[Mapping[str, Any]]], names: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,18 @@ def test_tasks_that_changed_come_first_with_the_conversations_of_both(tmp_path: 
     assert "Task 3: TimeoutError → 1" in page.text
     assert page.text.index("words 1") < page.text.index("words 2") < page.text.index("Task 1:")
     assert "difference on the same tasks" in page.text
+
+
+def test_a_difference_has_a_sign_and_a_model_at_an_address_its_name(tmp_path: Path) -> None:
+    evaluation(tmp_path / "e", [0.0, 0.0], [1.0, 1.0])
+    found = json.loads((tmp_path / "e" / "eval.json").read_text())
+    found["models"][0]["model"] = "stub at http://127.0.0.1:1/v1"
+    (tmp_path / "e" / "eval.json").write_bytes(dump(found))
+    text = Outline(write_eval_page(tmp_path / "e").read_text()).text
+    assert "+1.000" in text
+    assert "+0.000" not in text
+    assert "stub at http://127.0.0.1:1/v1 and model-2" in text
+    assert "2 tasks, 1 sample of each." in text
 
 
 def test_one_model_has_its_tasks_alone(tmp_path: Path) -> None:
