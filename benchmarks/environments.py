@@ -1,11 +1,12 @@
 """Episodes of a light environment of verifiers at once in one process: its own evaluation, and the worker for a run.
 
-    AGL_ENV_PYTHON=DIR/bin/python python -m benchmarks.environments [--episodes 256]
+    AGL_ENV_PYTHON=DIR/bin/python python -m benchmarks.environments [--episodes 256] [--programs 32]
 
 Both play the same tasks with the same scripted answers over HTTP. `own`: verifiers' episodes in one asyncio process.
 `worker`: the same through the gateway, with tokens kept, from the first rollout that is begun to the last end.
 `own, a client each`: with a configuration of the client for every rollout, as verifiers' own settings would have it
 where each rollout has an address; the worker keeps one set of connections for all of them.
+`programs`: as many episodes at once, each a program in a sandbox of its own that asks the model once.
 Start-up (imports, tasks) is apart. Memory is the most that the process of episodes had.
 """
 
@@ -28,7 +29,7 @@ from agl_slime.runner.controller import ControllerPool
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
-from tests.environments import tiny
+from tests.environments import boxed, tiny
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
 from tests.gateway_cases import TEMPLATE
 from tests.trace_tokenizers import small_tokenizer
@@ -84,14 +85,19 @@ class Most:
                     continue
 
 
-def through_worker(episodes: int, log: Path, model: Path) -> tuple[float, float]:
+def through_worker(
+    episodes: int, log: Path, model: Path, name: str = "tiny_sums", arguments: tuple[str, ...] = ()
+) -> tuple[float, float]:
+    def answer(prompt: str) -> str:
+        return tiny.answer(prompt) if name == "tiny_sums" else "two"
+
     tokenizer: Any = small_tokenizer(TEMPLATE)
     tokenizer.save_pretrained(model)
     begun: dict[int, tuple[list[int], int]] = {}
 
     def next_id(ids: Any) -> int:
         said, at = begun.pop(hash(tuple(ids)), ([], 0))
-        said = said or [*tokenizer.encode(tiny.answer(tokenizer.decode(list(ids)))), tokenizer.eos_token_id]
+        said = said or [*tokenizer.encode(answer(tokenizer.decode(list(ids)))), tokenizer.eos_token_id]
         begun[hash((*ids, said[at]))] = (said, at + 1)
         return said[at]
 
@@ -99,7 +105,7 @@ def through_worker(episodes: int, log: Path, model: Path) -> tuple[float, float]
         return tokenizer.decode(list(ids), skip_special_tokens=False)
 
     engine = ScriptedEngine(vocab_size=len(tokenizer), eos_id=tokenizer.eos_token_id, decode=decode, next_id=next_id)
-    env = load_environment("tiny_sums", validate=False)
+    env = load_environment(name, arguments=arguments, validate=False)
     with in_thread(engine) as served, Most("work") as most:
         store = BridgeStore()
         llm = LLM(endpoint=served.url, model=str(model), sampling_parameters={"temperature": 1.0, "max_new_tokens": 64})
@@ -121,21 +127,30 @@ def through_worker(episodes: int, log: Path, model: Path) -> tuple[float, float]
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--episodes", type=int, default=256)
-    episodes = parser.parse_args().episodes
+    parser.add_argument("--programs", type=int, default=0)
+    args = parser.parse_args()
+    episodes = args.episodes
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         tiny.write(directory)
         os.environ["PYTHONPATH"] = os.pathsep.join((str(directory), str(Path(__file__).parents[1])))
+        os.environ["XDG_CACHE_HOME"] = name  # where programs are installed
         rows = []
         for label, clients in (("own", "one"), ("own, a client each", "each")):
             command = [os.environ["AGL_ENV_PYTHON"], "-c", _OWN, str(episodes), clients]
             own = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
             rows.append((label, *own))
         rows.append(("worker", *through_worker(episodes, directory / "log", directory / "model")))
+        if args.programs:
+            module = boxed.write(directory, port=9, private=directory / "private")
+            runtime = ("--env.agent.runtime.type", "bubblewrap", "--env.agent.runtime.memory", "1")
+            took = through_worker(args.programs, directory / "log", directory / "model", module, runtime)
+            rows.append((f"{args.programs} programs", *took))
     print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, {episodes} episodes at once")
     print(f"{'':<24}{'s':>8}{'episodes/s':>12}{'MB':>8}")
     for label, seconds, memory in rows:
-        print(f"{label:<24}{seconds:>8.2f}{episodes / seconds:>12.1f}{memory:>8.0f}")
+        count = args.programs if label.endswith("programs") else episodes
+        print(f"{label:<24}{seconds:>8.2f}{count / seconds:>12.1f}{memory:>8.0f}")
 
 
 if __name__ == "__main__":
