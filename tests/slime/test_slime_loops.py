@@ -85,6 +85,18 @@ def test_a_controller_of_the_managers_runs_the_rollouts_of_slimes_own_loop(tmp_p
     assert not [process for process in psutil.process_iter() if str(tmp_path / "witness") in _witness_of(process)]
 
 
+@pytest.mark.slime
+@pytest.mark.ray
+def test_actors_of_the_managers_run_the_agent_in_slimes_own_loop(tmp_path: Path):
+    """``agl_runners: ray:2`` inside slime's manager, which is an actor of the same Ray; they end with it."""
+    root = require_slime("ray", "torch", "transformers", "sglang_router")
+    result = run_program(root, "loop", tmp_path, "train", "2", "ray", timeout_s=280)
+    assert len(result["rewards"]) == 2
+    assert max(result["logprob_diff_max"]) < 1e-4
+    assert result["versions"] == ["3"]
+    assert result["actors"] == {"Worker": 0, "RolloutManager": 0}
+
+
 def _witness_of(process: psutil.Process) -> str:
     with suppress(psutil.Error):
         return process.environ().get("WITNESS", "")

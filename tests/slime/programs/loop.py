@@ -1,10 +1,11 @@
 """slime's own ``train()`` or ``train_async()`` on a CPU: real Ray, manager, router, weight updates and SGLang; only
 Megatron's place is taken by our trainer.
 
-    python -m tests.slime.programs.loop DIRECTORY train|train_async STEPS embedded|controller|URL...
+    python -m tests.slime.programs.loop DIRECTORY train|train_async STEPS embedded|controller|ray|URL...
 
 The URLs are those of SGLang servers that run already and serve DIRECTORY/policy. ``controller`` is the embedded engine
-with an agent of Agent Lightning 1.0, whose controller the manager starts, in small batches.
+with an agent of Agent Lightning 1.0, whose controller the manager starts, in small batches; ``ray`` has the agent run
+in two Ray actors that the manager starts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import requests
 
@@ -32,15 +34,16 @@ GROUPS, SIZE, CONTROLLED = 16, 4, 2
 
 def main(directory: Path, loop: str, steps: int, engines: list[str]) -> None:
     model = make_policy(directory)
-    if engines not in (["embedded"], ["controller"]):
+    if engines not in (["embedded"], ["controller"], ["ray"]):
         run(directory, model, loop, steps, engines)
         return
     with EmbeddedEngine(model) as engine:
-        run(directory, model, loop, steps, [engine.url], controller=engines == ["controller"])
+        run(directory, model, loop, steps, [engine.url], runners="ray:2" if engines == ["ray"] else engines[0])
 
 
-def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str], *, controller: bool = False) -> None:
-    groups = CONTROLLED if controller else GROUPS
+def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str], *, runners: str = "embedded") -> None:
+    controller = runners == "controller"
+    groups = GROUPS if runners == "embedded" else CONTROLLED
     from tests.slime.cpu import CpuTrainActor, register_cpu
 
     register_cpu()
@@ -79,6 +82,8 @@ def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str],
             "agl_metrics": str(metrics),
             "agl_eval_log": str(directory / "eval_means.jsonl"),
         }
+        if runners == "ray:2":
+            config |= {"agl_runners": runners, "agl_eval_rollouts": SIZE}
         if controller:
             config |= {
                 "agl_agent": "tests.faults.controller_agent:Agent",
@@ -97,11 +102,13 @@ def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str],
         began = time.monotonic()
         try:
             module.train(args)
+            pids = {name: alive(name) for name in ("Worker", "RolloutManager")}
         finally:
             ray.shutdown()
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
         report(
             {
+                "actors": pids,
                 "seconds": round(time.monotonic() - began, 1),
                 "rewards": [round(line["reward"], 3) for line in lines],
                 "eval": [json.loads(line)["agl"] for line in (directory / "eval_means.jsonl").read_text().splitlines()],
@@ -111,6 +118,12 @@ def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str],
                 "checkpoint": sorted(path.name for path in (directory / "checkpoint").iterdir()),
             }
         )
+
+
+def alive(name: str) -> int:
+    """Processes of this Ray that are an actor of this class: after slime's own end there is none."""
+    own = [process.name() for process in psutil.process_iter() if os.getsid(process.pid) == os.getsid(0)]
+    return sum(title.startswith(f"ray::{name}") for title in own)
 
 
 def slimes_script(name: str) -> Any:
