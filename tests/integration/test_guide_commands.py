@@ -118,7 +118,7 @@ def as_run_here(command: str, *, engine: str) -> str:
     }.items():
         command = command.replace(theirs, ours)
     if command.startswith("python train.py"):
-        return f"{command} {TINY}"
+        return f"{command} {TINY} --num-iterations {2 if '--resume' in command else 1}"
     return f"{command} --n-tasks 2" if " eval " in command else command
 
 
