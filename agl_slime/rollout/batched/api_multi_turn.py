@@ -95,8 +95,10 @@ class APIMultiTurnRollout(TurnsRollout):
         shown: dict[str, Any] = {}
 
         async def complete(messages: Sequence[Mapping[str, Any]], **_: Any) -> Mapping[str, Any]:
-            told = self._api.chat(messages, **options, **shown)  # blocks its own thread and loop
-            return told.model_dump(exclude_none=True)
+            choice = self._api.chat(messages, **options, **shown).choices[0]  # blocks its own thread and loop
+            listed = [call.model_dump(exclude_none=True) for call in choice.message.tool_calls or ()]
+            message = {"content": choice.message.content, "tool_calls": listed}
+            return {"choices": [{"message": message, "finish_reason": choice.finish_reason}]}
 
         limits = {"parser": self._parser, "max_turns": self._max_turns}
         session = ChatSession(messages=messages, tools=tools, complete=complete, **limits)
