@@ -1,7 +1,7 @@
 """The one place that imports Agent Lightning.
 
-``agentlightning/__init__`` imports every part of it, whichever submodule is asked for (6 s and 325 MB), so modules that
-can do without import this one inside the function that needs it. LiteLLM tries three times to download a price
+``agentlightning/__init__`` imports every part of it, whichever submodule is asked for (3.5 s and 202 MB), so modules
+that can do without import this one inside the function that needs it. LiteLLM tries three times to download a price
 list unless told to use its own copy (7 s without network), so that is set before the first import.
 """
 
@@ -16,44 +16,48 @@ import sys
 import warnings
 
 from agl_slime.errors import MissingDependencyError, UnknownVersionError
+from agl_slime.support.litellm_proxy import proxy_server_later
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
 _showwarning = warnings.showwarning
+# its own __init__ imports what it says not to import
+warnings.filterwarnings("ignore", "agentlightning.reward is deprecated", module="agentlightning")
 _collects = gc.isenabled()
 gc.disable()  # thousands of modules leave no garbage, and looking for it takes a second more
 try:
-    from agentlightning.adapter.messages import group_genai_dict
-    from agentlightning.algorithm.base import Algorithm
-    from agentlightning.emitter.exception import emit_exception
-    from agentlightning.emitter.reward import emit_reward, find_final_reward, get_rewards_from_span
-    from agentlightning.execution.events import ExecutionEvent
-    from agentlightning.litagent import LitAgent
-    from agentlightning.runner import LitAgentRunner
-    from agentlightning.store.base import UNSET, LightningStore, Unset
-    from agentlightning.store.client_server import LightningStoreClient, LightningStoreServer
-    from agentlightning.store.collection.memory import InMemoryLightningCollections, ListBasedCollection
-    from agentlightning.store.memory import InMemoryLightningStore
-    from agentlightning.store.utils import rollout_status_from_attempt
-    from agentlightning.tracer import Tracer, clear_active_tracer, get_active_tracer, set_active_tracer
-    from agentlightning.tracer.otel import OtelSpanRecordingContext
-    from agentlightning.types import (
-        LLM,
-        Attempt,
-        AttemptedRollout,
-        EnqueueRolloutRequest,
-        Hook,
-        NamedResources,
-        ProxyLLM,
-        ResourcesUpdate,
-        Rollout,
-        RolloutConfig,
-        Span,
-        SpanCoreFields,
-        TraceStatus,
-        Worker,
-    )
-    from agentlightning.utils.otel import extract_links_from_attributes, make_link_attributes, query_linked_spans
+    with proxy_server_later():
+        from agentlightning.adapter.messages import group_genai_dict
+        from agentlightning.algorithm.base import Algorithm
+        from agentlightning.emitter.exception import emit_exception
+        from agentlightning.emitter.reward import emit_reward, find_final_reward, get_rewards_from_span
+        from agentlightning.execution.events import ExecutionEvent
+        from agentlightning.litagent import LitAgent
+        from agentlightning.runner import LitAgentRunner
+        from agentlightning.store.base import UNSET, LightningStore, Unset
+        from agentlightning.store.client_server import LightningStoreClient, LightningStoreServer
+        from agentlightning.store.collection.memory import InMemoryLightningCollections, ListBasedCollection
+        from agentlightning.store.memory import InMemoryLightningStore
+        from agentlightning.store.utils import rollout_status_from_attempt
+        from agentlightning.tracer import Tracer, clear_active_tracer, get_active_tracer, set_active_tracer
+        from agentlightning.tracer.otel import OtelSpanRecordingContext
+        from agentlightning.types import (
+            LLM,
+            Attempt,
+            AttemptedRollout,
+            EnqueueRolloutRequest,
+            Hook,
+            NamedResources,
+            ProxyLLM,
+            ResourcesUpdate,
+            Rollout,
+            RolloutConfig,
+            Span,
+            SpanCoreFields,
+            TraceStatus,
+            Worker,
+        )
+        from agentlightning.utils.otel import extract_links_from_attributes, make_link_attributes, query_linked_spans
 except ImportError as error:
     if (error.name or "").partition(".")[0] != "agentlightning":
         raise  # a library that it needs, and that is not there
