@@ -17,6 +17,8 @@ HOSTILE = [
     "[cd(folder=lambda: open({path!r}, 'w'))]",
     "[cd(folder=[open(x, 'w') for x in [{path!r}]])]",
     "[json.codecs.open(filename={path!r}, mode='w')]",
+    "[cd(folder=9**9**9**9)]",
+    "[cd(folder='a' * 999999999999)]",
 ]
 
 

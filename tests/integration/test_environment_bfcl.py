@@ -58,7 +58,7 @@ def test_what_is_wrong_is_0_with_the_packages_reason_and_no_failure(found: Any, 
 
 def test_the_package_reads_replies_with_eval_and_nothing_of_a_model_runs(found: Any) -> None:
     hostile = [episodes[0] for name, episodes in found["wrong"].items() if name.startswith("hostile")]
-    assert len(hostile) == 6
+    assert len(hostile) == 8
     assert not found["written"]
     assert {episode["rewards"]["valid"] for episode in hostile} == {0.0}
 

@@ -42,7 +42,7 @@ __all__ = ["BfclEnv", "BfclTaskset", "ChatHarness"]
 
 Step = list[str]
 _PLAIN = (ast.Expression, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.Constant, ast.Call, ast.keyword, ast.Name)
-_PLAIN_TOO = (ast.expr_context, ast.UnaryOp, ast.BinOp, ast.unaryop, ast.operator)
+_PLAIN_TOO = (ast.expr_context, ast.UnaryOp, ast.unaryop, ast.BinOp, ast.Add, ast.Sub, ast.Div)  # powers have no end
 _TAKEN = {*vars(builtins), *vars(backend), *vars(handler)}
 
 
