@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 _SERVER = "litellm.proxy.proxy_server"
 _ENVIRONMENT = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # no network
 
@@ -35,6 +37,7 @@ print(server.app is llm_proxy.app)
     assert said(program) == ["False", "None", f"FastAPI True {_SERVER}", "True"]
 
 
+@pytest.mark.slow
 def test_who_imported_it_before_keeps_it() -> None:
     program = f"""
 import {_SERVER} as server
@@ -45,6 +48,7 @@ print(llm_proxy.app is server.app)
     assert said(program) == ["True"]
 
 
+@pytest.mark.slow
 def test_who_imports_it_afterwards_gets_it() -> None:
     program = f"""
 import agl_slime.support.agl
