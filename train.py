@@ -3,7 +3,9 @@ the flags."""
 
 import sys
 
-from agl_slime.cli import run
-
 if __name__ == "__main__":
+    try:
+        from agl_slime.cli import run
+    except KeyboardInterrupt:  # before there is anybody who takes it
+        sys.exit(130)
     run(["train", *sys.argv[1:]])
