@@ -29,6 +29,7 @@ ELSEWHERE = {
     r"my\.agents:": "a module of the reader's; test_multi_turn_schedulers has such a scheduler",
     r"lookup_openai|my_agent.py:answer": "needs OpenAI's client: tests marked clients",
     r"lora-rank": "needs peft: test_trainer_lora",
+    r"--to parquet": "needs pyarrow: test_export",
     r"view DIR --follow --tokenizer|report DIR$": "reads what slime has written: test_report_slime",
 }
 """What a command contains, and why it is not run here."""
