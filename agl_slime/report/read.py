@@ -106,7 +106,8 @@ class RunReader:
         self.groups += groups
         self.kept |= kept
         state, damage = state_of(self.run), self.damage()
-        told = (state, damage, self.run.summary.exists())
+        absent = [] if self._slime is None else self._slime.absent()
+        told = (state, damage, absent, self.run.summary.exists())
         if not reset and told == self._told and not (metrics or groups or kept):
             return None
         self._told = told
@@ -115,6 +116,7 @@ class RunReader:
             "reset": reset,
             "state": {"word": state.word, "text": state.text},
             "damage": damage,
+            "absent": absent,
             "config": self.run.settings() or {},
             "metrics": columns(metrics),
             **group_columns(groups, kept),
@@ -125,7 +127,7 @@ class RunReader:
         """Sentences about files that are not as the package writes them."""
         found = []
         if self._slime is not None:
-            found += self._slime.notes()
+            found += self._slime.damage()
         elif not self.run.config.exists():
             found.append("config.json is missing: the settings of this run are not known.")
         elif self.run.settings() is None:

@@ -58,8 +58,8 @@ def dump_files(path: Path) -> dict[int, dict[Path, bool]]:
 
 
 class SlimeRun:
-    """What slime wrote at ``path``. ``update`` brings ``run`` up to date, ``notes`` are sentences about what is not
-    there or cannot be read. ``tokenizer`` is a directory with a ``tokenizer.json``."""
+    """What slime wrote at ``path``. ``update`` brings ``run`` up to date; ``absent`` are sentences about what slime
+    does not write, ``damage`` about what cannot be read. ``tokenizer`` is a directory with a ``tokenizer.json``."""
 
     def __init__(self, path: Path, tokenizer: Path | None = None) -> None:
         self.path = path
@@ -77,11 +77,13 @@ class SlimeRun:
         self._tokenizer = _tokenizer(path / "tokenizer" if tokenizer is None else tokenizer)
         self._pieces = Pieces(self._tokenizer or _Ids())
 
-    def notes(self) -> list[str]:
-        known = [_NO_SETTINGS]
-        known += [_NO_TRAIN] if not self._trained else []
-        known += [_NO_TOKENIZER] if self._tokenizer is None else []
-        return known + [f"{path.relative_to(self.path)} {wrong}." for path, wrong in self._wrong.items()]
+    def absent(self) -> list[str]:
+        found = [_NO_SETTINGS]
+        found += [_NO_TRAIN] if not self._trained else []
+        return found + ([_NO_TOKENIZER] if self._tokenizer is None else [])
+
+    def damage(self) -> list[str]:
+        return [f"{path.relative_to(self.path)} {wrong}." for path, wrong in self._wrong.items()]
 
     def update(self) -> None:
         """Read what is new. A file that is written anew, or beside others, is read with all that come after it."""

@@ -10,6 +10,7 @@ import pytest
 from agl_slime.report.page import write_report
 from tests.browser.conftest import facts, heading, opened, served
 from tests.report_runs import EMOJI, HOSTILE, AWriter, write_run
+from tests.unit.test_report_slime import write_dumps
 
 pytestmark = pytest.mark.browser
 
@@ -159,6 +160,13 @@ def test_a_damaged_run_says_what_it_is(page: Any, tmp_path: Path) -> None:
     opened(page, write_report([tmp_path]))
     assert "config.json is not a JSON object" in page.inner_text(".about")
     assert "unknown" in page.inner_text("#runs")
+
+
+def test_what_slime_does_not_write_is_not_called_damaged(page: Any, tmp_path: Path) -> None:
+    write_dumps(tmp_path, train=False)
+    opened(page, write_report([tmp_path]))
+    assert page.locator(".about .badge", has_text="not written").count() == 3
+    assert page.locator(".about .badge", has_text="damaged").count() == 0
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

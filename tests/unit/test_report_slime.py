@@ -119,7 +119,17 @@ def test_without_train_data_nothing_is_said_to_be_trained(tmp_path: Path) -> Non
     assert {found["words"][at] for at in found["members"]["outcome"]} == {"ready"}
     assert "train/logprob_diff_max" not in {k for k, v in found["metrics"]["columns"].items() if any(v)}
     assert np.isnan(floats(whole(reader, "0-g0-0")["samples"][0]["trainer_log_probs"])).all()
-    assert any("--dump-details" in sentence for sentence in found["damage"])
+    assert any("--dump-details" in sentence for sentence in found["absent"])
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_what_slime_does_not_write_is_absent_and_not_damaged(tmp_path: Path, train: bool) -> None:
+    write_dumps(tmp_path, train=train)
+    _, found = told(tmp_path)
+    assert found["damage"] == []
+    about = [("settings", True), ("train data", not train), ("tokenizer.json", True)]
+    assert [word for word, _ in about if any(word in one for one in found["absent"])] == [w for w, on in about if on]
+    assert len(found["absent"]) == sum(on for _, on in about)
 
 
 def test_a_tokenizer_beside_the_files_gives_texts_and_the_turns_of_the_environment(tmp_path: Path) -> None:
@@ -256,7 +266,7 @@ def test_whatever_bytes_change_the_report_is_made(tmp_path_factory: Any, data: s
     file.write_bytes(content)
     found = RunReader(path).update()
     assert found is not None
-    assert found["damage"]
+    assert found["damage"] or sum(found["members"]["samples"]) == 2  # no Sample is missing without a word
 
 
 FIELD = st.one_of(

@@ -14,7 +14,7 @@ class Run {
 
   add(part) {
     if (part.reset) this.clear();
-    for (const name of ["name", "state", "damage", "config", "alarms", "left_out"]) if (part[name] !== undefined) this[name] = part[name];
+    for (const name of ["name", "state", "damage", "absent", "config", "alarms", "left_out"]) if (part[name] !== undefined) this[name] = part[name];
     Object.assign(this.blocks, part.blocks || {});
     part.kept.forEach((id) => this.kept.add(id));
     this.addMetrics(part.metrics);

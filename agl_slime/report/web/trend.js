@@ -91,6 +91,7 @@ function about(run) {
   return h("section", { class: "about", "aria-label": `Run ${run.name}` },
     h("p", {}, badge(run.state.word), " ", h("strong", {}, run.name), " ", run.state.text),
     run.damage.map((text) => h("p", { class: "damage" }, badge("damaged"), " ", text)),
+    run.absent.map((text) => h("p", { class: "quiet" }, badge("not written"), " ", text)),
     run.left_out ? h("p", { class: "quiet" }, run.left_out) : null,
     run.alarms.length ? h("p", {}, link(`alarms/${run.number}`, {}, `${run.alarms.length} alarm${run.alarms.length > 1 ? "s" : ""}`), ": ", [...new Set(run.alarms.map((a) => a.kind))].join(", ")) : null,
     h("p", { class: "quiet" }, facts.filter(([, v]) => v !== undefined && v !== null).map(([k, v]) => `${k} ${v}`).join(" · ")));
