@@ -90,15 +90,15 @@ class FiledReplay:
 def file_replay(
     directory: str, rollout_id: str, stream: str, experts: RoutedExperts | None, nucleus: Nucleus | None
 ) -> FiledReplay | None:
-    """Append what an answer brought to the file of ``stream``; ``None`` where it is small, or the directory is not on
-    this machine, or full. Blocks; concurrent calls are safe."""
+    """Append what an answer brought to the file of ``stream``; ``None`` where it is small or of no rollout, or the
+    directory is not on this machine, or full. Blocks; concurrent calls are safe."""
     rows = None if experts is None else np.ascontiguousarray(experts.rows, dtype=KINDS[experts.rows.itemsize])
     kept = (
         [] if nucleus is None else [np.ascontiguousarray(part, dtype=_INT32) for part in (nucleus.ids, nucleus.offsets)]
     )
     arrays = [part for part in (rows, *kept) if part is not None]
-    if sum(part.nbytes for part in arrays) < FILED_FROM_BYTES:
-        return None
+    if not rollout_id or sum(part.nbytes for part in arrays) < FILED_FROM_BYTES:
+        return None  # what has no rollout's name could not be removed with its rollout
     name, checksum, length = f"{_name(rollout_id)}/{stream}", 0, 0
     path = Path(directory) / name
     try:

@@ -18,3 +18,4 @@ def test_samples_with_experts_and_nuclei_are_what_slime_makes_of_the_same_answer
     assert result["converted"] == result["rollouts"]
     assert result["forked"] > 300  # the random agents do fork, and engines do abort
     assert result["resumed"] > 300
+    assert result["filed"] > 500  # experts of every other one are in files

@@ -113,6 +113,7 @@ def test_without_the_directory_the_span_has_all(tmp_path: Path) -> None:
     large = experts(0, 60_000)
     assert file_replay(str(tmp_path / "elsewhere"), "ro-1", "s", large, None) is None
     assert file_replay(str(tmp_path), "ro-1", "s", experts(0, 60), None) is None  # small
+    assert file_replay(str(tmp_path), "", "s", large, None) is None  # a session of no rollout
     assert [*tmp_path.iterdir()] == []
     found = file_replay(str(tmp_path), "ro-1", "s", large, None)
     assert found is not None

@@ -116,6 +116,7 @@ async def rollout(
             max_new_tokens=6, top_p=0.9, nucleus=True, routed_experts=(LAYERS, TOP_K), replay_files=by_file
         ),
         messages=[{"role": "user", "content": f"question {rng.randrange(99)}"}],
+        rollout_id=f"ro-{number}",
         write=lambda attributes, _: spans.append(SimpleNamespace(attributes=attributes)),
     )
     lines = [session]
@@ -217,6 +218,7 @@ async def compare(rollouts: int, seed: int, directory: Path) -> dict[str, Any]:
         counts["resumed"] += any(len(call[2]) > 1 for call in engine.calls)
         counts["turns"] += len(engine.calls)
         counts["rows"] += sum(len(sample.rollout_routed_experts) for sample in samples)
+    counts["filed"] = sum(1 for _ in directory.iterdir())
     return {**counts, "different": different[:10], "n_different": len(different)}
 
 
