@@ -24,7 +24,7 @@ from aiohttp import web
 from agl_slime.errors import AglSlimeError, ConfigError, GatewayRequestError
 from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.server import Gateway
-from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.gateway.settings import GatewaySettings, endpoint_of
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, replay_of
 from agl_slime.store.bridge import FINISHED
 from agl_slime.store.client import RemoteStore
@@ -63,7 +63,7 @@ class StoreGateway(Gateway):
     @property
     def endpoint(self) -> str:
         """What a ``ProxyLLM`` is to name."""
-        return f"{self.url}/k/{self._token}/v1" if self._token else f"{self.url}/v1"
+        return endpoint_of(self.url, self._token)
 
     async def _begin(self) -> None:
         self._unsubscribe = listen_for_ends(

@@ -54,3 +54,8 @@ class GatewaySettings:
             ("port", lambda value: 0 <= value <= 65_535, "from 0, which takes a free one, to 65535"),
             ("max_body_mb keep_alive_s", lambda value: value > 0, "above 0"),
         )
+
+
+def endpoint_of(url: str, token: str | None) -> str:
+    """What a ``ProxyLLM`` names of the gateway at ``url``."""
+    return f"{url}/k/{token}/v1" if token else f"{url}/v1"

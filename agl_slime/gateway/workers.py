@@ -15,29 +15,33 @@ import multiprocessing
 import re
 import signal
 import zlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from agl_slime.errors import ConfigError, GatewayRequestError
 from agl_slime.gateway.anthropic import AnthropicMessages
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.errors import RETRY_AFTER_S
-from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.gateway.settings import GatewaySettings, endpoint_of
 from agl_slime.rollout.access import EngineAccess
 from agl_slime.store.client import RemoteStore
-from agl_slime.support.agl import LLM
+from agl_slime.store.server import served
+from agl_slime.support.agl import LLM, LightningStore
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.http import json_bytes
 from agl_slime.support.net import require_token
+from agl_slime.support.threads import LoopThread
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPT = re.compile(rb"/rollout/([^/?\s]+)/attempt/([^/?\s]+)")
 _CONNECTION = re.compile(rb"\r\n(?:connection|keep-alive):[^\r\n]*", re.IGNORECASE)
+PROCESS_NAME = "agl-slime-gw"  # of workers that listen
 _HEAD_S, _HEAD_BYTES = 30.0, 64 * 1024
 _START_S = 60.0  # a worker imports for 5 s, more where cores are short
 _STOP_S = 7.0  # a gateway takes 5 s at most
@@ -71,6 +75,8 @@ def worker_main(spec: WorkerSpec, control: Connection) -> None:
     with StoreGateway(
         store=store, llm=spec.llm, token=spec.token, settings=spec.settings, access=spec.access
     ) as gateway:
+        with suppress(OSError):  # its name in ps and top, where there is a /proc
+            Path("/proc/self/comm").write_text(PROCESS_NAME)
         control.send(int(gateway.url.rpartition(":")[2]))
         with suppress(EOFError, OSError):
             control.recv()
@@ -157,10 +163,14 @@ class _NotUpError(Exception):
 
 
 class Front:
-    """The public address: ``url``."""
+    """The public address: ``url``, and what a ``ProxyLLM`` is to name, ``endpoint``."""
 
-    def __init__(self, workers: list[_Worker], url: str) -> None:
-        self._workers, self.url = workers, url
+    def __init__(self, workers: list[_Worker], *, token: str | None) -> None:
+        self._workers, self._token, self.url = workers, token, ""
+
+    @property
+    def endpoint(self) -> str:
+        return endpoint_of(self.url, self._token)
 
     def pids(self) -> list[int]:
         """Process ids of the workers, in their order."""
@@ -231,7 +241,7 @@ async def serving_workers(spec: WorkerSpec, n: int) -> AsyncIterator[Front]:
     require_token(host, spec.token, setting="AGL_SLIME_GATEWAY_TOKEN")
     inside = replace(spec, settings=replace(spec.settings, host="127.0.0.1", port=0))
     workers = [_Worker(inside, f"gateway worker {number}") for number in range(n)]
-    front = Front(workers, "")
+    front = Front(workers, token=spec.token)
     try:
         server: Any = await asyncio.start_server(front.serve, host, port, limit=_HEAD_BYTES, backlog=1024)
     except OSError as error:
@@ -244,3 +254,34 @@ async def serving_workers(spec: WorkerSpec, n: int) -> AsyncIterator[Front]:
             yield front
         finally:
             await asyncio.gather(*(worker.stop() for worker in workers))
+
+
+@contextmanager
+def workers_beside(
+    store: LightningStore, *, llm: LLM, token: str, settings: GatewaySettings, n: int
+) -> Iterator[Front]:
+    """As ``serving_workers``, for a store of this process or the client of one; the front is on a thread of its own."""
+    with ExitStack() as stack:
+        url, store_token = stack.enter_context(served(store))
+        spec = WorkerSpec(store_url=url, store_token=store_token, llm=llm, token=token, settings=settings)
+        fronts: list[Front] = []
+        ended: asyncio.Event | None = None
+
+        async def serve(ready: Callable[[], None]) -> None:
+            nonlocal ended
+            ended = asyncio.Event()
+            async with serving_workers(spec, n) as front:
+                fronts.append(front)
+                ready()
+                await ended.wait()
+
+        thread = LoopThread(serve, name="agl-slime-gateway-front")
+        try:
+            thread.start()
+            if thread.failure is not None:
+                raise thread.failure
+            yield fronts[0]
+        finally:
+            if ended is not None:
+                thread.call(ended.set)
+            thread.join(_START_S)

@@ -20,6 +20,7 @@ from agl_slime.loop.tasks import Tasks
 from agl_slime.report import StandardReporters
 from agl_slime.report.console import View
 from agl_slime.report.files import RunDir
+from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.auto_limit import AutoLimitSettings
 from agl_slime.runner.base import RunnerPlan
@@ -92,14 +93,23 @@ def model_for_agents(
     what ``config`` says."""
     sampling = sampling or sampling_parameters(config, model_path)
     llm = LLM(endpoint=url, model=str(model_path), sampling_parameters=sampling)
-    if not parts.behind_gateway:
+    workers = config.gateway_workers
+    if workers > 1 and isinstance(parts.agent, SGLangLitAgent):
+        name = type(parts.agent).__name__
+        raise ConfigError(f"--gateway-workers {workers}: {name} asks the engine and needs no gateway; leave it out")
+    if workers == 1 and not parts.behind_gateway:
         yield llm
         return
     from agl_slime.gateway.remote import StoreGateway
     from agl_slime.gateway.server import for_clients
+    from agl_slime.gateway.workers import workers_beside
 
-    token = secrets.token_urlsafe(18)
-    with StoreGateway(store=parts.store, llm=llm, token=token, settings=config.gateway) as gateway:
+    token, settings = secrets.token_urlsafe(18), config.gateway
+    with (
+        StoreGateway(store=parts.store, llm=llm, token=token, settings=settings)
+        if workers == 1
+        else workers_beside(parts.store, llm=llm, token=token, settings=settings, n=workers)
+    ) as gateway:
         sampling = for_clients(sampling)
         yield ProxyLLM(endpoint=gateway.endpoint, model=llm.model, api_key=token, sampling_parameters=sampling)
 

@@ -27,6 +27,8 @@ from agl_slime.support.ranges import check_ranges
 from agl_slime.tokens.images import ImageSettings
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 
+_COUNTS = """num_iterations rollout_batch_size n_samples_per_prompt max_new_tokens max_attempts save_interval
+    eval_rollouts keep_rollouts_mb actor_num_nodes actor_num_gpus_per_node env_workers gateway_workers"""
 _MOST = 100_000  # prompts of an iteration, rollouts of a prompt: above, only enqueueing them takes hours
 
 
@@ -102,6 +104,8 @@ class TrainConfig:
     runners: str = "inproc"
     """Where the agent runs: inproc (a thread of this process), process:N (N processes), ray:N (N Ray actors), or
     controller (Agent Lightning 1.0's, which runs --agent module:Class as processes or --job-template as Jobs)."""
+    gateway_workers: int = 1
+    """Processes that hold the conversations at the gateway, behind one address (--runners inproc)."""
     store_host: str = "127.0.0.1"
     """Address of the store for runners outside of this process; Ray on several hosts needs one that they reach."""
 
@@ -209,17 +213,10 @@ class TrainConfig:
             raise ConfigError(f"--max-concurrent auto with --runners {self.runners}: give a number, for each runner")
         check_ranges(
             self,
-            ("num_iterations rollout_batch_size n_samples_per_prompt", lambda value: value >= 1, "at least 1"),
+            (_COUNTS, lambda value: value >= 1, "at least 1"),
             ("rollout_batch_size n_samples_per_prompt", lambda value: value <= _MOST, f"at most {_MOST}"),
             ("failure_patience", lambda value: 0 <= value < math.inf, "0 (none) or more seconds"),
-            ("max_new_tokens max_attempts save_interval", lambda value: value >= 1, "at least 1"),
             ("max_concurrent", lambda value: value == "auto" or value >= 1, "auto, or at least 1"),
-            (
-                "eval_rollouts keep_rollouts_mb actor_num_nodes actor_num_gpus_per_node",
-                lambda value: value >= 1,
-                "at least 1",
-            ),
-            ("env_workers", lambda value: value >= 1, "at least 1"),
             ("env_tasks", lambda value: value is None or value >= 2, "at least 2"),
             ("seed rollout_num_gpus", lambda value: value >= 0, "0 or more"),
             ("group_max_retries max_replaced_groups max_staleness", lambda value: value >= 0, "0 or more"),
@@ -237,6 +234,9 @@ class TrainConfig:
             for name in (one for one in vars(self) if one.startswith("env_") and one != "env_map"):
                 if getattr(self, name) != getattr(TrainConfig, name):
                     raise ConfigError(f"{flag(name)}: there is no environment; add --env NAME, or leave it out")
+        if self.env or self.runners != "inproc":
+            why = "gateways beside them are one process each; leave it out"
+            self._refuse("gateway_workers", why, "env" if self.env else "runners")
         if self.runners == "controller":
             self._check_controller()
         else:

@@ -12,19 +12,20 @@ import secrets
 import socket
 import threading
 from abc import abstractmethod
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from typing_extensions import Self
 
-from agl_slime.errors import ConfigError, LoopError
+from agl_slime.errors import LoopError
 from agl_slime.runner.base import RunnerPlan, RunnerPool, RunnerSettings
 from agl_slime.runner.concurrent import ConcurrentRunner
 from agl_slime.runner.process import own_this_process
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import WorkerStore
-from agl_slime.store.server import TOKEN_VARIABLE, StoreService
-from agl_slime.support.agl import LightningStore, LightningStoreClient, LitAgent
+from agl_slime.store.server import served
+from agl_slime.support.agl import LightningStore, LitAgent
 from agl_slime.support.threads import run_blocking
 
 logger = logging.getLogger(__name__)
@@ -87,12 +88,9 @@ class WorkerPool(RunnerPool):
     """
 
     def __init__(self, *, plan: RunnerPlan, agent: LitAgent[Any], store: LightningStore) -> None:
-        if not isinstance(store, (BridgeStore, LightningStoreClient)):
-            kind = type(store).__name__
-            raise ConfigError(f"runners in other processes need a BridgeStore or a client of one, got a {kind}")
         self._agent = agent
         self._store = store
-        self._service: StoreService | None = None
+        self._serving = ExitStack()
         self._plan = plan
         self._places = plan.count
         self._settings = plan.settings or RunnerSettings()
@@ -173,16 +171,10 @@ class WorkerPool(RunnerPool):
             return list(self._workers.values())
 
     def _open(self) -> None:
-        if isinstance(self._store, BridgeStore):
-            token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
-            self._service = StoreService(store=self._store, host=self._plan.store_host, token=token).start()
-            self._store_url, self._store_token = self._service.url, token
-        else:
-            self._store_url, self._store_token = self._store.server_address_root, getattr(self._store, "_token", None)
+        self._store_url, self._store_token = self._serving.enter_context(served(self._store, self._plan.store_host))
 
     def _close(self) -> None:
-        if self._service is not None:
-            self._service.stop()
+        self._serving.close()
 
     def _wait_for_the_first(self) -> None:
         def decided() -> bool:

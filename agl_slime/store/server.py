@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +27,7 @@ from pydantic import BaseModel, Field, ValidationError
 from agl_slime.errors import ConfigError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition, FinishedFeed
-from agl_slime.support.agl import LightningStoreServer, Rollout, Span
+from agl_slime.support.agl import LightningStore, LightningStoreClient, LightningStoreServer, Rollout, Span
 from agl_slime.support.net import has_token, is_loopback, page_refusal, require_own_address, require_token
 from agl_slime.support.threads import run_blocking
 
@@ -152,6 +154,21 @@ class StoreService:
             return await call_next(request)
 
         app.middleware("http")(admit)
+
+
+@contextmanager
+def served(store: LightningStore, host: str = "127.0.0.1") -> Iterator[tuple[str, str | None]]:
+    """Address and token of ``store`` for other processes: a ``BridgeStore`` is served on ``host`` within the block, the
+    client of a store says where that is. Raises ``ConfigError`` for any other."""
+    if isinstance(store, LightningStoreClient):
+        yield store.server_address_root, getattr(store, "_token", None)
+    elif isinstance(store, BridgeStore):
+        token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+        with StoreService(store=store, host=host, token=token) as service:
+            yield service.url, token
+    else:
+        kind = type(store).__name__
+        raise ConfigError(f"other processes need a BridgeStore or a client of one, got a {kind}")
 
 
 @asynccontextmanager

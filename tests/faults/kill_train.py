@@ -248,18 +248,10 @@ def _processes_of(text: str) -> list[str]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-staleness", type=int, default=0)
-    parser.add_argument("--flags", default="", help="further flags of train.py")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        limits = {"limit_s": 120 + 60 * options.kills, "max_staleness": options.max_staleness, "flags": options.flags}
-        result = run(Path(directory), kills=options.kills, seed=options.seed, **limits)
+def report(result: Result, whom: str) -> int:
+    """Print it; the exit code."""
     print(
-        f"{result.kills} kills of train.py ({result.kills_while_training} while it trained) "
+        f"{result.kills} kills of {whom} ({result.kills_while_training} while it trained) "
         f"in {result.seconds:.0f} s, {result.iterations} iterations"
     )
     print(f"  tasks      {result.tasks}: {result.trained} trained on, {result.dropped} dropped with a reason")
@@ -275,6 +267,19 @@ def main() -> int:
     print(f"  audit      {len(result.findings)} findings {result.findings[:20]}")
     print(f"  left over  {len(result.leftovers)} processes {result.leftovers[:3]}")
     return 0 if result.good else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-staleness", type=int, default=0)
+    parser.add_argument("--flags", default="", help="further flags of train.py")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        limits = {"limit_s": 120 + 60 * options.kills, "max_staleness": options.max_staleness, "flags": options.flags}
+        result = run(Path(directory), kills=options.kills, seed=options.seed, **limits)
+    return report(result, "train.py")
 
 
 if __name__ == "__main__":

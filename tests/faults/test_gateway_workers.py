@@ -14,13 +14,17 @@ from typing import Any
 import httpx
 import pytest
 
+from agl_slime.demo.agent import LookupAgent
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.workers import Front, WorkerSpec, serving_workers, worker_of
+from agl_slime.run.parts import RunParts, model_for_agents
+from agl_slime.run.settings import TrainConfig
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest
 from agl_slime.trace.span_codec import decode_turns
+from tests.faults import kill_gateway
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
 from tests.gateway_cases import TEMPLATE, engine_saying
 from tests.trace_tokenizers import small_tokenizer
@@ -90,6 +94,26 @@ async def test_a_call_that_is_under_way_gets_one_typed_answer(tmp_path: Path) ->
         answer = await asking
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "gateway_worker_lost")
         assert "Retry-After" in answer.headers
+
+
+@pytest.mark.slow
+def test_a_run_whose_gateway_workers_are_killed_loses_nothing_and_trains_nothing_twice(tmp_path: Path) -> None:
+    result = kill_gateway.run(tmp_path, kills=3, seed=0, limit_s=300)
+    assert result.good, result
+    assert result.trained == result.tasks > 0  # groups whose members were lost have begun them again
+
+
+def test_what_needs_no_gateway_workers_refuses_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--gateway-workers with --runners process:2: gateways beside them"):
+        TrainConfig(model_path=tmp_path, gateway_workers=2, runners="process:2")
+    with pytest.raises(ConfigError, match="--gateway-workers must be at least 1"):
+        TrainConfig(model_path=tmp_path, gateway_workers=0)
+    config, parts = TrainConfig(model_path=tmp_path, gateway_workers=2), RunParts(tasks=["a"], agent=LookupAgent())
+    with (
+        pytest.raises(ConfigError, match="--gateway-workers 2: LookupAgent asks the engine and needs no gateway"),
+        model_for_agents(config, parts, url="http://127.0.0.1:9", model_path=tmp_path),
+    ):
+        raise AssertionError
 
 
 @pytest.mark.slow
