@@ -41,8 +41,7 @@ SpanSink = Callable[[str, dict[str, Any], float], None]
 """Takes a span's name, attributes and time of start; from the gateway's thread."""
 
 # Answers that are kept for a client that asks for the same again because it did not get them.
-_KEPT_ANSWERS = 32
-_UNANSWERED_KEPT = 256
+_KEPT_ANSWERS, _UNANSWERED_KEPT = 32, 256
 # After a limit is reached, so many answers are empty before requests are refused: an agent that does not look at
 # answers would ask for ever.
 _EMPTY_ANSWERS = 8
@@ -192,6 +191,11 @@ class Attempt:
             self._works.popleft()
         return work
 
+    def _got(self, node: Node | None) -> None:
+        """A client goes on from an answer, so it will not ask for it again."""
+        if node is not None:
+            self._works = deque(work for work in self._works if not work.told or node not in work.nodes)
+
     def _begun(self, key: bytes) -> Work | None:
         """What was begun for a request that its client sends again, of several equal ones one that nobody has got;
         ``None`` where it was never begun, or could be several."""
@@ -238,6 +242,7 @@ class Attempt:
         reads = Reading(opens, None if silent else parser, sampling.stop, special_tokens(tokenizer))
         self._images.update(call.images)
         match = tree.find(call.messages)
+        self._got(match.node)
         self._clock += 1
         begun = self._clock
         told_by_tools = self._changed_tools(role, tree, call.messages) if match.known == 0 else None
@@ -245,9 +250,8 @@ class Attempt:
         async def one(index: int) -> tuple[Choice, TokenArray, int]:
             line = tree.take(match)
             session = line.session
-            session.stats.tools = tuple(
-                dict.fromkeys((*session.stats.tools, *(t["function"]["name"] for t in call.tools)))
-            )
+            offered = (*session.stats.tools, *(tool["function"]["name"] for tool in call.tools))
+            session.stats.tools = tuple(dict.fromkeys(offered))
 
             def on_progress(progress: Progress) -> None:
                 work.update(index, reads.visible(progress.text), progress)
@@ -265,6 +269,7 @@ class Attempt:
             choice, ids = reads.choice(generation, call, session)
             served = served_message(choice, call.messages[-1])
             node = tree.answered(match, line, held=dict(session.messages[-1]), served=served, ids=ids, cut=answer.cut)
+            work.nodes.append(node)
             if call.kept is not None and index == 0:
                 self.kept[work.id] = [*call.messages[call.kept :], served]
             self._note(node, match, (id(tree), node.before), begun)
@@ -340,6 +345,7 @@ class Attempt:
                 max_trajectory_tokens=self.settings.max_trajectory_tokens,
                 images=self._images,
                 image_settings=self.settings.images,
+                keep_messages=False,
                 write=lambda attributes, started: spans.append((attributes, started)),
             )
             return self._root

@@ -43,7 +43,7 @@ class _Held:
     head: bytes
     tail: bytes
     digest: Any  # of the path and the head
-    body: Mapping[str, Any]
+    body: Mapping[str, Any]  # its list is empty
     call: Call
     placed: bool = False
 
@@ -85,7 +85,8 @@ class Bodies:
         defaults: Mapping[str, Any] = MappingProxyType({}),
         images: ImageSettings = _IMAGES,
     ) -> tuple[Mapping[str, Any], Call]:
-        """The body and the call. Raises ``GatewayRequestError``."""
+        """The body, in which the list of messages is empty, and the call, which has them. Raises
+        ``GatewayRequestError``."""
         if request.held is not None and (found := await self._grown(request, request.held, protocol, kept)):
             return found
         parse = partial(parsed_body, request.raw)
@@ -93,10 +94,13 @@ class Bodies:
         body, shown = await marked_body(request.raw, body, images)
         call = protocol.read(body := {**defaults, **body}, kept)
         if shown:
-            return body, replace(call, images=shown)
-        if protocol.grows and isinstance(body.get(protocol.grows), list):
-            self._hold(request, protocol.grows, body, call)
-        return body, call
+            call = replace(call, images=shown)
+        if not protocol.grows or not isinstance(body.get(protocol.grows), list):
+            return body, call
+        short = {**body, protocol.grows: []}
+        if not shown:
+            self._hold(request, protocol.grows, short, call)
+        return short, call
 
     async def _grown(
         self, request: Request, held: _Held, protocol: Protocol, kept: Kept
@@ -113,12 +117,11 @@ class Bodies:
             return None
         if not more:
             return None
-        body = {**held.body, protocol.grows: [*held.body[protocol.grows], *items]}
         call = replace(held.call, messages=[*held.call.messages, *more])
         head = held.head + request.new
-        grown = _Held(held.path, head, held.tail, request.digest, body, call, placed=True)
+        grown = _Held(held.path, head, held.tail, request.digest, held.body, call, placed=True)
         self._held = [each for each in self._held if each is not held] + [grown]
-        return body, call
+        return held.body, call
 
     def _hold(self, request: Request, name: str, body: Mapping[str, Any], call: Call) -> None:
         path, raw = request.path, request.raw

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ from agl_slime.gateway.work import Work
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, ServedResources, replay_of
 from agl_slime.support.agl import LLM, NamedResources, ProxyLLM
 from agl_slime.support.http import json_response, listening
+from agl_slime.support.memory import return_freed_memory
 from agl_slime.support.net import same_secret
 from agl_slime.support.threads import LoopThread, run_in_thread
 
@@ -64,6 +66,7 @@ _TOLD_AT_ONCE = 2_000
 _RETRY_HEADER = "x-stainless-retry-count"  # of the SDKs of OpenAI and Anthropic
 _STOP_S = 5.0
 _ENDED_KEPT = 10_000
+_RETURN_EVERY_S = 30.0
 
 
 class Gateway:
@@ -78,6 +81,7 @@ class Gateway:
         self.url = ""
         self._since = datetime.now(timezone.utc)
         self._attempts: dict[tuple[str, str], Attempt] = {}
+        self._returned = time.monotonic()  # when freed memory was given back
         self._by_secret: dict[str, Attempt] = {}
         self._ended: dict[str, None] = {}  # of the last attempts, by all that names them: they get 410 and not 404
         self._stop: asyncio.Event | None = None
@@ -160,6 +164,9 @@ class Gateway:
         finally:
             self._forget(attempt)
             attempt.write_summary()
+        if not self._attempts and time.monotonic() - self._returned > _RETURN_EVERY_S:
+            self._returned = time.monotonic()
+            await run_in_thread(return_freed_memory)
 
     def _forget(self, attempt: Attempt) -> None:
         attempt.forget()

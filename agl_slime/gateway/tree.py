@@ -12,6 +12,7 @@ which keeps the tokens that still stand.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from agl_slime.tokens.forks import ForkReason, fork_of_edit
 from agl_slime.tokens.template import ChatTemplate
 
 OpenSession = Callable[[list[Message]], RolloutSession]
+_FIRST, _SECOND, _BEFORE = operator.itemgetter(0), operator.itemgetter(1), operator.attrgetter("before")
 
 
 @dataclass(eq=False, slots=True)
@@ -67,18 +69,13 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """A way through what is held: where it is, the last answer on it, and the walk and message before."""
+    """A way through what is held: where it is, the last answer on it, the number of its messages, and the walk and
+    message before."""
 
     state: int
     node: Node | None
-    before: tuple[()] | tuple[Walk, Message]
-
-    def held(self) -> list[Message]:
-        messages, walk = [], self
-        while walk.before:
-            walk, message = walk.before
-            messages.append(message)
-        return messages[::-1]
+    length: int = 0
+    before: tuple[()] | tuple[Walk, Message] = ()
 
 
 @dataclass(eq=False)
@@ -99,16 +96,16 @@ class Tree:
     # of the last request, all messages that were known but its last one, and the walks up to each; and ``_branched``
     _walked: list[tuple[Message, list[Walk]]] = field(default_factory=list)
     _walked_at: int = 0
+    _way: list[Walk] = field(default_factory=list)  # that of the last request, step by step
     _ids: dict[str, str] = field(default_factory=dict)  # of a call as it was served: its id as the model wrote it
 
     def find(self, messages: Sequence[Message]) -> Match:
         """What of a request is known."""
         if self._walked_at != self._branched:
             self._walked, self._walked_at = [], self._branched
-        same = zip(messages[:-1], self._walked, strict=False)
-        done = next((at for at, (message, (known, _)) in enumerate(same) if message is not known), None)
-        del self._walked[len(messages) - 1 if done is None else done :]
-        walks, several = self._walked[-1][1] if self._walked else [Walk(0, None, ())], False
+        same = [*map(operator.is_, messages[:-1], map(_FIRST, self._walked))]
+        del self._walked[same.index(False) if False in same else len(same) :]
+        walks, several = self._walked[-1][1] if self._walked else [Walk(0, None)], False
         for at in range(len(self._walked), len(messages)):
             message, last, before = messages[at], at == len(messages) - 1, self.ambiguous
             further = [step for walk in walks for step in self._further(walk, message, last=last)]
@@ -118,7 +115,7 @@ class Tree:
             walks, self.ambiguous = further, before
             if not last:
                 self._walked.append((message, walks))
-        state, node, line, held = walks[0].state, walks[0].node, self._lines.get(walks[0].state), walks[0].held()
+        state, node, line, held = walks[0].state, walks[0].node, self._lines.get(walks[0].state), self._held(walks[0])
         rest = list(messages[len(held) :])
         if several:  # or the line that it branches from would take it for its own
             rest[0] = {**rest[0], "sampled": "by one of several"}
@@ -193,8 +190,18 @@ class Tree:
     def _further(self, walk: Walk, message: Message, *, last: bool) -> list[Walk]:
         """The walks after one message more, the likeliest first: several where it was held in several forms."""
         if message["role"] == "assistant" and (node := self._answer(walk.state, message)) is not None:
-            return [Walk(node.state, node, (walk, node.held))]
-        return [Walk(state, walk.node, (walk, held)) for state, held in self._other(walk.state, message, exact=last)]
+            return [Walk(node.state, node, walk.length + 1, (walk, node.held))]
+        others = self._other(walk.state, message, exact=last)
+        return [Walk(state, walk.node, walk.length + 1, (walk, held)) for state, held in others]
+
+    def _held(self, walk: Walk) -> list[Message]:
+        """The messages of a way, as they are held; what it shares with the last one is there already."""
+        new: list[Walk] = []
+        while walk.before and not (walk.length <= len(self._way) and self._way[walk.length - 1] is walk):
+            new.append(walk)
+            walk = walk.before[0]
+        self._way[walk.length :] = reversed(new)
+        return [*map(_SECOND, map(_BEFORE, self._way))]
 
     def _answer(self, state: int, message: Message) -> Node | None:
         for key in answer_keys(message):

@@ -15,8 +15,8 @@ from agl_slime.sglang.resumable import Progress
 class Work:
     """The answer to one request in the making: ``texts`` are its choices so far, ``version`` counts their changes.
     Cancelled when nobody waits for it any more. ``id`` and ``created`` are those of the answer, ``key`` is what was
-    asked; ``told``: somebody has got all of it. ``delivered`` is what the engine had told of each choice when its
-    stream was last written to."""
+    asked; ``told``: somebody has got all of it; ``nodes`` are its answers in the tree. ``delivered`` is what the engine
+    had told of each choice when its stream was last written to."""
 
     def __init__(
         self, *, key: bytes, n: int, prefix: str, answer: Callable[[Work], Coroutine[Any, Any, Answered]]
@@ -27,6 +27,7 @@ class Work:
         self.delivered = self.progress
         self.version = 0
         self.told = self.given_up = False
+        self.nodes: list[Any] = []
         self.waiting = 0
         self._changed = asyncio.Event()
         self.task = asyncio.ensure_future(answer(self))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 import aiohttp
@@ -16,6 +17,7 @@ from agl_slime.tokens.images import Image, ImageSettings, from_pil, images_in, r
 _KINDS = frozenset(("image_url", "input_image", "image"))
 _FETCH_TIMEOUT_S = 20.0
 _SHOWS = frozenset(("user", "tool"))
+_CONTENT = methodcaller("get", "content")
 Images = MutableMapping[str, Image]
 
 
@@ -112,10 +114,10 @@ async def _fetched(address: str, settings: ImageSettings) -> bytes:
 
 async def take_images(messages: list[dict[str, Any]], images: Images, settings: ImageSettings) -> tuple[Image, ...]:
     """The images that ``messages`` show, in their order; those in parts get their marks."""
-    for at, message in enumerate(messages):
-        content = message.get("content")
+    contents = [*map(_CONTENT, messages)]
+    for at, content in enumerate(contents) if {*map(type, contents)} != {str} else ():
         if isinstance(content, list) and any(map(is_image, content)):
-            messages[at] = await marked(message, images, settings)
+            messages[at] = await marked(messages[at], images, settings)
     shown = images_in(messages, images) if images else ()
     if len(shown) > settings.max_images:
         raise PromptError(f"the conversation shows {len(shown)} images, max_images is {settings.max_images}")

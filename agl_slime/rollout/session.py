@@ -138,7 +138,8 @@ class RolloutSession(Session):
     ``tools`` are shown to the model; ``SGLangLitAgent.run`` runs what ``parser`` finds in its answers. ``max_turns``
     limits the answers of the rollout, all branches together; ``max_trajectory_tokens`` the tokens of one conversation,
     prompt and answers: an answer gets no more tokens than are left. Each turn is written as a span, unless ``traced``
-    is off: by ``write(attributes, started)``, or by Agent Lightning's active tracer.
+    is off: by ``write(attributes, started)``, or by Agent Lightning's active tracer. With ``keep_messages`` off turns
+    have their messages in their spans only: in each is the history so far.
     """
 
     role = ""  # of a branch: its turns are trained with the reward that ``set_reward`` gives the role
@@ -153,6 +154,7 @@ class RolloutSession(Session):
         model: str = "",
         max_trajectory_tokens: int | None = None,
         traced: bool = True,
+        keep_messages: bool = True,
         write: SpanWriter | None = None,
         keep_stop_token: bool = False,
         images: Images | None = None,
@@ -169,6 +171,7 @@ class RolloutSession(Session):
         self._client = client
         self._encoder = TurnEncoder(model=model or None) if traced else None
         self._write = write or write_span
+        self._keep_messages = keep_messages
         self.last_turn: int | None = None  # number of the turn that the conversation's held tokens end with
 
     @property
@@ -259,6 +262,8 @@ class RolloutSession(Session):
         if self._encoder is not None:
             role = {names.ROLE: self.role} if self.role else {}
             self._write({**self._encoder.encode(self.turns[-1]), **role}, started)
+            if not self._keep_messages:
+                self.turns[-1] = replace(self.turns[-1], messages=None)
         self.stats.stop_reason = _ENDS.get(generation.finish_reason, StopReason.STOP)
         return Answer(generation.text, generation.finish_reason, generation, cut=cut)
 

@@ -22,6 +22,9 @@ from agl_slime.sglang.prompt import PromptIds
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 LogProbArray: TypeAlias = npt.NDArray[np.float32]
 
+# Views keep the arrays that a buffer has outgrown: of this factor an eighth of what is held. What is not written yet
+# takes no memory, only addresses.
+_GROWTH = 8
 _INT32 = np.iinfo(np.int32)
 _LITTLE = {np.dtype(np.int32): np.dtype("<i4"), np.dtype(np.float32): np.dtype("<f4")}
 
@@ -83,8 +86,17 @@ def common_prefix(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> int
 
 
 def shared_length(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Number of leading items that ``a`` and ``b`` share."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    """Number of leading items that ``a`` and ``b`` share. Slices are compared, which a long history costs little."""
+    if not (isinstance(a, str) and isinstance(b, str)):
+        a, b = list(a), list(b)
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def unpack_token_ids(text: str, *, name: str = "token ids") -> TokenArray:
@@ -141,7 +153,7 @@ class TokenBuffer:
     def extend(self, ids: Sequence[int] | TokenArray) -> None:
         end = self._length + len(ids)
         if end > len(self._ids):
-            grown = np.empty(max(end, 2 * len(self._ids)), dtype=np.int32)
+            grown = np.empty(max(end, _GROWTH * len(self._ids)), dtype=np.int32)
             grown[: self._length] = self._ids[: self._length]
             self._ids = grown
         self._ids[self._length : end] = ids

@@ -92,6 +92,7 @@ class ChatContext:
         self._tokens = TokenBuffer()
         self._turns: list[_Turn] = []
         self._seen: list[Message] = []  # the held messages as they were, to notice edits
+        self._users: list[int] = []  # places of users' messages among those
         self._asked: tuple[_Plan, list[Message]] | None = None  # the last prompt and the messages that it was made of
         self._rendering: Rendering | None = None  # of the messages before the last answer
         self._written: list[str] = []  # the text of those messages and of the opening after them, in pieces
@@ -111,17 +112,17 @@ class ChatContext:
 
     def prompt_ids(self) -> list[int]:
         """Token ids of the whole conversation so far, with the opening of the next answer."""
-        _, make = self._next()
-        return [*self._ask(make)]
+        _, same, make = self._next()
+        return [*self._ask(same, make)]
 
     async def prompt(self) -> PromptIds:
         """``prompt_ids()``; made in a thread where much text has to be tokenized, as at most forks."""
-        chars, make = self._next()
-        return self._ask(make) if chars <= LONG_TEXT_CHARS else await run_in_thread(self._ask, make)
+        chars, same, make = self._next()
+        return self._ask(same, make) if chars <= LONG_TEXT_CHARS else await run_in_thread(self._ask, same, make)
 
-    def _ask(self, make: Callable[[], _Plan]) -> PromptIds:
+    def _ask(self, same: int, make: Callable[[], _Plan]) -> PromptIds:
         plan = make()
-        self._asked = plan, [dict(message) for message in self.messages]
+        self._asked = plan, [*self._seen[:same], *map(dict, self.messages[same:])]
         return self._tokens.prompt(plan.kept, plan.added)
 
     def add_answer(self, prompt_ids: Sequence[int], generation: Generation) -> Message:
@@ -134,7 +135,8 @@ class ChatContext:
             )
         self._asked = None
         self.kept_tokens, self.fork = self._against_held(plan, prompt_ids)
-        self._turns = [turn for turn in self._turns if turn.end <= plan.kept]
+        while self._turns and self._turns[-1].end > plan.kept:
+            self._turns.pop()
         self._rendering = plan.rendering
         if plan.rendering is not None:
             self._written = [plan.rendering.text, plan.rendering.opening or ""]
@@ -158,6 +160,8 @@ class ChatContext:
         )
         at = shared_length(seen, self._seen)
         self._seen[at:] = [_copy_of(message) for message in seen[at:]]
+        del self._users[bisect_left(self._users, at) :]
+        self._users += [place for place in range(at, len(seen)) if seen[place].get("role") == "user"]
         return message
 
     def branch(self, messages: Sequence[Mapping[str, Any]]) -> ChatContext:
@@ -166,33 +170,35 @@ class ChatContext:
         other.messages = [dict(message) for message in messages]
         other.forks, other.open_boundaries, other._asked = Counter(), 0, None
         other._turns, other._seen, other._written = [*self._turns], [*self._seen], [*self._written]
+        other._users = [*self._users]
         other._tokens = TokenBuffer(self.token_ids)
         return other
 
     # -- what the next prompt keeps and adds --------------------------------------------------------------------------
 
-    def _next(self) -> tuple[int, Callable[[], _Plan]]:
-        """About how many characters the next prompt has to tokenize, and what makes it."""
+    def _next(self) -> tuple[int, int, Callable[[], _Plan]]:
+        """About how many characters the next prompt has to tokenize, how many messages are as they were, and what makes
+        it."""
         messages = self.messages
         if not messages:
             raise ConfigError("the conversation has no messages any more; nothing can be asked")
         if not self._turns:
             known = self._template.first_prompts
             make = self._rendered if known is None else functools.partial(known.get, messages, self._rendered)
-            return _chars(messages), make
+            return _chars(messages), 0, make
         last = self._turns[-1]
         same = shared_length(messages, self._seen)  # held messages that are as they were
         if _continues(messages) and len(messages) == last.n_messages and same >= last.n_messages - 1:
             if _content(messages[-1]).startswith(last.continued):
-                return _chars(messages[-1:]), functools.partial(self._continued, last)
+                return _chars(messages[-1:]), same, functools.partial(self._continued, last)
             same = last.n_messages - 1  # says something else from the start
         if same < last.n_messages:
             reason = self._kind_of_edit(same)
         elif (addition := self._addition(self._base, last.n_messages)) is not None:
-            return _chars(messages[last.n_messages :]), functools.partial(self._added, last, addition)
+            return _chars(messages[last.n_messages :]), same, functools.partial(self._added, last, addition)
         else:
             same, reason = last.n_messages - 1, ForkReason.TEMPLATE
-        return _chars(messages), lambda: replace(self._forked(same), fork=reason)
+        return _chars(messages), same, lambda: replace(self._forked(same), fork=reason)
 
     @property
     def _base(self) -> list[Message]:
@@ -212,7 +218,7 @@ class ChatContext:
         """What the template adds after message ``held - 1``, from as few messages as that takes; see the module
         ``template``."""
         before, new = messages[: held - 1], messages[held:]
-        window = ends_of(before, new) if self._windows else before
+        window = ends_of(before, new, self._users) if self._windows else before
         if len(window) == len(before):
             return self._template.addition(messages, held, asked=self._rendering)
         shown = [*window, *messages[held - 1 :]]

@@ -296,13 +296,12 @@ def _text_of(message: Message) -> str:
     return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
 
 
-def ends_of(before: Sequence[Message], new: Sequence[Message]) -> list[Message]:
-    """The part of the history that a template may look at when it writes ``new`` after an answer."""
-    if len(before) < WINDOW_FROM:
+def ends_of(before: Sequence[Message], new: Sequence[Message], users: Sequence[int]) -> list[Message]:
+    """The part of the history that a template may look at when it writes ``new`` after an answer; ``users`` are the
+    places of users' messages in it."""
+    if len(before) < WINDOW_FROM or not users:
         return list(before)
-    user = next((i for i in range(len(before) - 1, -1, -1) if before[i].get("role") == "user"), None)
-    if user is None:
-        return list(before)
+    user = users[-1]
     system = next(i for i, message in enumerate(before) if message.get("role") not in _SYSTEM_ROLES)
     tail = user + 1
     if all(message.get("role") == "tool" for message in new):

@@ -23,6 +23,7 @@ from agl_slime.tokens.codec import (
     LogProbArray,
     TokenArray,
     pack_array,
+    shared_length,
     stored_bytes,
     unpack_log_probs,
     unpack_token_ids,
@@ -35,7 +36,6 @@ from agl_slime.trace.replay import decode_replay, replay_attributes
 from agl_slime.trace.turn import Messages, Turn
 
 T = TypeVar("T")
-_Written = tuple[dict[str, Any] | None, str]  # a message of texts alone, and the JSON of any
 
 # Tells the encoders of one attempt apart, which live in one process. Begins anywhere, so that those of a rollout's
 # attempts look different as well.
@@ -53,7 +53,8 @@ class TurnEncoder:
         self._model = model
         self.stream = f"{next(_streams) & 0xFFFFFFFF:08x}"
         self._lock = threading.Lock()
-        self._messages: list[list[_Written]] = []  # per turn
+        # per turn; turns that go on from each other share a list, of which each has the first so many
+        self._messages: list[tuple[list[_Written], int]] = []
         self._images: list[Images] = []
         self._written: set[str] = set()  # images whose files are in a span
 
@@ -64,11 +65,12 @@ class TurnEncoder:
             index, base = len(self._messages), turn.base_turn
             if base is not None and not 0 <= base < index:
                 raise TraceError(f"turn {index} goes on from turn {base}, which was not encoded before")
-            messages, held = turn.messages or (), [] if base is None else self._messages[base]
-            same = zip(messages, held, strict=False)
-            kept = next((at for at, pair in enumerate(same) if not _is_same(*pair)), min(len(messages), len(held)))
-            new = [*map(_written, messages[kept:])]
-            self._messages.append(held[:kept] + new)
+            messages, (held, length) = turn.messages or (), ([], 0) if base is None else self._messages[base]
+            kept = min(shared_length(messages, held), length)
+            new = [*map(_json, messages[kept:])]
+            line = held if kept == len(held) else held[:kept]
+            line += map(_written, messages[kept:], new)
+            self._messages.append((line, len(messages)))
             shown = image_attributes(turn.images, () if base is None else self._images[base], self._written)
             self._images.append(turn.images)
         attributes: dict[str, Any] = {
@@ -103,7 +105,7 @@ class TurnEncoder:
             attributes[names.WEIGHT_VERSIONS] = json.dumps(versions)
         if turn.messages is not None:
             attributes[names.MESSAGES_KEPT] = kept
-            attributes[names.MESSAGES_NEW] = f"[{','.join(text for _, text in new)}]"
+            attributes[names.MESSAGES_NEW] = f"[{','.join(new)}]"
         for name, value in (
             (names.RESPONSE_ID, turn.request_id),
             (names.RESUMED, turn.resumed),
@@ -115,16 +117,22 @@ class TurnEncoder:
         return attributes
 
 
-def _written(message: Mapping[str, Any]) -> _Written:
-    """With a copy: the agent may change its dicts later."""
-    texts = all(type(value) is str for value in message.values())
-    return (dict(message) if texts else None), _json(message)
+class _Json(str):
+    """A message as it was written, equal to one that would be written as that: ``1`` is not ``True``."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, _json(other) if isinstance(other, Mapping) else other)
 
 
-def _is_same(message: Mapping[str, Any], written: _Written) -> bool:
-    """Whether it would be written as it was. Texts are compared, and all else is written: ``1`` is not ``True``."""
-    held, text = written
-    return message == held if held is not None else _json(message) == text
+_Written = dict[str, Any] | _Json  # a message of texts alone; any other
+
+
+def _written(message: Mapping[str, Any], text: str) -> _Written:
+    """A copy, for the agent may change its dicts later; of one that is more than texts what was written."""
+    return dict(message) if all(type(value) is str for value in message.values()) else _Json(text)
 
 
 def _json(value: Any) -> str:

@@ -113,29 +113,6 @@ def test_the_engines_own_routes_are_not_to_be_had(path: str) -> None:
         assert not case.engine.received
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_hangs_up_has_its_request_aborted(stream: bool) -> None:
-    with serving("one two three four five six seven", token_s=0.1) as case:
-        url = f"{case.llm.endpoint}/chat/completions"
-        async with aiohttp.ClientSession() as session:
-            asked = asyncio.ensure_future(session.post(url, json={**BODY, "stream": stream}))
-            if stream:
-                answer = await asked
-                await answer.content.readany()
-                answer.close()
-            else:
-                while not case.engine.running:  # noqa: ASYNC110 - the engine is on an event loop of its own
-                    await asyncio.sleep(0.01)
-                asked.cancel()
-            for _ in range(40):  # less than the rest of the answer takes
-                if case.engine.calls["/abort_request"]:
-                    break
-                await asyncio.sleep(0.01)
-        assert case.engine.calls["/abort_request"] == 1
-        assert stream or not case.spans
-        assert post(case).status_code == 200
-
-
 async def test_the_end_of_a_rollout_cuts_off_what_is_sampled() -> None:
     with serving("one two three four five six seven", token_s=0.05) as case:
         url = f"{case.llm.endpoint}/chat/completions"

@@ -33,6 +33,19 @@ def test_attributes_survive_a_store_that_speaks_json(turns: list[Turn]):
     assert decode_turns(spans) == turns
 
 
+SAID = st.sampled_from([{"content": "a"}, {"content": "b"}, {"content": 1}, {"content": True}])
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.lists(SAID, max_size=4)), max_size=8))
+def test_turns_that_go_on_from_any_other_have_their_own_messages(asked: list[tuple[int, list[dict[str, object]]]]):
+    turns = [
+        Turn(prompt_ids=[1], response_ids=[2], messages=tuple(messages), base_turn=base % number if number else None)
+        for number, (base, messages) in enumerate(asked)
+    ]
+    read = decode_turns(encode(turns))
+    assert [json.dumps(turn.messages) for turn in read] == [json.dumps(turn.messages) for turn in turns]
+
+
 @given(conversations(), st.randoms(use_true_random=False))
 def test_the_order_of_the_spans_of_one_encoder_does_not_matter(turns: list[Turn], random: object):
     spans = encode(turns)
