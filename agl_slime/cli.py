@@ -68,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *rest = arguments
     if command in ("buffer", "gateway"):
         try:
-            return import_module(f"agl_slime.{'buffer.server' if command == 'buffer' else 'gateway.remote'}").main(rest)
+            return import_module(f"agl_slime.{'buffer.server' if command == 'buffer' else 'gateway.command'}").main(
+                rest
+            )
         except MissingDependencyError as error:
             return _told(Console(stderr=True), error, bool(os.environ.get(DEBUG_VARIABLE)))
     if command in COMMANDS:

@@ -24,7 +24,7 @@ from agl_slime.rollout.batched.sampler import SGLangSampler
 from agl_slime.rollout.batched.samples import trajectory_to_samples
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.sglang.generation import SamplingParams
-from agl_slime.tokens.tokenizer import load_tokenizer
+from agl_slime.tokens.loading import load_tokenizer
 
 DEMONSTRATIONS = LookupDemonstrations()
 

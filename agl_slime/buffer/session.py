@@ -24,8 +24,8 @@ from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.http import may_pass
 from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.masks import MaskGenerator, get_loss_mask_generator
-from agl_slime.tokens.tokenizer import load_tokenizer
 from agl_slime.types import Sample
 
 logger = logging.getLogger(__name__)

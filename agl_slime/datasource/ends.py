@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from agl_slime.errors import DataSourceError, spell_exception
 from agl_slime.store.bridge import FINISHED, BridgeStore
@@ -25,9 +25,6 @@ from agl_slime.support.backoff import Backoff
 from agl_slime.support.http import may_pass
 from agl_slime.support.threads import LoopThread, run_in_thread
 from agl_slime.trace.replay_files import remove_replay
-
-if TYPE_CHECKING:
-    from agl_slime.datasource.intake import Intake
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +137,24 @@ class EndTable:
                 self._known.add(first)  # it may have been trained on, and is told of yet
 
 
+class Intake(Protocol):
+    """Who is told of ends; its methods are called on the follower's loop."""
+
+    async def look(self, rollout_id: str) -> None: ...
+
+    def in_flight(self) -> list[str] | None: ...
+
+    async def before_following(self) -> None: ...
+
+    def store_restarted(self) -> None: ...
+
+    def time_passed(self) -> None: ...
+
+    def failed(self, error: BaseException) -> None: ...
+
+
 class EndFollower:
-    """A thread with an event loop that learns of ends and has an ``Intake`` look at each. The first error of anything
+    """A thread with an event loop that learns of ends and has its ``intake`` look at each. The first error of anything
     that runs there ends it. ``store=None`` has no thread. ``changed`` guards the table."""
 
     def __init__(

@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agl_slime.datasource.ends import EndFollower
 from agl_slime.groups.assembler import GroupAssembler
 from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.store.bridge import FINISHED
 from agl_slime.support.agl import EnqueueRolloutRequest, Rollout
-
-if TYPE_CHECKING:
-    from agl_slime.datasource.source import GroupSource
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +21,7 @@ class Producer:
     it is told nothing, and nothing is known of it. ``finalized``, ``delivered``, ``follow_up``, ``store_restarted``,
     ``state`` and ``restore`` are called under the source's lock."""
 
-    source: GroupSource
+    source: Any  # set by that ``GroupSource``
 
     def finalized(self, group: GroupResult) -> None:
         """A group was finalized."""

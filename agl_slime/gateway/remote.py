@@ -10,31 +10,23 @@ attempt_id)`` Agent Lightning's decorators call by themselves.
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import tyro
 from aiohttp import web
 
-from agl_slime.errors import AglSlimeError, ConfigError, GatewayRequestError
+from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.server import Gateway
 from agl_slime.gateway.settings import GatewaySettings, endpoint_of
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, replay_of
 from agl_slime.store.bridge import FINISHED
-from agl_slime.store.client import RemoteStore
 from agl_slime.store.follow import listen_for_ends
 from agl_slime.store.recording import Recording
-from agl_slime.store.server import TOKEN_VARIABLE as STORE_TOKEN_VARIABLE
 from agl_slime.support.agl import LLM, LightningStore, ProxyLLM, Span, SpanCoreFields, TraceStatus
-from agl_slime.support.http import json_response, stop_signal
+from agl_slime.support.http import json_response
 from agl_slime.support.net import require_token, same_secret
-from agl_slime.support.ranges import check_ranges
 from agl_slime.trace.attributes import GENERATE_SPAN
 
 TOKEN_VARIABLE = "AGL_SLIME_GATEWAY_TOKEN"
@@ -167,66 +159,3 @@ class StoreGateway(Gateway):
         if replay := replay_of(self._llm.sampling_parameters):
             told["replay"] = replay
         return json_response(told)
-
-
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatewayCommand:
-    """Serve the model under training to agents that other runners execute, and write what is sampled to a store."""
-
-    store_url: str
-    """The store that the runners use (agl_slime's StoreService)."""
-    sglang_url: str
-    """SGLang server or router."""
-    model_path: Path
-    """The checkpoint whose tokenizer and chat template the policy has."""
-    max_new_tokens: int = 256
-    """Most tokens of an answer, where the rollout's resources say nothing."""
-    temperature: float = 1.0
-    """Sampling temperature, where the rollout's resources say nothing."""
-    token: str | None = None
-    """What clients show; anything but a loopback address needs one. AGL_SLIME_GATEWAY_TOKEN is the same."""
-    workers: int = 1
-    """Processes that the conversations live in, each attempt in one of them, behind the one address."""
-    gateway: GatewaySettings = field(default_factory=GatewaySettings)
-    """How clients are treated, and the address to listen on."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self, ("workers", lambda value: value >= 1, "at least 1"), named=lambda name: f"--{name}")
-
-
-async def _serve(command: GatewayCommand) -> None:
-    if not (command.model_path / "config.json").is_file() and not (command.model_path / "tokenizer.json").is_file():
-        raise ConfigError(f"--model-path {command.model_path}: there is no checkpoint")
-    sampling = {"temperature": command.temperature, "max_new_tokens": command.max_new_tokens}
-    llm = LLM(endpoint=command.sglang_url, model=str(command.model_path), sampling_parameters=sampling)
-    store_token, token = os.environ.get(STORE_TOKEN_VARIABLE), command.token or os.environ.get(TOKEN_VARIABLE)
-    ended = stop_signal()
-    if command.workers > 1:
-        from agl_slime.gateway.workers import WorkerSpec, serving_workers
-
-        shared: dict[str, Any] = {"store_url": command.store_url, "store_token": store_token, "llm": llm}
-        async with serving_workers(
-            WorkerSpec(**shared, token=token, settings=command.gateway), command.workers
-        ) as front:
-            print(f"gateway at {front.url}/v1", flush=True)
-            await ended.wait()
-        return
-    store = RemoteStore(command.store_url, token=store_token)
-    gateway = StoreGateway(store=store, llm=llm, token=token, settings=command.gateway)
-    with gateway:
-        print(f"gateway at {gateway.url}/v1", flush=True)
-        await ended.wait()
-    await store.close()
-
-
-def main(arguments: Sequence[str]) -> int:
-    """``agl-slime gateway``: serve until SIGINT or SIGTERM; returns the exit code."""
-    try:
-        asyncio.run(_serve(tyro.cli(GatewayCommand, prog="agl-slime gateway", args=list(arguments))))
-    except AglSlimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0

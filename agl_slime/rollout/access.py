@@ -19,8 +19,9 @@ from agl_slime.sglang.generation import SamplingParams
 from agl_slime.sglang.transport import ClientSettings
 from agl_slime.support.agl import LLM, ProxyLLM
 from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.template import ChatTemplate, chat_template
-from agl_slime.tokens.tokenizer import ChatTokenizer, load_tokenizer
+from agl_slime.tokens.tokenizer import ChatTokenizer
 
 # Agent Lightning's convention for the name of the model under training.
 LLM_RESOURCE = "main_llm"

@@ -325,7 +325,7 @@ async def sampling_with(
     from agl_slime.environments.environment import Environment
     from agl_slime.run.local import engine_of
     from agl_slime.run.parts import RunParts, model_for_agents
-    from agl_slime.tokens.tokenizer import load_tokenizer
+    from agl_slime.tokens.loading import load_tokenizer
 
     environment = agent if isinstance(agent, Environment) else None
     agent = None if environment is not None else agent

@@ -46,7 +46,8 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.files import scratch_directory
 from agl_slime.support.threads import run_in_thread
-from agl_slime.tokens.tokenizer import has_chat_template, load_tokenizer
+from agl_slime.tokens.loading import load_tokenizer
+from agl_slime.tokens.tokenizer import has_chat_template
 from agl_slime.trainers.base import TellsTokens, Trainer
 from agl_slime.trainers.local.settings import WeightsDtype
 from agl_slime.types import Sample, flat_samples

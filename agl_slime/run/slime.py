@@ -42,7 +42,7 @@ from agl_slime.support.files import scratch_directory, write_file
 from agl_slime.support.net import is_loopback
 from agl_slime.support.slime import find
 from agl_slime.support.threads import run_in_thread
-from agl_slime.tokens.tokenizer import load_tokenizer
+from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.types import flat_samples
 
 logger = logging.getLogger(__name__)

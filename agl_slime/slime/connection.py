@@ -27,7 +27,7 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
 from agl_slime.support.agl import LLM, Rollout
 from agl_slime.support.files import scratch_directory
-from agl_slime.tokens.tokenizer import load_tokenizer
+from agl_slime.tokens.loading import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

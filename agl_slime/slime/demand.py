@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agl_slime.datasource.intake import Producer
-from agl_slime.datasource.source import spell_ends
+from agl_slime.datasource.source import GroupSource, spell_ends
 from agl_slime.errors import DataSourceError
 from agl_slime.groups.results import GroupResult
 from agl_slime.loop.tasks import TaskGroup
@@ -26,6 +26,8 @@ _HOPELESS = 8
 class Demand(Producer):
     """Has as many groups ready or under way as are wanted; with ``pacing`` so far ahead of training as that allows. A
     group that is dropped is replaced."""
+
+    source: GroupSource
 
     def __init__(self, connection: Connection, pacing: Pacing | None) -> None:
         self._connection, self._pacing = connection, pacing

@@ -1,6 +1,6 @@
 """The one place that imports Agent Lightning.
 
-``agentlightning/__init__`` imports every part of it, whichever submodule is asked for (3.5 s and 202 MB), so modules
+``agentlightning/__init__`` imports every part of it, whichever submodule is asked for (0.7 s and 82 MB), so modules
 that can do without import this one inside the function that needs it. LiteLLM tries three times to download a price
 list unless told to use its own copy (7 s without network), so that is set before the first import.
 """
@@ -16,7 +16,7 @@ import sys
 import warnings
 
 from agl_slime.errors import MissingDependencyError, UnknownVersionError
-from agl_slime.support.litellm_proxy import proxy_server_later
+from agl_slime.support.litellm_later import litellm_later
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
@@ -26,7 +26,7 @@ warnings.filterwarnings("ignore", "agentlightning.reward is deprecated", module=
 _collects = gc.isenabled()
 gc.disable()  # thousands of modules leave no garbage, and looking for it takes a second more
 try:
-    with proxy_server_later():
+    with litellm_later():
         from agentlightning.adapter.messages import group_genai_dict
         from agentlightning.algorithm.base import Algorithm
         from agentlightning.emitter.exception import emit_exception

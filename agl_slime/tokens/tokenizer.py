@@ -1,16 +1,14 @@
-"""Loading tokenizers, once per path and process."""
+"""What is asked of a tokenizer and its chat template."""
 
 from __future__ import annotations
 
 import functools
 import re
-import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
-from agl_slime.errors import ConfigError, PromptError
+from agl_slime.errors import PromptError
 
 NO_TEMPLATE = (
     "the model has no chat template, so chat messages cannot be rendered: give --model-path a model that has one, "
@@ -71,27 +69,3 @@ def special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     special = {token.content for token in added if token.special} - {"<think>", "</think>"}
     return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
-
-
-_loaded: dict[str, Any] = {}
-_lock = threading.Lock()
-
-
-def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer at ``path`` (a directory, or a name that transformers resolves). Raises ``ConfigError`` when there
-    is none."""
-    key = str(path)
-    with _lock:
-        if key not in _loaded:
-            from transformers import AutoTokenizer  # a second or more of imports: only when a tokenizer is needed
-
-            try:
-                loaded = AutoTokenizer.from_pretrained(key)
-            except (OSError, ValueError) as error:
-                raise ConfigError(
-                    f"no tokenizer can be loaded from {key!r}: {' '.join(str(error).split())[:300]}"
-                ) from error
-            from agl_slime.tokens.vision import VisionTokenizer, reads_images
-
-            _loaded[key] = VisionTokenizer(loaded, path=key) if reads_images(key) else loaded
-        return _loaded[key]

@@ -20,12 +20,12 @@ from typing_extensions import TypedDict, Unpack
 from agl_slime.errors import RewardError, TraceError
 from agl_slime.trace import attributes as names
 from agl_slime.trace.images import multimodal_inputs
-from agl_slime.trace.replay_files import with_replay
 from agl_slime.trace.reward import Reward, TurnReward, read_reward, read_turn_rewards
 from agl_slime.trace.segments import Segment, merge_turns
 from agl_slime.trace.span_codec import parse_json, turn_numbers
 from agl_slime.trace.spans import read_turns, spans_of_attempt
 from agl_slime.trace.trajectory import Trajectory, is_truncated
+from agl_slime.trace.turn import with_replay
 from agl_slime.types import Sample, sample_from_fields
 
 if TYPE_CHECKING:

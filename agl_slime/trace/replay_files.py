@@ -15,18 +15,15 @@ import stat
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 
 from agl_slime.errors import TraceError
 from agl_slime.sglang.replay import Nucleus, RoutedExperts
-
-if TYPE_CHECKING:
-    from agl_slime.trace.turn import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -125,11 +122,6 @@ def file_replay(
         experts=None if experts is None or rows is None else (experts.start, *rows.shape, rows.itemsize),
         nucleus=None if nucleus is None else (len(nucleus.ids), len(nucleus.offsets)),
     )
-
-
-def with_replay(turn: Turn, directory: Path | None) -> Turn:
-    """``turn`` with the arrays that it has in a file of ``directory``. Raises ``TraceError``."""
-    return turn if turn.filed is None else replace(turn, filed=None, **turn.filed.read(directory))
 
 
 def remove_replay(directory: Path, rollout_ids: Iterable[str]) -> None:

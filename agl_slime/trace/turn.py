@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -141,6 +142,11 @@ class Turn:
         return all(_same(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
 
     __hash__ = None  # type: ignore[assignment]  # arrays are compared by value
+
+
+def with_replay(turn: Turn, directory: Path | None) -> Turn:
+    """``turn`` with the arrays that it has in a file of ``directory``. Raises ``TraceError``."""
+    return turn if turn.filed is None else replace(turn, filed=None, **turn.filed.read(directory))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -20,7 +20,7 @@ from agl_slime.rollout.by_file import import_file
 from agl_slime.rollout.scheduler import MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.generation import Generation, SamplingParams
-from agl_slime.tokens.tokenizer import load_tokenizer
+from agl_slime.tokens.loading import load_tokenizer
 from tests.integration.engine_servers import Server
 from tests.integration.rollouts import run_rollouts
 

@@ -23,7 +23,7 @@ from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.generation import SamplingParams
 from agl_slime.sglang.weights import DiskWeightSync
 from agl_slime.support.threads import usable_cores
-from agl_slime.tokens.tokenizer import load_tokenizer
+from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.types import Sample
 
 pytestmark = pytest.mark.real_model

@@ -9,7 +9,7 @@ import pytest
 
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.slime.replay import with_train_inputs
-from agl_slime.tokens.tokenizer import load_tokenizer
+from agl_slime.tokens.loading import load_tokenizer
 from tests.integration.engine_servers import real_sglang
 from tests.integration.rollouts import run_rollouts
 from tests.vision_cases import picture, save_qwen2_vl, uri

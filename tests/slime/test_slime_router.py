@@ -21,8 +21,8 @@ from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.groups.results import Outcome
 from agl_slime.rollout.session import RolloutSession
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, RolloutConfig
+from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.template import ChatTemplate
-from agl_slime.tokens.tokenizer import load_tokenizer
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
 from tests.slime.routers import sglang_router
 from tests.trace_tokenizers import small_tokenizer

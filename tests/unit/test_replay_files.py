@@ -30,10 +30,10 @@ from agl_slime.support.files import scratch_directory
 from agl_slime.trace import attributes as names
 from agl_slime.trace import replay_files
 from agl_slime.trace.converter import convert_trajectory
-from agl_slime.trace.replay_files import FiledReplay, file_replay, remove_replay, with_replay
+from agl_slime.trace.replay_files import FiledReplay, file_replay, remove_replay
 from agl_slime.trace.span_codec import TurnEncoder, decode_turns
 from agl_slime.trace.trajectory import Trajectory
-from agl_slime.trace.turn import Turn
+from agl_slime.trace.turn import Turn, with_replay
 from agl_slime.types import sample_to_json
 from tests.datasource_cases import QUICK, Told
 from tests.examples import examples

@@ -21,7 +21,7 @@ from agl_slime.run.models import check_tokenizer
 from agl_slime.run.settings import TrainConfig
 from agl_slime.run.start import find_start, run_directory, set_aside, split_tasks
 from agl_slime.sglang.describe import EngineDescription
-from agl_slime.tokens.tokenizer import load_tokenizer
+from agl_slime.tokens.loading import load_tokenizer
 
 
 def served(path: Path, version: str) -> EngineDescription:

@@ -42,8 +42,8 @@ from slime.utils.types import Sample  # noqa: E402
 from agl_slime.rollout.session import RolloutSession  # noqa: E402
 from agl_slime.sglang.generation import Generation, SamplingParams, parse_generation  # noqa: E402
 from agl_slime.slime.replay import with_train_inputs  # noqa: E402
+from agl_slime.tokens.loading import load_tokenizer  # noqa: E402
 from agl_slime.tokens.template import ChatTemplate  # noqa: E402
-from agl_slime.tokens.tokenizer import load_tokenizer  # noqa: E402
 from agl_slime.trace.converter import convert_trajectory  # noqa: E402
 from agl_slime.trace.span_codec import decode_turns  # noqa: E402
 from agl_slime.trace.trajectory import Trajectory  # noqa: E402

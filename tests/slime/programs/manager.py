@@ -21,7 +21,7 @@ from agl_slime.groups.normalize import normalize_rewards
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
-from agl_slime.tokens.tokenizer import load_tokenizer
+from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.trace.converter import convert_rollout
 from tests.slime.programs.common import make_policy, slime_args, start_ray, write_tasks
 from tests.slime.support import report

@@ -1,0 +1,31 @@
+"""Loading tokenizers, once per path and process."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from agl_slime.errors import ConfigError
+from agl_slime.tokens.vision import VisionTokenizer, reads_images
+
+_loaded: dict[str, Any] = {}
+_lock = threading.Lock()
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer at ``path`` (a directory, or a name that transformers resolves). Raises ``ConfigError`` when there
+    is none."""
+    key = str(path)
+    with _lock:
+        if key not in _loaded:
+            from transformers import AutoTokenizer  # a second or more of imports: only when a tokenizer is needed
+
+            try:
+                loaded = AutoTokenizer.from_pretrained(key)
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    f"no tokenizer can be loaded from {key!r}: {' '.join(str(error).split())[:300]}"
+                ) from error
+            _loaded[key] = VisionTokenizer(loaded, path=key) if reads_images(key) else loaded
+        return _loaded[key]
