@@ -187,7 +187,8 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             own_parser = get_tool_parser(self.tool_parser) if offered and self.tool_parser else None
             return session_with(api, shown=schemas, parser=own_parser, **common)
         client = self._client or self._client_for(llm, tokenizer)
-        parser = self.tool_parser or parser_for_template(getattr(tokenizer, "chat_template", None))
+        source = getattr(tokenizer, "chat_template", None)
+        parser = self.tool_parser or parser_for_template(source, offered=bool(offered))
         return RolloutSession(
             client=client if self.partial is None else self.partial.client(client, rollout),
             parser=get_tool_parser(parser) if offered else None,

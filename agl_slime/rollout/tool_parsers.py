@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agl_slime.errors import PromptError
 from agl_slime.support.registry import Registry
 
 _THINK, _END_OF_THINKING = "<think>", "</think>"
@@ -175,12 +176,22 @@ def get_tool_parser(name: str | ToolParser) -> ToolParser:
     return name if isinstance(name, ToolParser) else _parsers[name]()
 
 
-def parser_for_template(chat_template: Any) -> str:
-    """The name of the format that a chat template asks the model for; Hermes' when it says nothing or is no text."""
+_FORMATS = {"<|tool_call_argument_begin|>": "kimi", "<arg_key>": "glm", "<function=": "qwen_xml"}
+_FORMATS |= {"<tool_call>": "hermes", "<|python_tag|>": "llama_json"}
+# formats of which there is no parser, by what only their templates have
+_UNREAD = {"<|channel|>": "gpt-oss", "<minimax:tool_call>": "MiniMax", "<tool_calls>": "MiniMax"}
+_UNREAD |= {"[TOOL_CALLS]": "Mistral", "<｜tool▁call": "DeepSeek"}
+
+
+def parser_for_template(chat_template: Any, *, offered: bool = True) -> str:
+    """The name of the format that a chat template asks the model for; Hermes' when it says nothing or is no text.
+    Raises ``PromptError`` for one that cannot be read, where tools are ``offered``."""
     source = chat_template if isinstance(chat_template, str) else ""
-    marks = {"<|tool_call_argument_begin|>": "kimi", "<arg_key>": "glm", "<function=": "qwen_xml"}
-    marks |= {"<tool_call>": "hermes", "<|python_tag|>": "llama_json"}
-    return next((name for mark, name in marks.items() if mark in source), "hermes")
+    found = next((name for mark, name in _FORMATS.items() if mark in source), None)
+    if offered and found is None and (model := next((name for mark, name in _UNREAD.items() if mark in source), None)):
+        fix = "register a parser (agl_slime.rollout.tool_parsers) for an agent of your own, or give no tools"
+        raise PromptError(f"the chat template asks for tool calls in {model}'s format, which is not parsed here; {fix}")
+    return found or "hermes"
 
 
 @register_tool_parser("hermes", "qwen")

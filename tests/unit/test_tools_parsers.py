@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, PromptError
 from agl_slime.rollout import tool_parsers as parsers
 from agl_slime.rollout.tool_parsers import (
     ParsedAnswer,
@@ -243,6 +243,21 @@ def test_the_format_is_told_from_the_chat_template() -> None:
     assert parser_for_template("… <tool_call>{name}\n<arg_key> …") == "glm"
     assert parser_for_template("… <|tool_call_begin|><|tool_call_argument_begin|> …") == "kimi"
     assert parser_for_template(None) == "hermes"
+
+
+@pytest.mark.parametrize(
+    ("template", "model"),
+    [
+        ("<|start|>assistant<|channel|>commentary to=functions.f", "gpt-oss"),
+        ('<minimax:tool_call>\n<invoke name="f">', "MiniMax"),
+        ("[TOOL_CALLS][{{ calls }}]", "Mistral"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function", "DeepSeek"),
+    ],
+)
+def test_a_format_that_cannot_be_read_is_not_taken_for_another(template: str, model: str) -> None:
+    with pytest.raises(PromptError, match=f"tool calls in {model}'s format, which is not parsed here"):
+        parser_for_template(template)
+    assert parser_for_template(template, offered=False) == "hermes"
 
 
 def test_a_custom_parser_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

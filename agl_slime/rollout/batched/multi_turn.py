@@ -164,10 +164,9 @@ class MultiTurnRollout(TurnsRollout):
     ) -> None:
         super().__init__(**options)
         self._sampler = sampler
-        self._tokenizer = template
+        self._tokenizer, self._source = template, getattr(template, "chat_template", None)
         self._max_tokens = max_trajectory_tokens
-        by_template = parser_for_template(getattr(template, "chat_template", None))
-        self._parser = get_tool_parser(self._tool_parser or by_template)
+        self._parser = get_tool_parser(self._tool_parser or parser_for_template(self._source, offered=False))
 
     def _run(
         self, trajectories: list[Trajectory], tools: Sequence[Any], made: bool, sampling: SamplingParams | None
@@ -180,6 +179,8 @@ class MultiTurnRollout(TurnsRollout):
 
         def session_of(trajectory: Trajectory, manager: Any) -> RolloutSession:
             schemas = trajectory.get("tools", manager.schemas if manager is not None else None) or None
+            if schemas and not self._tool_parser:
+                parser_for_template(self._source)  # raises where calls could not be read
             template = templates.setdefault(repr(schemas), ChatTemplate(tokenizer=self._tokenizer, tools=schemas))
             messages, params = trajectory["messages"], sampling or SamplingParams()
             return RolloutSession(sampling=params, messages=messages, tools=manager, template=template, **common)
