@@ -53,4 +53,5 @@ def litellm_later() -> Iterator[None]:
     finally:
         for name in (_PROXY, _SPANS):
             modules.pop(name, None)
-    importlib.import_module("agentlightning.instrumentation").LITELLM_INSTALLED = find_spec("litellm") is not None
+    found = find_spec("litellm") is not None
+    vars(importlib.import_module("agentlightning.instrumentation"))["LITELLM_INSTALLED"] = found
