@@ -25,12 +25,11 @@ from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import Call
 from agl_slime.gateway.images import marked_body
 from agl_slime.gateway.protocol import Kept, Protocol, parsed_body
+from agl_slime.support.http import PARSED_AT_ONCE
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.images import ImageSettings
 
 _HELD = 4  # conversations of one attempt at a time
-# JSON of more than this is parsed in a thread: 1 MB takes about 5 ms.
-_PARSED_AT_ONCE = 256 * 1024
 _IMAGES = ImageSettings()
 _PROBE = "an item that nobody sends: 5f1c2f3d"
 
@@ -90,7 +89,7 @@ class Bodies:
         if request.held is not None and (found := await self._grown(request, request.held, protocol, kept)):
             return found
         parse = partial(parsed_body, request.raw)
-        body = parse() if len(request.raw) <= _PARSED_AT_ONCE else await run_in_thread(parse)
+        body = parse() if len(request.raw) <= PARSED_AT_ONCE else await run_in_thread(parse)
         body, shown = await marked_body(request.raw, body, images)
         call = protocol.read(body := {**defaults, **body}, kept)
         if shown:

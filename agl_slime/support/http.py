@@ -21,7 +21,7 @@ from agl_slime.support.threads import run_in_thread
 
 T = TypeVar("T")
 
-_PARSED_AT_ONCE = 256 * 1024  # bytes; JSON of 1 MB takes about 5 ms
+PARSED_AT_ONCE = 256 * 1024  # bytes; JSON of 1 MB takes about 5 ms
 
 RETRIED_4XX = frozenset({408, 425, 429})
 """The statuses that blame the request and yet may pass: a time-out, too early, too many."""
@@ -115,7 +115,7 @@ def stop_signal() -> asyncio.Event:
 async def read_body(request: web.Request, parse: Callable[[bytes], T]) -> T:
     """What ``parse`` makes of the body; of a large one in a thread."""
     raw = await request.read()
-    return parse(raw) if len(raw) <= _PARSED_AT_ONCE else await run_in_thread(parse, raw)
+    return parse(raw) if len(raw) <= PARSED_AT_ONCE else await run_in_thread(parse, raw)
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
