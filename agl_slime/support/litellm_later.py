@@ -8,6 +8,7 @@ MB that importing Agent Lightning takes otherwise.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,5 +54,7 @@ def litellm_later() -> Iterator[None]:
     finally:
         for name in (_PROXY, _SPANS):
             modules.pop(name, None)
+    if (log := logging.getLogger("httpx")).level == logging.NOTSET:
+        log.setLevel(logging.WARNING)  # as LiteLLM does; it logs URLs, and those of attempts hold their secrets
     found = find_spec("litellm") is not None
     vars(importlib.import_module("agentlightning.instrumentation"))["LITELLM_INSTALLED"] = found
