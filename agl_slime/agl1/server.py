@@ -17,15 +17,17 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, get_args
 
 import orjson
 from aiohttp import web
 from pydantic import TypeAdapter, ValidationError
 
-from agl_slime.agl1.events import events_of, refused_call, span_of
+from agl_slime.agl1.calls import CallsWorker, ModelCalls, controller_of, end_elsewhere
+from agl_slime.agl1.events import events_of, span_of
 from agl_slime.agl1.rollouts import Rollouts, reason_of
 from agl_slime.agl1.schemas import (
     TERMINAL,
@@ -40,37 +42,31 @@ from agl_slime.agl1.schemas import (
     StatusPatch,
 )
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.attempt import Attempt
-from agl_slime.gateway.remote import StoreGateway
+from agl_slime.gateway.remote import span_builder
 from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.gateway.workers import Front, names_attempt, workers_beside
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import LLM, Rollout
+from agl_slime.store.recording import Recording
+from agl_slime.support.agl import LLM
 from agl_slime.support.http import json_response
 from agl_slime.support.threads import run_in_thread
 from agl_slime.trace.attributes import FAILURE_REASON
 
 _STATES: frozenset[str] = frozenset(get_args(State))
 _MOST_LISTED = 1_000
-_MOST_REFUSALS_KEPT = 32  # of one rollout: an agent may ask for ever
 _CREATES = TypeAdapter(list[Create])
 _MODELS = TypeAdapter(list[Model])
 _EXCEPTION_SPAN = "agentlightning.exception"
-_CONTROLLER = re.compile(r"(?:/k/[^/]+)?/controller/([^/]+)/")
 
 Handler = Callable[..., Awaitable[web.Response]]
 
 
-class ControllerGateway(StoreGateway):
+class ControllerGateway(ModelCalls):
     """Serves the rollouts of ``store`` to a controller of Agent Lightning 1.0 and the agents that it runs. ``config``
     is what the controller starts for rollouts that say nothing themselves, ``key`` what clients show; the engine is
-    what each rollout's resources name as ``main_llm``."""
-
-    # as 1.0's proxy asks for
-    defaults = {
-        "chatcmpl-": {"return_token_ids": True, "logprobs": True},
-        "cmpl-": {"return_token_ids": True, "logprobs": 0},
-    }
+    what each rollout's resources name as ``main_llm``. Behind a ``front`` with workers
+    the model calls are theirs (``CallsWorker``)."""
 
     def __init__(
         self,
@@ -82,6 +78,7 @@ class ControllerGateway(StoreGateway):
         access: EngineAccess | None = None,
     ) -> None:
         super().__init__(store=store, llm=None, token=key, settings=settings, access=access)
+        self.front: Front | None = None
         self.rollouts = Rollouts(store, config=config or Config())
         self.asked = 0
         """How often somebody has asked for rollouts to run."""
@@ -97,6 +94,7 @@ class ControllerGateway(StoreGateway):
                 ("PATCH", r"/api/rollouts/(?P<rollout_id>[^/]+)", self._patch),
                 ("DELETE", r"/api/rollouts/(?P<rollout_id>[^/]+)", self._delete),
                 ("POST", r"/api/rollouts/(?P<rollout_id>[^/]+)/attempt/[^/]+/events", self._post_event),
+                ("POST", r"/api/rollouts/(?P<rollout_id>[^/]+)/attempt/[^/]+/begin", self._begin_attempt),
                 ("GET", r"/api/rollouts/(?P<rollout_id>[^/]+)/events", self._events),
                 ("GET", r"/api/models", self._models_of_run),
                 ("POST", r"/api/models", self._register),
@@ -125,6 +123,20 @@ class ControllerGateway(StoreGateway):
             lost = StatusPatch(state="failed", error_message="the controller has died: its agent is not running")
             with suppress(GatewayRequestError):  # it has ended meanwhile
                 await self._change(rollout.rollout_id, lost, by=by)
+
+    @contextmanager
+    def workers(self, n: int, *, settings: GatewaySettings) -> Iterator[Front]:
+        """Within the block ``n`` processes answer the model calls; the address of ``settings`` is then the public one,
+        and this gateway's own is for what stands behind that."""
+        make = partial(CallsWorker, home=self.url)
+        more: dict[str, Any] = {"token": self._token, "settings": settings, "n": n, "make": make}
+        with workers_beside(self._store, llm=None, elsewhere=self._elsewhere, **more) as self.front:
+            yield self.front
+
+    def _elsewhere(self, line: bytes) -> int | None:
+        """All but model calls is answered here, and while they are paused these too."""
+        paused = self._paused is not None and not line.startswith(b"DELETE ")
+        return int(self.url.rpartition(":")[2]) if paused or not names_attempt(line) else None
 
     # -- the API ------------------------------------------------------------------------------------------------------
 
@@ -165,7 +177,7 @@ class ControllerGateway(StoreGateway):
         self.asked += 1
         limit = _number(request, "limit", 500)
         wanted: frozenset[State] = frozenset(states)  # type: ignore[arg-type]
-        found = await self.rollouts.list(wanted, min(limit, _MOST_LISTED), by=_by(request))
+        found = await self.rollouts.list(wanted, min(limit, _MOST_LISTED), by=controller_of(request))
         return json_response([one.model_dump() for one in found])
 
     async def _terminal(self, request: web.Request) -> web.Response:
@@ -180,7 +192,7 @@ class ControllerGateway(StoreGateway):
         status = Patch.model_validate(await _body(request)).status
         if status is None:
             return json_response((await self.rollouts.view(rollout_id)).model_dump())
-        return json_response((await self._change(rollout_id, status, by=_by(request))).model_dump())
+        return json_response((await self._change(rollout_id, status, by=controller_of(request))).model_dump())
 
     async def _change(self, rollout_id: str, status: StatusPatch, *, by: str) -> RolloutView:
         new = await self.rollouts.check(rollout_id, status, by=by)
@@ -189,15 +201,21 @@ class ControllerGateway(StoreGateway):
         return await self.rollouts.patch(rollout_id, status, by=by)
 
     async def _wind_up(self, rollout_id: str, error: str | None, *, by: str) -> None:
-        """The agent's process is over: what it asked for and did not wait for is cut off, and all is written that there
-        is to say of the attempt before it ends."""
-        attempt = await self._attempt_of(await self.rollouts.get(rollout_id), by=by)
+        """All is written that there is to say of an attempt before it ends."""
+        attempt_id = await self._begun(rollout_id, mode=None, by=by)
         if error is not None:
             told = {FAILURE_REASON: reason_of(error), "exception.type": "Controller", "exception.message": error}
-            attempt.write(_EXCEPTION_SPAN, told, time.time())
-        await self.close(attempt)
-        assert attempt.flush is not None
-        await attempt.flush()
+            await self._written(rollout_id, attempt_id, _EXCEPTION_SPAN, told)
+        await self.wind_up(rollout_id, attempt_id)
+        if self.front is not None:
+            await end_elsewhere(self.front.url, rollout_id, attempt_id, key=self._token)
+
+    async def _written(self, rollout_id: str, attempt_id: str, name: str, attributes: dict[str, Any]) -> float:
+        """The time of the span that was written."""
+        recording, at = Recording(rollout_id, attempt_id, store=self._store), time.time()
+        recording.add(span_builder(name, attributes, at))
+        await recording.write()
+        return at
 
     async def _delete(self, request: web.Request, rollout_id: str) -> web.Response:
         await self.rollouts.delete(rollout_id)
@@ -206,12 +224,17 @@ class ControllerGateway(StoreGateway):
     async def _post_event(self, request: web.Request, rollout_id: str) -> web.Response:
         event = EventCreate.model_validate(await _body(request))
         name, attributes = span_of(event)
-        rollout = await self.rollouts.get(rollout_id)
-        attempt, at = await self._attempt_of(rollout, by=_by(request)), time.time()
-        attempt.write(name, attributes, at)
-        assert attempt.flush is not None
-        await attempt.flush()
+        attempt_id = await self._begun(rollout_id, mode=None, by=controller_of(request))
+        at = await self._written(rollout_id, attempt_id, name, attributes)
         return json_response({"rollout_id": rollout_id, "attempt_id": "0", "timestamp": at, **event.model_dump()})
+
+    async def _begin_attempt(self, request: web.Request, rollout_id: str) -> web.Response:
+        """What a worker asks at a rollout's first call."""
+        mode, by = request.query.get("mode") or None, controller_of(request)
+        try:
+            return json_response({"attempt_id": await self._begun(rollout_id, mode=mode, by=by)})
+        except GatewayRequestError as error:
+            return json_response({"detail": str(error), "code": error.code}, status=error.status)
 
     async def _events(self, request: web.Request, rollout_id: str) -> web.Response:
         await self.rollouts.get(rollout_id)
@@ -257,6 +280,7 @@ class ControllerGateway(StoreGateway):
     async def _pause_state(self, request: web.Request) -> web.Response:
         told = self._paused or Pause()
         running = sum(attempt.running for attempt in self._attempts.values())
+        running += self.front.under_way if self.front is not None else 0
         return json_response({"paused": self._paused is not None, **told.model_dump(), "inflight": running})
 
     def _held_back(self) -> web.Response | None:
@@ -268,34 +292,12 @@ class ControllerGateway(StoreGateway):
 
     # -- model calls --------------------------------------------------------------------------------------------------
 
-    async def _attempt(self, request: web.Request, named: dict[str, str | None]) -> Attempt:
-        """The attempt of the rollout that the address names; 1.0 calls it 0, whatever the store does."""
-        rollout_id = named.get("rollout")
-        if rollout_id is None or not self._opens(self._shown(request, named)):
-            return await super()._attempt(request, named)
+    async def _begun(self, rollout_id: str, *, mode: str | None, by: str) -> str:
         rollout = await self.rollouts.get(rollout_id)
-        if (mode := named.get("mode")) is not None and mode != ("val" if rollout.mode == "val" else "train"):
+        if mode is not None and mode != ("val" if rollout.mode == "val" else "train"):
             told = f"rollout {rollout_id} is not of mode {mode}: use AGL_OPENAI_BASE_URL as it is"
             raise GatewayRequestError(told, status=404, code="unknown_rollout")
-        return await self._attempt_of(rollout, by=_by(request))
-
-    async def _was_refused(self, attempt: Attempt, path: str, refusal: GatewayRequestError) -> None:
-        refused = sum(count for what, count in attempt.seen.items() if what.startswith("refused/"))
-        if attempt.closed or refused > _MOST_REFUSALS_KEPT:
-            return
-        attempt.write(*refused_call(path, refusal, model=attempt.roles[LLM_RESOURCE].model), time.time())
-        assert attempt.flush is not None
-        await attempt.flush()
-
-    async def _attempt_of(self, rollout: Rollout, *, by: str) -> Attempt:
-        begun = await self.rollouts.begin(rollout, by=by)
-        return await self._opened(rollout.rollout_id, begun.attempt_id)
-
-
-def _by(request: web.Request) -> str:
-    """The controller that the address names."""
-    found = _CONTROLLER.match(request.path)
-    return found[1] if found is not None else ""
+        return (await self.rollouts.begin(rollout, by=by)).attempt_id
 
 
 def _refused(status: int, told: str) -> web.Response:

@@ -23,7 +23,7 @@ from agl_slime.gateway.settings import GatewaySettings, endpoint_of
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, replay_of
 from agl_slime.store.bridge import FINISHED
 from agl_slime.store.follow import listen_for_ends
-from agl_slime.store.recording import Recording
+from agl_slime.store.recording import Recording, SpanBuilder
 from agl_slime.support.agl import LLM, LightningStore, ProxyLLM, Span, SpanCoreFields, TraceStatus
 from agl_slime.support.http import json_response
 from agl_slime.support.net import require_token, same_secret
@@ -120,9 +120,7 @@ class StoreGateway(Gateway):
         recording = Recording(rollout_id, attempt_id, store=self._store)
 
         def write(name: str, attributes: dict[str, Any], started: float) -> None:
-            times, status = {"start_time": started, "end_time": started}, TraceStatus(status_code="OK")
-            core = SpanCoreFields(name=name, attributes=attributes, status=status, **times)
-            recording.add(partial(Span.from_core_fields, core))
+            recording.add(span_builder(name, attributes, started))
 
         attempt = Attempt(
             rollout_id=rollout_id,
@@ -159,3 +157,10 @@ class StoreGateway(Gateway):
         if replay := replay_of(self._llm.sampling_parameters):
             told["replay"] = replay
         return json_response(told)
+
+
+def span_builder(name: str, attributes: dict[str, Any], at: float) -> SpanBuilder:
+    """A span of a moment, for a ``Recording``."""
+    status = TraceStatus(status_code="OK")
+    core = SpanCoreFields(name=name, attributes=attributes, status=status, start_time=at, end_time=at)
+    return partial(Span.from_core_fields, core)

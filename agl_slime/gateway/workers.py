@@ -27,6 +27,7 @@ from agl_slime.errors import ConfigError, GatewayRequestError
 from agl_slime.gateway.anthropic import AnthropicMessages
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.errors import RETRY_AFTER_S
+from agl_slime.gateway.remote import StoreGateway
 from agl_slime.gateway.settings import GatewaySettings, endpoint_of
 from agl_slime.rollout.access import EngineAccess
 from agl_slime.store.client import RemoteStore
@@ -34,12 +35,13 @@ from agl_slime.store.server import served
 from agl_slime.support.agl import LLM, LightningStore
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.http import json_bytes
-from agl_slime.support.net import require_token
+from agl_slime.support.net import is_loopback, require_token
 from agl_slime.support.threads import LoopThread
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPT = re.compile(rb"/rollout/([^/?\s]+)/attempt/([^/?\s]+)")
+_HOST = re.compile(rb"\r\nhost:[^\r\n]*", re.IGNORECASE)
 _CONNECTION = re.compile(rb"\r\n(?:connection|keep-alive):[^\r\n]*", re.IGNORECASE)
 PROCESS_NAME = "agl-slime-gw"  # of workers that listen
 _HEAD_S, _HEAD_BYTES = 30.0, 64 * 1024
@@ -58,6 +60,12 @@ class WorkerSpec:
     token: str | None
     settings: GatewaySettings
     access: EngineAccess | None = None
+    make: Callable[..., StoreGateway] = StoreGateway
+    """Takes what ``StoreGateway`` takes."""
+
+
+def names_attempt(path: bytes) -> bool:
+    return _ATTEMPT.search(path) is not None
 
 
 def worker_of(path: bytes, n: int) -> int:
@@ -69,12 +77,9 @@ def worker_of(path: bytes, n: int) -> int:
 def worker_main(spec: WorkerSpec, control: Connection) -> None:
     """The main function of a worker process: serve until the other end of ``control`` is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the front decides
-    from agl_slime.gateway.remote import StoreGateway
-
     store = RemoteStore(spec.store_url, token=spec.store_token)
-    with StoreGateway(
-        store=store, llm=spec.llm, token=spec.token, settings=spec.settings, access=spec.access
-    ) as gateway:
+    more: dict[str, Any] = {"token": spec.token, "settings": spec.settings, "access": spec.access}
+    with spec.make(store=store, llm=spec.llm, **more) as gateway:
         with suppress(OSError):  # its name in ps and top, where there is a /proc
             Path("/proc/self/comm").write_text(PROCESS_NAME)
         control.send(int(gateway.url.rpartition(":")[2]))
@@ -162,11 +167,18 @@ class _NotUpError(Exception):
     pass
 
 
-class Front:
-    """The public address: ``url``, and what a ``ProxyLLM`` is to name, ``endpoint``."""
+Elsewhere = Callable[[bytes], "int | None"]
+"""The port, on this machine, of another server that answers what this line asks for; ``None``: a worker does."""
 
-    def __init__(self, workers: list[_Worker], *, token: str | None) -> None:
-        self._workers, self._token, self.url = workers, token, ""
+
+class Front:
+    """The public address: ``url``, and what a ``ProxyLLM`` is to name, ``endpoint``. ``under_way``: requests that
+    workers answer just now."""
+
+    def __init__(self, workers: list[_Worker], *, host: str, token: str | None, elsewhere: Elsewhere) -> None:
+        self._workers, self._token, self._elsewhere = workers, token, elsewhere
+        self._local = is_loopback(host)
+        self.url, self.under_way = "", 0
 
     @property
     def endpoint(self) -> str:
@@ -187,13 +199,30 @@ class Front:
 
     async def _forward(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         path = head.split(b"\r\n", 1)[0]
+        if (port := self._elsewhere(path)) is not None:
+            return await self._pass_on(head, port, reader, writer)
         worker = self._workers[worker_of(path, len(self._workers))]
         try:
             # one that has died is coming back
             port = await asyncio.wait_for(asyncio.shield(worker.port), _START_S)
-            up, down = await asyncio.open_connection("127.0.0.1", port)
-        except (OSError, ConfigError, asyncio.TimeoutError, TimeoutError):
+        except (ConfigError, asyncio.TimeoutError, TimeoutError):
             return await _lost(path, writer)
+        self.under_way += 1
+        try:
+            await self._pass_on(head, port, reader, writer)
+        finally:
+            self.under_way -= 1
+
+    async def _pass_on(
+        self, head: bytes, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        path = head.split(b"\r\n", 1)[0]
+        try:
+            up, down = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            return await _lost(path, writer)
+        if not self._local:  # who is asked here by another name is behind it a server for this machine
+            head = _HOST.sub(b"\r\nHost: 127.0.0.1", head, count=1)
         try:
             down.write(_CONNECTION.sub(b"", head[:-2]) + b"Connection: close\r\n\r\n")
             sending = asyncio.ensure_future(_move(reader, down))
@@ -234,14 +263,16 @@ async def _lost(path: bytes, writer: asyncio.StreamWriter) -> None:
 
 
 @asynccontextmanager
-async def serving_workers(spec: WorkerSpec, n: int) -> AsyncIterator[Front]:
+async def serving_workers(
+    spec: WorkerSpec, n: int, *, elsewhere: Elsewhere = lambda path: None
+) -> AsyncIterator[Front]:
     """``n`` workers and the front before them, on ``spec.settings``' host and port, within the block. Raises
     ``ConfigError`` where the address cannot be listened on, or a worker does not start."""
     host, port = spec.settings.host, spec.settings.port
     require_token(host, spec.token, setting="AGL_SLIME_GATEWAY_TOKEN")
     inside = replace(spec, settings=replace(spec.settings, host="127.0.0.1", port=0))
     workers = [_Worker(inside, f"gateway worker {number}") for number in range(n)]
-    front = Front(workers, token=spec.token)
+    front = Front(workers, host=host, token=spec.token, elsewhere=elsewhere)
     try:
         server: Any = await asyncio.start_server(front.serve, host, port, limit=_HEAD_BYTES, backlog=1024)
     except OSError as error:
@@ -258,19 +289,26 @@ async def serving_workers(spec: WorkerSpec, n: int) -> AsyncIterator[Front]:
 
 @contextmanager
 def workers_beside(
-    store: LightningStore, *, llm: LLM, token: str, settings: GatewaySettings, n: int
+    store: LightningStore,
+    *,
+    llm: LLM | None,
+    token: str | None,
+    settings: GatewaySettings,
+    n: int,
+    make: Callable[..., StoreGateway] = StoreGateway,
+    elsewhere: Elsewhere = lambda path: None,
 ) -> Iterator[Front]:
     """As ``serving_workers``, for a store of this process or the client of one; the front is on a thread of its own."""
     with ExitStack() as stack:
         url, store_token = stack.enter_context(served(store))
-        spec = WorkerSpec(store_url=url, store_token=store_token, llm=llm, token=token, settings=settings)
+        spec = WorkerSpec(store_url=url, store_token=store_token, llm=llm, token=token, settings=settings, make=make)
         fronts: list[Front] = []
         ended: asyncio.Event | None = None
 
         async def serve(ready: Callable[[], None]) -> None:
             nonlocal ended
             ended = asyncio.Event()
-            async with serving_workers(spec, n) as front:
+            async with serving_workers(spec, n, elsewhere=elsewhere) as front:
                 fronts.append(front)
                 ready()
                 await ended.wait()

@@ -97,7 +97,8 @@ def model_for_agents(
     if workers > 1 and isinstance(parts.agent, SGLangLitAgent):
         name = type(parts.agent).__name__
         raise ConfigError(f"--gateway-workers {workers}: {name} asks the engine and needs no gateway; leave it out")
-    if workers == 1 and not parts.behind_gateway:
+    of_controller = config.env is not None or config.runners == "controller"  # whose pool has a gateway of its own
+    if of_controller or (workers == 1 and not parts.behind_gateway):
         yield llm
         return
     from agl_slime.gateway.remote import StoreGateway
@@ -105,6 +106,8 @@ def model_for_agents(
     from agl_slime.gateway.workers import workers_beside
 
     token, settings = secrets.token_urlsafe(18), config.gateway
+    if config.runners.startswith(("process", "ray")):
+        settings = replace(settings, host=config.store_host)
     with (
         StoreGateway(store=parts.store, llm=llm, token=token, settings=settings)
         if workers == 1
@@ -134,6 +137,8 @@ def make_loop(
     else:
         plan = RunnerPlan.parse(config.runners)
         plan = replace(plan, controller=config.controller(log=controller_log), settings=settings)
+    if plan.controller is not None:
+        plan = replace(plan, controller=replace(plan.controller, gateway_workers=config.gateway_workers))
     return OnlineRLLoop(
         store=parts.store,
         agent=parts.agent,

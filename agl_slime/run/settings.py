@@ -105,7 +105,7 @@ class TrainConfig:
     """Where the agent runs: inproc (a thread of this process), process:N (N processes), ray:N (N Ray actors), or
     controller (Agent Lightning 1.0's, which runs --agent module:Class as processes or --job-template as Jobs)."""
     gateway_workers: int = 1
-    """Processes that hold the conversations at the gateway, behind one address (--runners inproc)."""
+    """Processes that hold the conversations at the gateway, behind one address."""
     store_host: str = "127.0.0.1"
     """Address of the store for runners outside of this process; Ray on several hosts needs one that they reach."""
 
@@ -234,9 +234,9 @@ class TrainConfig:
             for name in (one for one in vars(self) if one.startswith("env_") and one != "env_map"):
                 if getattr(self, name) != getattr(TrainConfig, name):
                     raise ConfigError(f"{flag(name)}: there is no environment; add --env NAME, or leave it out")
-        if self.env or self.runners != "inproc":
-            why = "gateways beside them are one process each; leave it out"
-            self._refuse("gateway_workers", why, "env" if self.env else "runners")
+        if self.gateway_workers > 1 and self.store_host == "0.0.0.0":
+            fix = "agents ask the gateway at that address: give the one that they reach"
+            raise ConfigError(f"--gateway-workers {self.gateway_workers} with --store-host 0.0.0.0: {fix}")
         if self.runners == "controller":
             self._check_controller()
         else:

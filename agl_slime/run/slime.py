@@ -134,8 +134,9 @@ async def run_slime_training(
         )
         start, finished = steps.start(config.num_iterations)
         url = (trainer.router_url if config.sglang_url is None else None) or agents_url
+        config = replace(config, store_host=host)
         loop = make_loop(
-            replace(config, store_host=host),
+            config,
             parts,
             llm=stack.enter_context(model_for_agents(config, parts, url=url, model_path=model_path, sampling=sampling)),
             engine_url=url,

@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 from typing_extensions import Self
@@ -43,6 +44,7 @@ class ControllerPool(RunnerPool):
             settings = replace(settings, key=secrets.token_urlsafe(18))
         self._settings = settings
         self._limits = plan.settings or RunnerSettings()
+        self._public = replace(self._limits.gateway or GatewaySettings(), host=settings.host, port=settings.port)
         template = settings.job_template.read_text() if settings.job_template is not None else None
         self.gateway = ControllerGateway(
             store=store,
@@ -53,8 +55,9 @@ class ControllerPool(RunnerPool):
                 else None,
                 k8s=K8sConfig(job_template=template) if template is not None else None,
             ),
-            settings=replace(self._limits.gateway or GatewaySettings(), host=settings.host, port=settings.port),
+            settings=self._public if settings.gateway_workers == 1 else replace(self._public, host="127.0.0.1", port=0),
         )
+        self._serving = ExitStack()
         self._children: dict[str, ControllerProcess] = {}
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -62,11 +65,16 @@ class ControllerPool(RunnerPool):
         self._unsubscribe: Callable[[], None] = lambda: None
 
     @property
+    def url(self) -> str:
+        """Where controllers and agents ask."""
+        return self.gateway.front.url if self.gateway.front is not None else self.gateway.url
+
+    @property
     def command(self) -> str:
         """How somebody starts the controller that is waited for."""
         kind = "local" if self._settings.agent is not None else "k8s"
         key = " agl_server.key=$AGL_KEY" if self._settings.key else ""
-        return f"agl-controller runner_type={kind} agl_server.url={self.gateway.url}{key}"
+        return f"agl-controller runner_type={kind} agl_server.url={self.url}{key}"
 
     def start(self) -> Self:
         if self._watcher is not None:
@@ -74,13 +82,13 @@ class ControllerPool(RunnerPool):
         worker, python = self._settings.worker, self._settings.python
         if python is not None and worker is None:
             check_python(python)
-        self.gateway.start()
         try:
+            self._serve()
             for _ in range(worker.count if worker is not None else int(python is not None)):
                 self._new_child()
         except BaseException:
             self._end_children()
-            self.gateway.stop()
+            self._serving.close()
             raise
         self._unsubscribe = self._store.subscribe_finished(self._has_ended)
         self._watcher = threading.Thread(target=self._watch, name="agl-slime-controller", daemon=True)
@@ -88,6 +96,11 @@ class ControllerPool(RunnerPool):
         if not self._children:
             logger.warning("Rollouts wait for a controller of Agent Lightning 1.0: %s", self.command)
         return self
+
+    def _serve(self) -> None:
+        self._serving.enter_context(self.gateway)
+        if (n := self._settings.gateway_workers) > 1:
+            self._serving.enter_context(self.gateway.workers(n, settings=self._public))
 
     def wake(self) -> None:
         """A controller looks by itself."""
@@ -104,20 +117,20 @@ class ControllerPool(RunnerPool):
         for rollout in left:
             run_blocking(self._store.update_rollout(rollout.rollout_id, status="cancelled"))
         self._unsubscribe()
-        self.gateway.stop()
+        self._serving.close()
         return not left or cancel
 
     def _end_children(self) -> None:
         for child in self._children.values():
             child.stop()
         if self._children:
-            end_agents(self.gateway.url)
+            end_agents(self.url)
 
     def _new_child(self) -> None:
         """Under a name that no other has: what agents of an earlier one still ask belongs to nobody."""
         self._started += 1
         name = f"child-{self._started}"
-        child = self._children[name] = ControllerProcess(self._settings, url=f"{self.gateway.url}/controller/{name}")
+        child = self._children[name] = ControllerProcess(self._settings, url=f"{self.url}/controller/{name}")
         child.start()
 
     def _has_ended(self, rollout: Rollout) -> None:
@@ -131,7 +144,7 @@ class ControllerPool(RunnerPool):
                 child = self._children.pop(name)
                 words = child.last_words()
                 child.stop()
-                end_agents(f"{self.gateway.url}/controller/{name}")
+                end_agents(f"{self.url}/controller/{name}")
                 self.gateway.lose(name)
                 if not self._restarts:
                     self.failure = LoopError(f"{child.name} has ended; its last words: {words}")
