@@ -27,13 +27,14 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import aiohttp
 import orjson
+import psutil
 
 from benchmarks.common import REPO, cpu_seconds, load, resident_bytes
 from benchmarks.multi_turn import WORDS
@@ -63,12 +64,13 @@ def main() -> int:
     parser.add_argument("--python", default=os.environ.get("AGL_CONTROLLER_PYTHON"), help="has agentlightning 1.x")
     parser.add_argument("--only", choices=(OURS, THEIRS))
     parser.add_argument("--tables", nargs="*", default=["calls", "memory", "prefixes"])
+    parser.add_argument("--workers", type=int, default=1, help="processes of ours that answer model calls")
     parser.add_argument("--plain", action="store_true", help="answers without what 1.0's proxy adds: ids, log-probs")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        return serve(options.serve, options.model, plain=options.plain)
+        return serve(options.serve, options.model, plain=options.plain, workers=options.workers)
     if options.quick:
         options.tokens, options.at_once, options.repeats = options.tokens[1:2], options.at_once[:2], 1
     if not options.python and options.only != OURS:
@@ -121,9 +123,9 @@ async def timed(model: str, options: argparse.Namespace) -> dict[tuple[str, int,
             for at_once, _ in product(options.at_once, range(options.repeats)):
                 rollouts = max(at_once, -(-options.calls // options.turns))
                 for kind, server in servers.items():
-                    cpu, began = cpu_seconds(server.pid), time.perf_counter()
+                    cpu, began = server.cpu(), time.perf_counter()
                     done = await server.replay(spoken[kind], rollouts, at_once)
-                    seconds, cpu = time.perf_counter() - began, cpu_seconds(server.pid) - cpu
+                    seconds, cpu = time.perf_counter() - began, server.cpu() - cpu
                     made = rollouts * options.turns
                     found[kind, tokens, at_once].append((made / seconds, 1e3 * cpu / made))
                     said = f"{kind}, {tokens:,} tokens, {at_once} at once: {made / seconds:.0f} calls/s"
@@ -210,7 +212,13 @@ class Server:
 
     def __init__(self, url: str, pid: int, http: aiohttp.ClientSession) -> None:
         self.pid, self.ends, self.prefixes_kept = pid, 0, 0.0
+        own = psutil.Process(pid) if pid else None
+        self._processes = [own, *own.children(recursive=True)] if own is not None else []
         self._url, self._http = url, http
+
+    def cpu(self) -> float:
+        """CPU seconds of it and its workers."""
+        return sum(cpu_seconds(process.pid) for process in self._processes)
 
     async def send(self, method: str, path: str, body: bytes) -> bytes:
         headers = {"Content-Type": "application/json", "Authorization": "Bearer the-key"}
@@ -295,6 +303,7 @@ def scripted(model: str, options: argparse.Namespace) -> Iterator[Engine]:
 @asynccontextmanager
 async def serving(kind: str, engine: Engine, options: argparse.Namespace) -> AsyncIterator[Server]:
     ours = [*_ME, "--serve", engine.url, "--model", engine.model, *(["--plain"] if options.plain else [])]
+    ours += ["--workers", str(options.workers)]
     with started(ours) if kind == OURS else theirs(engine, options) as (url, pid):
         timeout = aiohttp.ClientTimeout(total=600)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
@@ -352,9 +361,10 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
 # -- our server ----------------------------------------------------------------------------------------------------
 
 
-def serve(engine: str, model: str, *, plain: bool) -> int:
+def serve(engine: str, model: str, *, plain: bool, workers: int) -> int:
     """The API over a store that nobody reads, as a run has it."""
     from agl_slime.agl1.server import ControllerGateway
+    from agl_slime.gateway.settings import GatewaySettings
     from agl_slime.runner.process import own_this_process
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.support.agl import LLM
@@ -369,8 +379,10 @@ def serve(engine: str, model: str, *, plain: bool) -> int:
     gateway = ControllerGateway(store=store, key="the-key")
     if plain:
         gateway.defaults = {}
-    with gateway:
-        print(gateway.url, flush=True)
+    with ExitStack() as stack:
+        stack.enter_context(gateway)
+        front = stack.enter_context(gateway.workers(workers, settings=GatewaySettings())) if workers > 1 else None
+        print(front.url if front is not None else gateway.url, flush=True)
         threading.Event().wait()
     return 0
 

@@ -1,6 +1,6 @@
 """What a call through the gateway costs when its prompt is long: calls per second, CPU, p50 and p99.
 
-    python -m benchmarks.gateway_long [--tokens 1000 22000] [--at-once 16] [--protocols chat messages] [--quick]
+    python -m benchmarks.gateway_long [--tokens 1000 22000] [--at-once 16] [--protocols chat messages] [--workers 2]
 
 Agents with tool schemas (30, fewer for the shortest prompts) whose each answer calls a tool and gets 400 words of
 observation; the engine is a stub that answers at once. Server, stub and clients are three processes. Beside the gateway
@@ -29,7 +29,7 @@ import aiohttp
 import orjson
 
 from benchmarks.agl1_server import OURS, THEIRS, Engine, Server, markdown, saved, scripted, serving
-from benchmarks.common import cpu_seconds, percentile
+from benchmarks.common import percentile
 from benchmarks.multi_turn import WORDS
 from tests.chat_templates import GROUPS_TOOLS
 
@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true", help="answers that are not streamed only")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--calls", type=int, default=640, help="at least so many per measurement")
+    parser.add_argument("--workers", type=int, default=1, help="processes of the gateway that answer")
     parser.add_argument("--quick", action="store_true", help="two sizes of chat, 16 at once, not streamed")
     parser.add_argument("--without", nargs="*", default=[], choices=[BARE, THEIRS])
     parser.add_argument("--python", default=os.environ.get("AGL_CONTROLLER_PYTHON"), help="has agentlightning 1.x")
@@ -77,7 +78,7 @@ async def measured(model: str, options: Namespace) -> str:
     columns = ["protocol", "tokens of prompts", "at once", "", "calls/s", "of bare", "CPU ms a call", "its client's"]
     columns += ["p50 ms", "p99 ms"]
     rows = []
-    how = Namespace(answer_words=_ANSWER, calls_tools=True, plain=True, python=options.python)
+    how = Namespace(answer_words=_ANSWER, calls_tools=True, plain=True, python=options.python, workers=options.workers)
     streams = [False] if options.whole else [False, True]
     async with AsyncExitStack() as stack:
         engine = stack.enter_context(scripted(model, how))
@@ -99,7 +100,8 @@ async def measured(model: str, options: Namespace) -> str:
                 cells += [f"{rate / base:.2f}" if base else "", f"{per * found.cpu:.2f}", f"{per * found.own:.2f}"]
                 rows.append([title, *cells, *(f"{1e3 * percentile(found.taken, p):.0f}" for p in (50, 99))])
                 print("…", *rows[-1], file=sys.stderr, flush=True)
-    return markdown(f"Calls with long prompts, {options.turns} turns a rollout", columns, rows)
+    title = f"Calls with long prompts, {options.turns} turns a rollout, {options.workers} processes of the gateway"
+    return markdown(title, columns, rows)
 
 
 @asynccontextmanager
@@ -141,10 +143,10 @@ async def replayed(server: Server, protocol: Protocol, at_once: int, options: Na
     for _, address in warm:  # the stub makes its answers, and templates are compiled
         await ask(address, options.turns, [])
     found.tokens = 0
-    cpu, own, start = cpu_seconds(server.pid), time.process_time(), time.perf_counter()
+    cpu, own, start = server.cpu(), time.process_time(), time.perf_counter()
     await asyncio.gather(*(some(address) for _, address in begun[:at_once]))
     found.seconds, found.own = time.perf_counter() - start, time.process_time() - own
-    found.cpu = cpu_seconds(server.pid) - cpu
+    found.cpu = server.cpu() - cpu
     for rollout, _ in [*begun, *warm]:
         await server.ended(rollout)
     await server.delete([rollout for rollout, _ in [*begun, *warm]])

@@ -62,7 +62,7 @@ def main() -> int:
 async def measured(model: str, options: Namespace) -> str:
     first = options.tokens // 10
     grown = Observed(first, (options.tokens - first) // options.turns - 40)  # 40: call, answer and marks
-    how = Namespace(answer_words=16, calls_tools=True, plain=True, python=None)
+    how = Namespace(answer_words=16, calls_tools=True, plain=True, python=None, workers=1)
     columns = ["attempts", "turns", "tokens each", "MB held", "kB an attempt", "bytes a token", "CPU s a minute idle"]
     columns += ["MB after the end"]
     rows = []

@@ -10,6 +10,7 @@ import asyncio
 import re
 import time
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -34,7 +35,7 @@ class ModelCalls(StoreGateway):
     """A gateway that knows a rollout by its id alone; 1.0 calls its one attempt 0, whatever the store does."""
 
     # as 1.0's proxy asks for
-    defaults = {
+    defaults: Mapping[str, Mapping[str, Any]] = {
         "chatcmpl-": {"return_token_ids": True, "logprobs": True},
         "cmpl-": {"return_token_ids": True, "logprobs": 0},
     }
@@ -68,11 +69,11 @@ class ModelCalls(StoreGateway):
 
 
 class CallsWorker(ModelCalls):
-    """Answers its share of the model calls of the API at ``home``."""
+    """Answers its share of the model calls of the API at ``home``, with that gateway's ``defaults``."""
 
-    def __init__(self, *, home: str, **others: Any) -> None:
+    def __init__(self, *, home: str, defaults: Mapping[str, Mapping[str, Any]], **others: Any) -> None:
         super().__init__(**others)
-        self._home = home
+        self._home, self.defaults = home, defaults
         self._known: dict[str, dict[tuple[str | None, str], str]] = {}  # by rollout
 
     async def _unnamed(self, request: web.Request, path: str, named: dict[str, str | None]) -> web.Response | None:

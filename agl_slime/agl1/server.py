@@ -128,7 +128,7 @@ class ControllerGateway(ModelCalls):
     def workers(self, n: int, *, settings: GatewaySettings) -> Iterator[Front]:
         """Within the block ``n`` processes answer the model calls; the address of ``settings`` is then the public one,
         and this gateway's own is for what stands behind that."""
-        make = partial(CallsWorker, home=self.url)
+        make = partial(CallsWorker, home=self.url, defaults=self.defaults)
         more: dict[str, Any] = {"token": self._token, "settings": settings, "n": n, "make": make}
         with workers_beside(self._store, llm=None, elsewhere=self._elsewhere, **more) as self.front:
             yield self.front

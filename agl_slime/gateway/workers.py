@@ -30,7 +30,7 @@ from agl_slime.gateway.errors import RETRY_AFTER_S
 from agl_slime.gateway.remote import StoreGateway
 from agl_slime.gateway.settings import GatewaySettings, endpoint_of
 from agl_slime.rollout.access import EngineAccess
-from agl_slime.store.client import RemoteStore
+from agl_slime.store.client import WorkerStore
 from agl_slime.store.server import served
 from agl_slime.support.agl import LLM, LightningStore
 from agl_slime.support.backoff import Backoff
@@ -48,6 +48,7 @@ _HEAD_S, _HEAD_BYTES = 30.0, 64 * 1024
 _START_S = 60.0  # a worker imports for 5 s, more where cores are short
 _STOP_S = 7.0  # a gateway takes 5 s at most
 _PIECE = 64 * 1024
+_BETWEEN_SPANS_S = 0.002  # an answer waits for its span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ def worker_of(path: bytes, n: int) -> int:
 def worker_main(spec: WorkerSpec, control: Connection) -> None:
     """The main function of a worker process: serve until the other end of ``control`` is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the front decides
-    store = RemoteStore(spec.store_url, token=spec.store_token)
+    store = WorkerStore(spec.store_url, token=spec.store_token, between_s=_BETWEEN_SPANS_S)
     more: dict[str, Any] = {"token": spec.token, "settings": spec.settings, "access": spec.access}
     with spec.make(store=store, llm=spec.llm, **more) as gateway:
         with suppress(OSError):  # its name in ps and top, where there is a /proc

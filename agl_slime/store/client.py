@@ -141,14 +141,12 @@ def _result_of(answer: dict[str, Any]) -> Any:
 
 
 class WorkerStore(RemoteStore):
-    """The store of a runner in another process, used on one event loop: ends of rollouts travel in batches, resources
-    are fetched once a second at most."""
+    """The store of a runner in another process, used on one event loop: ends of rollouts travel in batches, which begin
+    ``between_s`` after each other, resources are fetched once a second at most."""
 
-    def __init__(self, url: str, *, token: str | None = None) -> None:
+    def __init__(self, url: str, *, token: str | None = None, between_s: float = _BETWEEN_REQUESTS_S) -> None:
         super().__init__(url, token=token)
-        self._calls = Batcher(
-            self._post_calls, most=_LARGEST_BATCH, parallel=_REQUESTS_AT_ONCE, between_s=_BETWEEN_REQUESTS_S
-        )
+        self._calls = Batcher(self._post_calls, most=_LARGEST_BATCH, parallel=_REQUESTS_AT_ONCE, between_s=between_s)
         self._resources: dict[str, asyncio.Future[ResourcesUpdate | None]] = {}
 
     async def _call(self, call: dict[str, Any]) -> Any:

@@ -104,7 +104,7 @@ def test_a_run_whose_gateway_workers_are_killed_loses_nothing_and_trains_nothing
 
 
 def test_what_needs_no_gateway_workers_refuses_them(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--gateway-workers 2 with --store-host 0.0.0.0: agents ask the gateway at"):
+    with pytest.raises(ConfigError, match="--gateway-workers 2 with --store-host 0\\.0\\.0\\.0: agents ask the"):
         TrainConfig(model_path=tmp_path, gateway_workers=2, runners="ray:2", store_host="0.0.0.0")
     with pytest.raises(ConfigError, match="--gateway-workers must be at least 1"):
         TrainConfig(model_path=tmp_path, gateway_workers=0)
