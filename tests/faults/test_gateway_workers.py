@@ -35,7 +35,9 @@ MORE = {"model": "m", "messages": [*BODY["messages"], *NEXT]}
 
 
 @asynccontextmanager
-async def two_workers(path: Path) -> AsyncIterator[tuple[Front, BridgeStore, ScriptedEngine, list[tuple[str, str]]]]:
+async def two_workers(
+    path: Path, host: str = "127.0.0.1"
+) -> AsyncIterator[tuple[Front, BridgeStore, ScriptedEngine, list[tuple[str, str]]]]:
     """Two workers before a scripted engine, and eight attempts of a store that run."""
     tokenizer = small_tokenizer(TEMPLATE)
     tokenizer.save_pretrained(path)
@@ -44,7 +46,8 @@ async def two_workers(path: Path) -> AsyncIterator[tuple[Front, BridgeStore, Scr
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={}, mode="train")] * 8)
         rollouts = await store.dequeue_many_rollouts(limit=8, worker_id="w")
         llm = LLM(endpoint=engine.url, model=str(path), sampling_parameters={"max_new_tokens": 64})
-        spec = WorkerSpec(store_url=service.url, store_token=None, llm=llm, token="secret", settings=GatewaySettings())
+        settings = GatewaySettings(host=host)
+        spec = WorkerSpec(store_url=service.url, store_token=None, llm=llm, token="secret", settings=settings)
         async with serving_workers(spec, 2) as front:
             attempts = [(rollout.rollout_id, rollout.attempt.attempt_id) for rollout in rollouts]
             yield front, store, engine, attempts
@@ -94,6 +97,16 @@ async def test_a_call_that_is_under_way_gets_one_typed_answer(tmp_path: Path) ->
         answer = await asking
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "gateway_worker_lost")
         assert "Retry-After" in answer.headers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("host", "status"), [("0.0.0.0", 200), ("127.0.0.1", 403)])
+async def test_a_front_for_other_hosts_is_asked_by_the_name_that_they_have_for_it(
+    tmp_path: Path, host: str, status: int
+) -> None:
+    async with two_workers(tmp_path, host) as (front, _, _, attempts), httpx.AsyncClient(timeout=60) as http:
+        answer = await http.post(address(front, attempts[0]), json=BODY, headers={"Host": "trainer:8080"})
+        assert answer.status_code == status, answer.text
 
 
 @pytest.mark.slow
