@@ -20,6 +20,7 @@ from agl_slime.agl1.settings import KEY_VARIABLE, ControllerSettings, WorkerComm
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner.base import RunnerPlan, RunnerSettings
+from agl_slime.support.files import write_file
 
 PYTHON_VARIABLE = "AGL_ENV_PYTHON"
 """Names a Python that has verifiers."""
@@ -115,8 +116,12 @@ class Environment:
         return replace(settings, untrained_models=tuple(self.untrained), trained_models=several)
 
     def controller(self, *, log: Path | None = None, **others: Any) -> ControllerSettings:
-        """What plays this environment's episodes."""
+        """What plays this environment's episodes. Beside its log is what a worker on another host is given
+        (docs/environments.md)."""
         spec = {**self.spec, "trained": self.trained}
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            write_file(log.with_name("environment.json"), json.dumps(spec).encode())
         if self.settings.keep_traces and log is not None:
             spec["traces"] = str(log.resolve().parent / "environment")
         command = WorkerCommand(
@@ -128,11 +133,11 @@ class Environment:
             python=self.settings.python, worker=command, key=os.environ.get(KEY_VARIABLE) or None, log=log, **others
         )
 
-    def plan(self, *, settings: RunnerSettings | None = None, log: Path | None = None) -> RunnerPlan:
-        """For ``OnlineRLLoop(runners=…)``."""
+    def plan(self, *, settings: RunnerSettings | None = None, log: Path | None = None, **others: Any) -> RunnerPlan:
+        """For ``OnlineRLLoop(runners=…)``; ``others`` are of ``ControllerSettings``: host and port."""
         settings = settings or RunnerSettings()
         settings = replace(settings, gateway=self.gateway(settings.gateway))
-        return RunnerPlan(kind="controller", settings=settings, controller=self.controller(log=log))
+        return RunnerPlan(kind="controller", settings=settings, controller=self.controller(log=log, **others))
 
 
 def check_python(python: Path) -> str:
@@ -167,6 +172,7 @@ def load_environment(
         "most_of_endless": _MOST_OF_ENDLESS,
         "others": chosen.others,
         "max_concurrent": chosen.max_concurrent,
+        "workers": chosen.workers,
         "poll_interval_s": _POLL_S,
     }
     found = _ask(chosen, spec)
@@ -184,6 +190,8 @@ def load_environment(
     lines = [f"{name} ({found['env_id']}, verifiers {found['verifiers']}): {len(tasks)} tasks{how}"]
     if found["endless"] and not chosen.most_tasks:
         lines.append(f"its tasks do not end, the first {_MOST_OF_ENDLESS} are taken (--env-tasks N)")
+    if found["room"] is not None and found["room"] < chosen.max_concurrent * chosen.workers:
+        lines.append(f"{found['room']} episodes at once, as many sandboxes as memory and processes here hold")
     answered = [f"{role} by {url}" for role, (_, url) in chosen.others.items()]
     if untrained or answered or len(trained) > 1:
         told = [f"trained: {', '.join(trained)}", *([f"untrained: {', '.join(untrained)}"] if untrained else [])]
@@ -208,13 +216,15 @@ def _split(
     tasks = list(found["train"])
     if not tasks:
         raise ConfigError(f"--env {name}: it gives no tasks")
-    if "eval" in found and validate:
+    if "eval" in found:  # whoever asks later how good the model is finds that split unseen
         val_tasks = list(found["eval"])
         out = {task["digest"] for task in val_tasks}
         kept = [task for task in tasks if task["digest"] not in out]
-        if not kept or not val_tasks:
+        if not kept or (validate and not val_tasks):
             raise ConfigError(f"--env {name}: of its own splits nothing is left to train on or to validate with")
         also = f", {len(tasks) - len(kept)} left out that are in both" if len(kept) < len(tasks) else ""
+        if not validate:
+            return kept, None, 0, also
         return kept, val_tasks, 0, f", and {len(val_tasks)} of its own split for validations{also}"
     if not validate:
         return tasks, None, 0, ""

@@ -19,7 +19,7 @@ from verifiers.v1.clients import EvalClientConfig, ModelContext
 from verifiers.v1.clients.eval import EvalClient
 from verifiers.v1.configs.agent import agent_config_fields
 
-from agl_slime.environments.runtimes.lending import boxes_of, install, lend_boxes
+from agl_slime.environments.runtimes.lending import boxes_of, install, lend_boxes, room_for
 from agl_slime.environments.taskset import Finder, loaded, tasks_of
 
 # Where verifiers reads the keys here: it keeps what is called API_KEY from the programs that episodes start. With the
@@ -71,6 +71,10 @@ class Player:
     def __init__(self, spec: Mapping[str, Any], *, url: str, key: str) -> None:
         self.url, self.key = url, key
         self._spec = spec
+        self._boxes = boxes_of(spec["arguments"])[1]
+        room = room_for(self._boxes)
+        self.room = None if room is None else max(1, room // spec.get("workers", 1))
+        """Most episodes at once, where their programs have boxes; this machine is shared with ``workers``."""
         self.trained: list[str] = spec["trained"]
         for given, here in _GIVEN.items():
             if (found := os.environ.pop(given, None)) is not None:
@@ -91,14 +95,13 @@ class Player:
                 raise SystemExit(f"--env-model {role}: the environment has no such agent")
             agent.client = EvalClientConfig(base_url=address, api_key_var=OTHERS_KEY_VARIABLE)
             agent.model = model
-        boxes = boxes_of(self._spec["arguments"])[1]
-        for role, config in boxes.items():
+        for role, config in self._boxes.items():
             try:
                 await install(self._env._harnesses[role], config)
             except Exception as error:
                 why = f"the program of the agent {role!r} could not be installed into {config.installs}"
                 raise SystemExit(f"{why}: {type(error).__name__}: {error}") from error
-        lend_boxes(self._env, boxes)
+        lend_boxes(self._env, self._boxes)
         self._finder = Finder((await asyncio.to_thread(tasks_of, self._spec, self._env))[0])
         await self._stack.enter_async_context(self._env.serving())
         assert isinstance(self._ctx.client, EvalClientConfig)

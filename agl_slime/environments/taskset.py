@@ -18,7 +18,7 @@ from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.configs.cli.eval import EvalConfig
 from verifiers.v1.utils.loaders import load_environment
 
-from agl_slime.environments.runtimes.lending import boxes_of
+from agl_slime.environments.runtimes.lending import boxes_of, room_for
 from agl_slime.environments.tasksets import env_block
 
 EVAL_SPLITS = ("eval", "validation", "valid", "val", "dev", "test")
@@ -110,6 +110,7 @@ async def describe(env: Any, spec: Mapping[str, Any]) -> dict[str, Any]:
         "verifiers": version("verifiers"),
         "env_id": env.config.env_id,
         "endless": not bounded,
+        "room": room_for(boxes_of(spec["arguments"])[1]),
         "agents": {name: getattr(agents, name).trainable for name in agent_config_fields(env.config)},
         "tasks": {split: list(_listed(taskset, split, most)) for split, taskset in tasksets.items()},
     }

@@ -9,16 +9,18 @@ import asyncio
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="agl_slime.environments.worker")
     parser.add_argument("what", choices=("describe", "work"))
-    parser.add_argument("--spec", required=True, help="the environment's settings, as JSON")
+    parser.add_argument("--spec", required=True, help="the environment's settings, as JSON, or @FILE")
     parser.add_argument("--url", help="of the run, with /controller/NAME where several work for it")
     args = parser.parse_args(argv)
-    spec: dict[str, Any] = json.loads(args.spec)
+    text = Path(args.spec[1:]).read_text() if args.spec.startswith("@") else args.spec
+    spec: dict[str, Any] = json.loads(text)
     out, sys.stdout = sys.stdout, sys.stderr  # libraries print
     try:
         import verifiers.v1  # noqa: F401
@@ -39,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
 
     async def work() -> None:
         player = Player(spec, url=args.url, key=os.environ.get("AGL_KEY") or "none")
-        async with player, Queue(player, limit=spec["max_concurrent"], poll_s=spec["poll_interval_s"]) as queue:
+        limit = min(spec["max_concurrent"], player.room or spec["max_concurrent"])
+        async with player, Queue(player, limit=limit, poll_s=spec["poll_interval_s"]) as queue:
             await queue.follow()
 
     asyncio.run(work())

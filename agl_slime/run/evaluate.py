@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -265,8 +265,12 @@ def _agent_and_tasks(config: EvalConfig, settings: TrainConfig, run: RunDir | No
     if settings.env is not None:
         from agl_slime.run.parts import environment_of
 
-        start = (read_object(run.start) or {}) if run is not None and config.env is None else {}
-        environment = environment_of(settings, held_out=start.get("held_out") or None)
+        of_run = run if config.env is None else None
+        start = (read_object(of_run.start) or {}) if of_run is not None else {}
+        seed = (of_run.settings() or {}).get("seed", settings.seed) if of_run is not None else settings.seed
+        environment = environment_of(replace(settings, seed=seed), held_out=start.get("held_out") or None)
+        if of_run is not None and environment.held_out and not start.get("held_out"):
+            raise ConfigError(f"the run in {of_run.path} held out no tasks; --env {settings.env} asks any")
         found: list[Any] = environment.val_tasks or environment.tasks
         return environment, found[: config.n_tasks]
     agent = load_agent(settings.agent)

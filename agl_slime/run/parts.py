@@ -133,7 +133,8 @@ def make_loop(
     most = AutoLimitSettings.most if config.max_concurrent == "auto" else config.max_concurrent
     settings = RunnerSettings(max_concurrent=most, gateway=config.gateway)
     if parts.environment is not None:
-        plan = parts.environment.plan(settings=settings, log=controller_log)
+        where: dict[str, Any] = {"host": config.controller_host, "port": config.controller_port}
+        plan = parts.environment.plan(settings=settings, log=controller_log, **where)
     else:
         plan = RunnerPlan.parse(config.runners)
         plan = replace(plan, controller=config.controller(log=controller_log), settings=settings)

@@ -137,7 +137,7 @@ class TrainConfig:
     """A Python that has agentlightning 1.x, whose controller is started and ended with the run, by default what
     AGL_CONTROLLER_PYTHON names; without one the run waits for a controller."""
     controller_host: str = "127.0.0.1"
-    """Address on which a controller and its agents reach the run; another than a loopback address needs AGL_KEY."""
+    """Address on which a controller, or an environment's worker, reaches the run; but for loopback it needs AGL_KEY."""
     controller_port: int = 0
     """Port on controller_host; 0 takes a free one."""
 
@@ -240,7 +240,8 @@ class TrainConfig:
         if self.runners == "controller":
             self._check_controller()
         else:
-            for name in ("env_map", "job_template", "controller_python", "controller_host", "controller_port"):
+            only = ("env_map", "job_template", "controller_python")
+            for name in (*only, *(() if self.env else ("controller_host", "controller_port"))):
                 self._refuse(name, "only a controller uses it; add --runners controller, or leave it out", "runners")
         if self.resume and self.output_dir is None:
             raise ConfigError("--resume needs --output-dir: the directory of the run to resume")
@@ -304,9 +305,7 @@ class TrainConfig:
             fix = "give --max-staleness 1 or more and an --eval-interval, or leave it out"
             raise ConfigError(f"--eval-sglang-url {self.eval_sglang_url}: only asynchronous training uses it; {fix}")
         if self.keep_best and self.max_staleness:
-            why = (
-                "an asynchronous validation may end after its weights are gone; use --max-staleness 0, or leave it out"
-            )
+            why = "weights may be gone when their validation has ended; use --max-staleness 0, or leave it out"
             raise ConfigError(f"--keep-best with --max-staleness {self.max_staleness}: {why}")
         if not self.max_staleness:
             self._refuse("weight_pause", "nothing is sampled while the weights change; give --max-staleness 1 or more")

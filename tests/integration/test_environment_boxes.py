@@ -14,6 +14,16 @@ pytestmark = [
 ]
 
 
+def test_as_many_episodes_run_at_once_as_memory_and_processes_hold_boxes() -> None:
+    without, processes, large, memory, in_a_container = ask("boxes", "rooms")
+
+    assert without is None
+    assert processes == 1000 // (256 + 44) == 3
+    assert large == 1, "one always runs"
+    assert memory == 10
+    assert in_a_container == 4
+
+
 def test_a_box_does_what_verifiers_asks_of_a_runtime() -> None:
     found = ask("boxes", "basics")
 

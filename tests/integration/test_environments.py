@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from agl_slime.runner.controller import ControllerPool
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
-from tests.environment_cases import ask, env_python
+from tests.environment_cases import ROOT, ask, env_python
 from tests.environments import tiny
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
 from tests.gateway_cases import TEMPLATE
@@ -112,6 +114,37 @@ def test_scores_and_failures_are_verifiers_own_and_every_sampled_token_is_traine
 def _trained(sample: Any) -> list[int]:
     response = sample.tokens[-sample.response_length :]
     return [id_ for id_, mask in zip(response, sample.loss_mask, strict=True) if mask]
+
+
+def test_a_worker_of_another_host_shares_the_run(
+    packages: Path, engine: tuple[dict[str, list[int]], LLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started by hand with the file that the run writes; the run's own worker has room for one episode."""
+    monkeypatch.setenv("AGL_KEY", "a-key-of-the-run")
+    env, store, log = load("tiny_sums", max_concurrent=1), BridgeStore(), tmp_path / "worker.log"
+    run_blocking(store.add_resources({"main_llm": engine[1]}))
+    plan = env.plan(log=log)
+    spec = json.loads((tmp_path / "environment.json").read_text())
+    (tmp_path / "spec.json").write_text(
+        json.dumps({**spec, "max_concurrent": 8, "traces": str(tmp_path / "elsewhere")})
+    )
+    with ControllerPool(plan=plan, store=store) as pool, (tmp_path / "other.log").open("w") as other_log:
+        url = f"{pool.gateway.url}/controller/other"
+        spec_file = f"@{tmp_path / 'spec.json'}"
+        command = [env_python(), "-m", "agl_slime.environments.worker", "work", "--spec", spec_file, "--url", url]
+        beside = {**os.environ, "PYTHONPATH": os.pathsep.join((str(packages), str(ROOT)))}
+        other = subprocess.Popen(command, env=beside, stdout=other_log, stderr=other_log)
+        try:
+            tasks = [task for task in in_order(env)[:20] if task["idx"] % 5 != 3]
+            ids = [run_blocking(store.enqueue_rollout(input=task, mode="train")).rollout_id for task in tasks]
+            ended = run_blocking(store.wait_for_rollouts(rollout_ids=ids, timeout=200))
+            assert len(ended) == len(ids), log.read_text()
+        finally:
+            other.terminate()
+            other.wait(30)
+    assert [rollout.status for rollout in ended] == ["succeeded"] * len(ids)
+    elsewhere = list((tmp_path / "elsewhere").iterdir())
+    assert 0 < len(elsewhere) <= len(ids)
 
 
 def test_a_judge_is_answered_by_the_policy_and_not_trained(

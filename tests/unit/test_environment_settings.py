@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from agl_slime.agl1.rollouts import reason_of
 from agl_slime.environments.environment import PYTHON_VARIABLE, EnvironmentSettings, _split, load_environment
 from agl_slime.errors import ConfigError
-from agl_slime.run import evaluate
+from agl_slime.report.files import RunDir, dump
+from agl_slime.run import evaluate, parts
 from agl_slime.run.evaluate import EvalConfig
 from agl_slime.run.settings import TrainConfig, without_environment
+from agl_slime.support.files import write_file
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +77,9 @@ def test_what_is_in_both_of_a_tasksets_splits_is_not_trained() -> None:
     kept, out, count, told = _split(found, seed=0, held_out=None, validate=True, name="a")
     assert ([one["digest"] for one in kept], [one["digest"] for one in out or ()], count) == (["a"], ["b"], 0)
     assert "1 left out" in told
+    kept, out, _, told = _split(found, seed=0, held_out=None, validate=False, name="a")
+    assert ([one["digest"] for one in kept], out) == (["a"], None), "an evaluation afterwards finds them unseen"
+    assert "1 left out" in told
 
 
 def test_a_failed_episode_is_counted_by_the_type_of_its_error() -> None:
@@ -100,3 +106,40 @@ def test_an_environments_run_is_evaluated_with_its_environment() -> None:
     assert (other.env, other.env_arguments, other.trained_models) == ("other", (), ())
     with pytest.raises(ConfigError, match="--agent"):
         EvalConfig(models=(Path("run"),), env="other", agent="my:Agent")
+
+
+def _run_of(directory: Path, *, held_out: int) -> RunDir:
+    run = RunDir(directory)
+    write_file(run.config, dump({"env": "tiny", "seed": 3, "eval_interval": 10 if held_out else 0}))
+    write_file(run.start, dump({"model": "m", "held_out": held_out}))
+    return run
+
+
+def test_an_evaluation_of_a_run_asks_what_the_run_held_out_whatever_its_own_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = [_task(f"d{number}", number) for number in range(50)]
+
+    def environment(config: TrainConfig, *, held_out: int | None = None) -> Any:
+        kept, out, count, _ = _split({"train": tasks}, seed=config.seed, held_out=held_out, validate=True, name="a")
+        return SimpleNamespace(tasks=kept, val_tasks=out, held_out=count)
+
+    monkeypatch.setattr(parts, "environment_of", environment)
+    began = {"env": "tiny", "env_python": "python", "seed": 3}
+    config = EvalConfig(models=(tmp_path,), seed=7)
+    settings = evaluate._settings(config, began)
+    _, asked = evaluate._agent_and_tasks(config, settings, _run_of(tmp_path, held_out=4))
+    assert asked == _split({"train": tasks}, seed=3, held_out=4, validate=True, name="a")[1]
+
+
+def test_an_evaluation_of_a_run_that_held_nothing_out_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = SimpleNamespace(tasks=[_task("a", 0)], val_tasks=[_task("b", 1)], held_out=1)
+    monkeypatch.setattr(parts, "environment_of", lambda config, held_out=None: found)
+    config = EvalConfig(models=(tmp_path,))
+    settings = evaluate._settings(config, {"env": "tiny", "env_python": "python", "seed": 3})
+    with pytest.raises(ConfigError, match="held out no tasks"):
+        evaluate._agent_and_tasks(config, settings, _run_of(tmp_path, held_out=0))
+    found.held_out = 0  # the taskset's own split, which is never trained on
+    assert evaluate._agent_and_tasks(config, settings, _run_of(tmp_path, held_out=0))[1] == found.val_tasks

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from verifiers.v1.runtimes.base import Runtime
 
 from agl_slime.environments.runtimes.bubblewrap import BubblewrapRuntime
-from agl_slime.environments.runtimes.layout import BubblewrapConfig
+from agl_slime.environments.runtimes.layout import GIB, BubblewrapConfig
 
 _theirs = known._runtime_cls
 # verifiers asks the class of a lent box's configuration whether it is local, where a timeout is set, and knows its own.
@@ -53,6 +53,27 @@ def boxes_of(arguments: Sequence[str]) -> tuple[list[str], dict[str, BubblewrapC
         boxes[role] = config.model_copy(update={"installs": installs})
         taken.update(at[role])
     return [word for number, word in enumerate(arguments) if number not in taken], boxes
+
+
+def room_for(boxes: Mapping[str, BubblewrapConfig], *, root: Path = Path("/")) -> int | None:
+    """How many episodes have room here at once, each with all of these boxes at their limits of memory and processes;
+    at least one, `None` without boxes. `root` is where the kernel's files are."""
+    if not boxes:
+        return None
+    memory = int(_field(root / "proc/meminfo", "MemAvailable:") * 1024)
+    pids = int((root / "proc/sys/kernel/pid_max").read_text())
+    for name, value in (("memory", memory), ("pids", pids)):
+        group = root / "sys/fs/cgroup" / name  # of a container, whose own group is the root
+        limit, used = Path(f"{group}.max"), Path(f"{group}.current")
+        if limit.is_file() and (most := limit.read_text().strip()).isdigit():
+            left = min(value, int(most) - int(used.read_text()))
+            memory, pids = (left, pids) if name == "memory" else (memory, left)
+    needed = sum(config.memory for config in boxes.values()) * GIB
+    return max(1, min(int(memory / needed), pids // sum(config.processes for config in boxes.values())))
+
+
+def _field(path: Path, name: str) -> float:
+    return next(float(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(name))
 
 
 @contextlib.asynccontextmanager
