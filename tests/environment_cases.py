@@ -37,7 +37,7 @@ def _asked(program: str, args: tuple[str, ...], stdin: str) -> str:
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]

@@ -123,8 +123,8 @@ def train_policy(
         model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     # transformers 5 writes what transformers 4, in a server for example, does not read
-    _edit(directory / "config.json", rope_theta=_SHAPE["rope_theta"])
-    _edit(directory / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    edit_json(directory / "config.json", rope_theta=_SHAPE["rope_theta"])
+    edit_json(directory / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     cpu = torch.backends.cpu.get_cpu_capability()
     made_with = f"torch {torch.__version__} {cpu}, transformers {transformers.__version__}"
     return {"warmup": report, "made_with": made_with}
@@ -234,5 +234,5 @@ def _on_one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _edit(path: Path, **fields: Any) -> None:
+def edit_json(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **fields}, indent=2) + "\n")

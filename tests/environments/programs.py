@@ -18,16 +18,8 @@ from verifiers.v1.utils.loaders import harness_config_type, load_harness
 
 from agl_slime.environments.runtimes.layout import BubblewrapConfig
 from agl_slime.environments.runtimes.lending import box, install
+from tests.environments.filed import PROMPT, FileTask
 from tests.environments.model import serving
-
-
-class FileTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
-    """Done when the file says what was asked for."""
-
-    @vf.reward
-    async def written(self, runtime) -> float:
-        found = await runtime.run(["cat", "capital"], {})
-        return float(found.stdout.strip() == "Rome")
 
 
 async def run(request: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +28,8 @@ async def run(request: dict[str, Any]) -> dict[str, Any]:
         from agl_slime.environments.plugins import register
 
         register("harnesses", request["harness"].removeprefix("agl_"))
-    config = BubblewrapConfig(installs=Path(request["installs"]), memory=4, disk=0.5, seconds=200)
+    limit = request.get("seconds", 100)
+    config = BubblewrapConfig(installs=Path(request["installs"]), memory=4, disk=0.5, seconds=2 * limit)
     forward = ["SSL_CERT_FILE", "UV_INDEX_URL", "NODE_EXTRA_CA_CERTS"]
     raw = {"id": request["harness"], "forward_env": forward, **request.get("config", {})}
     harness = load_harness(harness_config_type(request["harness"]).model_validate(raw))
@@ -55,10 +48,10 @@ async def run(request: dict[str, Any]) -> dict[str, Any]:
                 harness=harness.config,
                 client=EvalClientConfig(base_url=address, api_key_var="SCRIPTED_KEY"),
                 runtime=vf.SubprocessConfig(),
-                timeout={"setup": 60, "rollout": 100},
+                timeout={"setup": 60, "rollout": limit},
             )
         )
-        data = vf.TaskData(idx=0, prompt="Write the capital of Italy into the file named capital.")
+        data = vf.TaskData(idx=0, prompt=PROMPT)
         at = time.monotonic()
         trace = await agent.run(FileTask(data), runtime=mine)
         ran = time.monotonic() - at

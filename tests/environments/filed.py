@@ -1,0 +1,25 @@
+"""A taskset whose answer is a file; copied to where verifiers finds it, a module of its own."""
+
+from __future__ import annotations
+
+import verifiers.v1 as vf
+
+__all__ = ["FiledTaskset"]
+
+PROMPT = "Write the capital of Italy into the file named capital."
+
+
+class FileTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    """Done when the file says what was asked for."""
+
+    @vf.reward
+    async def written(self, runtime) -> float:
+        found = await runtime.run(["cat", "capital"], {})
+        return float(found.stdout.strip() == "Rome")
+
+
+class FiledTaskset(vf.Taskset[FileTask, vf.TasksetConfig]):
+    def load(self):
+        for number in range(20):
+            data = vf.TaskData(name=f"filed-{number}", prompt=f"Task {number}: {PROMPT}")
+            yield FileTask(data, self.config.task)
