@@ -8,19 +8,21 @@ sampled and trained, the largest difference between the log-probs of engine and 
 
 The tasks are few and written here, for 1.0's data sets are on a model hub. search_r1 asks a search engine that stands
 in for its index of Wikipedia: it returns the same three passages to every query. ``learn`` is gsm8k's ``ChatAgent`` on
-sums that the tiny policy of the first command can learn: *start* and *end* are the mean rewards of the first and the
-last five iterations.
+sums, with a tiny policy that was shown the agent's prompts with right and wrong answers and is trained from there by
+the agent's rewards. *start* and *end* are the mean rewards of the first three and the last three iterations.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
+import random
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,7 +33,8 @@ from typing import Any
 import orjson
 
 from agl_slime.agl1.settings import PYTHON_VARIABLE
-from agl_slime.demo import LOOKUP_POLICY
+from agl_slime.demo import LOOKUP_POLICY, Demonstration
+from agl_slime.demo.formats import Quality
 from agl_slime.report import read_metrics
 from benchmarks.common import load
 from tests.faults.train_process import train
@@ -47,6 +50,8 @@ class Example:
     flags: str
     environment: dict[str, str] = field(default_factory=dict)
     searches: bool = False
+    shown: bool = False
+    """The tiny policy is made for it, see ``Sums``; else it is that of the first command, or what FLAGS say."""
 
 
 _SUMS = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in (1, 2) for b in (1, 2, 3)]
@@ -60,8 +65,9 @@ EXAMPLES = {
     "learn": Example(
         "examples.gsm8k.gsm8k_agent:ChatAgent",
         **_OF_GSM8K,
-        flags="--num-iterations 24 --rollout-batch-size 6 --n-samples-per-prompt 8 --max-new-tokens 2 "
-        "--eval-interval 0 --keep-rollouts none",
+        flags="--num-iterations 10 --rollout-batch-size 6 --n-samples-per-prompt 8 --max-new-tokens 24 "
+        "--eval-interval 0 --keep-rollouts none --local.lr 1e-3 --local.n-minibatches 8",
+        shown=True,
     ),
     "search_r1": Example(
         "examples.search_r1.agents.search_r1_agent:SearchR1Agent",
@@ -82,6 +88,32 @@ EXAMPLES = {
         environment={"SW_MAX_STEPS": "3", "JAVA_TOOL_OPTIONS": "-Xmx256m"},
     ),
 }
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What ``build_prompt`` asks of each task, with the answer that earns the reward; imperfect ones are any of the
+    tasks' answers."""
+
+    build_prompt: Callable[[str], str]
+
+    def demonstrations(self, rng: random.Random, n: int, *, quality: Quality) -> list[Demonstration]:
+        made = []
+        for _ in range(n):
+            task = rng.choice(_SUMS)
+            said = rng.choice(_SUMS)["answer"] if quality == "imperfect" else task["answer"]
+            asked = {"role": "user", "content": self.build_prompt(task["question"])}
+            made.append([asked, {"role": "assistant", "content": f"### ANSWER: {said} ###"}])
+        return made
+
+
+def policy_of_sums(checkout: Path, directory: Path) -> Path:
+    """A tiny policy that gives answers in the agent's format and picks among them at random."""
+    from scripts.tiny_policy.warmup import PolicySettings, make_policy
+
+    sys.path.insert(0, str(checkout.resolve()))
+    agent = importlib.import_module("examples.gsm8k.gsm8k_agent")
+    return make_policy(directory, demonstrations=Sums(agent.build_prompt), settings=PolicySettings(batch_size=8))
 
 
 def main() -> int:
@@ -109,7 +141,9 @@ def run(options: argparse.Namespace, seed: int) -> list[str]:
         tasks.write_bytes(b"".join(orjson.dumps(task) + b"\n" for task in example.tasks))
         flags = ["--runners", "controller", "--agent", example.agent, "--tasks", tasks, "--output-dir", output]
         flags += ["--env-map", *example.env_map, "--seed", seed, *example.flags.split()]
-        flags += [] if any(flag.startswith("--model") for flag in options.flags) else ["--model-path", LOOKUP_POLICY]
+        if not any(flag.startswith("--model") for flag in options.flags):
+            policy = policy_of_sums(options.checkout, Path(directory) / "policy") if example.shown else LOOKUP_POLICY
+            flags += ["--model-path", policy]
         path = os.pathsep.join((str(options.checkout.resolve()), os.environ.get("PYTHONPATH", "")))
         given = {**example.environment, "PYTHONPATH": path, "SEARCH_R1_RETRIEVAL_URL": search or ""}
         with train(*flags, *options.flags, environment=given) as process:
@@ -126,7 +160,7 @@ def run(options: argparse.Namespace, seed: int) -> list[str]:
     rollouts, failed, sampled, trained = (f"{n:.0f}" for n in counted)
     furthest = max(line["train/logprob_diff_max"] or 0 for line in lines)
     rewards = [line["rollout/reward_mean"] or 0.0 for line in lines]
-    ends = [f"{fmean(rewards[:5]):.2f}", f"{fmean(rewards[-5:]):.2f}"]
+    ends = [f"{fmean(rewards[:3]):.2f}", f"{fmean(rewards[-3:]):.2f}"]
     return [
         rollouts,
         failed,
