@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,8 +134,17 @@ def test_a_worker_of_another_host_shares_the_run(
         spec_file = f"@{tmp_path / 'spec.json'}"
         command = [env_python(), "-m", "agl_slime.environments.worker", "work", "--spec", spec_file, "--url", url]
         beside = {**os.environ, "PYTHONPATH": os.pathsep.join((str(packages), str(ROOT)))}
+        other_asks, listed = threading.Event(), pool.gateway.rollouts.list
+
+        async def noticed(*args: Any, by: str) -> Any:
+            if by == "other":
+                other_asks.set()
+            return await listed(*args, by=by)
+
+        monkeypatch.setattr(pool.gateway.rollouts, "list", noticed)
         other = subprocess.Popen(command, env=beside, stdout=other_log, stderr=other_log)
         try:
+            assert other_asks.wait(100), (tmp_path / "other.log").read_text()
             tasks = [task for task in in_order(env)[:20] if task["idx"] % 5 != 3]
             ids = [run_blocking(store.enqueue_rollout(input=task, mode="train")).rollout_id for task in tasks]
             ended = run_blocking(store.wait_for_rollouts(rollout_ids=ids, timeout=200))
