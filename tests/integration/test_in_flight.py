@@ -65,9 +65,12 @@ async def test_a_server_that_does_not_say_it_is_one_sentence() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_finds_its_number_and_says_it(policy_dir: Path, tmp_path: Path) -> None:
+def test_a_run_finds_its_number_and_says_it(policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
     from agl_slime.run.local import run_training
+
+    # the tiny policy answers an iteration in under a second: looks a second apart may all fall between two of them
+    monkeypatch.setattr("agl_slime.loop.in_flight._LOOK_S", 0.05)
 
     config = TrainConfig(
         num_iterations=6,
