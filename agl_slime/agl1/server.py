@@ -42,9 +42,10 @@ from agl_slime.agl1.schemas import (
     StatusPatch,
 )
 from agl_slime.errors import GatewayRequestError
+from agl_slime.gateway.front import Front, names_attempt
 from agl_slime.gateway.remote import span_builder
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.gateway.workers import Front, names_attempt, workers_beside
+from agl_slime.gateway.workers import workers_beside
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.recording import Recording

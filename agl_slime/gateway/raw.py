@@ -50,12 +50,16 @@ class RawContext(ChatContext):
     def _encoded(self) -> list[int]:
         tokenizer = self._tokenizer
         if self._turn is None or self._before is None:
-            begins = getattr(tokenizer, "bos_token", None) or ""
-            return tokenizer.encode(self._text, add_special_tokens=not (begins and self._text.startswith(begins)))
+            known = self._template.first_prompts  # the other members of the group ask the same
+            return self._first() if known is None else list(known.get([self._text], self._first))
         rest = self._text[len(self._before.held["content"]) :]
         n, same = longest_prefix(tokenizer, self._turn.response_ids.tolist(), rest)
         more = tokenizer.encode(rest[len(same) :], add_special_tokens=False)
         return [*self._turn.prompt_ids.tolist(), *self._turn.response_ids[:n].tolist(), *more]
+
+    def _first(self) -> list[int]:
+        begins = getattr(self._tokenizer, "bos_token", None) or ""
+        return self._tokenizer.encode(self._text, add_special_tokens=not (begins and self._text.startswith(begins)))
 
     def add_answer(self, prompt_ids: Sequence[int], generation: Generation) -> Message:
         self._tokens.extend(prompt_ids)

@@ -144,9 +144,10 @@ async def serving(
     ``follow``: pages are told what is new; ``tokenizer`` as in ``RunReader``. Raises ``ConfigError`` for a
     ``host`` that other machines reach without a ``token``, or where there is no run."""
     require_token(host, token, setting=TOKEN_VARIABLE)
-    viewer, ends = _Viewer(_Runs(paths, tokenizer), token=token, follow=follow), {"shutdown_timeout": _ENDS_S}
+    viewer = _Viewer(_Runs(paths, tokenizer), token=token, follow=follow)
+    where: Any = {"host": host, "port": port, "token": token, "shutdown_timeout": _ENDS_S}
     try:
-        async with listening(viewer.app(), host=host, port=port, backlog=64, token=token, **ends) as url:
+        async with listening(viewer.app(), backlog=64, **where) as url:
             try:
                 yield str(URL(url).with_query(token=token)) if token else url
             finally:

@@ -17,6 +17,7 @@ import orjson
 
 from agl_slime.errors import DataSourceError
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition
+from agl_slime.store.pipe import StorePipe
 from agl_slime.store.server import BATCH_PATH, PLAN_PATH, TOKEN_VARIABLE, UNNUMBERED
 from agl_slime.support.agl import Attempt, LightningStoreClient, ResourcesUpdate, Rollout, Span
 from agl_slime.support.backoff import Backoff
@@ -142,12 +143,26 @@ def _result_of(answer: dict[str, Any]) -> Any:
 
 class WorkerStore(RemoteStore):
     """The store of a runner in another process, used on one event loop: ends of rollouts travel in batches, which begin
-    ``between_s`` after each other, resources are fetched once a second at most."""
+    ``between_s`` after each other, over ``pipe`` where there is one; resources are fetched once a second at most."""
 
-    def __init__(self, url: str, *, token: str | None = None, between_s: float = _BETWEEN_REQUESTS_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        between_s: float = _BETWEEN_REQUESTS_S,
+        pipe: StorePipe | None = None,
+    ) -> None:
         super().__init__(url, token=token)
-        self._calls = Batcher(self._post_calls, most=_LARGEST_BATCH, parallel=_REQUESTS_AT_ONCE, between_s=between_s)
+        parallel = _REQUESTS_AT_ONCE if pipe is None else 1
+        self._calls = Batcher(self._post_calls, most=_LARGEST_BATCH, parallel=parallel, between_s=between_s)
+        self._pipe = pipe
         self._resources: dict[str, asyncio.Future[ResourcesUpdate | None]] = {}
+
+    async def _post_calls(self, calls: list[orjson.Fragment]) -> list[dict[str, Any]]:
+        if self._pipe is None:
+            return await super()._post_calls(calls)
+        return (await self._pipe.ask(orjson.dumps({"calls": calls})))["results"]
 
     async def _call(self, call: dict[str, Any]) -> Any:
         # encoded here, so that one that cannot be is an error of its own caller only

@@ -16,6 +16,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from yarl import URL
 
+from agl_slime.support.handover import Taker
 from agl_slime.support.net import is_loopback, page_refusal
 from agl_slime.support.threads import run_in_thread
 
@@ -36,6 +37,7 @@ async def listening(
     backlog: int,
     token: str | None = None,
     stalled_s: float = 30.0,
+    taker: Taker | None = None,
     **options: Any,
 ) -> AsyncIterator[str]:
     """Serve ``app`` within the block, which gets the URL that this machine reaches it at. ``port`` 0 takes a free one;
@@ -43,34 +45,43 @@ async def listening(
 
     What web pages make a browser send is refused (``net.page_refusal``); with a ``token``, which ``app`` asks for,
     whatever its Host. So is a compressed body, a small one of which may hold gigabytes. A connection is cut that sends
-    no request within ``stalled_s``, or less than 1 kB/s of a body.
+    no request within ``stalled_s``, or less than 1 kB/s of a body. Connections of a ``taker`` are served too, each for
+    one request: the next one might be another process's.
     """
-    guard = _Guard(check_host=is_loopback(host) and not token, stalled_s=stalled_s)
+    guard = _Guard(check_host=is_loopback(host) and not token, stalled_s=stalled_s, taker=taker)
     app.middlewares.insert(0, guard.middleware)
+    if taker is not None:
+        app.on_response_prepare.append(guard.ends_with)
     runner = web.AppRunner(app, access_log=None, keepalive_timeout=stalled_s, auto_decompress=False, **options)
     await runner.setup()
     cutting = asyncio.ensure_future(guard.cut_silent(runner))
     try:
         await web.TCPSite(runner, host, port, backlog=backlog).start()
+        if taker is not None and runner.server is not None:
+            taker.start(runner.server)
         reached = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         yield str(URL.build(scheme="http", host=reached, port=runner.addresses[0][1]))
     finally:
         cutting.cancel()
         await runner.cleanup()
+        if taker is not None:
+            taker.stop()
 
 
 class _Guard:
     """What every server does before its handlers: see ``listening``."""
 
-    def __init__(self, *, check_host: bool, stalled_s: float) -> None:
-        self._check_host, self._stalled_s = check_host, stalled_s
+    def __init__(self, *, check_host: bool, stalled_s: float, taker: Taker | None = None) -> None:
+        self._check_host, self._stalled_s, self._taker = check_host, stalled_s, taker
         self._spoke: WeakSet[asyncio.BaseTransport] = WeakSet()
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.transport is not None:
             self._spoke.add(request.transport)
-        refusal, status = page_refusal(request.headers, check_host=self._check_host), 403
+        taker = self._taker if self._taker is not None and request.transport in self._taker else None
+        check_host = self._check_host if taker is None else taker.check_host
+        refusal, status = page_refusal(request.headers, check_host=check_host), 403
         if refusal is None and request.headers.get("Content-Encoding", "identity") != "identity":
             refusal, status = "the body is compressed: send it as it is", 415
         if refusal is not None:  # in the form of each server
@@ -78,6 +89,13 @@ class _Guard:
         if not request.content.is_eof():
             self._watch(request, 0)
         return await handler(request)
+
+    async def ends_with(self, request: web.Request, response: web.StreamResponse) -> None:
+        """A connection that was handed over ends with its answer."""
+        if self._taker is not None and request.transport in self._taker:
+            self._taker.begins(request.transport)
+            response.headers["Connection"] = "close"
+            response.force_close()
 
     def _watch(self, request: web.Request, came: int) -> None:
         """Look again later, how much of the body has come."""

@@ -16,8 +16,9 @@ import pytest
 
 from agl_slime.demo.agent import LookupAgent
 from agl_slime.errors import ConfigError
+from agl_slime.gateway.front import Front, worker_of
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.gateway.workers import Front, WorkerSpec, serving_workers, worker_of
+from agl_slime.gateway.workers import WorkerSpec, serving_workers
 from agl_slime.run.parts import RunParts, model_for_agents
 from agl_slime.run.settings import TrainConfig
 from agl_slime.store.bridge import BridgeStore

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agl_slime.datasource.read import collect
-from agl_slime.gateway.workers import worker_of
+from agl_slime.gateway.front import worker_of
 from agl_slime.support.threads import run_blocking
 from tests.agl1_cases import Api, serving_api
 
