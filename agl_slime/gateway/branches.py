@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from agl_slime.gateway.settings import Branches
@@ -29,7 +28,7 @@ class LeftOut:
     branches: Branches
     turns: tuple[int, ...] = ()
     _left: set[int] = field(default_factory=set)
-    _places: dict[tuple[int, int], deque[AnswerInTime]] = field(default_factory=dict)  # what was not asked for again
+    _places: dict[tuple[int, int], list[AnswerInTime]] = field(default_factory=dict)  # what was not asked for again
     _parents: dict[Node, Node | None] = field(default_factory=dict)
     _line: dict[Node, None] = field(default_factory=dict)  # to the last answer, from the first one on
 
@@ -46,9 +45,9 @@ class LeftOut:
     def _asked_again(self, answer: AnswerInTime) -> tuple[list[Node], list[Node]]:
         """Left out are answers that were asked for again after they were given, and that nothing went on from."""
         gone, parent = [], answer.parent
-        same = self._places.setdefault(answer.place, deque())
+        same = self._places.setdefault(answer.place, [])
         while same and same[0].given < answer.asked:
-            node = same.popleft().node
+            node = same.pop(0).node
             gone += [] if node.continued else [node]
         same.append(answer)
         back = [parent] if parent is not None and parent.continued and parent.turn in self._left else []

@@ -51,6 +51,7 @@ class StoreGateway(Gateway):
         self._store, self._llm, self._token = store, llm, token
         self._opening: dict[tuple[str, str], asyncio.Future[Attempt]] = {}
         self._unsubscribe: Callable[[], object] | None = None
+        self._returning: asyncio.Future[None] | None = None
 
     @property
     def endpoint(self) -> str:
@@ -74,6 +75,7 @@ class StoreGateway(Gateway):
             attempt.end()
             attempt.cut()
             self._forget(attempt)
+        self._returning = asyncio.ensure_future(self._return_memory())
 
     def _opens(self, shown: list[str]) -> bool:
         return not self._token or any(same_secret(key, self._token) for key in shown)

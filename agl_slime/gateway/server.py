@@ -167,6 +167,10 @@ class Gateway:
         finally:
             self._forget(attempt)
             attempt.write_summary()
+        await self._return_memory()
+
+    async def _return_memory(self) -> None:
+        """What has been freed, from time to time and where no attempt waits for it."""
         if not self._attempts and time.monotonic() - self._returned > _RETURN_EVERY_S:
             self._returned = time.monotonic()
             await run_in_thread(return_freed_memory)

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -226,7 +227,7 @@ async def test_a_store_is_asked_over_a_pipe_as_over_http_and_its_end_is_one_sent
     names = (attempt.rollout_id, attempt.attempt.attempt_id)
 
     def span(at: int) -> Span:
-        told = {"text": f"“{at}”" * 20_000}
+        told: dict[str, Any] = {"text": f"“{at}”" * 20_000}
         status = TraceStatus(status_code="OK")
         core = SpanCoreFields(name=f"span {at}", attributes=told, status=status, start_time=1.0, end_time=1.0)
         return Span.from_core_fields(core, rollout_id=names[0], attempt_id=names[1], sequence_id=UNNUMBERED)
