@@ -119,7 +119,7 @@ class Queue:
 
     async def _call(self, method: str, url: str, body: Any = None) -> Any:
         async def once() -> Any:
-            answer = await self._player.http.request(
+            answer = await self._player.api.request(
                 method, url, json=body, headers={"Authorization": f"Bearer {self._player.key}"}, timeout=_CALL_S
             )
             answer.raise_for_status()
