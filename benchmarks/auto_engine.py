@@ -1,9 +1,9 @@
 """``--max-concurrent auto`` beside fixed numbers, on the embedded engine with a real model.
 
-    python -m benchmarks.auto_engine MODEL [--fixed 8 32 128 512] [--rollouts 384] [--tokens 32]
+    python -m benchmarks.auto_engine MODEL [--fixed 64 128 256] [--rollouts 2048] [--tokens 16]
 
-Agents ask once, the engine samples so many tokens; nothing is trained. One iteration each; the rate is that of its
-second half without the last tenth: by then ``auto`` has found its number, and the engine has not begun to empty.
+Agents ask once, the engine samples so many tokens; nothing is trained. One iteration each; the rate is that from half a
+minute on, when ``auto`` is to have found its number, until so many rollouts are left that the engine begins to empty.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.metric_names import IN_FLIGHT_LIMIT
 from agl_slime.runner.auto_limit import AutoLimitSettings
-from agl_slime.runner.base import RunnerPlan
+from agl_slime.runner.base import RunnerPlan, RunnerSettings
 from agl_slime.runner.process import own_this_process
-from agl_slime.runner.base import RunnerSettings
 from agl_slime.sglang.load import EngineLoads
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
@@ -32,6 +31,7 @@ from agl_slime.tokens.loading import load_tokenizer
 from benchmarks.common import load, quiet
 
 _SIZE = 8
+_FOUND_S = 30.0
 
 
 class Asks(SGLangLitAgent):
@@ -40,9 +40,10 @@ class Asks(SGLangLitAgent):
 
 
 class Ends:
-    """When rollouts ended, and their tokens; and the limit as the iteration ended."""
+    """When rollouts ended, and their tokens; and the limit as the iteration ended. ``most``: of all fixed numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self.most = most
         self.seen: list[tuple[float, int]] = []
         self.limit: Any = None
 
@@ -54,17 +55,19 @@ class Ends:
             self.limit = event.metrics.get(IN_FLIGHT_LIMIT)
 
     def rate(self) -> float:
-        """Tokens per second from the half on to nine tenths."""
-        kept = self.seen[len(self.seen) // 2 : len(self.seen) * 9 // 10]
+        """Tokens per second from half a minute on, until the engine begins to empty."""
+        begun = self.seen[0][0] + _FOUND_S
+        kept = [one for one in self.seen[: -self.most] if one[0] >= begun]
+        assert len(kept) > 1, f"it is over before {_FOUND_S:g} s: give more --rollouts"
         return sum(tokens for _, tokens in kept[1:]) / (kept[-1][0] - kept[0][0])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model")
-    parser.add_argument("--fixed", type=int, nargs="*", default=[8, 32, 128, 512])
-    parser.add_argument("--rollouts", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--fixed", type=int, nargs="*", default=[64, 128, 256])
+    parser.add_argument("--rollouts", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
     own_this_process()
@@ -88,7 +91,7 @@ def main() -> int:
 
 async def measured(url: str, limit: str, options: argparse.Namespace) -> tuple[float, Any]:
     """The rate, and the limit at the end."""
-    store, ends = BridgeStore(), Ends()
+    store, ends = BridgeStore(), Ends(max(options.fixed))
     tokenizer = load_tokenizer(options.model)
     most = AutoLimitSettings.most if limit == "auto" else int(limit)
     sampling = {"temperature": 1.0, "max_new_tokens": options.tokens, "ignore_eos": True}

@@ -5,7 +5,8 @@
 Agents with tool schemas (30, fewer for the shortest prompts) whose each answer calls a tool and gets 400 words of
 observation; the engine is a stub that answers at once. Server, stub and clients are three processes. Beside the gateway
 stand the same clients at the stub itself (*bare*: its chat completions) and, where ``AGL_CONTROLLER_PYTHON`` names a
-Python that has it, Agent Lightning 1.0's ``agl-server``. They take turns, so that what else the machine does meets all.
+Python that has it, Agent Lightning 1.0's ``agl-server``; with ``--litellm PYTHON`` LiteLLM's proxy too, which Agent
+Lightning 0.3 ships as its own. They take turns, so that what else the machine does meets all.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import argparse
 import asyncio
 import os
 import random
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +24,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,13 +32,14 @@ from typing import Any
 import aiohttp
 import orjson
 
-from benchmarks.agl1_server import OURS, THEIRS, Engine, Server, markdown, saved, scripted, serving
+from benchmarks.agl1_server import OURS, THEIRS, Engine, Server, markdown, saved, scripted, serving, wait_for
 from benchmarks.common import percentile
 from benchmarks.multi_turn import WORDS
 from tests.chat_templates import GROUPS_TOOLS
 
-BARE = "bare"
+BARE, LITELLM = "bare", "litellm"
 _OBSERVATION, _ANSWER = 400, 16
+_HOST = "127.0.0.1"
 
 
 def main() -> int:
@@ -49,13 +54,15 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=640, help="at least so many per measurement")
     parser.add_argument("--workers", type=int, default=1, help="processes of the gateway that answer")
     parser.add_argument("--quick", action="store_true", help="two sizes of chat, 16 at once, not streamed")
-    parser.add_argument("--without", nargs="*", default=[], choices=[BARE, THEIRS])
+    parser.add_argument("--without", nargs="*", default=[], choices=[BARE, THEIRS, OURS])
     parser.add_argument("--python", default=os.environ.get("AGL_CONTROLLER_PYTHON"), help="has agentlightning 1.x")
+    parser.add_argument("--litellm", help="a Python that has litellm[proxy]")
     options = parser.parse_args()
     if options.quick:
         options.tokens, options.at_once, options.calls = [2_000, 22_000], [16], 256
         options.protocols, options.whole = ["chat"], True
     options.kinds = [kind for kind in (OURS, BARE, THEIRS) if kind not in options.without]
+    options.kinds += [LITELLM] if options.litellm else []
     if not options.python and THEIRS in options.kinds:
         options.kinds.remove(THEIRS)
     with tempfile.TemporaryDirectory() as directory:
@@ -82,10 +89,11 @@ async def measured(model: str, options: Namespace) -> str:
     streams = [False] if options.whole else [False, True]
     async with AsyncExitStack() as stack:
         engine = stack.enter_context(scripted(model, how))
-        servers = {
-            kind: await stack.enter_async_context(bare(engine) if kind == BARE else serving(kind, engine, how))
-            for kind in options.kinds
-        }
+        servers: dict[str, Server] = {}
+        for kind in options.kinds:
+            made = {BARE: lambda: bare(engine), LITELLM: lambda: litellm(engine, options.litellm)}
+            server = made.get(kind, partial(serving, kind, engine, how))()
+            servers[kind] = await stack.enter_async_context(server)
         for name, stream, tokens, at_once in product(options.protocols, streams, options.tokens, options.at_once):
             base = 0.0
             for kind in sorted(options.kinds, key=lambda kind: kind != BARE):
@@ -110,8 +118,31 @@ async def bare(engine: Engine) -> AsyncIterator[Server]:
         yield Bare(engine.url, 0, http)
 
 
+@asynccontextmanager
+async def litellm(engine: Engine, python: str) -> AsyncIterator[Server]:
+    with tempfile.TemporaryDirectory() as name, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        config = Path(name) / "litellm.yaml"
+        model = {"model": "openai/auto", "api_base": f"{engine.url}/v1", "api_key": "none"}
+        local = {"dangerously_permit_weak_or_unset_master_key": True}
+        models = [{"model_name": "auto", "litellm_params": model}]
+        config.write_bytes(orjson.dumps({"model_list": models, "general_settings": local}))
+        command = [str(Path(python).parent / "litellm"), "--config", str(config), "--port", str(port), "--host", _HOST]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
+        try:
+            url = f"http://{_HOST}:{port}"
+            await asyncio.to_thread(wait_for, f"{url}/health/liveliness", process)
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+                yield Bare(url, process.pid, http)
+        finally:
+            process.kill()
+            process.wait()
+
+
 class Bare(Server):
-    """The engine itself, which knows no rollouts."""
+    """The engine itself, or what asks it on: they know no rollouts."""
 
     async def begun(self, protocol: str = "") -> tuple[str, str]:
         return "", "/v1/chat/completions"

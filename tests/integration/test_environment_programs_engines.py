@@ -154,13 +154,16 @@ def test_a_program_is_trained_for_ten_iterations_without_a_failed_rollout(
     write, submit = PROGRAMS["mini_swe_agent"][0]
     wrong = call("bash", command="echo Oslo > capital")
     policy = make_acting_policy(tmp_path / "policy", tokenizer(), {write: 1, wrong: 1, submit: 1}, target=0.25)
-    run = tmp_path / "run"
+    run, toml = tmp_path / "run", tmp_path / "env.toml"
+    # of who installs; verifiers takes a list from a file only
+    forwarded = 'forward_env = ["SSL_CERT_FILE", "UV_INDEX_URL"]'
+    toml.write_text(f'[env.agent.harness]\nid = "mini_swe_agent"\n{forwarded}\n')
     config = TrainConfig(
         env="tiny_filed",
+        env_config=toml,
         env_python=Path(env_python()),
         env_arguments=(
-            *("--env.agent.harness.id", "mini_swe_agent", *RUNTIME),
-            *("--env.agent.harness.forward_env", '["SSL_CERT_FILE", "UV_INDEX_URL"]'),  # of who installs
+            *RUNTIME,
             *("--env.agent.runtime.installs", os.environ["AGL_ENV_INSTALLS"]),
         ),
         model_path=policy,
