@@ -12,7 +12,7 @@
 # Its own environment, because its pins (torch, transformers, openai) clash with this package's. pip prints resolver complaints about SGLang's GPU dependencies at the end; they do not matter.
 set -euo pipefail
 
-SGLANG_VERSION=0.5.15.post1 # the version that slime pins; 0.5.23 installs too; docs/engines.md says what was run on it
+SGLANG_VERSION=0.5.15.post1 # the version that slime pins; 0.5.23 is supported too: docs/engines.md says what differs
 TORCH_VERSION=2.13.0
 TORCHVISION_VERSION=0.28.0
 # PyPI's torch for Linux may bring CUDA libraries, which are not needed; TORCH_INDEX_URL names an index that holds CPU builds only.

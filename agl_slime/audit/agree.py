@@ -22,6 +22,7 @@ from agl_slime.errors import ConfigError
 _METRICS, _TRAINED, _GROUPS, _ROLLOUTS = SHAPES
 _LEDGER, _SUMMARY = "ledger.sqlite", "summary.json"
 _STRAGGLERS = ("group_timeout", "group_dropped")
+_BEGUN_TOO_LATE = ("cancelled", "group_finalized")  # again, just when its group came to its end without it
 _CUT_OFF = ("restarted", "run_ended")
 _REMEMBERED = 100_000  # ended rollouts that the ledger knows by id
 _QUERIES = (
@@ -308,8 +309,8 @@ class _Run:
                 self._say(_LEDGER, f"task {task} has an end, and groups.jsonl has no line of it")
             # of a group that was ready before a restart, only the members to train on are known, and not its name
             known = ("failed", "cancelled") if group is not None and group["group_id"] in group["rollouts"] else ()
-            missing = [] if cut_off else [row[0] for row in rows if row[0] not in self.groups and row[3] not in known]
-            for name in missing:
+            missing = [] if cut_off else [row for row in rows if row[0] not in self.groups and row[3] not in known]
+            for name in (row[0] for row in missing if row[3:5] != _BEGUN_TOO_LATE):
                 self._say(_LEDGER, f"rollout {name} of task {task} is not in groups.jsonl")
         for name, row in self.rows.items():
             if row[3] == "trained" and name not in self.trained and (self.result.finished or row[5] <= written):

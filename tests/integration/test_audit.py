@@ -103,6 +103,18 @@ def test_a_task_that_a_restart_cut_off_is_run_again_unless_the_run_ended_before_
     assert len(said) == findings
 
 
+@pytest.mark.parametrize(("reason", "findings"), [("group_finalized", 0), ("group_dropped", 1)])
+def test_only_a_rollout_begun_again_as_its_group_ended_may_be_in_the_ledger_alone(
+    runs: dict[str, Path], tmp_path: Path, reason: str, findings: int
+) -> None:
+    run = shutil.copytree(runs["serial"], tmp_path / "run")
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger, ledger:
+        late = ("ro-late", "0", 2, "cancelled", reason, 1)
+        ledger.execute("INSERT INTO ledger_rollouts VALUES (?, ?, ?, ?, ?, ?)", late)
+    said = [one for one in audit(run).findings if "rollout ro-late of task 0 is not in groups.jsonl" in one]
+    assert len(said) == findings
+
+
 def test_a_finding_names_file_and_line(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
