@@ -63,7 +63,8 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for harness, ((first, then), _) in PROGRAMS.items():
         directory = tmp_path_factory.mktemp("policies") / harness
-        made[harness] = make_acting_policy(directory, tokenizer(), {first: 2, then: 1}, target=0.5)
+        # as likely to end as to go on: Qwen Code ends with an error of its own when a call is repeated five times
+        made[harness] = make_acting_policy(directory, tokenizer(), {first: 1, then: 1}, target=0.5)
     return made
 
 
