@@ -63,7 +63,7 @@ def began_with(metrics: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 class _Run:
     def __init__(self, path: Path) -> None:
-        self.path, self.result = path, Audit()
+        self.path, self.result, self.noted = path, Audit(), set[int]()
         self.claims: dict[tuple[str, str], tuple[str, Any]] = {}
         self.lines = {name: self._read(name) for name in SHAPES}
         self.versions = {at.record["iteration"]: str(at.record["weights/version"]) for _, at in self.lines[_METRICS]}
@@ -83,7 +83,6 @@ class _Run:
                 self.collected[line.record["collected"]].append(line.record)
         self.ends: defaultdict[str, list[int]] = defaultdict(list)
         self.rows: dict[str, tuple[Any, ...]] = {}
-        self.noted: set[int] = set()
 
     def look(self) -> Audit:
         ledger = self._ledger() if (self.path / _LEDGER).exists() else {}
@@ -98,9 +97,9 @@ class _Run:
         for directory in sorted((self.path / "checkpoints").glob("step_*")):
             if directory.is_dir() and directory.name.removeprefix("step_").isdecimal():
                 self._checkpoint(directory)
-        tokens = sum(one[2] for _, line in self.lines[_TRAINED] for one in line.record["samples"])
         counts = {"iterations": len(self.versions), "rollouts": len(self.groups), "kept whole": len(self.kept)}
-        self.result.counts = {**counts, "tokens trained": tokens}
+        counts["tokens trained"] = sum(one[2] for _, line in self.lines[_TRAINED] for one in line.record["samples"])
+        self.result.counts = counts
         return self.result
 
     def _say(self, where: str, text: str) -> None:
@@ -272,8 +271,9 @@ class _Run:
                 self._say(where, f"{name} is {record.get(name)!r}, and {found.get(name)!r} by the groups trained on")
 
     def _iterations(self) -> None:
-        version = "0"
-        for iteration in range(1, self.last + 1):
+        version, slimes = "0", any("train/slime_rollout_id" in at.record for _, at in self.lines[_METRICS])
+        # slime goes on from a checkpoint of its own, which another run may have saved
+        for iteration in range(min(self.versions, default=1) if slimes else 1, self.last + 1):
             if iteration not in self.versions:
                 self._say(_METRICS, f"there is no line of iteration {iteration}")
             elif (self.path / _TRAINED).exists():

@@ -1,10 +1,13 @@
-"""Which weights a run may have begun with, by its metrics alone."""
+"""Which weights and which iteration a run may have begun with, by its metrics alone."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from agl_slime.audit.agree import began_with
+from agl_slime.audit.agree import audit, began_with
+from agl_slime.report.files import IterationFile
 
 
 @pytest.mark.parametrize(
@@ -21,3 +24,13 @@ def test_a_run_of_slimes_begins_with_version_1(first: dict[str, object], begun: 
     later = {"iteration": 2, "weights/version": "9"}
     assert began_with([later, {"iteration": 1, **first}]) == begun
     assert began_with([]) == {"0": 0}
+
+
+@pytest.mark.parametrize(("slimes", "missing"), [(True, [6]), (False, [1, 2, 3, 4, 6])])
+def test_only_a_run_of_slimes_goes_on_from_another_directory(tmp_path: Path, slimes: bool, missing: list[int]) -> None:
+    file = IterationFile(tmp_path / "metrics.jsonl")
+    for iteration in (5, 7):
+        more = {"train/slime_rollout_id": iteration - 1.0} if slimes else {}
+        file.append(iteration, [{"weights/version": str(iteration), **more}])
+    said = [f"metrics.jsonl: there is no line of iteration {iteration}" for iteration in missing]
+    assert [one for one in audit(tmp_path).findings if "there is no line" in one] == said

@@ -102,7 +102,7 @@ def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str],
         began = time.monotonic()
         try:
             module.train(args)
-            pids = {name: alive(name) for name in ("Worker", "RolloutManager")}
+            pids = gone("Worker", "RolloutManager")
         finally:
             ray.shutdown()
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -118,6 +118,14 @@ def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str],
                 "checkpoint": sorted(path.name for path in (directory / "checkpoint").iterdir()),
             }
         )
+
+
+def gone(*names: str) -> dict[str, int]:
+    """How many actors of these classes are alive; a killed one takes Ray a moment on a busy machine."""
+    end = time.monotonic() + 20.0
+    while any(map(alive, names)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return {name: alive(name) for name in names}
 
 
 def alive(name: str) -> int:
