@@ -16,7 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from agl_slime.audit.records import SHAPES, Line, broken_chain, broken_seal, read_database, read_lines, read_object
+from agl_slime.audit.records import (
+    SHAPES,
+    Line,
+    began_with,
+    broken_chain,
+    broken_seal,
+    read_database,
+    read_lines,
+    read_object,
+)
 from agl_slime.errors import ConfigError
 
 _METRICS, _TRAINED, _GROUPS, _ROLLOUTS = SHAPES
@@ -51,16 +60,6 @@ def audit(path: str | os.PathLike[str]) -> Audit:
     return _Run(run).look()
 
 
-def began_with(metrics: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """The weight versions that a run may have begun with, each as of before its first iteration: slime's is 1."""
-    first = min(metrics, key=lambda row: row["iteration"], default=None)
-    told = "0" if first is None else str(first["weights/version"])
-    if first is None or not told.isdecimal():
-        return {"0": 0}
-    untrained = "train/short_batch" in first or "train/waiting_groups" in first
-    return {"0": 0, str(int(told) - (not untrained)): 0}
-
-
 class _Run:
     def __init__(self, path: Path) -> None:
         self.path, self.result, self.noted = path, Audit(), set[int]()
@@ -71,6 +70,8 @@ class _Run:
         for iteration, version in sorted(self.versions.items()):
             self.pushed.setdefault(version, iteration)
         self.last = max(self.versions, default=0)
+        slimes = any("train/slime_rollout_id" in at.record for _, at in self.lines[_METRICS])
+        self.first = min(self.versions, default=1) if slimes else 1  # slime goes on from another run's checkpoint
         self.trained = {one for _, line in self.lines[_TRAINED] for one in line.record["rollouts"]}
         self.groups = {one for _, line in self.lines[_GROUPS] for one in line.record["rollouts"]}
         self.kept = {line.record["rollout_id"] for _, line in self.lines[_ROLLOUTS]}
@@ -168,7 +169,7 @@ class _Run:
             self._say(_SUMMARY, str(error))
         self.result.finished = summary.get("reason") == "finished" and not (self.path / "running.json").exists()
         if self.result.finished:
-            self._claim(_METRICS, "the run", iterations=self.last, ledger=+Counter(ledger))
+            self._claim(_METRICS, "the run", iterations=self.last - self.first + 1, ledger=+Counter(ledger))
             if ledger:
                 self._claim(_SUMMARY, "the run", ledger=+Counter(summary.get("ledger") or {}))
             self._claim(_SUMMARY, "the run", iterations=summary.get("iterations"))
@@ -271,9 +272,8 @@ class _Run:
                 self._say(where, f"{name} is {record.get(name)!r}, and {found.get(name)!r} by the groups trained on")
 
     def _iterations(self) -> None:
-        version, slimes = "0", any("train/slime_rollout_id" in at.record for _, at in self.lines[_METRICS])
-        # slime goes on from a checkpoint of its own, which another run may have saved
-        for iteration in range(min(self.versions, default=1) if slimes else 1, self.last + 1):
+        version = "0"
+        for iteration in range(self.first, self.last + 1):
             if iteration not in self.versions:
                 self._say(_METRICS, f"there is no line of iteration {iteration}")
             elif (self.path / _TRAINED).exists():

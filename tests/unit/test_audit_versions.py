@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from agl_slime.audit.agree import audit, began_with
+from agl_slime.audit.agree import audit
+from agl_slime.audit.records import began_with
 from agl_slime.report.files import IterationFile
 
 
@@ -33,4 +35,7 @@ def test_only_a_run_of_slimes_goes_on_from_another_directory(tmp_path: Path, sli
         more = {"train/slime_rollout_id": iteration - 1.0} if slimes else {}
         file.append(iteration, [{"weights/version": str(iteration), **more}])
     said = [f"metrics.jsonl: there is no line of iteration {iteration}" for iteration in missing]
+    summary = {"reason": "finished", "iterations": 3 if slimes else 7}  # of this life; of all lives
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
     assert [one for one in audit(tmp_path).findings if "there is no line" in one] == said
+    assert not [one for one in audit(tmp_path).findings if "iterations" in one]
