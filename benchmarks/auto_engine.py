@@ -2,15 +2,18 @@
 
     python -m benchmarks.auto_engine MODEL [--fixed 64 128 256] [--rollouts 2048] [--tokens 16]
 
-Agents ask once, the engine samples so many tokens; nothing is trained. One iteration each; the rate is that from half a
-minute on, when ``auto`` is to have found its number, until so many rollouts are left that the engine begins to empty.
+Agents ask once, the engine samples so many tokens on average; nothing is trained. One iteration each; the rate is that
+from half a minute on, when ``auto`` is to have found its number, until so many rollouts are left that the engine begins
+to empty.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import sys
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -21,6 +24,7 @@ from agl_slime.events import IterationFinished, RolloutFinished
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.metric_names import IN_FLIGHT_LIMIT
+from agl_slime.rollout.session import RolloutSession
 from agl_slime.runner.auto_limit import AutoLimitSettings
 from agl_slime.runner.base import RunnerPlan, RunnerSettings
 from agl_slime.runner.process import own_this_process
@@ -35,6 +39,12 @@ _FOUND_S = 30.0
 
 
 class Asks(SGLangLitAgent):
+    """Answers differ in length, or those of a fixed number would begin and end together."""
+
+    async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
+        most = random.randint(1, 2 * session.sampling.max_new_tokens - 1)
+        await session.ask(sampling=replace(session.sampling, max_new_tokens=most))
+
     def compute_reward(self, task: Any, response: str) -> float:
         return 0.0
 
