@@ -133,8 +133,11 @@ class Engine(asyncio.Protocol):
         self._buffer += data
         while (end := self._buffer.find(b"\r\n\r\n")) >= 0:
             head = self._buffer[:end].lower()
-            if b" " not in head:
-                raise ValueError(f"no head of a request: {bytes(self._buffer[:200])!r}")
+            if head.startswith(b"pri * http/2"):  # a router asks whether this speaks it
+                self._buffer = b""
+                assert self._transport is not None
+                self._transport.close()
+                return
             at = head.find(b"content-length:")
             length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
             body = self._buffer[end + 4 : end + 4 + length]
