@@ -3,35 +3,20 @@ the first claim and any later one are compared."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, pstdev
 from typing import Any
 
-import numpy as np
-
-from agl_slime.audit.records import (
-    SHAPES,
-    Line,
-    began_with,
-    broken_chain,
-    broken_seal,
-    read_database,
-    read_lines,
-    read_object,
-)
+from agl_slime.audit.figures import began_with, same, sealed_again, sums_of
+from agl_slime.audit.records import SHAPES, Line, broken_chain, broken_seal, read_database, read_lines, read_object
 from agl_slime.errors import ConfigError
 
 _METRICS, _TRAINED, _GROUPS, _ROLLOUTS = SHAPES
 _LEDGER, _SUMMARY = "ledger.sqlite", "summary.json"
-_STRAGGLERS = ("group_timeout", "group_dropped")
-_BEGUN_TOO_LATE = ("cancelled", "group_finalized")  # again, just when its group came to its end without it
+_AS_ITS_GROUP_ENDED = ("cancelled", "group_finalized")  # a failed rollout was begun again just then
 _CUT_OFF = ("restarted", "run_ended")
 _REMEMBERED = 100_000  # ended rollouts that the ledger knows by id
 _QUERIES = (
@@ -62,7 +47,7 @@ def audit(path: str | os.PathLike[str]) -> Audit:
 
 class _Run:
     def __init__(self, path: Path) -> None:
-        self.path, self.result, self.noted = path, Audit(), set[int]()
+        self.path, self.result = path, Audit()
         self.claims: dict[tuple[str, str], tuple[str, Any]] = {}
         self.lines = {name: self._read(name) for name in SHAPES}
         self.versions = {at.record["iteration"]: str(at.record["weights/version"]) for _, at in self.lines[_METRICS]}
@@ -70,8 +55,9 @@ class _Run:
         for iteration, version in sorted(self.versions.items()):
             self.pushed.setdefault(version, iteration)
         self.last = max(self.versions, default=0)
+        # slime goes on from a checkpoint of its own, which a run in another directory may have saved
         slimes = any("train/slime_rollout_id" in at.record for _, at in self.lines[_METRICS])
-        self.first = min(self.versions, default=1) if slimes else 1  # slime goes on from another run's checkpoint
+        self.first = min(self.versions, default=1) if slimes else 1
         self.trained = {one for _, line in self.lines[_TRAINED] for one in line.record["rollouts"]}
         self.groups = {one for _, line in self.lines[_GROUPS] for one in line.record["rollouts"]}
         self.kept = {line.record["rollout_id"] for _, line in self.lines[_ROLLOUTS]}
@@ -84,6 +70,7 @@ class _Run:
                 self.collected[line.record["collected"]].append(line.record)
         self.ends: defaultdict[str, list[int]] = defaultdict(list)
         self.rows: dict[str, tuple[Any, ...]] = {}
+        self.noted: set[int] = set()
 
     def look(self) -> Audit:
         ledger = self._ledger() if (self.path / _LEDGER).exists() else {}
@@ -99,8 +86,8 @@ class _Run:
             if directory.is_dir() and directory.name.removeprefix("step_").isdecimal():
                 self._checkpoint(directory)
         counts = {"iterations": len(self.versions), "rollouts": len(self.groups), "kept whole": len(self.kept)}
-        counts["tokens trained"] = sum(one[2] for _, line in self.lines[_TRAINED] for one in line.record["samples"])
-        self.result.counts = counts
+        tokens = sum(one[2] for _, line in self.lines[_TRAINED] for one in line.record["samples"])
+        self.result.counts = {**counts, "tokens trained": tokens}
         return self.result
 
     def _say(self, where: str, text: str) -> None:
@@ -109,7 +96,7 @@ class _Run:
     def _claim(self, where: str, subject: str, **values: Any) -> None:
         for name, value in values.items():
             place, known = self.claims.setdefault((subject, name), (where, value))
-            if not _same(value, known):
+            if not same(value, known):
                 self._say(where, f"{name} of {subject} is {value!r}, and {known!r} by {place}")
 
     def _once(self, where: str, subject: str, what: str) -> None:
@@ -235,7 +222,7 @@ class _Run:
         self._claim(where, about, **{name: record[name] for name in same})
         self._claim(where, about, task=record["instance_id"], group=record["group_id"])
         try:
-            samples = [_sample(sample) for sample in record["samples"]]
+            samples = [sealed_again(sample) for sample in record["samples"]]
         except ValueError as error:
             self._say(where, f"a Sample of {about} {error}")
             return
@@ -265,10 +252,10 @@ class _Run:
         found |= {"rollout/staleness_max": max(ages)} if ages else {}
         found = found if (self.path / _TRAINED).exists() else {}
         if (self.path / _GROUPS).exists():
-            found |= _sums(self.collected[iteration])
+            found |= sums_of(self.collected[iteration])
         named = {name for name in record if name.startswith(("rollout/failed/", "rollout/dropped/"))}
         for name in sorted({*found, *named}):
-            if not _same(record.get(name) or 0, found.get(name) or 0):
+            if not same(record.get(name) or 0, found.get(name) or 0):
                 self._say(where, f"{name} is {record.get(name)!r}, and {found.get(name)!r} by the groups trained on")
 
     def _iterations(self) -> None:
@@ -310,7 +297,7 @@ class _Run:
             # of a group that was ready before a restart, only the members to train on are known, and not its name
             known = ("failed", "cancelled") if group is not None and group["group_id"] in group["rollouts"] else ()
             missing = [] if cut_off else [row for row in rows if row[0] not in self.groups and row[3] not in known]
-            for name in (row[0] for row in missing if row[3:5] != _BEGUN_TOO_LATE):
+            for name in (row[0] for row in missing if row[3:5] != _AS_ITS_GROUP_ENDED):
                 self._say(_LEDGER, f"rollout {name} of task {task} is not in groups.jsonl")
         for name, row in self.rows.items():
             if row[3] == "trained" and name not in self.trained and (self.result.finished or row[5] <= written):
@@ -337,64 +324,3 @@ class _Run:
                     self._say(f"{where}/data_source.json", f"rollout {name} is ready, and was trained on before")
         except (ValueError, KeyError, TypeError) as error:
             self._say(where, f"its states cannot be read: {error}")
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, int | float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12)
-    return one == other
-
-
-def _sample(sample: dict[str, Any]) -> list[Any]:
-    """Digest, trained tokens and their versions; ``ValueError`` where columns do not stand beside each other."""
-    tokens = np.frombuffer(base64.b64decode(sample["tokens"], validate=True), "<i4")
-    length = len(tokens) - sample["prompt_length"]
-    columns = [sample[name] for name in ("engine_log_probs", "trainer_log_probs", "advantages")]
-    engine, *rest = (np.frombuffer(base64.b64decode(text, validate=True), "<f4") for text in columns)
-    spans = [*sample["trained"], *sample["turn_spans"], *(span[1:] for span in sample["weight_versions"])]
-    fits = all(len(span) == 2 and 0 <= span[0] <= span[1] <= length + sample["left_out"] for span in spans)
-    if not fits or {len(engine), *map(len, rest)} != {length} or len(sample["pieces"]) != len(tokens):
-        raise ValueError("has tokens, pieces, spans and figures of different lengths")
-    mask = np.zeros(length, dtype=bool)
-    for start, end in sample["trained"]:
-        mask[start:end] = True
-    if any(not np.isnan(column[~mask]).all() for column in (engine, *rest)):
-        raise ValueError("has figures outside of the loss mask")
-    log_probs = engine[mask]
-    if np.isnan(log_probs).all():
-        log_probs = log_probs[:0]
-    content = tokens.tobytes() + mask.tobytes() + log_probs.tobytes()
-    versions = Counter[str]()
-    for version, start, end in sample["weight_versions"]:
-        versions[version] += int(mask[start:end].sum())
-    return [hashlib.blake2b(content, digest_size=8).hexdigest(), int(mask.sum()), +versions]
-
-
-def _sums(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """What metrics.jsonl says of the groups that an iteration has collected."""
-    columns = ("rewards", "outcomes", "reasons", "tokens", "turns", "samples")
-    rows = [(group["ready"], zip(*(group[name] for name in columns), strict=False)) for group in groups]
-    members = [(ready, *row) for ready, of_group in rows for row in of_group]
-    rewards = [reward for _, reward, *_ in members if reward is not None]
-    whole = [(ready and not why, tokens) for ready, _, _, why, tokens, *_ in members if why not in _STRAGGLERS]
-    lengths = {True: [n for into, n in whole if into], False: [n for into, n in whole if not into]}
-    why = Counter(reason for *_, reason, _, _, _ in members if reason and reason not in _STRAGGLERS)
-    same = [group for group in groups if group["ready"] and len({*group["rewards"]} - {None}) == 1]
-    found: dict[str, Any] = {f"rollout/failed/{reason}": n for reason, n in why.items()}
-    found |= {f"rollout/dropped/{c}": n for c, n in Counter(g["code"] for g in groups if not g["ready"]).items()}
-    found |= {"rollout/count": len(members), "rollout/failed": why.total()}
-    found |= {"rollout/reward_mean": fmean(rewards), "rollout/reward_std": pstdev(rewards)} if rewards else {}
-    found |= {"rollout/reward_min": min(rewards, default=0), "rollout/reward_max": max(rewards, default=0)}
-    found |= {
-        "rollout/groups_ready": sum(group["ready"] for group in groups),
-        "rollout/groups_zero_variance": len(same),
-    }
-    found["rollout/groups_dropped"] = sum(not group["ready"] for group in groups)
-    found["rollout/tokens_sampled"] = sum(lengths[True])
-    found["rollout/cancelled_stragglers"] = len(members) - len(whole)
-    found["rollout/turns_mean"] = fmean(turns for *_, turns, _ in members) if members else 0
-    found["rollout/response_tokens_mean"] = fmean(n for _, n in whole) if whole else 0
-    found["rollout/response_tokens_mean_trained"] = fmean(lengths[True]) if lengths[True] else 0
-    found["rollout/response_tokens_mean_dropped"] = fmean(lengths[False]) if lengths[False] else 0
-    found["trace/forks"] = sum(max(n - 1, 0) for ready, _, _, why, _, _, n in members if ready and not why)
-    return found

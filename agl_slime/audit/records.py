@@ -7,7 +7,7 @@ import json
 import re
 import sqlite3
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,13 +220,3 @@ def _whole(text: str) -> int:
     if len(text) > 20:
         raise ValueError("has a number of too many digits")
     return int(text)
-
-
-def began_with(metrics: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """The weight versions that a run may have begun with, each as of before its first iteration: slime's is 1."""
-    first = min(metrics, key=lambda row: row["iteration"], default=None)
-    told = "0" if first is None else str(first["weights/version"])
-    if first is None or not told.isdecimal():
-        return {"0": 0}
-    untrained = "train/short_batch" in first or "train/waiting_groups" in first
-    return {"0": 0, str(int(told) - (not untrained)): 0}

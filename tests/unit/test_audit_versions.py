@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agl_slime.audit.agree import audit
-from agl_slime.audit.records import began_with
+from agl_slime.audit.figures import began_with
 from agl_slime.report.files import IterationFile
 
 
