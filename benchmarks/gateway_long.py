@@ -24,7 +24,6 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -91,8 +90,10 @@ async def measured(model: str, options: Namespace) -> str:
         engine = stack.enter_context(scripted(model, how))
         servers: dict[str, Server] = {}
         for kind in options.kinds:
-            made = {BARE: lambda: bare(engine), LITELLM: lambda: litellm(engine, options.litellm)}
-            server = made.get(kind, partial(serving, kind, engine, how))()
+            if kind == LITELLM:
+                server = litellm(engine, options.litellm)
+            else:
+                server = bare(engine) if kind == BARE else serving(kind, engine, how)
             servers[kind] = await stack.enter_async_context(server)
         for name, stream, tokens, at_once in product(options.protocols, streams, options.tokens, options.at_once):
             base = 0.0

@@ -15,7 +15,6 @@ import gc
 import json
 import random
 import resource
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -140,28 +139,15 @@ class Engine(asyncio.Protocol):
                 return
             at = head.find(b"content-length:")
             length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-            body = self._buffer[end + 4 : end + 4 + length]
-            if b"transfer-encoding: chunked" in head:
-                last = self._buffer.find(b"0\r\n\r\n", end + 4)
-                pieces = self._buffer[end + 4 : max(last, 0)]
-                body, length = _joined(pieces), last + 5 - (end + 4) if last >= 0 else sys.maxsize
             if len(self._buffer) < end + 4 + length:
                 return
-            path = head.split(b" ", 2)[1]
+            path, body = head.split(b" ", 2)[1], self._buffer[end + 4 : end + 4 + length]
             self._buffer = self._buffer[end + 4 + length :]
             self._desk.ask(path, body, self._send)
 
     def _send(self, reply: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(reply)
-
-
-def _joined(chunks: bytes) -> bytes:
-    body = b""
-    while chunks:
-        size, _, chunks = chunks.partition(b"\r\n")
-        body, chunks = body + chunks[: int(size, 16)], chunks[int(size, 16) + 2 :]
-    return body
 
 
 async def main() -> None:

@@ -24,7 +24,7 @@ from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.errors import RETRY_AFTER_S
 from agl_slime.gateway.settings import endpoint_of
 from agl_slime.support.handover import Given
-from agl_slime.support.http import json_bytes
+from agl_slime.support.http import json_bytes, own_url
 from agl_slime.support.net import is_loopback
 
 logger = logging.getLogger(__name__)
@@ -89,8 +89,7 @@ class Front:
     ) -> None:
         self._workers, self._listens, self._token, self._elsewhere = workers, listens, token, elsewhere
         self._local = is_loopback(host)
-        name = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-        self.url, self.under_way = f"http://{name}:{listens.getsockname()[1]}", 0
+        self.url, self.under_way = own_url(host, listens.getsockname()[1]), 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -134,7 +133,8 @@ class Front:
             line = await _first_line(connection)
             given = self._given(line, connection)
             if given is None:
-                return await self._passed(connection)
+                await self._passed(connection)
+                return
             self.under_way += 1
             try:
                 await given.ended
@@ -146,7 +146,6 @@ class Front:
                     await _lost(line, (reader, writer))
                 finally:
                     writer.close()
-            return None
 
     def _given(self, line: bytes, connection: socket.socket) -> Given | None:
         """``None`` where no worker is to answer, or the one that is cannot take it just now."""

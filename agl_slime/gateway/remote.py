@@ -26,7 +26,9 @@ from agl_slime.store.follow import listen_for_ends
 from agl_slime.store.recording import Recording, SpanBuilder
 from agl_slime.support.agl import LLM, LightningStore, ProxyLLM, Span, SpanCoreFields, TraceStatus
 from agl_slime.support.http import json_response
+from agl_slime.support.memory import return_freed_memory
 from agl_slime.support.net import require_token, same_secret
+from agl_slime.support.threads import run_in_thread
 from agl_slime.trace.attributes import GENERATE_SPAN
 
 TOKEN_VARIABLE = "AGL_SLIME_GATEWAY_TOKEN"
@@ -51,7 +53,7 @@ class StoreGateway(Gateway):
         self._store, self._llm, self._token = store, llm, token
         self._opening: dict[tuple[str, str], asyncio.Future[Attempt]] = {}
         self._unsubscribe: Callable[[], object] | None = None
-        self._returning: asyncio.Future[None] | None = None
+        self._returning: asyncio.Future[None] | None = None  # a task that nobody holds may be collected
 
     @property
     def endpoint(self) -> str:
@@ -75,7 +77,8 @@ class StoreGateway(Gateway):
             attempt.end()
             attempt.cut()
             self._forget(attempt)
-        self._returning = asyncio.ensure_future(self._return_memory())
+        if self._may_return_memory():
+            self._returning = asyncio.ensure_future(run_in_thread(return_freed_memory))
 
     def _opens(self, shown: list[str]) -> bool:
         return not self._token or any(same_secret(key, self._token) for key in shown)

@@ -167,13 +167,16 @@ class Gateway:
         finally:
             self._forget(attempt)
             attempt.write_summary()
-        await self._return_memory()
-
-    async def _return_memory(self) -> None:
-        """What has been freed, from time to time and where no attempt waits for it."""
-        if not self._attempts and time.monotonic() - self._returned > _RETURN_EVERY_S:
-            self._returned = time.monotonic()
+        if self._may_return_memory():
             await run_in_thread(return_freed_memory)
+
+    def _may_return_memory(self) -> bool:
+        """Whether what has been freed is to go back to the machine now: where no attempt waits for that, and not all
+        the time."""
+        if self._attempts or time.monotonic() - self._returned <= _RETURN_EVERY_S:
+            return False
+        self._returned = time.monotonic()
+        return True
 
     def _forget(self, attempt: Attempt) -> None:
         attempt.forget()

@@ -154,7 +154,6 @@ class _Worker:
             self.port.set_result(port)
             await ended.wait()
             self.port = loop.create_future()
-            giver.close()
             process.join()
             return process.exitcode
         finally:

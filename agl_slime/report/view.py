@@ -145,9 +145,9 @@ async def serving(
     ``host`` that other machines reach without a ``token``, or where there is no run."""
     require_token(host, token, setting=TOKEN_VARIABLE)
     viewer = _Viewer(_Runs(paths, tokenizer), token=token, follow=follow)
-    where: Any = {"host": host, "port": port, "token": token, "shutdown_timeout": _ENDS_S}
+    app = viewer.app()
     try:
-        async with listening(viewer.app(), backlog=64, **where) as url:
+        async with listening(app, host=host, port=port, backlog=64, token=token, shutdown_timeout=_ENDS_S) as url:
             try:
                 yield str(URL(url).with_query(token=token)) if token else url
             finally:

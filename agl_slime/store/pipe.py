@@ -31,6 +31,10 @@ class StorePipe:
 
     async def ask(self, body: bytes) -> Any:
         """What the store answers to a batch. Raises ``DataSourceError`` where it has gone."""
+        # to its end, whatever becomes of the caller: the answer that was not read would be the next caller's
+        return await asyncio.shield(self._ask(body))
+
+    async def _ask(self, body: bytes) -> Any:
         try:
             async with self._lock:
                 if self._streams is None:

@@ -12,6 +12,7 @@ import socket
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count
 
 _MESSAGE = struct.Struct("!QB")
@@ -87,7 +88,7 @@ class Taker:
     def __init__(self, end: socket.socket, *, check_host: bool) -> None:
         self._end, self.check_host = end, check_host
         self._numbers: dict[asyncio.BaseTransport | None, int] = {}
-        self._making: set[asyncio.Task[object]] = set()
+        self._making: set[asyncio.Task[None]] = set()
         self._untold, self._waits = bytearray(), False
 
     def __contains__(self, transport: asyncio.BaseTransport | None) -> bool:
@@ -120,12 +121,19 @@ class Taker:
                 if not sockets:  # this process may open no more
                     self._tell(number, _ENDED)
                     continue
-                connection = socket.socket(fileno=sockets[0])
-                connection.setblocking(False)
-                made = loop.connect_accepted_socket(lambda number=number: _Served(self, server(), number), connection)
-                task = loop.create_task(made)
+                task = loop.create_task(self._serve(socket.socket(fileno=sockets[0]), server, number))
                 self._making.add(task)
                 task.add_done_callback(self._making.discard)
+
+    async def _serve(self, connection: socket.socket, server: Callable[[], asyncio.Protocol], number: int) -> None:
+        connection.setblocking(False)
+        try:
+            served = partial(_Served, self, server, number)
+            await asyncio.get_running_loop().connect_accepted_socket(served, connection)
+        except OSError:  # its client has gone, and it was never one of the server's
+            connection.close()
+            if number not in self._numbers.values():
+                self._tell(number, _ENDED)
 
     def _began(self, transport: asyncio.BaseTransport, number: int) -> None:
         self._numbers[transport] = number
@@ -155,8 +163,8 @@ class Taker:
 class _Served(asyncio.Protocol):
     """The server's own protocol, and who is told of the connection's end."""
 
-    def __init__(self, taker: Taker, inner: asyncio.Protocol, number: int) -> None:
-        self._taker, self._inner, self._number = taker, inner, number
+    def __init__(self, taker: Taker, server: Callable[[], asyncio.Protocol], number: int) -> None:
+        self._taker, self._inner, self._number = taker, server(), number
         self._transport: asyncio.BaseTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -59,13 +59,18 @@ async def listening(
         await web.TCPSite(runner, host, port, backlog=backlog).start()
         if taker is not None and runner.server is not None:
             taker.start(runner.server)
-        reached = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        yield str(URL.build(scheme="http", host=reached, port=runner.addresses[0][1]))
+        yield own_url(host, runner.addresses[0][1])
     finally:
         cutting.cancel()
         await runner.cleanup()
         if taker is not None:
             taker.stop()
+
+
+def own_url(host: str, port: int) -> str:
+    """Where this machine reaches what listens on ``host``."""
+    reached = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return str(URL.build(scheme="http", host=reached, port=port))
 
 
 class _Guard:

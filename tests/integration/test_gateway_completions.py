@@ -7,8 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
+from agl_slime.gateway.raw import RawContext, RawMatch
 from agl_slime.tokens.forks import ForkReason
-from tests.gateway_cases import Case, serving, trained_once
+from agl_slime.tokens.template import chat_template
+from tests.gateway_cases import TEMPLATE, Case, serving, trained_once
+from tests.trace_tokenizers import small_tokenizer
 
 END = "<|im_end|>"
 
@@ -37,6 +40,27 @@ def test_a_text_that_goes_on_with_all_that_was_sampled_is_one_sample() -> None:
         assert [turn.fork for turn in turns] == [None, None]
         assert len(case.segments) == 1
         trained_once(turns, case.segments)
+
+
+def test_the_members_of_a_group_share_the_ids_of_their_first_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    template, encoded = chat_template(small_tokenizer(TEMPLATE)), []
+    encode = template.tokenizer.encode
+
+    def counted(text: str, **options: Any) -> list[int]:
+        encoded.append(text)
+        return encode(text, **options)
+
+    monkeypatch.setattr(template.tokenizer, "encode", counted)
+
+    def first(text: str) -> list[int]:
+        match = RawMatch([{"role": "text", "content": text}], 0, [], 0, None, None, None)
+        return RawContext(template, match, []).prompt_ids()
+
+    ids = first("Count: one two")
+    ids.append(0)  # what one does with its own changes nobody else's
+    assert first("Count: one two") == ids[:-1]
+    assert first("Count: two") != ids[:-1]
+    assert encoded == ["Count: one two", "Count: two"]
 
 
 def test_an_end_mark_that_the_client_does_not_send_is_not_sent_to_the_engine() -> None:

@@ -108,6 +108,19 @@ async def test_what_is_no_request_is_not_kept(what: bytes) -> None:
         assert not given.lost
 
 
+async def test_a_connection_that_cannot_be_served_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def gone(factory: object, connection: socket.socket) -> None:
+        raise ConnectionResetError
+
+    async with serving() as served:
+        monkeypatch.setattr(asyncio.get_running_loop(), "connect_accepted_socket", gone)
+        connection, given = served.give()
+        with connection:
+            await asyncio.wait_for(given.ended, 10)
+            assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
+        assert (given.begun, given.lost) == (False, False)
+
+
 async def test_of_a_taker_that_ends_what_has_not_begun_is_lost() -> None:
     async with serving() as served:
         held, begun = served.give(), served.give()
@@ -202,9 +215,16 @@ async def test_a_line_in_two_packets_and_a_worker_that_is_behind_pass_through(mo
         app.router.add_get("/{path:.*}", served.answer)
         async with listening(app, host="127.0.0.1", port=0, backlog=8) as url:
             home.port.set_result(int(url.rpartition(":")[2]))
+            seen, passed = asyncio.Event(), front._passed
+
+            async def passes(connection: socket.socket) -> None:
+                seen.set()
+                await passed(connection)
+
+            monkeypatch.setattr(front, "_passed", passes)
             with await connected(front) as connection:
                 await asyncio.get_running_loop().sock_sendall(connection, b"GE")
-                await asyncio.sleep(0.1)  # a packet of its own
+                await asyncio.wait_for(seen.wait(), 10)
                 assert (await ask(connection, (ASKED % b"")[2:])).endswith(b"answered")
 
             def behind(connection: socket.socket) -> Given:
@@ -223,7 +243,8 @@ async def test_a_store_is_asked_over_a_pipe_as_over_http_and_its_end_is_one_sent
     answering = asyncio.create_task(answer_calls(store, ours))
     [rollout] = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={}, mode="train")])
     attempt = await store.start_attempt(rollout.rollout_id)
-    client = WorkerStore("http://127.0.0.1:9", between_s=0.0, pipe=StorePipe(theirs))
+    pipe = StorePipe(theirs)
+    client = WorkerStore("http://127.0.0.1:9", between_s=0.0, pipe=pipe)
     names = (attempt.rollout_id, attempt.attempt.attempt_id)
 
     def span(at: int) -> Span:
@@ -238,6 +259,13 @@ async def test_a_store_is_asked_over_a_pipe_as_over_http_and_its_end_is_one_sent
     assert sorted(one.sequence_id for [one] in written) == sorted(each.sequence_id for each in found)
     with pytest.raises(ValueError, match="nobody"):
         await client.update_attempt("nobody", "1", status="succeeded")
+    for _ in range(20):  # callers that do not wait for their answer leave it to nobody else
+        given_up = asyncio.ensure_future(pipe.ask(b'{"calls": [{"op": "nothing"}]}'))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.wait({given_up})
+        answer = await pipe.ask(b'{"calls": []}')
+        assert answer == {"results": []}
     answering.cancel()
     await asyncio.wait({answering})
     with pytest.raises(DataSourceError, match="the process that holds the store has ended"):

@@ -44,6 +44,7 @@ def _report_shows(dump: Path, policy: Path, rewards: list[float]) -> None:
     assert [value is not None for value in columns["val/reward_mean"]][-1]
     assert {told["words"][at] for at in told["members"]["outcome"]} == {"trained"}
     assert told["damage"] == []
+    assert any("settings" in sentence for sentence in told["absent"])  # slime does not write them
     one = json.loads(reader.rollout(told["kept"][-1]) or b"")
     (sample,) = one["samples"]
     engine, trainer = (

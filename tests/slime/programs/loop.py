@@ -121,17 +121,16 @@ def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str],
 
 
 def gone(*names: str) -> dict[str, int]:
-    """How many actors of these classes are alive; a killed one takes Ray a moment on a busy machine."""
-    end = time.monotonic() + 20.0
-    while any(map(alive, names)) and time.monotonic() < end:
-        time.sleep(0.1)
-    return {name: alive(name) for name in names}
+    """How many actors of these classes do not end: Ray kills them, and does not wait for it."""
+    found = {name: actors(name) for name in names}
+    psutil.wait_procs([process for some in found.values() for process in some], timeout=20)
+    return {name: len(actors(name)) for name in names}
 
 
-def alive(name: str) -> int:
+def actors(name: str) -> list[psutil.Process]:
     """Processes of this Ray that are an actor of this class: after slime's own end there is none."""
-    own = [process.name() for process in psutil.process_iter() if os.getsid(process.pid) == os.getsid(0)]
-    return sum(title.startswith(f"ray::{name}") for title in own)
+    own = [process for process in psutil.process_iter(["name"]) if os.getsid(process.pid) == os.getsid(0)]
+    return [process for process in own if (process.info["name"] or "").startswith(f"ray::{name}")]
 
 
 def slimes_script(name: str) -> Any:
