@@ -268,7 +268,7 @@ class Attempt:
             generation = answer.generation
             choice, ids = reads.choice(generation, call, session)
             served = served_message(choice, call.messages[-1])
-            node = tree.answered(match, line, held=dict(session.messages[-1]), served=served, ids=ids, cut=answer.cut)
+            node = tree.answered(match, line, held=session.messages[-1], served=served, ids=ids, cut=answer.cut)
             work.nodes.append(node)
             if call.kept is not None and index == 0:
                 self.kept[work.id] = [*call.messages[call.kept :], served]
@@ -345,7 +345,7 @@ class Attempt:
                 max_trajectory_tokens=self.settings.max_trajectory_tokens,
                 images=self._images,
                 image_settings=self.settings.images,
-                keep_messages=False,
+                keep_all=False,
                 write=lambda attributes, started: spans.append((attributes, started)),
             )
             return self._root
@@ -356,7 +356,7 @@ class Attempt:
     def _changed_tools(self, role: str, own: Tree, messages: list[Message]) -> ForkReason | None:
         """A conversation that goes on with other tools begins anew in tokens: its prompt lists them."""
         others = (tree for (other, _), tree in self._trees.items() if other == role and tree is not own)
-        return ForkReason.EDITED_HISTORY if any(tree.find(messages).node for tree in others) else None
+        return ForkReason.EDITED_HISTORY if any(tree.find([*messages]).node for tree in others) else None
 
     def _note(self, node: Node, match: Match, place: tuple[int, int], begun: int) -> None:
         self._clock += 1

@@ -1,4 +1,4 @@
-"""The bodies of an attempt's requests: what one shares with an earlier one is neither parsed nor read nor hashed again.
+"""The bodies of an attempt's requests: what one shares with an earlier one is neither parsed nor read again.
 
 Clients send a conversation whole each time, and their serializers write what they have written before in the same
 bytes. So a body is held in two parts: all up to the end of its list of messages, and the rest. One that begins with the
@@ -6,7 +6,8 @@ first, ends with the second and has a comma between them is that conversation wi
 follows the comma is a list without its brackets.
 
 Where the list ends is seen when the second request comes, which differs from the first from there on, and proved by
-parsing the first with one item more at that place.
+parsing the first with one item more at that place. From then on a digest stands for the bytes: hashing 130 kB takes 0.1
+ms, and a thousand conversations that wait would hold as many bytes again as their messages have.
 """
 
 from __future__ import annotations
@@ -36,27 +37,29 @@ _PROBE = "an item that nobody sends: 5f1c2f3d"
 
 @dataclass(slots=True)
 class _Held:
-    """A request that was read: ``head`` ends where its list does, once that is known (``placed``)."""
+    """A request that was read. Its head ends where its list does; once it is known where that is, the bytes are let go
+    of, for its ``length`` and ``digest`` (of the path and the head) tell another that begins with it."""
 
     path: str
-    head: bytes
-    tail: bytes
-    digest: Any  # of the path and the head
     body: Mapping[str, Any]  # its list is empty
     call: Call
-    placed: bool = False
+    raw: bytes = b""
+    length: int = 0
+    digest: bytes = b""
+    tail: bytes = b""
 
 
 @dataclass(slots=True)
 class Request:
-    """What was asked, as bytes. ``key`` is equal for requests that are; ``new`` is what it adds to ``held``."""
+    """What was asked, as bytes. ``key`` is equal for requests that are; ``new`` is what it adds to ``held``, and
+    ``digest`` that of both."""
 
     path: str
     raw: bytes
     key: bytes
     held: _Held | None = None
     new: bytes = b""
-    digest: Any = None  # of what is held, and what is new
+    digest: bytes = b""
 
 
 class Bodies:
@@ -65,16 +68,22 @@ class Bodies:
 
     def look(self, path: str, raw: bytes) -> Request:
         """The request with its key."""
-        for held in reversed(self._held):
-            start, rest = len(held.head), len(raw) - len(held.tail)
-            grown = held.placed and held.path == path and rest > start and raw.startswith(held.head)
-            if grown and raw[start] == ord(",") and raw.endswith(held.tail):
-                new, digest = raw[start:rest], held.digest.copy()
-                digest.update(new)
-                whole = digest.copy()
-                whole.update(held.tail)
-                return Request(path, raw, whole.digest(), held, new, digest)
-        return Request(path, raw, _digest(path, raw).digest())
+        grown = sorted((held for held in self._held if _may_have_grown(held, path, raw)), key=lambda held: held.length)
+        digest, seen, found = _digest(path), memoryview(raw), None
+        at = 0
+        for held in grown:
+            digest.update(seen[at : held.length])
+            at = held.length
+            if digest.digest() == held.digest:
+                found = held, digest.copy()
+        if found is None:
+            digest.update(seen[at:])
+            return Request(path, raw, digest.digest())
+        (held, digest), end = found, len(raw) - len(found[0].tail)
+        digest.update(seen[held.length : end])
+        until = digest.digest()
+        digest.update(seen[end:])
+        return Request(path, raw, digest.digest(), held, raw[held.length : end], until)
 
     async def read(
         self,
@@ -117,30 +126,37 @@ class Bodies:
         if not more:
             return None
         call = replace(held.call, messages=[*held.call.messages, *more])
-        head = held.head + request.new
-        grown = _Held(held.path, head, held.tail, request.digest, held.body, call, placed=True)
+        length = held.length + len(request.new)
+        grown = _Held(held.path, held.body, call, length=length, digest=request.digest, tail=held.tail)
         self._held = [each for each in self._held if each is not held] + [grown]
         return held.body, call
 
     def _hold(self, request: Request, name: str, body: Mapping[str, Any], call: Call) -> None:
         path, raw = request.path, request.raw
-        before = next((held for held in reversed(self._held) if held.path == path and not held.placed), None)
+        before = next((held for held in reversed(self._held) if held.path == path and held.raw), None)
         end = None if before is None else _end_of_list(before, raw, name)
         if end is None:
-            held = _Held(path, raw, b"", None, body, call)
+            held = _Held(path, body, call, raw)
         else:
             self._held = [each for each in self._held if each is not before]
-            held = _Held(path, raw[:end], raw[end:], _digest(path, raw[:end]), body, call, placed=True)
+            digest = _digest(path, raw[:end]).digest()
+            held = _Held(path, body, call, length=end, digest=digest, tail=raw[end:])
         self._held = [*self._held, held][-_HELD:]
 
 
-def _digest(path: str, raw: bytes) -> Any:
+def _may_have_grown(held: _Held, path: str, raw: bytes) -> bool:
+    """Whether a request may be ``held`` with more messages, by what costs nothing to see."""
+    fits = not held.raw and held.path == path and len(raw) - len(held.tail) > held.length
+    return fits and raw[held.length] == ord(",") and raw.endswith(held.tail)
+
+
+def _digest(path: str, raw: bytes = b"") -> Any:
     return hashlib.blake2b(path.encode("utf-8", "surrogatepass") + b"\n" + raw, digest_size=16)
 
 
 def _end_of_list(before: _Held, raw: bytes, name: str) -> int | None:
     """Where the list ``name`` ends in ``raw``, if that is what ``before`` says with more items."""
-    first = before.head
+    first = before.raw
     length = min(len(first), len(raw))
     differs = np.frombuffer(first, np.uint8, length) != np.frombuffer(raw, np.uint8, length)
     at = int(differs.argmax()) if length else 0

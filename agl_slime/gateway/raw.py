@@ -11,7 +11,7 @@ from agl_slime.gateway.tree import Line, Match, Node, OpenSession, Tree
 from agl_slime.sglang.generation import Generation
 from agl_slime.sglang.prompt import PromptIds
 from agl_slime.support.threads import run_in_thread
-from agl_slime.tokens.codec import common_prefix, prompt_ids, token_array
+from agl_slime.tokens.codec import common_prefix, token_array
 from agl_slime.tokens.conversation import LONG_TEXT_CHARS, ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate
@@ -36,7 +36,7 @@ class RawContext(ChatContext):
 
     async def prompt(self) -> PromptIds:
         ids = await run_in_thread(self.prompt_ids) if len(self._text) > LONG_TEXT_CHARS else self.prompt_ids()
-        return prompt_ids(ids)
+        return PromptIds(token_array(ids))
 
     def prompt_ids(self) -> list[int]:
         ids = self._encoded() if self._ids is None else list(self._ids)

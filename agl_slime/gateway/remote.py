@@ -122,7 +122,7 @@ class StoreGateway(Gateway):
             # by a gateway that has ended: what it held of the conversation is gone, and must not be trained twice
             told = f"attempt {attempt_id} was begun at a gateway that has ended: begin the rollout again"
             raise GatewayRequestError(told, status=410, code="attempt_lost")
-        recording = Recording(rollout_id, attempt_id, store=self._store)
+        recording = Recording(rollout_id, attempt_id, store=self._store, forgets=True)
 
         def write(name: str, attributes: dict[str, Any], started: float) -> None:
             recording.add(span_builder(name, attributes, started))

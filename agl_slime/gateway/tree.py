@@ -24,7 +24,7 @@ from agl_slime.tokens.forks import ForkReason, fork_of_edit
 from agl_slime.tokens.template import ChatTemplate
 
 OpenSession = Callable[[list[Message]], RolloutSession]
-_FIRST, _SECOND, _BEFORE = operator.itemgetter(0), operator.itemgetter(1), operator.attrgetter("before")
+_MESSAGE = operator.attrgetter("message")
 
 
 @dataclass(eq=False, slots=True)
@@ -69,13 +69,14 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """A way through what is held: where it is, the last answer on it, the number of its messages, and the walk and
-    message before."""
+    """A way through what is held: where it is, the last answer on it, the number of its messages, the last of them, and
+    the walk up to there."""
 
     state: int
     node: Node | None
     length: int = 0
-    before: tuple[()] | tuple[Walk, Message] = ()
+    message: Message | None = None
+    before: Walk | None = None
 
 
 @dataclass(eq=False)
@@ -87,34 +88,40 @@ class Tree:
     ambiguous: int = 0  # answers that could have been several
     _states: int = 0
     # messages that nobody sampled here; with one key are those that differ in white space at their ends
-    _plain: dict[tuple[int, Hashable], list[tuple[int, Message]]] = field(default_factory=dict)
-    _answers: dict[tuple[int, Hashable], list[Node]] = field(default_factory=dict)
+    _plain: dict[tuple[int, Hashable], tuple[tuple[int, Message], ...]] = field(default_factory=dict)
+    _answers: dict[tuple[int, Hashable], tuple[Node, ...]] = field(default_factory=dict)
     _lines: dict[int, Line] = field(default_factory=dict)  # the last line through each state
     _seen: set[Hashable] = field(default_factory=set)  # answers, and results of tools
     _after: dict[int, int] = field(default_factory=dict)  # the first state after each
     _branched: int = 0  # how often a state got another way on
     # of the last request, all messages that were known but its last one, and the walks up to each; and ``_branched``
-    _walked: list[tuple[Message, list[Walk]]] = field(default_factory=list)
+    _walked: list[Message] = field(default_factory=list)
+    _walks: list[tuple[Walk, ...]] = field(default_factory=list)
     _walked_at: int = 0
     _way: list[Walk] = field(default_factory=list)  # that of the last request, step by step
     _ids: dict[str, str] = field(default_factory=dict)  # of a call as it was served: its id as the model wrote it
 
-    def find(self, messages: Sequence[Message]) -> Match:
-        """What of a request is known."""
+    def find(self, messages: list[Message]) -> Match:
+        """What of a request is known. In ``messages`` an answer's form as its client sent it gives way to the one that
+        is held anyway."""
         if self._walked_at != self._branched:
-            self._walked, self._walked_at = [], self._branched
-        same = [*map(operator.is_, messages[:-1], map(_FIRST, self._walked))]
-        del self._walked[same.index(False) if False in same else len(same) :]
-        walks, several = self._walked[-1][1] if self._walked else [Walk(0, None)], False
+            self._walked, self._walks, self._walked_at = [], [], self._branched
+        same = [*map(operator.is_, messages[:-1], self._walked)]
+        known = same.index(False) if False in same else len(same)
+        del self._walked[known:], self._walks[known:]
+        walks, several = self._walks[-1] if self._walks else (Walk(0, None),), False
         for at in range(len(self._walked), len(messages)):
             message, last, before = messages[at], at == len(messages) - 1, self.ambiguous
-            further = [step for walk in walks for step in self._further(walk, message, last=last)]
+            further = tuple(step for walk in walks for step in self._further(walk, message, last=last))
             if not further:
                 several = self.ambiguous > before
                 break
             walks, self.ambiguous = further, before
             if not last:
-                self._walked.append((message, walks))
+                if len(walks) == 1 and walks[0].node is not None and walks[0].message is walks[0].node.held:
+                    messages[at] = message = walks[0].node.served
+                self._walked.append(message)
+                self._walks.append(walks)
         state, node, line, held = walks[0].state, walks[0].node, self._lines.get(walks[0].state), self._held(walks[0])
         rest = list(messages[len(held) :])
         if several:  # or the line that it branches from would take it for its own
@@ -153,9 +160,9 @@ class Tree:
             at = next((one for one in known if one[1]["content"] == message["content"]), None)
             at = at or (self._new_state(), message)
             for key in keys:
-                same = self._plain.setdefault((state, key), [])
+                same = self._plain.get((state, key), ())
                 if at not in same:
-                    same.append(at)
+                    self._plain[state, key] = (*same, at)
                     self._grows(state, at[0])
             state = at[0]
             self._lines[state] = line
@@ -165,8 +172,9 @@ class Tree:
         turns, depth = line.session.turns, len(line.session.messages)
         node = Node(held, served, state, self._new_state(), line, len(turns) - 1, depth, cut)
         self._grows(state, node.state)
+        alone = (node,)
         for key in answer_keys(served):
-            self._answers.setdefault((state, key), []).append(node)
+            self._answers[state, key] = (*before, node) if (before := self._answers.get((state, key))) else alone
             self._seen.add(key)
         if match.node is not None:
             match.node.continued = True
@@ -190,18 +198,18 @@ class Tree:
     def _further(self, walk: Walk, message: Message, *, last: bool) -> list[Walk]:
         """The walks after one message more, the likeliest first: several where it was held in several forms."""
         if message["role"] == "assistant" and (node := self._answer(walk.state, message)) is not None:
-            return [Walk(node.state, node, walk.length + 1, (walk, node.held))]
+            return [Walk(node.state, node, walk.length + 1, node.held, walk)]
         others = self._other(walk.state, message, exact=last)
-        return [Walk(state, walk.node, walk.length + 1, (walk, held)) for state, held in others]
+        return [Walk(state, walk.node, walk.length + 1, held, walk) for state, held in others]
 
     def _held(self, walk: Walk) -> list[Message]:
         """The messages of a way, as they are held; what it shares with the last one is there already."""
         new: list[Walk] = []
-        while walk.before and not (walk.length <= len(self._way) and self._way[walk.length - 1] is walk):
+        while walk.before is not None and not (walk.length <= len(self._way) and self._way[walk.length - 1] is walk):
             new.append(walk)
-            walk = walk.before[0]
+            walk = walk.before
         self._way[walk.length :] = reversed(new)
-        return [*map(_SECOND, map(_BEFORE, self._way))]
+        return [*map(_MESSAGE, self._way)]
 
     def _answer(self, state: int, message: Message) -> Node | None:
         for key in answer_keys(message):

@@ -138,8 +138,8 @@ class RolloutSession(Session):
     ``tools`` are shown to the model; ``SGLangLitAgent.run`` runs what ``parser`` finds in its answers. ``max_turns``
     limits the answers of the rollout, all branches together; ``max_trajectory_tokens`` the tokens of one conversation,
     prompt and answers: an answer gets no more tokens than are left. Each turn is written as a span, unless ``traced``
-    is off: by ``write(attributes, started)``, or by Agent Lightning's active tracer. With ``keep_messages`` off turns
-    have their messages in their spans only: in each is the history so far.
+    is off: by ``write(attributes, started)``, or by Agent Lightning's active tracer. With ``keep_all`` off turns have
+    their messages and log-probs in their spans only, and nobody edits a message.
     """
 
     role = ""  # of a branch: its turns are trained with the reward that ``set_reward`` gives the role
@@ -154,14 +154,15 @@ class RolloutSession(Session):
         model: str = "",
         max_trajectory_tokens: int | None = None,
         traced: bool = True,
-        keep_messages: bool = True,
+        keep_all: bool = True,
         write: SpanWriter | None = None,
         keep_stop_token: bool = False,
         images: Images | None = None,
         image_settings: ImageSettings = ImageSettings(),  # noqa: B008 - frozen
         **options: Any,
     ) -> None:
-        self.context = ChatContext(template=template, messages=messages, keep_stop_token=keep_stop_token)
+        how: Any = {"keep_stop_token": keep_stop_token, "copies": keep_all}
+        self.context = ChatContext(template=template, messages=messages, **how)
         super().__init__(messages=messages, **options)
         self.sampling = sampling
         self.max_trajectory_tokens = max_trajectory_tokens
@@ -169,9 +170,9 @@ class RolloutSession(Session):
         self.images: Images = {} if images is None else images
         self._image_settings = image_settings
         self._client = client
-        self._encoder = TurnEncoder(model=model or None) if traced else None
+        self._encoder = TurnEncoder(model=model or None, copies=keep_all) if traced else None
         self._write = write or write_span
-        self._keep_messages = keep_messages
+        self._keep_all = keep_all
         self.last_turn: int | None = None  # number of the turn that the conversation's held tokens end with
 
     @property
@@ -262,8 +263,8 @@ class RolloutSession(Session):
         if self._encoder is not None:
             role = {names.ROLE: self.role} if self.role else {}
             self._write({**self._encoder.encode(self.turns[-1]), **role}, started)
-            if not self._keep_messages:
-                self.turns[-1] = replace(self.turns[-1], messages=None)
+            if not self._keep_all:
+                self.turns[-1] = replace(self.turns[-1], messages=None, log_probs=None)
         self.stats.stop_reason = _ENDS.get(generation.finish_reason, StopReason.STOP)
         return Answer(generation.text, generation.finish_reason, generation, cut=cut)
 
@@ -277,7 +278,7 @@ class RolloutSession(Session):
         if template is None:
             branch.context = self.context.branch(messages)
         else:
-            branch.context = ChatContext(template=template, messages=messages)
+            branch.context = ChatContext(template=template, messages=messages, copies=self._keep_all)
             branch.last_turn = None
         return branch
 

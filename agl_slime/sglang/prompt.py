@@ -10,13 +10,13 @@ import numpy.typing as npt
 
 
 class PromptIds(Sequence[int]):
-    """Token ids as a flat int32 ``array``, not to be changed, and as ``json``. A conversation keeps both and adds to
-    them, for a list of 30,000 ids takes longer to make, to check and to write than all else of a call."""
+    """Token ids as a flat int32 ``array``, not to be changed: a list of 30,000 ids takes longer to make, to check and
+    to write than all else of a call."""
 
-    __slots__ = ("array", "json")
+    __slots__ = ("array",)
 
-    def __init__(self, array: npt.NDArray[np.int32], json: bytes) -> None:
-        self.array, self.json = array, json
+    def __init__(self, array: npt.NDArray[np.int32]) -> None:
+        self.array = array
 
     def __len__(self) -> int:
         return len(self.array)

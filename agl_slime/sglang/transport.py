@@ -262,14 +262,14 @@ def _encoded(payload: Any) -> bytes:
     """JSON; the standard library takes what orjson refuses: text cut within a character, numbers beyond 64 bits."""
     try:
         # a copy: orjson's own bytes keep their buffer of 8 kB or more, and a body lives as long as its request
-        return bytes(memoryview(orjson.dumps(payload, default=_written)))
+        return bytes(memoryview(orjson.dumps(payload, default=_written, option=orjson.OPT_SERIALIZE_NUMPY)))
     except TypeError:
         return json.dumps(payload, default=list).encode()
 
 
-def _written(ids: Any) -> orjson.Fragment:
+def _written(ids: Any) -> Any:
     if isinstance(ids, PromptIds):
-        return orjson.Fragment(ids.json)
+        return ids.array
     raise TypeError
 
 

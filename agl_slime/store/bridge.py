@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, get_args
 
-from agl_slime.store.collections import BridgeCollections, WatchList, do_not_measure
+from agl_slime.store.collections import BridgeCollections, WatchList, do_not_measure, share_field_sets
 from agl_slime.store.retention import Retention, StoreUsage, estimate_span_bytes
 from agl_slime.support.agl import (
     Attempt,
@@ -336,6 +336,8 @@ class BridgeStore(InMemoryLightningStore):
             update = self._show_life(rollout_id, attempt_id)
             if update is not None:
                 await self._post_update_rollout([update])
+            for span in spans:
+                share_field_sets(span)
             size = sum(map(estimate_span_bytes, spans))
             self._span_bytes_by_rollout[rollout_id] += size
             self._total_span_bytes += size

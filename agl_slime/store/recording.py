@@ -24,12 +24,14 @@ SpanBuilder = Callable[..., Span]
 
 @dataclass(eq=False)
 class Recording:
-    """The spans of one attempt that are not written yet, in the order in which they ended. Any thread may add."""
+    """The spans of one attempt that are not written yet, in the order in which they ended. Any thread may add. Those
+    that are written stay in ``written``, unless it ``forgets`` what a store has."""
 
     rollout_id: str
     attempt_id: str
     store: LightningStore | None = None
     closed: bool = False
+    forgets: bool = False
     written: list[Span] = field(default_factory=list)
     _pending: list[SpanBuilder] = field(default_factory=list)
     _built: list[Span] = field(default_factory=list)  # numbered; whether the store has them is not known
@@ -77,7 +79,8 @@ class Recording:
         self._built += [build(**ids, sequence_id=number) for build, number in zip(pending, numbers, strict=True)]
         # a store returns those that it had not yet
         new = {s.span_id: s for s in await store.add_many_spans(self._built)} if store is not None else {}
-        self.written += [new.get(span.span_id, span) for span in self._built]
+        if store is None or not self.forgets:
+            self.written += [new.get(span.span_id, span) for span in self._built]
         self._built = []
 
 

@@ -28,8 +28,9 @@ from agl_slime.sglang.prompt import PromptIds
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.codec import TokenArray, TokenBuffer, common_prefix, shared_length, token_array
 from agl_slime.tokens.forks import ForkReason, explain_once, fork_of_edit
-from agl_slime.tokens.template import Addition, ChatTemplate, Message, Rendering, ends_of, same_but_for_blanks
+from agl_slime.tokens.template import Addition, ChatTemplate, Message, Rendering, ends_of
 from agl_slime.tokens.tokenizer import longest_prefix
+from agl_slime.tokens.written import Written
 
 # Tokenizing takes about a millisecond per this many characters; more of those are worth a thread.
 LONG_TEXT_CHARS = 8_000
@@ -74,15 +75,22 @@ class ChatContext:
     was held, by reason; ``open_boundaries`` the open token boundaries. ``kept_tokens`` is how many tokens of what was
     held the last answered prompt began with, and ``fork`` why it did not begin with all of them. With
     ``keep_stop_token`` an answer that ended with a stop token is continued after it, not without it, which would fork.
+    With ``copies`` off nobody edits a message, only lists of them: none is copied to notice that.
     """
 
     def __init__(
-        self, *, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], keep_stop_token: bool = False
+        self,
+        *,
+        template: ChatTemplate,
+        messages: Sequence[Mapping[str, Any]],
+        keep_stop_token: bool = False,
+        copies: bool = True,
     ) -> None:
         if not messages:
             raise ConfigError("the prompt has no messages; build_prompt must return at least one")
         self._template = template
         self._keep_stop_token = keep_stop_token
+        self._copies = copies
         self._tokenizer = template.tokenizer
         self.messages: list[Message] = [dict(message) for message in messages]
         self.forks: Counter[ForkReason] = Counter()
@@ -95,7 +103,7 @@ class ChatContext:
         self._users: list[int] = []  # places of users' messages among those
         self._asked: tuple[_Plan, list[Message]] | None = None  # the last prompt and the messages that it was made of
         self._rendering: Rendering | None = None  # of the messages before the last answer
-        self._written: list[str] = []  # the text of those messages and of the opening after them, in pieces
+        self._written = Written()  # the text of those messages and of the opening after them
         self._whole_at = 0  # number of messages when the whole conversation was last rendered
         self._windows = True  # the ends of the conversation show what the template adds
         self._steps: frozenset[frozenset[tuple[Any, Any]]] = frozenset()  # roles in a row for which they do
@@ -122,7 +130,8 @@ class ChatContext:
 
     def _ask(self, same: int, make: Callable[[], _Plan]) -> PromptIds:
         plan = make()
-        self._asked = plan, [*self._seen[:same], *map(dict, self.messages[same:])]
+        new = self.messages[same:]
+        self._asked = plan, [*self._seen[:same], *(map(dict, new) if self._copies else new)]
         return self._tokens.prompt(plan.kept, plan.added)
 
     def add_answer(self, prompt_ids: Sequence[int], generation: Generation) -> Message:
@@ -139,9 +148,9 @@ class ChatContext:
             self._turns.pop()
         self._rendering = plan.rendering
         if plan.rendering is not None:
-            self._written = [plan.rendering.text, plan.rendering.opening or ""]
-        else:
-            self._written += plan.more_text
+            self._written = Written(plan.rendering.text, plan.rendering.opening or "")
+        elif plan.more_text:
+            self._written.add(*plan.more_text)
         self._tokens.cut(plan.kept)
         self._tokens.extend(plan.added)
         self._tokens.extend(generation.output_ids)
@@ -159,7 +168,7 @@ class ChatContext:
             _Turn(len(seen), plan.length, len(self._tokens), continued, self._stop_text(generation), plan.place)
         )
         at = shared_length(seen, self._seen)
-        self._seen[at:] = [_copy_of(message) for message in seen[at:]]
+        self._seen[at:] = map(_copy_of, seen[at:]) if self._copies else seen[at:]
         del self._users[bisect_left(self._users, at) :]
         self._users += [place for place in range(at, len(seen)) if seen[place].get("role") == "user"]
         return message
@@ -169,7 +178,7 @@ class ChatContext:
         other = copy.copy(self)
         other.messages = [dict(message) for message in messages]
         other.forks, other.open_boundaries, other._asked = Counter(), 0, None
-        other._turns, other._seen, other._written = [*self._turns], [*self._seen], [*self._written]
+        other._turns, other._seen, other._written = [*self._turns], [*self._seen], self._written.copy()
         other._users = [*self._users]
         other._tokens = TokenBuffer(self.token_ids)
         return other
@@ -230,13 +239,13 @@ class ChatContext:
         self._whole_at = len(messages)
         whole = self._template.addition(messages, held)
         self._windows = (whole and (whole.text, whole.opening)) == (ends and (ends.text, ends.opening))
-        if whole is not None and whole.rendering is not None:
-            # the ends agree; so must all that was written between the last time and now
-            held_text = "".join((*self._written, _content(messages[held - 1]), whole.text))
-            if not same_but_for_blanks(held_text, whole.rendering.text):
-                self._windows = False
-                return None
-        return whole
+        if whole is None or whole.rendering is None:
+            return whole
+        # the ends agree; so must all that was written between the last time and now
+        if self._written.says(whole.rendering.text, _content(messages[held - 1]), whole.text):
+            return whole
+        self._windows = False
+        return None
 
     def _continued(self, last: _Turn) -> _Plan:
         """The last answer goes on: with its own tokens as far as its message still says what they say."""

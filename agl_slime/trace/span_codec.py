@@ -46,15 +46,16 @@ _to_json = json.JSONEncoder(ensure_ascii=False, default=str).encode  # json.dump
 class TurnEncoder:
     """Turns of one rollout to span attributes, each stored as the difference to the turn that it goes on from.
 
-    One encoder per rollout attempt. Thread-safe: concurrent branches of an agent may share it.
+    One encoder per rollout attempt. Thread-safe: concurrent branches of an agent may share it. With ``copies`` off
+    nobody edits a message.
     """
 
-    def __init__(self, *, model: str | None = None) -> None:
-        self._model = model
+    def __init__(self, *, model: str | None = None, copies: bool = True) -> None:
+        self._model, self._copies = model, copies
         self.stream = f"{next(_streams) & 0xFFFFFFFF:08x}"
         self._lock = threading.Lock()
         # per turn; turns that go on from each other share a list, of which each has the first so many
-        self._messages: list[tuple[list[_Written], int]] = []
+        self._messages: list[tuple[list[Any], int]] = []
         self._images: list[Images] = []
         self._written: set[str] = set()  # images whose files are in a span
 
@@ -69,7 +70,7 @@ class TurnEncoder:
             kept = min(shared_length(messages, held), length)
             new = [*map(_json, messages[kept:])]
             line = held if kept == len(held) else held[:kept]
-            line += map(_written, messages[kept:], new)
+            line += map(_written, messages[kept:], new) if self._copies else messages[kept:]
             self._messages.append((line, len(messages)))
             shown = image_attributes(turn.images, () if base is None else self._images[base], self._written)
             self._images.append(turn.images)

@@ -24,7 +24,7 @@ TokenSource = Literal["engine", "retokenized"]
 Messages = tuple[Mapping[str, Any], ...]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class Turn:
     """One model call: the prompt that was sent and what was sampled after it.
 

@@ -17,6 +17,7 @@ from agentlightning.store.collection.memory import (
 from agentlightning.store.collection_based import CollectionBasedLightningStore
 
 from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.collections import share_field_sets
 from agl_slime.support.agl import (
     LLM,
     EnqueueRolloutRequest,
@@ -151,3 +152,22 @@ def make_span(rollout_id: str, attempt_id: str, sequence_id: int, **attributes: 
     return Span.from_attributes(
         rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=sequence_id, attributes=attributes
     )
+
+
+def test_spans_share_the_names_of_their_fields_and_say_the_same_as_before() -> None:
+    spans = [span_of(n) for n in range(3)]
+    odd = span_of(3)
+    odd.more = "a field of its own"  # type: ignore[attr-defined]
+    before = [span.model_dump_json() for span in (*spans, odd)]
+    for span in (*spans, odd):
+        share_field_sets(span)
+    assert [span.model_dump_json() for span in (*spans, odd)] == before
+    assert len({id(span.model_fields_set) for span in spans}) == 1
+    assert len({id(span.status.model_fields_set) for span in spans}) == 1
+    assert "more" in odd.model_fields_set
+    assert "more" not in spans[0].model_fields_set
+    assert Span.model_validate_json(before[0]) == spans[0]
+
+
+def span_of(number: int) -> Span:
+    return Span.from_attributes(attributes={"n": number}, rollout_id="r", attempt_id="a", sequence_id=number)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime.errors import TraceError
+from agl_slime.sglang.transport import _encoded
 from agl_slime.tokens.codec import (
     TokenBuffer,
     log_prob_array,
@@ -116,7 +117,7 @@ def test_a_prompt_is_written_as_the_json_of_its_ids_however_the_conversation_wen
         kept = len(held) // 2 if kind == "back" else len(held)
         prompt = buffer.prompt(kept, added)
         assert prompt == [*held[:kept], *added]
-        assert json.loads(prompt.json) == [*prompt]
+        assert json.loads(_encoded({"input_ids": prompt})) == {"input_ids": [*prompt]}
         if kind != "ask":
             buffer.cut(kept)
             buffer.extend(added)

@@ -1,0 +1,51 @@
+"""A digest of what was written says of a text what a comparison without white space and empty blocks says."""
+
+from __future__ import annotations
+
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agl_slime.tokens.written import Written
+
+_PIECES = [
+    "<",
+    ">",
+    "</",
+    "a",
+    "<b>",
+    "</b>",
+    "<think>\n\n</think>",
+    "<a></a>",
+    "<a><a></a>",
+    " ",
+    "é",
+    "\ud800",
+    "x y",
+]
+_TEXTS = st.lists(st.sampled_from(_PIECES), max_size=8).map("".join)
+
+
+def once(text: str) -> str:
+    return re.sub(r"<(\w+)></\1>", "", "".join(text.split()))
+
+
+@given(_TEXTS, _TEXTS, st.integers(1, 9))
+def test_a_digest_of_pieces_is_that_of_the_whole_wherever_it_is_cut(text: str, other: str, size: int) -> None:
+    written = Written(text[:size])
+    for at in range(size, len(text), size):
+        written.add(text[at : at + size])
+    assert written.says(text)
+    assert written.copy().says(text + "<a", "<a")
+    assert written.says(other) == (once(other) == once(text))
+
+
+def test_white_space_and_empty_blocks_do_not_count_and_a_changed_letter_does() -> None:
+    written = Written("<|user|>\nhi <|assistant|>\n")
+    written.add("<thi")
+    written.add("nk>\n", "\n")
+    written.add("</think>", "four\n")
+    assert written.says("<|user|>hi<|assistant|>four five", " five")
+    assert not written.says("<|user|>hi<|assistant|>Four five", " five")
+    assert not written.says("<|user|>hi<|assistant|><think>x</think>four five", " five")
