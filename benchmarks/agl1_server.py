@@ -220,6 +220,10 @@ class Server:
         """CPU seconds of it and its workers."""
         return sum(cpu_seconds(process.pid) for process in self._processes)
 
+    def resident(self) -> int:
+        """Bytes that its workers hold, or it where it has none."""
+        return sum(resident_bytes(process.pid) for process in self._processes[1:] or self._processes)
+
     async def send(self, method: str, path: str, body: bytes) -> bytes:
         headers = {"Content-Type": "application/json", "Authorization": "Bearer the-key"}
         async with self._http.request(method, self._url + path, data=body, headers=headers) as answer:

@@ -4,7 +4,8 @@
 
 Each attempt is one conversation with tool calls, by chat completions, to ``--tokens`` tokens in ``--turns`` turns;
 then nothing is asked for ``--seconds``, and all end. The process measured has the gateway, the store with the spans and
-Agent Lightning 1.0's routes. ``--waiting`` attempts of a single short turn follow. The engine is a stub.
+Agent Lightning 1.0's routes; with ``--workers`` it is those that hold conversations, without the store. ``--waiting``
+attempts of a single short turn follow. The engine is a stub.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from typing import Any
 import orjson
 
 from benchmarks.agl1_server import OURS, Server, markdown, saved, scripted, serving
-from benchmarks.common import cpu_seconds, resident_bytes
 from benchmarks.gateway_long import Protocol, Said, tools_of, words
 from tests.chat_templates import GROUPS_TOOLS
 
 _AT_ONCE = 16
+_CALL = 108  # tokens of a turn beside its observation: call, answer and marks
 _SETTLE_S = 2.0
 
 
@@ -48,6 +49,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=100)
     parser.add_argument("--waiting", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=60.0, help="without a request")
+    parser.add_argument("--workers", type=int, default=1, help="several: their memory, without the store's process")
     parser.add_argument("--quick", action="store_true", help="a twentieth of both, for 10 s")
     options = parser.parse_args()
     if options.quick:
@@ -61,8 +63,8 @@ def main() -> int:
 
 async def measured(model: str, options: Namespace) -> str:
     first = options.tokens // 10
-    grown = Observed(first, (options.tokens - first) // options.turns - 40)  # 40: call, answer and marks
-    how = Namespace(answer_words=16, calls_tools=True, plain=True, python=None, workers=1)
+    grown = Observed(first, (options.tokens - first) // options.turns - _CALL)
+    how = Namespace(answer_words=16, calls_tools=True, plain=True, python=None, workers=options.workers)
     columns = ["attempts", "turns", "tokens each", "MB held", "kB an attempt", "bytes a token", "CPU s a minute idle"]
     columns += ["MB after the end"]
     rows = []
@@ -77,7 +79,7 @@ async def measured(model: str, options: Namespace) -> str:
 
 
 async def held(server: Server, protocol: Protocol, attempts: int, turns: int, seconds: float) -> list[str]:
-    begun = [await server.begun(protocol.path) for _ in range(attempts + 2)]
+    begun = [await server.begun(protocol.path) for _ in range(attempts + 8)]
     tokens: list[int] = []
 
     async def ask(address: str) -> None:
@@ -92,22 +94,22 @@ async def held(server: Server, protocol: Protocol, attempts: int, turns: int, se
         while left:
             await ask(left.pop())
 
-    for _, address in begun[:2]:  # templates are compiled, the stub makes its answers
+    for _, address in begun[:8]:  # templates are compiled, the stub makes its answers
         await ask(address)
     tokens.clear()
-    before = resident_bytes(server.pid)
-    left = [address for _, address in begun[2:]]
+    before = server.resident()
+    left = [address for _, address in begun[8:]]
     await asyncio.gather(*(some() for _ in range(_AT_ONCE)))
     await asyncio.sleep(_SETTLE_S)
-    grown = resident_bytes(server.pid) - before
-    cpu, start = cpu_seconds(server.pid), time.perf_counter()
+    grown = server.resident() - before
+    cpu, start = server.cpu(), time.perf_counter()
     await asyncio.sleep(seconds)
-    idle = 60 * (cpu_seconds(server.pid) - cpu) / (time.perf_counter() - start)
+    idle = 60 * (server.cpu() - cpu) / (time.perf_counter() - start)
     for rollout, _ in begun:
         await server.ended(rollout)
     await server.delete([rollout for rollout, _ in begun])
     await asyncio.sleep(_SETTLE_S)
-    after = resident_bytes(server.pid) - before
+    after = server.resident() - before
     each = sum(tokens) / len(tokens)
     cells = [f"{attempts:,}", f"{turns}", f"{each:,.0f}", f"{grown / 1e6:,.0f}", f"{grown / 1e3 / attempts:,.0f}"]
     return [*cells, f"{grown / attempts / each:.1f}", f"{idle:.2f}", f"{after / 1e6:,.0f}"]

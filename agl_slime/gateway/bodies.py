@@ -32,6 +32,7 @@ from agl_slime.tokens.images import ImageSettings
 
 _HELD = 4  # conversations of one attempt at a time
 _IMAGES = ImageSettings()
+_SHARED = 64
 _PROBE = "an item that nobody sends: 5f1c2f3d"
 
 
@@ -47,6 +48,9 @@ class _Held:
     length: int = 0
     digest: bytes = b""
     tail: bytes = b""
+
+
+_asked: dict[tuple[str, bytes], _Held] = {}  # what attempts have asked for, by the ends of their requests
 
 
 @dataclass(slots=True)
@@ -140,8 +144,22 @@ class Bodies:
         else:
             self._held = [each for each in self._held if each is not before]
             digest = _digest(path, raw[:end]).digest()
-            held = _Held(path, body, call, length=end, digest=digest, tail=raw[end:])
+            held = _shared(_Held(path, body, call, length=end, digest=digest, tail=raw[end:]))
         self._held = [*self._held, held][-_HELD:]
+
+
+def _shared(held: _Held) -> _Held:
+    """``held`` with what an attempt before it asked for as well, in the same object: the tools of an agent, parsed, are
+    as large as many turns."""
+    key = held.path, held.tail
+    if (known := _asked.get(key)) is None:
+        if len(_asked) >= _SHARED:
+            del _asked[next(iter(_asked))]
+        _asked[key] = replace(held, call=replace(held.call, messages=[]))
+    elif known.body == held.body and known.call.tools == held.call.tools:
+        call = replace(held.call, tools=known.call.tools)
+        return replace(held, body=known.body, call=call, tail=known.tail)
+    return held
 
 
 def _may_have_grown(held: _Held, path: str, raw: bytes) -> bool:

@@ -132,6 +132,31 @@ async def test_what_a_request_adds_is_all_that_is_read_of_it(monkeypatch: pytest
     assert read == ["whole", "whole", 2, 2, 2]
 
 
+@pytest.mark.parametrize("tools_last", [True, False])
+async def test_attempts_share_the_tools_that_they_ask_with_and_hold_no_bytes_of_their_messages(
+    tools_last: bool,
+) -> None:
+    path, protocol = "/chat/completions", ChatCompletions()
+
+    async def held(word: str, tools: list[Any]) -> tuple[Any, Bodies]:
+        bodies, said = Bodies(), [{"role": "user", "content": word * 1_000}]
+        for _ in range(4):
+            more = {"tools": tools, "user": "me"}
+            body = {"messages": said, **more} if tools_last else {**more, "messages": said}
+            _, call = await bodies.read(bodies.look(path, json.dumps(body).encode()), protocol, NOTHING_KEPT)
+            said += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+        return call.tools, bodies
+
+    other = {"type": "function", "function": {"name": "other", "parameters": {}}}
+    (first, bodies), (second, _), (third, _) = [
+        await held(word, tools) for word, tools in (("x", [WEATHER]), ("y", [WEATHER]), ("z", [other]))
+    ]
+    assert first is second
+    assert [tool["function"]["name"] for tool in third] == ["other"]
+    [one] = bodies._held
+    assert len(one.raw) + len(one.tail) < 1_000
+
+
 class Resending(Audit):
     """Its client sends most of the history in the bytes that it sent before."""
 
