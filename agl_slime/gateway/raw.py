@@ -3,8 +3,10 @@ tokens; where that begins with what was asked and sampled before, in those token
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from agl_slime.gateway.messages import Message
 from agl_slime.gateway.tree import Line, Match, Node, OpenSession, Tree
@@ -21,17 +23,41 @@ from agl_slime.trace.turn import Turn
 
 @dataclass(frozen=True, slots=True)
 class RawMatch(Match):
-    """``ids``: the prompt, where it came as those."""
+    """``ids``: the prompt, where it came as those. Of the answer that it goes on from ``asked`` is the length of its
+    prompt in characters, and ``whole`` that of prompt and answer, where its words stand here as well; else 0."""
 
     ids: tuple[int, ...] | None = None
+    asked: int = 0
+    whole: int = 0
+
+
+@dataclass(slots=True)
+class _Said:
+    """Of a node, the length of its prompt and of prompt and answer in characters, and their digests: texts that begin
+    with each other are not held again and again."""
+
+    asked: int
+    asked_digest: bytes
+    whole: int
+    whole_digest: bytes
 
 
 class RawContext(ChatContext):
-    """One prompt and its answer."""
+    """One prompt and its answer. ``messages``, which are for reading, have it in pieces: what was asked and answered
+    before, and what came then."""
 
     def __init__(self, template: ChatTemplate, match: RawMatch, turns: Sequence[Turn]) -> None:
-        super().__init__(template=template, messages=match.messages)
-        self._text, self._ids, self._before = match.messages[0]["content"], match.ids, match.node
+        before = match.node.line.session.context if match.node is not None else None
+        self._before = before if isinstance(before, RawContext) else None
+        text = match.messages[0]["content"]
+        pieces: list[Message] = []
+        if self._before is not None and match.whole:
+            pieces = [*self._before.messages]
+        if not pieces or len(text) > match.whole:
+            pieces.append({"role": "text", "content": text[match.whole :]})
+        super().__init__(template=template, messages=pieces, copies=False)
+        self._text, self._ids, self._asked_before = text, match.ids, match.asked
+        self._answered = bool(match.whole)
         self._turn = turns[match.node.turn] if match.node is not None else None
 
     async def prompt(self) -> PromptIds:
@@ -40,19 +66,19 @@ class RawContext(ChatContext):
 
     def prompt_ids(self) -> list[int]:
         ids = self._encoded() if self._ids is None else list(self._ids)
-        if self._turn is not None and self._before is not None:
+        if self._turn is not None:
             self.kept_tokens = common_prefix(self._turn.token_ids, token_array(ids))
             whole = self.kept_tokens == len(self._turn.token_ids)
-            kept_words = self._text.startswith(_text_of(self._before))  # and not the end mark
-            self.fork = None if whole else ForkReason.TEMPLATE if kept_words else ForkReason.BRANCH
+            # its words, and not the end mark
+            self.fork = None if whole else ForkReason.TEMPLATE if self._answered else ForkReason.BRANCH
         return ids
 
     def _encoded(self) -> list[int]:
         tokenizer = self._tokenizer
-        if self._turn is None or self._before is None:
+        if self._turn is None:
             known = self._template.first_prompts  # the other members of the group ask the same
             return self._first() if known is None else list(known.get([self._text], self._first))
-        rest = self._text[len(self._before.held["content"]) :]
+        rest = self._text[self._asked_before :]
         n, same = longest_prefix(tokenizer, self._turn.response_ids.tolist(), rest)
         more = tokenizer.encode(rest[len(same) :], add_special_tokens=False)
         return [*self._turn.prompt_ids.tolist(), *self._turn.response_ids[:n].tolist(), *more]
@@ -62,19 +88,23 @@ class RawContext(ChatContext):
         return self._tokenizer.encode(self._text, add_special_tokens=not (begins and self._text.startswith(begins)))
 
     def add_answer(self, prompt_ids: Sequence[int], generation: Generation) -> Message:
+        kept, before = self.kept_tokens, self._before
+        if before is not None and kept == len(before._tokens):  # nothing else went on from there
+            self._tokens, prompt_ids = before._tokens, prompt_ids[kept:]
         self._tokens.extend(prompt_ids)
         self._tokens.extend(generation.output_ids)
+        self._text, self._ids, self._before, self._turn = "", None, None, None
         self.messages.append({"role": "assistant", "content": generation.text})
         return self.messages[-1]
 
 
 class RawTree(Tree):
-    """The texts of one attempt. ``held`` of a node is its prompt, ``served`` its answer."""
+    """The texts of one attempt. ``served`` of a node is its answer."""
 
     def __init__(self, template: ChatTemplate, open_session: OpenSession) -> None:
         super().__init__(template, open_session)
-        self._nodes: list[Node] = []
-        self._places: dict[str, int] = {}
+        self._said: dict[Node, _Said] = {}
+        self._places: dict[bytes, int] = {}
 
     def find(self, messages: Sequence[Message]) -> RawMatch:
         """The answer whose prompt and words the text begins with, or the longest such prompt."""
@@ -84,13 +114,28 @@ class RawTree(Tree):
         ids = None if isinstance(asked["content"], str) else asked["content"]
         text = asked["content"] if ids is None else self.template.tokenizer.decode(ids, skip_special_tokens=False)
 
-        def known(node: Node) -> int:
-            whole = _text_of(node)
-            return len(whole) if text.startswith(whole) else len(node.held["content"])
+        begins = self._begins(text)
 
-        nodes = (node for node in reversed(self._nodes) if text.startswith(node.held["content"]))
+        def known(node: Node) -> int:
+            return self._said[node].whole if self._said[node].whole_digest in begins else self._said[node].asked
+
+        nodes = (node for node in reversed(self._said) if self._said[node].asked_digest in begins)
         node = max(nodes, key=known, default=None)
-        return RawMatch([{"role": "text", "content": text}], int(node is not None), [], 0, node, None, None, ids)
+        match = RawMatch([{"role": "text", "content": text}], int(node is not None), [], 0, node, None, None, ids)
+        if node is None:
+            return match
+        said = self._said[node]
+        return replace(match, asked=said.asked, whole=said.whole if said.whole_digest in begins else 0)
+
+    def _begins(self, text: str) -> set[bytes]:
+        """The digests of what is held that are those of a beginning of ``text``; in one pass over it."""
+        lengths = {length for said in self._said.values() for length in (said.asked, said.whole)}
+        digest, at, found = _digest(), 0, set[bytes]()
+        for length in sorted(length for length in lengths if length <= len(text)):
+            digest.update(_bytes(text[at:length]))
+            at = length
+            found.add(_marked(digest, length))
+        return found
 
     def take(self, match: Match) -> Line:
         assert isinstance(match, RawMatch)
@@ -102,14 +147,28 @@ class RawTree(Tree):
     def answered(
         self, match: Match, line: Line, *, held: Message, served: Message, ids: Mapping[str, str], cut: bool = False
     ) -> Node:
-        prompt = match.messages[0]
-        place = self._places.setdefault(prompt["content"], len(self._places))
-        node = Node(prompt, served, place, place, line, len(line.session.turns) - 1, 1, cut)
-        if match.node is not None and match.node.held["content"] != prompt["content"]:
+        assert isinstance(match, RawMatch)
+        text, words = match.messages[0]["content"], served["content"]
+        digest = _digest(text)
+        asked = _marked(digest, len(text))
+        digest.update(_bytes(words))
+        whole = len(text) + len(words)
+        place = self._places.setdefault(asked, len(self._places))
+        node = Node({}, served, place, place, line, len(line.session.turns) - 1, 1, cut)
+        if match.node is not None and self._said[match.node].asked_digest != asked:
             match.node.continued = True
-        self._nodes.append(node)
+        self._said[node] = _Said(len(text), asked, whole, _marked(digest, whole))
         return node
 
 
-def _text_of(node: Node) -> str:
-    return node.held["content"] + node.served["content"]
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _digest(text: str = "") -> Any:
+    return hashlib.blake2b(_bytes(text), digest_size=16)
+
+
+def _marked(digest: Any, length: int) -> bytes:
+    """The digest of the text so far, with its length."""
+    return digest.digest() + length.to_bytes(8, "big")

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from agl_slime.errors import ConfigError
 from agl_slime.sglang.generation import Generation
@@ -92,7 +92,7 @@ class ChatContext:
         self._keep_stop_token = keep_stop_token
         self._copies = copies
         self._tokenizer = template.tokenizer
-        self.messages: list[Message] = [dict(message) for message in messages]
+        self.messages: list[Message] = [dict(each) if copies else cast(Message, each) for each in messages]
         self.forks: Counter[ForkReason] = Counter()
         self.open_boundaries = 0
         self.kept_tokens = 0

@@ -10,6 +10,7 @@ import pytest
 from agl_slime.gateway.raw import RawContext, RawMatch
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import chat_template
+from agl_slime.trace.attributes import MESSAGES_NEW
 from tests.gateway_cases import TEMPLATE, Case, serving, trained_once
 from tests.trace_tokenizers import small_tokenizer
 
@@ -73,6 +74,22 @@ def test_an_end_mark_that_the_client_does_not_send_is_not_sent_to_the_engine() -
         assert case.tokenizer.decode(asked(case)[1]) == "Count: one two and "
         assert [turn.fork for turn in turns] == [None, ForkReason.TEMPLATE]
         trained_once(turns, case.segments)
+
+
+def test_texts_that_begin_with_each_other_are_not_held_and_written_again_and_again() -> None:
+    count, prompts = 40, ["Count: "]
+    with serving("one two") as case:
+        for _ in range(count):
+            prompts.append(prompts[-1] + complete(case, prompts[-1])["text"] + f"{END} and three ")
+        written = sum(len(span.attributes.get(MESSAGES_NEW, "")) for span in case.spans)
+        assert written < 6 * len(prompts[-1])  # in each span all before it would be twenty times as much
+        for turn, prompt in zip(case.turns, prompts, strict=False):
+            assert turn.messages is not None
+            assert "".join(message["content"] for message in turn.messages) == prompt
+        assert case.attempt._root is not None
+        held = {id(turn.prompt_ids.base) for turn in case.attempt._root.turns[count // 2 :]}
+        assert len(held) == 1  # views of one buffer
+        trained_once(case.turns, case.segments)
 
 
 def test_an_answer_that_a_limit_cut_is_gone_on_with_in_one_sample() -> None:
