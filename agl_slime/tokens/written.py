@@ -25,8 +25,10 @@ class Written:
         start = text.rfind("<", 0, max(0, text.rfind("<")))  # of what is open, neither a third "<" can be part
         begun = _BEGUN.search(text, max(0, start))
         end = len(text) if begun is None else begun.start()
-        self._digest.update(_EMPTY_BLOCK.sub("", text[:end]).encode("utf-8", "surrogatepass"))
-        self._pieces = (text[end:],)
+        said, self._pieces = text[:end], (text[end:],)
+        if "></" in said:
+            said = _EMPTY_BLOCK.sub("", said)
+        self._digest.update(said.encode("utf-8", "surrogatepass"))
 
     def copy(self) -> Written:
         other = Written(*self._pieces)
