@@ -11,6 +11,7 @@ import binascii
 import mmap
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -140,8 +141,11 @@ def _frozen(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _room(ids: int) -> TokenArray:
     """Space for so many; much of it in pages of its own: what malloc hands out may have been written to before."""
-    size = 4 * ids
-    return np.empty(ids, np.int32) if size < _PAGES else np.frombuffer(mmap.mmap(-1, size), np.int32)
+    if 4 * ids >= _PAGES:
+        with suppress(OSError):  # a process may have so many mappings
+            # private: of those that a fork leaves to parent and child each has its own
+            return np.frombuffer(mmap.mmap(-1, 4 * ids, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.int32)
+    return np.empty(ids, np.int32)
 
 
 class TokenBuffer:
@@ -167,7 +171,8 @@ class TokenBuffer:
     def cut(self, length: int) -> None:
         """Drop all but the first ``length`` ids."""
         if length < self._length:
-            self._ids = self._ids.copy()  # what is dropped stands in views
+            held, self._ids = self._ids, _room(len(self._ids))  # what is dropped stands in views
+            self._ids[:length] = held[:length]
             self._length = length
 
     def prompt(self, kept: int, added: Sequence[int]) -> PromptIds:

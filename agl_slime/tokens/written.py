@@ -22,7 +22,7 @@ class Written:
 
     def add(self, *pieces: str) -> None:
         text = "".join("".join((*self._pieces, *pieces)).split())
-        start = text.rfind("<", 0, max(0, text.rfind("<")))  # of what is open, neither a third "<" can be part
+        start = text.rfind("<", 0, max(0, text.rfind("<")))  # what is open has two "<" at most
         begun = _BEGUN.search(text, max(0, start))
         end = len(text) if begun is None else begun.start()
         said, self._pieces = text[:end], (text[end:],)
