@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import mmap
-import os
 from typing import Any
 
 import pytest
@@ -359,31 +357,6 @@ def test_views_of_a_token_buffer_do_not_change() -> None:
     assert buffer.ids[300] == -1
     with pytest.raises(ValueError, match="read-only"):
         views[0][0] = 5
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_what_a_forked_process_adds_to_a_token_buffer_is_its_own() -> None:
-    buffer = TokenBuffer(range(3_000))
-    buffer.extend([1])  # into pages of its own
-    if (child := os.fork()) == 0:
-        try:
-            buffer.extend([2])
-        finally:
-            os._exit(int(buffer.ids.tolist()[-1] != 2))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert buffer._ids[3_001] == 0
-    assert buffer.ids[-1] == 1
-
-
-def test_a_token_buffer_goes_on_where_there_are_no_more_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(*args: Any, **options: Any) -> Any:
-        raise OSError("Cannot allocate memory")
-
-    monkeypatch.setattr(mmap, "mmap", none_left)
-    buffer = TokenBuffer(range(3_000))
-    buffer.extend(range(30_000))
-    buffer.cut(29_000)
-    assert buffer.ids.tolist() == [*range(3_000), *range(26_000)]
 
 
 def test_without_a_template_a_text_is_the_text_as_it_is_and_messages_are_refused() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import mmap
+import os
 import struct
 from typing import Any
 
@@ -123,3 +125,28 @@ def test_a_prompt_is_written_as_the_json_of_its_ids_however_the_conversation_wen
             buffer.extend(added)
             held = [*held[:kept], *added]
         assert [*buffer.ids] == held
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_what_a_forked_process_adds_to_a_token_buffer_is_its_own() -> None:
+    buffer = TokenBuffer(range(3_000))
+    buffer.extend([1])  # into pages of its own
+    if (child := os.fork()) == 0:
+        try:
+            buffer.extend([2])
+        finally:
+            os._exit(int(buffer.ids.tolist()[-1] != 2))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert buffer._ids[3_001] == 0
+    assert buffer.ids[-1] == 1
+
+
+def test_a_token_buffer_goes_on_where_there_are_no_more_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*args: Any, **options: Any) -> Any:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", none_left)
+    buffer = TokenBuffer(range(3_000))
+    buffer.extend(range(30_000))
+    buffer.cut(29_000)
+    assert buffer.ids.tolist() == [*range(3_000), *range(26_000)]
