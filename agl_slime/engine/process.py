@@ -13,9 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
-
-from typing_extensions import Self
+from typing import IO, Self
 
 from agl_slime.errors import EngineError, EngineTimeoutError
 from agl_slime.support.threads import usable_cores

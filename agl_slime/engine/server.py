@@ -115,7 +115,7 @@ class EmbeddedServer:
             )
         except web.HTTPException as error:  # an unknown path, too large a body
             return json_response({"error": {"message": error.reason}}, status=error.status)
-        except (AglSlimeError, asyncio.TimeoutError) as error:
+        except (TimeoutError, AglSlimeError) as error:
             return json_response({"error": {"message": str(error) or type(error).__name__}}, status=500)
 
     # -- generation ---------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class EmbeddedServer:
         request = Request(rid=f"HEALTH_CHECK_{time.time_ns()}", input_ids=[0], sampling=sampling)
         try:
             await asyncio.wait_for(self._run([request]), _HEALTH_TIMEOUT_S)
-        except (asyncio.TimeoutError, EngineError):
+        except (TimeoutError, EngineError):
             return web.Response(status=503)
         return web.Response()
 

@@ -241,7 +241,7 @@ class SGLangClient:
                 answer = await self._http.send("POST", "/generate", {**payload, "rid": rid}, **how)
             except aiohttp.ClientConnectorError:
                 raise  # it never arrived
-            except (asyncio.CancelledError, asyncio.TimeoutError, TimeoutError, aiohttp.ClientError, OSError) as error:
+            except (asyncio.CancelledError, TimeoutError, aiohttp.ClientError, OSError) as error:
                 # it may still run there, for nobody, and hold its place in the batch
                 self._abort_soon(rid)
                 if isinstance(error, asyncio.CancelledError) or not streamed:
@@ -350,7 +350,7 @@ class SGLangClient:
             if not isinstance(model_path := info.get("model_path"), str):
                 raise EngineProtocolError("its /model_info names no model_path")
             return EngineDescription(base_url=url, model_path=model_path, weight_version=version_of(info, url))
-        except (EngineUnreachableError, asyncio.TimeoutError, TimeoutError) as error:
+        except (EngineUnreachableError, TimeoutError) as error:
             why = str(error) or f"no answer within {timeout_s:g} s"
             raise EngineUnreachableError(
                 f"no SGLang at {url}: {why}; check the URL, that the server is up and that no firewall stands between"

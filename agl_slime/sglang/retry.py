@@ -16,7 +16,6 @@ Every failure becomes the typed error that the caller would get; its class says 
 
 from __future__ import annotations
 
-import asyncio
 import email.utils
 import errno
 import json
@@ -103,7 +102,7 @@ def engine_error(exc: BaseException, *, where: str = "the engine") -> EngineErro
         if isinstance(exc, OSError) and exc.errno in (errno.EMFILE, errno.ENFILE):
             text += "; raise the limit of open files (ulimit -n) or lower ClientSettings.max_connections"
         return EngineUnreachableError(f"{where} could not be reached: {text}")
-    if isinstance(exc, (asyncio.TimeoutError, TimeoutError)):  # two classes on Python 3.10
+    if isinstance(exc, TimeoutError):
         return EngineTimeoutError(f"{where} sent nothing within the idle timeout")
     if isinstance(exc, aiohttp.ClientResponseError):
         return EngineProtocolError(f"{where} does not speak HTTP: {text}")

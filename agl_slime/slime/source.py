@@ -7,9 +7,7 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.errors import ConfigError, DataSourceError, spell_exception

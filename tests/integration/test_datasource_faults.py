@@ -57,7 +57,7 @@ class Flaky(BridgeStore):
 
 
 async def test_a_read_that_fails_while_the_store_restarts_is_made_again() -> None:
-    store = Flaky(ConnectionError("refused"), asyncio.TimeoutError(), ConnectionResetError("reset"))
+    store = Flaky(ConnectionError("refused"), TimeoutError(), ConnectionResetError("reset"))
     with AGLDataSource(store=store, settings=QUICK) as source:
         ids = await enqueue(store, 2)
         for rollout_id in ids:
