@@ -133,7 +133,7 @@ class AGLDataSource(DataSource):
         if self._demand is not None:
             self._demand.want(groups)
         else:
-            self.groups.ends.begin()
+            self.groups.follower.begin()
 
     def pace(self, rollout_id: int) -> None:
         """slime asks for the groups of this rollout; with ``agl_max_staleness`` that is what training is paced by.
