@@ -87,8 +87,10 @@ class RolloutWriter:
     def handle(self, event: Event) -> None:
         if isinstance(event, GroupsCollected):
             self._sound_alarms(self._collected(event.iteration, event.groups))
-        elif isinstance(event, RunStarted) and self._groups_file.path.exists():  # the run is gone on with
-            self._best = max(map(_best, iter_jsonl(self._groups_file.path)), default=self._best)
+        elif isinstance(event, RunStarted):
+            self._last = event.iteration
+            if self._groups_file.path.exists():  # the run is resumed
+                self._best = max(map(_best, iter_jsonl(self._groups_file.path)), default=self._best)
         elif isinstance(event, GroupsRestored):
             known = self._written_until(event.iteration)
             waiting = [group for group in event.groups if known.isdisjoint(_ids(group))]
@@ -164,9 +166,8 @@ class RolloutWriter:
                 kept[rollout_id] = jsonable({**outcome, **known, **self._describe(member, group)})
         if kept and self._keep == "sampled" and not self._room.take(size_of(iteration, list(kept.values()))):
             kept = {}
-        # also where there is nothing to write: what a run that was cut off has left of this iteration goes. Rollouts
-        # first: a run that is killed between the two has no group that keeps a rollout which is not there.
-        if kept or self._file.path.exists():
+        # rollouts first: a run that is killed between the two has no group that keeps a rollout which is not there
+        if kept:
             self._file.append(iteration, list(kept.values()))
         lines = [{**group.line, "kept": [one for one in group.members if one in kept]} for group in groups]
         self._groups_file.append(iteration, lines)
