@@ -187,8 +187,8 @@ class OnlineRLLoop:
             on_group=lambda group: _post(loop, self._schedule.finalized, group),
         )
         per_iteration = settings.rollout_batch_size * settings.n_samples_per_prompt
-        counts = {"num_iterations": settings.num_iterations, "rollouts_per_iteration": per_iteration}
-        self._emit(events.RunStarted(iteration=self._state.iteration, **counts))
+        began, n = self._state.iteration, settings.num_iterations
+        self._emit(events.RunStarted(iteration=began, num_iterations=n, rollouts_per_iteration=per_iteration))
         if ready := self.data_source.ready_groups():
             self._emit(events.GroupsRestored(iteration=self._state.iteration, groups=ready))
         reason = "interrupted"

@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import random
 import select
+import shutil
 import signal
 import sys
 import tempfile
@@ -200,15 +201,15 @@ def run(
                 code, took = _end(process, first, rng)
                 result.slowest_s = max(result.slowest_s, took)
                 expected = {130, -first, -signal.SIGKILL} | ({0} if phase == "end" else set())
-                if code not in expected:
-                    result.findings.append(f"{where}: ended with {code}; {scene.last_words()}")
+                wrong = [] if code in expected else [f"ended with {code}; {scene.last_words()}"]
             finally:
                 process.kill()
                 process.join()
                 reader.close()
-            found = scene.look() + scene.leftovers()
-            result.findings += [f"{where}: {one}" for one in found]
-            print(f"{where} (in {now}): exit code {code} after {took:.1f} s, {len(found)} findings", flush=True)
+            wrong += scene.look() + scene.leftovers()
+            result.findings += [f"{where}: {one}" for one in wrong]
+            told = f"{where} (in {now}): exit code {code} after {took:.1f} s, {len(wrong)} findings"
+            print("\n    ".join([told, *wrong]), flush=True)
         process, reader = scene.begin(scene.done() + 3, cold=False)
         process.join(limit_s)
         reader.close()
@@ -250,9 +251,12 @@ def main() -> int:
     parser.add_argument("--trainer", choices=("local", "slime"), default="local")
     options = parser.parse_args()
     rng = random.Random(options.seed)
-    with tempfile.TemporaryDirectory() as directory:
-        how: dict[str, Any] = {"max_staleness": options.max_staleness, "trainer": options.trainer}
-        result = run(Path(directory), planned=ends(options.ends, rng), rng=rng, **how)
+    directory = Path(tempfile.mkdtemp(prefix="end-train-"))
+    print(f"the run is in {directory}, which is kept where something is wrong", flush=True)
+    how: dict[str, Any] = {"max_staleness": options.max_staleness, "trainer": options.trainer}
+    result = run(directory, planned=ends(options.ends, rng), rng=rng, **how)
+    if not result.findings:
+        shutil.rmtree(directory)
     print(
         f"{result.ends} ends in {result.seconds:.0f} s, by phase {dict(result.by_phase)}; "
         f"{result.iterations} iterations"
