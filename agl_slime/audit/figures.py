@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -54,6 +55,33 @@ def sealed_again(sample: dict[str, Any]) -> list[Any]:
     for version, start, end in sample["weight_versions"]:
         versions[version] += int(mask[start:end].sum())
     return [hashlib.blake2b(content, digest_size=8).hexdigest(), int(mask.sum()), +versions]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the trainer told of the trained tokens of a Sample: of all of them (``whole``), or of some (``told``)."""
+
+    told: bool
+    whole: bool
+    digest: str
+    difference: float
+    """Most that its log-probs differ from the engine's."""
+
+
+def scores_of(sample: dict[str, Any]) -> Scores:
+    """The trainer's figures of a Sample that ``sealed_again`` has read."""
+    names = ("trainer_log_probs", "advantages", "engine_log_probs")
+    trainer, advantages, engine = (np.frombuffer(base64.b64decode(sample[name]), "<f4") for name in names)
+    mask = np.zeros(len(trainer), dtype=bool)
+    for start, end in sample["trained"]:
+        mask[start:end] = True
+    known = np.isfinite(trainer[mask]) & np.isfinite(advantages[mask])
+    told = bool((np.isfinite(trainer[mask]) | np.isfinite(advantages[mask])).any())
+    content = trainer[mask].tobytes() + advantages[mask].tobytes()
+    apart = np.abs(trainer[mask] - engine[mask])
+    apart = apart[np.isfinite(apart)]
+    digest = hashlib.blake2b(content, digest_size=8).hexdigest() if told else ""
+    return Scores(told, bool(known.all()), digest, float(apart.max()) if len(apart) else 0.0)
 
 
 def sums_of(groups: list[dict[str, Any]]) -> dict[str, Any]:

@@ -178,7 +178,7 @@ async def run_training(
                 events.TrainingProgressed(iteration=iteration, share=share)
             )
             metrics = trainer.train(groups, iteration=iteration)
-            trained.append(iteration, describe_batch(groups))
+            trained.append(iteration, describe_batch(groups, trainer.scores))
             reports.handle(_batch_trained(iteration, groups, trainer))
             metrics[TOKENS_TRAINED] = metrics.pop("train/tokens")
             return metrics

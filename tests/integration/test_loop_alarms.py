@@ -54,7 +54,7 @@ def test_answers_that_are_all_alike_are_told_unless_they_earn_the_best_reward(tm
 def test_a_run_that_is_gone_on_with_knows_the_best_reward_before(tmp_path: Path) -> None:
     half = HelloAgent(judge=lambda task, response: 0.5)
     assert not warnings_of(tmp_path, HelloAgent(), rollout_batch_size=8)
-    start = LoopState(iteration=1, reward_means=(1.0,))
-    texts = warnings_of(tmp_path, half, rollout_batch_size=8, num_iterations=2, start=start)
+    start = LoopState(iteration=2, reward_means=(1.0, 1.0))
+    texts = warnings_of(tmp_path, half, rollout_batch_size=8, num_iterations=3, start=start)
     assert [text for text in texts if "all answers are the same to the token" in text]
     assert not warnings_of(tmp_path / "new", half, rollout_batch_size=8)
