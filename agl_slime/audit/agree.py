@@ -19,6 +19,7 @@ _METRICS, _TRAINED, _GROUPS, _ROLLOUTS = SHAPES
 _LEDGER, _SUMMARY = "ledger.sqlite", "summary.json"
 _AS_ITS_GROUP_ENDED = ("cancelled", "group_finalized")  # a failed rollout was begun again just then
 _CUT_OFF = ("restarted", "run_ended")
+MOST_TURNS = 200  # of a rollout that is kept
 _REMEMBERED = 100_000  # ended rollouts that the ledger knows by id
 _QUERIES = (
     "SELECT rollout_id, instance_id, state, outcome, reason, closed_no FROM ledger_rollouts",
@@ -237,6 +238,9 @@ class _Run:
             self._claim(where, about, reward=reward, task=record["instance_id"], outcome=outcome, reason=reason)
             self._claim(where, about, iteration=record["iteration"], collected=record["collected"], sealed=sealed)
             self._claim(where, about, tokens=tokens, turns=turns, group=record["group_id"])
+            if any(versions and sum(versions.values()) != size for _, size, versions in sealed):
+                self._say(where, f"the versions of {about} are those of other tokens than it has to train on")
+            self._claim(where, about, samples=n)
             if n != len(sealed) or sum(one[1] for one in sealed) > tokens:
                 self._say(where, f"{about} has {n} samples and {tokens} tokens, and {sealed} to train on")
             if not {version for one in sealed for version in one[2]} <= set(record["weight_versions"]):
@@ -253,9 +257,14 @@ class _Run:
     def _rollout(self, where: str, record: dict[str, Any]) -> None:
         about = f"rollout {record['rollout_id']}"
         self._once(where, about, "kept")
-        same = ("iteration", "collected", "outcome", "reward", "tokens", "reason")
-        self._claim(where, about, **{name: record[name] for name in same})
+        alike = ("iteration", "collected", "outcome", "reward", "tokens", "reason")
+        self._claim(where, about, **{name: record[name] for name in alike})
         self._claim(where, about, task=record["instance_id"], group=record["group_id"])
+        self._claim(where, about, samples=len(record["samples"]) + record["left_out"]["samples"])
+        if record["messages"] and len(record["turns"]) < MOST_TURNS:
+            self._claim(where, about, turns=len(record["turns"]))
+        if not same(record["rewards"].get("primary", record["reward"]), record["reward"]):
+            self._say(where, f"the primary one of the rewards of {about} is not its reward")
         try:
             samples = [sealed_again(sample) for sample in record["samples"]]
         except ValueError as error:

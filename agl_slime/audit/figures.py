@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+MOST_TOKENS = 65_536  # of a Sample that is kept
 STRAGGLERS = ("group_timeout", "group_dropped")
 
 
@@ -40,6 +41,8 @@ def sealed_again(sample: dict[str, Any]) -> list[Any]:
     engine, *rest = (np.frombuffer(base64.b64decode(text, validate=True), "<f4") for text in columns)
     spans = [*sample["trained"], *sample["turn_spans"], *(span[1:] for span in sample["weight_versions"])]
     fits = all(len(span) == 2 and 0 <= span[0] <= span[1] <= length + sample["left_out"] for span in spans)
+    if sample["left_out"] and len(tokens) < MOST_TOKENS:
+        raise ValueError(f"leaves tokens out, and has {len(tokens)}")
     if not fits or {len(engine), *map(len, rest)} != {length} or len(sample["pieces"]) != len(tokens):
         raise ValueError("has tokens, pieces, spans and figures of different lengths")
     mask = np.zeros(length, dtype=bool)

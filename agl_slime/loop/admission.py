@@ -28,6 +28,8 @@ class Admission:
         """Steps whose weights are in use; goes up only."""
         self.taken = step * batch_size
         """Groups that were taken to be trained on."""
+        self.batch: dict[int, int] = {}
+        """What was taken last, with the step at which each was admitted."""
         self._batch_size, self._max_staleness, self._last_step = batch_size, max_staleness, last_step
         self._in_flight: dict[int, int] = {}  # with the step at which each was admitted
         self._ended: dict[int, int] = {}
@@ -74,11 +76,9 @@ class Admission:
         n = self._batch_size if n is None else n
         if self.available < n:
             return None
-        batch = _by_age(self._ended)[:n]
-        for number in batch:
-            del self._ended[number]
+        self.batch = {number: self._ended.pop(number) for number in _by_age(self._ended)[:n]}
         self.taken += n
-        return batch
+        return [*self.batch]
 
     def reject(self, n: int) -> None:
         """So many that were taken are not trained on: others may be in their places."""

@@ -139,6 +139,9 @@ class Scene(kill_train.Run):
         if (self.output / "metrics.jsonl").exists():
             result = audit_files(self.output)
             found += result.findings + ([] if result.finished or not finished else ["the run did not finish"])
+            behind = max((row.get("rollout/staleness_max") or 0 for row in self.rows()), default=0)
+            limit = int(self.more[self.more.index("--max-staleness") + 1])
+            found += [f"tokens are {behind} versions behind, and the limit is {limit}"] if behind > limit else []
         groups = self.output / "groups.jsonl"
         if groups.exists():
             lines = [line for line in groups.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
@@ -200,7 +203,8 @@ def run(
                 result.by_phase[now] += 1
                 code, took = _end(process, first, rng)
                 result.slowest_s = max(result.slowest_s, took)
-                expected = {130, -first, -signal.SIGKILL} | ({0} if phase == "end" else set())
+                # before the command line is there, Python ends with 1 for a KeyboardInterrupt
+                expected = {130, -first, -signal.SIGKILL} | {"end": {0}, "start": {1}}.get(phase, set())
                 wrong = [] if code in expected else [f"ended with {code}; {scene.last_words()}"]
             finally:
                 process.kill()
