@@ -15,6 +15,8 @@ from agl_slime.support.intervals import estimate
 from agl_slime.support.threads import abandoned_threads
 from agl_slime.types import Sample, staleness_of
 
+# Of a batch or a validation: more failed rollouts than this are alarming.
+FAILED_SHARE = 0.2
 # Of an exception's message in the sentence that says why a run stopped; a judge may put a whole page into one.
 _LONGEST_MESSAGE = 300
 
@@ -94,11 +96,13 @@ def eval_metrics(groups: Sequence[GroupResult]) -> dict[str, Any]:
     rewards = [reward for own in of_tasks for reward in own]
     interval = estimate([fmean(own) for own in of_tasks if own])
     bounds = (None, None) if interval is None else (interval.low, interval.high)
+    failures = Counter(member.failure for member in members if not member.ok)
     return {
         names.VAL_REWARD_MEAN: fmean(rewards) if rewards else None,
         **dict(zip(names.VAL_INTERVAL, bounds, strict=True)),
-        "val/count": len(members),
-        "val/failed": sum(not member.ok for member in members),
+        names.VAL_COUNT: len(members),
+        names.VAL_FAILED: failures.total(),
+        **{f"{names.VAL_FAILED}/{reason}": count for reason, count in failures.items()},
     }
 
 

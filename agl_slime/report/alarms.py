@@ -13,13 +13,14 @@ from statistics import median
 from typing import Any
 
 from agl_slime import metric_names as m
+from agl_slime.loop.metrics import FAILED_SHARE
 from agl_slime.report.metrics import number
 
 ENOUGH = 8  # rollouts of an iteration that say something
 IN_A_ROW = 3  # iterations of what one may have by chance
 KNOWN = 5  # iterations before that a jump is measured by
 FEW_GROUPS = 4
-SAME_SHARE, ABORTED_SHARE, TRUNCATED_SHARE, FAILED_SHARE, ALIKE_SHARE = 0.8, 0.3, 0.3, 0.2, 0.5
+SAME_SHARE, ABORTED_SHARE, TRUNCATED_SHARE, ALIKE_SHARE = 0.8, 0.3, 0.3, 0.5
 NEVER_IN = 32  # rollouts without a call of a tool that is on offer
 JUMP = 10.0  # times the median before
 STALL, STALL_S = 5.0, 10.0  # times the median before, and so many seconds more
@@ -231,6 +232,24 @@ def failures(steps: Sequence[_Step]) -> Iterator[Alarm]:
             yield _alarm("failures", step, text, advice, about=main, metric=m.FAILED, rollout=example)
 
 
+def failed_validations(steps: Sequence[_Step]) -> Iterator[Alarm]:
+    """A validation with many failed rollouts, whose mean is of the others."""
+    for step in steps:
+        for count_name, failed_name in ((m.VAL_START_COUNT, m.VAL_START_FAILED), (m.VAL_COUNT, m.VAL_FAILED)):
+            count, failed = (number(step.metrics, name) or 0 for name in (count_name, failed_name))
+            if failed > FAILED_SHARE * count:
+                reasons = {name: number(step.metrics, name) or 0 for name in step.metrics}
+                why = Counter({name: n for name, n in reasons.items() if name.startswith(f"{failed_name}/")})
+                spelled = ", ".join(f"{name.rpartition('/')[2]} {n:.0f}" for name, n in why.most_common(3))
+                text = (
+                    f"{failed:.0f} of {count:.0f} validation rollouts failed ({spelled}), and the mean leaves them out"
+                )
+                advice = "the warning of the run, which has the first message of each reason; validations with other"
+                advice += " shares of failures cannot be compared"
+                yield _alarm("validation failures", step, text, advice, metric=failed_name)
+                return
+
+
 def refusals(steps: Sequence[_Step]) -> Iterator[Alarm]:
     """Requests of agents that the gateway refused as wrong: some clients swallow that, and the reward is for less."""
     for step in steps:
@@ -243,7 +262,7 @@ def refusals(steps: Sequence[_Step]) -> Iterator[Alarm]:
 
 
 _LOOKS = (zero_variance, stalls, abort_storms, truncation, silent_tools, alike, kl_jumps, logprob_jumps)
-_LOOKS += (length_bias, failures, refusals)
+_LOOKS += (length_bias, failures, failed_validations, refusals)
 
 
 def _alarm(kind: str, step: _Step, text: str, advice: str, **evidence: str) -> Alarm:

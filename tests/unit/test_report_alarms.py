@@ -106,6 +106,11 @@ def refused(run: Run) -> None:
     run[0][6] |= {"gateway/refused/400": 3.0, "gateway/refused/410": 9.0, "gateway/refused/429": 9.0}
 
 
+def failed_validation(run: Run) -> None:
+    run[0][5] |= {"val/reward_mean": 1.0, "val/count": 16, "val/failed": 15, "val/failed/timeout": 15}
+    run[0][2] |= {"val/reward_mean": 1.0, "val/count": 16, "val/failed": 3, "val/failed/timeout": 3}
+
+
 FAULTS: list[tuple[Callable[[Run], None], str, int, str]] = [
     (no_spread, "zero variance", 4, "for 9 iterations"),
     (hang, "stall", 9, "collect took 90 s where 2.0 s was usual"),
@@ -118,6 +123,7 @@ FAULTS: list[tuple[Callable[[Run], None], str, int, str]] = [
     (disagree, "log-prob jump", 8, "0.3 nats"),
     (short_ones, "length bias", 7, "38% shorter"),
     (refused, "refused requests", 7, "3 requests of agents were refused"),
+    (failed_validation, "validation failures", 6, "15 of 16 validation rollouts failed (timeout 15)"),
     (broken_judge, "failures", 4, "(no_reward 6, timeout 6)"),
 ]
 
@@ -152,7 +158,7 @@ def test_each_fault_raises_its_alarm_and_no_other(
     assert text in alarm.text
     assert alarm.advice
     assert not alarm.rollout or alarm.rollout.startswith(f"{iteration}-")
-    assert not alarm.metric or alarm.metric in run[0][0] or alarm.metric.startswith("rollout/")
+    assert not alarm.metric or alarm.metric in run[0][0] or alarm.metric.startswith(("rollout/", "val/"))
 
 
 def test_every_alarm_has_its_fault() -> None:
