@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -25,6 +26,7 @@ from agl_slime.support.threads import run_in_thread
 T = TypeVar("T")
 
 PARSED_AT_ONCE = 256 * 1024  # bytes; JSON of 1 MB takes about 5 ms
+_SENT = re.compile(r":\s*(?:b['\"]|bytearray)")  # begins what aiohttp quotes
 _NEVER_DEEP = 200  # brackets in all; orjson reads 1,024 levels and writes 254
 
 RETRIED_4XX = frozenset({408, 425, 429})
@@ -32,15 +34,15 @@ RETRIED_4XX = frozenset({408, 425, 429})
 
 
 def _brief(record: logging.LogRecord) -> bool:
-    """A request that is no HTTP, or a connection that broke, is one line of the log, without a traceback."""
+    """A request that is no HTTP, or a connection that broke, is one line of the log, without a traceback, and without
+    what was sent, which may hold a secret."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, (HttpProcessingError, ConnectionError)):
         why = getattr(error, "message", "") or str(error) or type(error).__name__
         client = record.args[0] if isinstance(record.args, tuple) and record.args else None
-        words = " ".join(str(why).split())
-        record.msg = f"A request from {client or 'an unknown address'} is malformed and was refused: {words:.200}"
-        if isinstance(error, ConnectionError):
-            record.msg = f"A connection from {client or 'an unknown address'} ended early: {words:.200}"
+        ended = "ended early" if isinstance(error, ConnectionError) else "sent what is no HTTP"
+        words = " ".join(_SENT.split(str(why), maxsplit=1)[0].split())
+        record.msg = f"A connection from {client or 'an unknown address'} {ended}: {words:.200}"
         record.args, record.exc_info, record.exc_text = None, None, None
         record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
     return True
