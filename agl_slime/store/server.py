@@ -189,7 +189,8 @@ class _BoundedBodies:
                 await send(message)
 
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
+            return
         try:
             await self._app(scope, counted, passed_on)
         except Exception:
