@@ -108,7 +108,7 @@ class Scene(kill_train.Run):
 
     def begin(self, iterations: int, *, cold: bool) -> tuple[BaseProcess, Any]:
         """A process, and where it tells its phases."""
-        context = multiprocessing.get_context("spawn" if cold else "forkserver")
+        context: Any = multiprocessing.get_context("spawn" if cold else "forkserver")
         if not cold:
             context.set_forkserver_preload(kill_train._IMPORTED)
         reader, writer = context.Pipe(duplex=False)
