@@ -223,10 +223,13 @@ def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
 
     async def run() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+        interrupted = threading.Event()
 
+        # never replaced: the watch over the process, which hears what it cannot, stands before these handlers
         def interrupt() -> None:
-            for number in _stop_signals():
-                loop.add_signal_handler(number, os._exit, 130)
+            if interrupted.is_set():
+                os._exit(130)
+            interrupted.set()
             task.cancel()
 
         for number in _stop_signals():

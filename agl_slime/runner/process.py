@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from agl_slime.store.recording import Recording, current_recording
+from agl_slime.support.watch import named
 
 # Allocations until the young are looked at; such looks until the next older are; and those until all are.
 _THRESHOLDS = (100_000, 5, 50)
@@ -33,6 +34,11 @@ def own_this_process() -> None:
         gc.freeze()
         if gc.get_threshold() in _DEFAULTS:
             gc.set_threshold(*_THRESHOLDS)
+
+
+def is_ours() -> bool:
+    """Whether this process is this package's own."""
+    return _owned
 
 
 def forget_what_exists() -> None:
@@ -61,7 +67,7 @@ def carry_recordings() -> None:
             def run_with_recording() -> None:
                 vars(self).pop("run", None)  # the thread no longer refers to itself
                 current_recording.set(recording)
-                run()
+                named(_called, recording.rollout_id)(run)
 
             self.run = run_with_recording  # type: ignore[method-assign]
         start(self)
@@ -78,7 +84,12 @@ def carry_recordings() -> None:
 
 def _with_recording(recording: Recording | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     token = current_recording.set(recording)
+    called = named(_called, recording.rollout_id) if recording is not None else _called
     try:
-        return fn(*args, **kwargs)
+        return called(fn, *args, **kwargs)
     finally:
         current_recording.reset(token)
+
+
+def _called(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return fn(*args, **kwargs)

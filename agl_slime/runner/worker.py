@@ -51,12 +51,13 @@ class WorkerSpec:
 
 
 class Worker:
-    """One ``ConcurrentRunner`` against a store over HTTP, in a process that is all its own."""
+    """One ``ConcurrentRunner`` against a store over HTTP, in a process that is all its own. ``verdict``: descriptor of
+    a connection that gets the reason when the watch over the process kills it."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, verdict: int = -1) -> None:
         own_this_process()
         self._spec = spec
-        self.runner = ConcurrentRunner(settings=spec.settings, name=spec.name)
+        self.runner = ConcurrentRunner(settings=spec.settings, name=spec.name, verdict=verdict)
 
     def obey(self, command: Command) -> None:
         """On any thread."""

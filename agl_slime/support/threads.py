@@ -26,6 +26,7 @@ from weakref import WeakSet
 from typing_extensions import ParamSpec
 
 from agl_slime.errors import RolloutError
+from agl_slime.support.watch import named
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,8 +98,9 @@ class ThreadPool:
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> _Job:
         """As ``run``, for code that is not async."""
         name = getattr(fn, "__qualname__", type(fn).__name__)
-        call: Callable[[], Any] = partial(contextvars.copy_context().run, fn, *args, **kwargs)
-        job = _Job(name, call if self._max_abandoned is None else partial(_contained, name, call))
+        call: Callable[[], Any] = partial(fn, *args, **kwargs)
+        call = call if self._max_abandoned is None else partial(_contained, name, call)
+        job = _Job(name, partial(contextvars.copy_context().run, call))
         with self._lock:
             if self._max_abandoned is not None and len(self._abandoned) >= self._max_abandoned:
                 raise RolloutError(
@@ -179,13 +181,21 @@ class ThreadPool:
 
 
 def _contained(name: str, call: Callable[[], T]) -> T:
+    rollout_id = rollout_of_context.get()
     try:
-        return call()
+        return named(_called, rollout_id)(call) if rollout_id else call()
     except BaseException as error:
         if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which no future can hold
             raise
         raise RolloutError(f"{name} raised {error!r}.", reason=type(error).__name__) from error
 
+
+def _called(call: Callable[[], T]) -> T:
+    return call()
+
+
+rollout_of_context: contextvars.ContextVar[str] = contextvars.ContextVar("agl_slime_rollout", default="")
+"""The id of the rollout that this context runs, for whoever looks at its stack."""
 
 _user_pools: WeakSet[ThreadPool] = WeakSet()
 _ours = ThreadPool(name="agl-slime-worker", max_running=64)
