@@ -17,8 +17,8 @@ import traceback
 from types import FrameType
 from typing import Any
 
-from agl_slime.support.watch import Watch, WatchSettings
-from agl_slime.support.watcher import Frame, rollout_in, users_frame
+from agl_slime.support.watch import Watch, WatchSettings, stack_of
+from agl_slime.support.watcher import rollout_in, users_frame
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class LagMonitor:
         frame = sys._current_frames().get(self._loop_thread)
         if late_s <= self._threshold_s or frame is None or not _runs_a_callback(frame):
             return  # in time, or waiting in its selector for the machine
-        stack = _stack_of(frame)
+        stack = stack_of(frame)
         if (culprit := users_frame(stack)) is None:
             return  # this package's code, a library's of its own accord, or an import, which does not come again
         place = f"{culprit.path}:{culprit.line} ({culprit.function})"
@@ -104,9 +104,3 @@ class LagMonitor:
 def _runs_a_callback(frame: FrameType) -> bool:
     codes = [entry.f_code for entry, _ in traceback.walk_stack(frame)]
     return any(code.co_name == "_run" and code.co_filename.endswith("events.py") for code in codes)
-
-
-def _stack_of(frame: FrameType) -> list[Frame]:
-    """Innermost first."""
-    entries = traceback.walk_stack(frame)
-    return [Frame(entry.f_code.co_filename, line or 0, entry.f_code.co_qualname) for entry, line in entries]

@@ -13,15 +13,16 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 from agl_slime.support import watcher
-from agl_slime.support.watcher import ROLLOUT
+from agl_slime.support.watcher import ROLLOUT, Frame
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,12 @@ def named(function: F, rollout_id: str) -> F:
     code = function.__code__.replace(co_name=name, co_qualname=name)
     made: Any = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
     return made
+
+
+def stack_of(frame: FrameType) -> list[Frame]:
+    """Innermost first."""
+    entries = traceback.walk_stack(frame)
+    return [Frame(entry.f_code.co_filename, line or 0, entry.f_code.co_qualname) for entry, line in entries]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

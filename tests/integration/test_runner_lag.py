@@ -80,7 +80,7 @@ async def test_code_that_hardly_gets_to_run_is_not_blamed(monkeypatch: pytest.Mo
             looked.set()
         return [Frame("agent.py", n, "work")]  # it gets on, a line at a time
 
-    monkeypatch.setattr(lag, "_stack_of", stack_of)
+    monkeypatch.setattr(lag, "stack_of", stack_of)
     monitor = lag.LagMonitor(threshold_s=0.05)
     spent = itertools.count()
     monkeypatch.setattr(monitor, "_cpu_s", lambda: float(next(spent)) if computes else 0.0)
