@@ -16,6 +16,8 @@ VAL_START_REWARD_MEAN = "val/start_reward_mean"  # validation before the first t
 VAL_REWARD_MEAN = "val/reward_mean"  # validation with the weights after the iteration; only in iterations that have one
 VAL_INTERVAL = ("val/reward_low", "val/reward_high")  # 95 % of that mean, bootstrap over its tasks
 VAL_START_INTERVAL = ("val/start_reward_low", "val/start_reward_high")
+TOOL_CALLS = "tools/calls"  # calls of tools in rollouts that were offered some
+TOOL_ERRORS = "tools/errors"  # among them: the tool raised or took too long, or the arguments did not fit
 LOSS = "train/loss"
 LOGPROB_DIFF_MAX = (
     "train/logprob_diff_max"  # max |trainer - engine| log-prob, in nats, before the batch's first step (see train)
