@@ -31,6 +31,13 @@ _ONE_AT_A_TIME = (
     "a framework with one SQLite file for all of its runs, as CrewAI has, loses those that run at once: try "
     "--max-concurrent 1 (docs/any-agent.md, How many at once)"
 )
+# What the clients of OpenAI and Anthropic, LiteLLM, httpx, requests, aiohttp and urllib raise.
+_OF_CONNECTIONS = frozenset(("APIConnectionError", "APITimeoutError", "ConnectError", "ConnectTimeout", "ProxyError"))
+_OF_CONNECTIONS |= {"ConnectionError", "ClientConnectorError", "ClientProxyConnectionError", "URLError"}
+_PAST_THE_PROXY = (
+    "where http_proxy is set and agents run elsewhere, their NO_PROXY must name 127.0.0.1 and the gateway's host "
+    "(agl-slime doctor)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +263,8 @@ def failures(steps: Sequence[_Step]) -> Iterator[Alarm]:
             advice = f"open a rollout that failed with {main}: its message says where"
             if main in _OF_SQLITE:
                 advice += f"; {_ONE_AT_A_TIME}"
+            if main in _OF_CONNECTIONS:
+                advice += f"; {_PAST_THE_PROXY}"
             yield _alarm("failures", step, text, advice, about=main, metric=m.FAILED, rollout=example)
 
 

@@ -1,7 +1,7 @@
 """What is done in a process that is this package's own, a worker's or the command line's, and in no other.
 
-Both change the whole process, so a library that is imported into somebody else's does neither by itself; who wants them
-there calls ``own_this_process``.
+All of it changes the whole process, so a library that is imported into somebody else's does none of it by itself; who
+wants it there calls ``own_this_process``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from agl_slime.store.recording import Recording, current_recording
+from agl_slime.support.net import bypass_proxies
 from agl_slime.support.watch import named
 
 # Allocations until the young are looked at; such looks until the next older are; and those until all are.
@@ -30,6 +31,7 @@ def own_this_process() -> None:
     global _owned
     if not _owned:
         _owned = True
+        bypass_proxies()
         carry_recordings()
         gc.freeze()
         if gc.get_threshold() in _DEFAULTS:
