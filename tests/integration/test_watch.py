@@ -92,7 +92,7 @@ def line_of(directory: Path, text: str) -> int:
 
 
 def test_code_that_holds_the_lock_is_named_once(tmp_path: Path) -> None:
-    with watched(tmp_path, "score('a' * 40 + 'b')", "say_after_s=1.0, signals=True") as case:
+    with watched(tmp_path, "score('a' * 40 + 'b')", "say_after_s=2.0, signals=True") as case:
         case.go()
         text = case.out.readline()
         place = f"{tmp_path / 'agent.py'}:{line_of(tmp_path, 're.match')}"
@@ -129,14 +129,14 @@ def test_a_second_signal_ends_a_process_that_hears_none(number: signal.Signals, 
 
 
 def test_a_call_that_waits_under_the_lock_is_named(tmp_path: Path) -> None:
-    with watched(tmp_path, "waits()", "say_after_s=1.0") as case:
+    with watched(tmp_path, "waits()", "say_after_s=2.0") as case:
         case.go()
         text = case.out.readline()
         assert f"waits() of rollout ro-7 at {tmp_path / 'agent.py'}:{line_of(tmp_path, 'PyDLL')}" in text
 
 
 def test_a_process_that_hears_signals_is_left_alone(tmp_path: Path) -> None:
-    with watched(tmp_path, "None", "say_after_s=1.0, signals=True") as case:
+    with watched(tmp_path, "None", "say_after_s=1e9, signals=True") as case:
         for _ in range(3):
             case.process.send_signal(signal.SIGINT)
             assert case.out.readline() == "heard\n"
