@@ -66,6 +66,12 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
     for name in sorted({name for member in members for name in member.rewards} - {"primary"}):
         values = [member.rewards[name] for member in members if name in member.rewards]
         metrics[f"reward/{name}"] = fmean(values)
+    first = [member.samples[0].metadata for member in members if member.samples]
+    for name, count in Counter(name for each in first for name in each.get("rewards_missing", ())).items():
+        metrics[f"reward/{name}/missing"] = count
+    if tools := [each["tools"] for each in first if "tools" in each]:
+        metrics[names.TOOL_CALLS] = sum(sum(each["calls"].values()) for each in tools)
+        metrics[names.TOOL_ERRORS] = sum(each.get("errors", 0) for each in tools)
     by_source: dict[str, list[float]] = {}
     for member in members:
         if member.reward is not None and member.samples and (source := member.samples[0].metadata.get("source_name")):

@@ -306,14 +306,17 @@ def _sampled(sample: Sample) -> bytes:
 
 
 def _tools_of(members: Iterable[Any]) -> dict[str, Any] | None:
-    """Of a group: in how many rollouts each tool was on offer, the calls of each, and calls that could not be parsed;
-    ``None`` where there were no tools."""
+    """Of a group: in how many rollouts each tool was on offer, the calls of each, calls that could not be parsed, and
+    where a tool has failed how often and with which text; ``None`` where there were no tools."""
     told = [member.samples[0].metadata.get("tools") for member in members if member.samples]
     told = [tools for tools in told if isinstance(tools, Mapping)]
     offered = Counter(name for tools in told for name in tools.get("offered", ()))
     calls = sum((Counter(tools.get("calls", {})) for tools in told), Counter())
     malformed = sum(int(tools.get("malformed", 0)) for tools in told)
-    return {"offered": dict(offered), "calls": dict(calls), "malformed": malformed} if told else None
+    failed = sum((Counter(tools.get("failed", {})) for tools in told), Counter())
+    failures = {name: text for tools in reversed(told) for name, text in tools.get("failures", {}).items()}
+    more = {"failed": dict(failed), "failures": failures} if failed else {}
+    return {"offered": dict(offered), "calls": dict(calls), "malformed": malformed, **more} if told else None
 
 
 def describe_turn(turn: Any) -> dict[str, Any]:

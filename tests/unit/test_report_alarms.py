@@ -26,6 +26,7 @@ def healthy() -> Run:
             "perf/collect_s": 2.0,
             "perf/train_s": 1.0,
             "perf/sync_s": 0.1,
+            "tools/errors": 0,
         }
         for n in range(1, ITERATIONS + 1)
     ]
@@ -111,6 +112,14 @@ def failed_validation(run: Run) -> None:
     run[0][2] |= {"val/reward_mean": 1.0, "val/count": 16, "val/failed": 3, "val/failed/timeout": 3}
 
 
+def broken_tool(run: Run) -> None:
+    """The rewards are all the same for it, and easier tasks would not help."""
+    for group in run[1][4 * GROUPS :]:
+        group["tools"] = {"offered": {"lookup": SIZE}, "calls": {"lookup": 6}, "malformed": 0, "failed": {"lookup": 6}}
+        group["tools"]["failures"] = {"lookup": "Error: ConnectionError: no such host"}
+        group["rewards"] = [0.0] * SIZE
+
+
 FAULTS: list[tuple[Callable[[Run], None], str, int, str]] = [
     (no_spread, "zero variance", 4, "for 9 iterations"),
     (hang, "stall", 9, "collect took 90 s where 2.0 s was usual"),
@@ -118,6 +127,7 @@ FAULTS: list[tuple[Callable[[Run], None], str, int, str]] = [
     (aborts, "storm of aborts", 5, "50% of the rollouts were cancelled or aborted (group_timeout 6, aborted 6)"),
     (cut_off, "truncation", 3, "50% of the rollouts were cut off"),
     (silence, "silent tool", 2, "'lookup' was never called in 48 rollouts; 12 calls could not be parsed"),
+    (broken_tool, "broken tool", 5, "36 of 36 calls of tool 'lookup' failed: ConnectionError: no such host"),
     (collapse, "answers alike", 6, "6 of 6 groups"),
     (far, "KL jump", 10, "0.7 where 0.002"),
     (disagree, "log-prob jump", 8, "0.3 nats"),
