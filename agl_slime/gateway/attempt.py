@@ -26,13 +26,14 @@ from agl_slime.gateway.work import Work
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, sampling_of, template_key
 from agl_slime.rollout.images import prepare
 from agl_slime.rollout.session import RolloutSession, RolloutStopped
-from agl_slime.rollout.tool_parsers import get_tool_parser, parser_for_template
 from agl_slime.sglang.resumable import Progress
 from agl_slime.support.agl import LLM
 from agl_slime.tokens.codec import TokenArray
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
+from agl_slime.tokens.formats import get_tool_parser, parser_for_template
 from agl_slime.tokens.images import Image
+from agl_slime.tokens.reader import AnswerReader
 from agl_slime.tokens.template import Message
 from agl_slime.tokens.tokenizer import ChatTokenizer, special_tokens
 from agl_slime.trace import attributes as names
@@ -238,8 +239,9 @@ class Attempt:
         )
         if not trained:
             untrained = f"role:{role}"
-        opens = None if call.raw else tree.template.opens_thinking
-        reads = Reading(opens, None if silent else parser, sampling.stop, special_tokens(tokenizer))
+        opens = not call.raw and tree.template.opens_thinking
+        reader = AnswerReader(None if silent else parser, opens, special_tokens(tokenizer))
+        reads = Reading(None if call.raw else reader, sampling.stop)
         self._images.update(call.images)
         match = tree.find(call.messages)
         self._got(match.node)

@@ -19,7 +19,6 @@ from agl_slime.rollout.outcome import LossScale, check_reward, untrained_turns
 from agl_slime.rollout.partial import PartialRollouts
 from agl_slime.rollout.scheduler import MultiTurnScheduler, schedulers
 from agl_slime.rollout.session import RolloutSession, RolloutStopped
-from agl_slime.rollout.tool_parsers import ToolParser, get_tool_parser, parser_for_template
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.rollout.turns import run_turns
 from agl_slime.sglang.client import SGLangClient
@@ -27,6 +26,7 @@ from agl_slime.sglang.generation import SamplingParams
 from agl_slime.sglang.transport import ClientSettings
 from agl_slime.support.agl import LLM, LitAgent, NamedResources, Rollout, emit_reward, make_link_attributes
 from agl_slime.support.threads import call_user_code, run_user_code
+from agl_slime.tokens.formats import ToolParser, get_tool_parser, parser_for_template
 from agl_slime.tokens.images import ImageSettings
 from agl_slime.tokens.tokenizer import ChatTokenizer, has_chat_template
 from agl_slime.trace import attributes as names

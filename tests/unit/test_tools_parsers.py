@@ -10,14 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_slime.errors import ConfigError, PromptError
-from agl_slime.rollout import tool_parsers as parsers
-from agl_slime.rollout.tool_parsers import (
-    ParsedAnswer,
-    ToolParser,
-    get_tool_parser,
-    parser_for_template,
-    register_tool_parser,
-)
+from agl_slime.tokens.answer import AnswerParts
+from agl_slime.tokens.formats import ToolParser, base, get_tool_parser, parser_for_template, register_tool_parser
 from tests.chat_templates import TEMPLATES
 from tests.examples import examples
 
@@ -39,7 +33,7 @@ ONE = {
 }
 
 
-def parse(kind: str, text: str) -> ParsedAnswer:
+def parse(kind: str, text: str) -> AnswerParts:
     return get_tool_parser(kind).parse(text)
 
 
@@ -71,8 +65,8 @@ def test_the_grammar_of_a_forced_call_has_what_is_read_as_one(kind: str) -> None
 
 def test_a_parser_that_says_nothing_of_it_forces_no_call() -> None:
     class Own(ToolParser):
-        def parse(self, text: str) -> ParsedAnswer:
-            return ParsedAnswer(text)
+        def parse(self, text: str) -> AnswerParts:
+            return AnswerParts(content=text)
 
     assert Own().forced([{"name": "look", "parameters": {}}]) is None
 
@@ -109,8 +103,8 @@ def test_llama_separates_calls_by_semicolons_and_may_tag_them() -> None:
     parsed = parse("llama_json", f"Let me see.<|python_tag|>{ONE['llama_json']}; {ONE['llama_json']}")
     assert len(parsed.calls) == 2
     assert parsed.content == "Let me see."
-    assert parse("llama_json", '{"answer": 3}') == ParsedAnswer('{"answer": 3}')
-    assert parse("llama_json", "Three.") == ParsedAnswer("Three.")
+    assert parse("llama_json", '{"answer": 3}') == AnswerParts(content='{"answer": 3}')
+    assert parse("llama_json", "Three.") == AnswerParts(content="Three.")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +176,7 @@ def test_marks_of_thinking_in_arguments_of_llama_are_arguments(said: str) -> Non
         assert [one.arguments["key"] for one in parsed.calls] == [said], before
     assert len(parse("llama_json", call[:-1]).malformed) == 1
     for thought in (f"<think>{call}</think>No.", f"<think><|python_tag|>{call}", f"hm <|python_tag|>{call}</think>No."):
-        assert parse("llama_json", thought) == ParsedAnswer(thought)
+        assert parse("llama_json", thought) == AnswerParts(content=thought)
 
 
 def test_a_call_that_thinking_only_mentions_hides_none_after_it() -> None:
@@ -201,7 +195,7 @@ PIECES = (
 @given(text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
 @settings(max_examples=examples(100), deadline=None)
 def test_no_text_breaks_a_parser_or_is_lost(text: str) -> None:
-    for kind in parsers._parsers:
+    for kind in base._parsers:
         parsed = parse(kind, text)
         if not parsed.calls and kind not in ("kimi", "kimi_k2"):
             assert parsed.content == text
@@ -261,13 +255,13 @@ def test_a_format_that_cannot_be_read_is_not_taken_for_another(template: str, mo
 
 
 def test_a_custom_parser_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(parsers._parsers, "mine", list)  # taken out again at the end
-    del parsers._parsers["mine"]
+    monkeypatch.setitem(base._parsers, "mine", list)  # taken out again at the end
+    del base._parsers["mine"]
 
     @register_tool_parser("mine")
     class Mine(ToolParser):
-        def parse(self, text: str) -> ParsedAnswer:
-            return ParsedAnswer(text)
+        def parse(self, text: str) -> AnswerParts:
+            return AnswerParts(content=text)
 
     assert isinstance(get_tool_parser("mine"), Mine)
     with pytest.raises(ConfigError, match="'mine'"):

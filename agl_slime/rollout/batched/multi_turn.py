@@ -16,10 +16,10 @@ from agl_slime.errors import ConfigError, ContextOverflowError, EngineProtocolEr
 from agl_slime.rollout.batched.sampler import Sampler
 from agl_slime.rollout.scheduler import StopReason
 from agl_slime.rollout.session import RolloutSession, RolloutStopped, Session
-from agl_slime.rollout.tool_parsers import ToolParser, get_tool_parser, parser_for_template
 from agl_slime.rollout.turns import run_turns
 from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.support.threads import run_blocking
+from agl_slime.tokens.formats import ToolParser, get_tool_parser, parser_for_template
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace.segments import Segment, merge_turns
