@@ -25,6 +25,7 @@ import orjson
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import Call
 from agl_slime.gateway.images import marked_body
+from agl_slime.gateway.messages import check_results
 from agl_slime.gateway.protocol import Kept, Protocol, parsed_body
 from agl_slime.support.http import PARSED_AT_ONCE
 from agl_slime.support.threads import run_in_thread
@@ -42,7 +43,7 @@ class _Held:
     of, for its ``length`` and ``digest`` (of the path and the head) tell another that begins with it."""
 
     path: str
-    body: Mapping[str, Any]  # its list is empty
+    body: Mapping[str, Any]  # its list has what writing an answer needs
     call: Call
     raw: bytes = b""
     length: int = 0
@@ -97,19 +98,20 @@ class Bodies:
         defaults: Mapping[str, Any] = MappingProxyType({}),
         images: ImageSettings = _IMAGES,
     ) -> tuple[Mapping[str, Any], Call]:
-        """The body, in which the list of messages is empty, and the call, which has them. Raises
-        ``GatewayRequestError``."""
+        """The body, in which the list of messages has what writing an answer needs, and the call, which has all of
+        them. Raises ``GatewayRequestError``."""
         if request.held is not None and (found := await self._grown(request, request.held, protocol, kept)):
             return found
         parse = partial(parsed_body, request.raw)
         body = parse() if len(request.raw) <= PARSED_AT_ONCE else await run_in_thread(parse)
         body, shown = await marked_body(request.raw, body, images)
         call = protocol.read(body := {**defaults, **body}, kept)
+        check_results(call.messages, protocol.orphan)
         if shown:
             call = replace(call, images=shown)
         if not protocol.grows or not isinstance(body.get(protocol.grows), list):
             return body, call
-        short = {**body, protocol.grows: []}
+        short = {**body, protocol.grows: protocol.kept_items(body[protocol.grows])}
         if not shown:
             self._hold(request, protocol.grows, short, call)
         return short, call
@@ -130,6 +132,7 @@ class Bodies:
         if not more:
             return None
         call = replace(held.call, messages=[*held.call.messages, *more])
+        check_results(call.messages, protocol.orphan, known=len(held.call.messages))
         length = held.length + len(request.new)
         grown = _Held(held.path, held.body, call, length=length, digest=request.digest, tail=held.tail)
         self._held = [each for each in self._held if each is not held] + [grown]

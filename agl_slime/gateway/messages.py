@@ -66,7 +66,8 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
         raise GatewayRequestError(f"{where} must be a function call with a name", param=where)
     arguments = function.get("arguments")
     try:
-        arguments = encodable(json.loads(arguments)) if isinstance(arguments, str) else arguments
+        if isinstance(arguments, str):  # of a call without arguments some clients send an empty one
+            arguments = encodable(json.loads(arguments)) if arguments.strip() else None
     except ValueError:
         pass  # as the model wrote it
     return {
@@ -74,6 +75,18 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
         "type": "function",
         "function": {"name": function["name"], "arguments": {} if arguments is None else arguments},
     }
+
+
+def check_results(messages: Sequence[Message], words: str, *, known: int = 0) -> None:
+    """Refuse a tool's result whose call does not stand before it, in the protocol's ``words``; the first ``known``
+    messages were checked before. A result or a call without an id may belong to any."""
+    for at in range(known, len(messages)):
+        if messages[at]["role"] != "tool":
+            continue
+        made = messages[at].get("tool_call_id")
+        calls = (call for before in reversed(range(at)) for call in messages[before].get("tool_calls") or ())
+        if not any(not made or call["id"] in ("", made) for call in calls):
+            raise GatewayRequestError(words.format(made or ""), code="invalid_value", param="tool_call_id")
 
 
 def encodable(value: Any) -> Any:

@@ -41,7 +41,7 @@ class Reading:
         ids: dict[str, str] = {}
         stats, parser = session.stats, self.reader and self.reader.parser
         stats.calls["malformed"] += len(parts.malformed)
-        parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in call.tools}
+        parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in call.offered}
         for written in parts.calls:
             served = parser.typed(written, parameters.get(written.name)) if parser else written
             name, arguments = encodable([served.name, dict(served.arguments)])

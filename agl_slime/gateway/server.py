@@ -30,8 +30,8 @@ from agl_slime.gateway.calls import Answered, Call, Choice
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.completions import Completions
 from agl_slime.gateway.errors import RETRY_AFTER_S, THREADS_UNSUPPORTED, explain_once, is_gone, refusal_of
-from agl_slime.gateway.protocol import Protocol
-from agl_slime.gateway.responses import Responses
+from agl_slime.gateway.protocol import Protocol, list_of_models, parsed_body
+from agl_slime.gateway.responses import Compact, InputTokens, Responses, new_conversation
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.work import Work
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, ServedResources, replay_of
@@ -59,6 +59,8 @@ _PROTOCOLS: dict[str, Protocol] = {
     "/chat/completions": ChatCompletions(),
     "/completions": Completions(),
     "/responses": Responses(),
+    "/responses/compact": Compact(),
+    "/responses/input_tokens": InputTokens(),
     "/messages": AnthropicMessages(),
     "/messages/count_tokens": CountTokens(),
 }
@@ -283,15 +285,20 @@ class Gateway:
 
     async def _routed(self, request: web.Request, path: str, attempt: Attempt, role: str) -> web.StreamResponse:
         protocol = _PROTOCOLS.get(path) if request.method == "POST" else None
-        models = request.method == "GET" and path.startswith("/models")
-        greets = request.method in ("HEAD", "OPTIONS") or path == "/"
-        attempt.came(f"{request.method} {path}", served=protocol is not None or path in ("/", "/models"))
-        if greets:
+        conversations = path == "/conversations" and request.method == "POST"
+        known = protocol is not None or conversations or path in ("/", "/models")
+        attempt.came(f"{request.method} {path}", served=known)
+        if request.method in ("HEAD", "OPTIONS") or path == "/":
             return web.Response()
-        if models:
-            return self._models(attempt, path.removeprefix("/models").strip("/"))
+        if request.method == "GET" and path.startswith("/models"):
+            name = path.removeprefix("/models").strip("/")
+            return json_response(list_of_models(attempt.roles, name, since=self._since))
+        if conversations:
+            made, begun = new_conversation(parsed_body(await request.read() or b"{}"), attempt.kept)
+            attempt.kept[made["id"]] = begun
+            return json_response(made)
         if protocol is None:
-            served = ", ".join(f"/v1{path}" for path in (*_PROTOCOLS, "/models"))
+            served = ", ".join(f"/v1{path}" for path in (*_PROTOCOLS, "/models", "/conversations"))
             told = f"{request.method} {path:.80} is not served here; there are {served}"
             raise GatewayRequestError(told, status=404, code="unknown_url")
         raw = await request.read()
@@ -307,8 +314,8 @@ class Gateway:
     ) -> web.StreamResponse:
         defaults = self.defaults.get(protocol.prefix, {})
         body, call = await attempt.bodies.read(asked, protocol, attempt.kept, defaults, self.settings.images)
-        if isinstance(protocol, CountTokens):
-            return json_response({"input_tokens": await attempt.count(call)})
+        if protocol.counts:
+            return json_response(protocol.counted(await attempt.count(call)))
         if call.model in (*attempt.settings.untrained_models, *attempt.settings.trained_models):
             role = call.model
         elif role not in attempt.roles:
@@ -360,23 +367,6 @@ class Gateway:
         if refusal.status == 500 and not isinstance(error, AglSlimeError):
             logger.error("%s failed.", what, exc_info=error)
         return refusal
-
-    def _models(self, attempt: Attempt, name: str) -> web.Response:
-        cards = [
-            {
-                "id": llm.model,
-                "object": "model",
-                "created": int(self._since.timestamp()),
-                "owned_by": "agl-slime",
-                "type": "model",
-                "display_name": llm.model,
-                "created_at": self._since.isoformat(timespec="seconds"),
-            }
-            for llm in {llm.model: llm for llm in attempt.roles.values()}.values()
-        ]
-        if name:
-            return json_response({**cards[0], "id": name})
-        return json_response({"object": "list", "data": cards, "has_more": False, "first_id": None, "last_id": None})
 
 
 def for_clients(sampling: Mapping[str, Any]) -> dict[str, Any]:
