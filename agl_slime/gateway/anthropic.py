@@ -24,8 +24,8 @@ class AnthropicMessages(Protocol):
     prefix = "msg_"
     grows = "messages"
     orphan = (
-        "unexpected `tool_use_id` found in `tool_result` blocks: {}. Each `tool_result` block must have a corresponding "
-        "`tool_use` block before it"
+        "unexpected `tool_use_id` found in `tool_result` blocks: {}. Each `tool_result` block must have a "
+        "corresponding `tool_use` block before it"
     )
 
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
@@ -224,7 +224,7 @@ def _text(block: Any, where: str, loaded: Loaded) -> Any:
         source = block.get("source")
         form = source.get("type") if isinstance(source, Mapping) else None
         if not isinstance(source, Mapping) or form not in ("text", "content"):
-            told = f"{where}.source: a document of type {form!r:.40} is not read here; those of type text and content are"
+            told = f"{where}.source: a document of type {form!r:.40} is not read; those of type text and content are"
             raise GatewayRequestError(told, param=where)
         text = text_of(source.get("data" if form == "text" else "content"), f"{where}.source", join="\n")
         return _as_text(block.get("title"), block.get("context"), text)

@@ -349,7 +349,8 @@ class Attempt:
     def _tools_shown(self, role: str, messages: list[Message]) -> tuple[dict[str, Any], ...]:
         """The tools of the conversation that ``messages`` go on with."""
         trees = (tree for (other, _), tree in self._trees.items() if other == role)
-        return max(((tree.find([*messages]).known, tree.tools) for tree in trees), default=(0, ()), key=itemgetter(0))[1]
+        known = ((tree.find([*messages]).known, tree.tools) for tree in trees)
+        return max(known, default=(0, ()), key=itemgetter(0))[1]
 
     def _note(self, node: Node, match: Match, place: tuple[int, int], begun: int) -> None:
         self._clock += 1

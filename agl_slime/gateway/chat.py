@@ -34,7 +34,7 @@ class ChatCompletions(Protocol):
     honoured = frozenset((*_HONOURED.split(), *IMPOSED))
     prefix = "chatcmpl-"
     grows = "messages"
-    orphan = "messages with role 'tool' must be a response to a preceding message with 'tool_calls'; none has the id '{}'"
+    orphan = "messages with role 'tool' must be a response to a preceding message with 'tool_calls'; no call is '{}'"
 
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
         if body.get("functions") or body.get("function_call"):
@@ -47,7 +47,7 @@ class ChatCompletions(Protocol):
         tools = tuple(_read_tool(tool, f"tools[{n}]") for n, tool in enumerate(body.get("tools") or []))
         choice, allowed = _tool_choice(body.get("tool_choice"), tools)
         return Call(
-            messages=self.more(body.get("messages"), kept),  # type: ignore[arg-type] - which says what it must be
+            messages=_messages(body.get("messages")),
             model=str(body.get("model") or ""),
             tools=tools,
             tool_choice=choice,
@@ -64,7 +64,7 @@ class ChatCompletions(Protocol):
         )
 
     def more(self, items: list[Any], kept: Kept) -> list[Message]:
-        return read_messages([*map(_with_functions, items)] if isinstance(items, list) else items)
+        return _messages(items)
 
     def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]:
         choices = [
@@ -192,6 +192,10 @@ def _custom(body: Mapping[str, Any]) -> frozenset[str]:
     """The names of custom tools, whose calls have one text."""
     tools = body.get("tools") or ()
     return frozenset(tool["custom"]["name"] for tool in tools if tool.get("type") == "custom")
+
+
+def _messages(items: Any) -> list[Message]:
+    return read_messages([*map(_with_functions, items)] if isinstance(items, list) else items)
 
 
 def _with_functions(message: Any) -> Any:

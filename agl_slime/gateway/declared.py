@@ -83,9 +83,8 @@ def _object(required: str, **properties: Any) -> dict[str, Any]:
 
 # -- Anthropic's ------------------------------------------------------------------------------------------------------
 
-_ANTHROPICS_SERVERS = frozenset(
-    "web_search web_fetch code_execution tool_search_tool_bm25 tool_search_tool_regex advisor mcp_toolset".split()
-)
+_ANTHROPICS_SERVERS = ("web_search", "web_fetch", "code_execution", "advisor", "mcp_toolset")
+_ANTHROPICS_SERVERS += ("tool_search_tool_bm25", "tool_search_tool_regex")
 _EDITS = "view create str_replace insert"
 _FIRST_ACTIONS = "key type mouse_move left_click left_click_drag right_click middle_click double_click screenshot"
 _FIRST_ACTIONS += " cursor_position"
@@ -163,9 +162,8 @@ _ANTHROPICS: dict[str, Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]
 
 # -- OpenAI's ---------------------------------------------------------------------------------------------------------
 
-_OPENAIS_SERVERS = frozenset(
-    "web_search web_search_preview file_search code_interpreter image_generation mcp programmatic_tool_calling".split()
-)
+_OPENAIS_SERVERS = ("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp")
+_OPENAIS_SERVERS += ("programmatic_tool_calling",)
 
 
 @dataclass(frozen=True)
@@ -297,7 +295,8 @@ def custom_tool(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     """OpenAI's custom tool as the model sees it, with the grammar of its text, if it has one."""
     described, form = str(tool.get("description") or ""), tool.get("format")
     if isinstance(form, Mapping) and form.get("type") == "grammar":
-        grammar = form.get("grammar") if isinstance(form.get("grammar"), Mapping) else form
+        inner = form.get("grammar")
+        grammar = inner if isinstance(inner, Mapping) else form
         rules = f"input follows this {grammar.get('syntax')} grammar:\n{grammar.get('definition')}"
         described = f"{described}\n\n{rules}" if described else rules
     return function_tool(name, described, _INPUT)

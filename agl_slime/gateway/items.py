@@ -253,8 +253,9 @@ def read_tools(tools: Any, found: list[dict[str, Any]]) -> Tools:
 
 def all_declared(body: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Type and namespace of all tools of a request, by their names to the model."""
-    items = body.get("input") if isinstance(body.get("input"), list) else ()
-    lists = (item.get("tools") for item in (body, *items) if isinstance(item, Mapping))
+    items = body.get("input")
+    declaring = (body, *items) if isinstance(items, list) else (body,)
+    lists = (item.get("tools") for item in declaring if isinstance(item, Mapping))
     found = (one for tools in lists for one in declared(tools))
     return {name: (str(tool["type"]), namespace) for name, tool, namespace, _ in found}
 

@@ -78,15 +78,15 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def check_results(messages: Sequence[Message], words: str, *, known: int = 0) -> None:
-    """Refuse a tool's result whose call does not stand before it, in the protocol's ``words``; the first ``known``
-    messages were checked before. A result or a call without an id may belong to any."""
+    """Refuse a tool's result that names a call which does not stand before it, in the protocol's ``words``; the first
+    ``known`` messages were checked before. A result without an id names none, and a call without one may be any."""
     for at in range(known, len(messages)):
-        if messages[at]["role"] != "tool":
-            continue
         made = messages[at].get("tool_call_id")
+        if not made or messages[at]["role"] != "tool":
+            continue
         calls = (call for before in reversed(range(at)) for call in messages[before].get("tool_calls") or ())
-        if not any(not made or call["id"] in ("", made) for call in calls):
-            raise GatewayRequestError(words.format(made or ""), code="invalid_value", param="tool_call_id")
+        if not any(call["id"] in ("", made) for call in calls):
+            raise GatewayRequestError(words.format(made), code="invalid_value", param="tool_call_id")
 
 
 def encodable(value: Any) -> Any:

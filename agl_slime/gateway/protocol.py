@@ -23,14 +23,13 @@ Kept = Mapping[str, list[Message]]
 """Conversations that may be gone on from, by the id of the answer that each ends with."""
 NOTHING_KEPT: Kept = MappingProxyType({})
 
-IGNORED = frozenset(
-    """
+_IGNORED = """
     metadata client_metadata user store service_tier speed safety_identifier moderation diagnostics rid betas container
     inference_geo prompt_cache_key prompt_cache_options prompt_cache_retention cache_control reasoning reasoning_effort
     thinking verbosity separate_reasoning include_reasoning prediction truncation context_management max_tool_calls
     parallel_tool_calls
-    """.split()
-)
+"""
+IGNORED = frozenset(_IGNORED.split())
 """Fields of any protocol that the answer does not depend on, or not here."""
 _OBJECTS = ("chat_template_kwargs", "stream_options", "text", "output_config")
 _LARGEST = 2**31 - 1  # of a number that is handed on to an engine

@@ -345,7 +345,7 @@ def _name_of(tool: Any) -> str:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     if kind in ("function", "custom") and isinstance(tool.get("name"), str):
         return f"{tool['namespace']}{JOIN}{tool['name']}" if tool.get("namespace") else tool["name"]
-    return kind if kind in OPENAIS else ""
+    return kind if isinstance(kind, str) and kind in OPENAIS else ""
 
 
 def _constraint(body: Mapping[str, Any]) -> dict[str, Any]:
