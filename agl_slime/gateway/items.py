@@ -53,6 +53,7 @@ class Items:
     compacted: int | None = None
     compacts: bool = False
     _answer: Message | None = None
+    _ids: dict[str, Any] = field(default_factory=dict)  # of calls, by those of their items
 
     def add(self, item: Any, kept: Kept, where: str) -> None:
         """The next item. What the model gave in one answer (reasoning, a text, calls) is one message."""
@@ -70,21 +71,24 @@ class Items:
             answer = self._of_answer(new=True)
             answer["reasoning_content"] = answer.get("reasoning_content", "") + _reasoning(item, where)
         elif kind in ("function_call", "custom_tool_call") or kind in KIND_OF_ITEM:
-            self._of_answer().setdefault("tool_calls", []).append(_call(item, kind))
+            call = _call(item, kind)
+            self._ids[str(item.get("id"))] = call["id"]
+            self._of_answer().setdefault("tool_calls", []).append(call)
         elif kind in _SERVERS_CALLS:
             call, result = _servers_call(item, kind)
             self._of_answer().setdefault("tool_calls", []).append(call)
             self._tool(call["id"], result)
         else:
-            self._other(item, kind, where)
+            self._other(item, kind, kept, where)
 
-    def _other(self, item: Mapping[str, Any], kind: str, where: str) -> None:
+    def _other(self, item: Mapping[str, Any], kind: str, kept: Kept, where: str) -> None:
         if kind == "message":
             self._say(item.get("role"), item.get("content"))
         elif kind in ("function_call_output", "custom_tool_call_output"):
             self._tool(item.get("call_id"), text_of(item.get("output"), f"{where}.output"))
         elif kind in KIND_OF_OUTPUT:
-            self._tool(item.get("call_id") or item.get("id"), self._output(item, kind, where))
+            made = item.get("call_id") or self._ids.get(str(item.get("id")))
+            self._tool(made or _call_of(item.get("id"), kept), self._output(item, kind, where))
         elif kind == "additional_tools":
             self._say("developer", definitions(self._declared(item, where)))
         elif kind in ("compaction", "compaction_summary"):
@@ -159,6 +163,14 @@ def _servers_call(item: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], s
     texts = (part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in given)
     name = str(item.get("name") or kind.removesuffix("_call"))
     return {"id": str(item.get("id") or ""), "function": {"name": name, "arguments": arguments}}, "\n".join(texts)
+
+
+def _call_of(made: Any, kept: Kept) -> Any:
+    """The id of the call in an earlier answer's item, by the item's id."""
+    try:
+        return referred(made, kept, "")["call_id"]
+    except (GatewayRequestError, KeyError):
+        return made
 
 
 def referred(made: Any, kept: Kept, where: str) -> Mapping[str, Any]:
