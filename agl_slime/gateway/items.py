@@ -213,7 +213,7 @@ def summary_of(item: Mapping[str, Any], where: str) -> str:
     try:
         if not found or mark:
             raise ValueError(content)
-        return base64.urlsafe_b64decode(content.encode()).decode()
+        return base64.b64decode(content, altchars=b"-_", validate=True).decode()
     except ValueError:
         told = f"{where}: the encrypted content of a compaction item could not be verified; another server made it"
         raise GatewayRequestError(told, code="invalid_encrypted_content", param=where) from None
