@@ -24,7 +24,7 @@ from agl_slime.gateway.items import (
     sent_back,
 )
 from agl_slime.gateway.messages import Message, read_messages, text_of
-from agl_slime.gateway.protocol import IGNORED, NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
+from agl_slime.gateway.protocol import IGNORED, NOTHING_KEPT, Decode, Kept, Protocol, Stream, parsed_body, sse
 from agl_slime.tokens.answer import ToolCall
 
 _IMPOSED = ("temperature", "top_p")
@@ -140,8 +140,9 @@ class Compact(Responses):
         return {**head, "output": [*users, summary], "usage": _usage(answered)}
 
 
-def new_conversation(body: Mapping[str, Any], kept: Kept) -> tuple[dict[str, Any], list[Message]]:
+def new_conversation(raw: bytes, kept: Kept) -> tuple[dict[str, Any], list[Message]]:
     """A conversation that responses may be part of, and the messages that it begins with."""
+    body = parsed_body(raw or b"{}")
     items = body.get("items") or []
     if not isinstance(items, list):
         raise GatewayRequestError("items must be a list of items", param="items")

@@ -30,14 +30,14 @@ from agl_slime.gateway.calls import Answered, Call, Choice
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.completions import Completions
 from agl_slime.gateway.errors import RETRY_AFTER_S, THREADS_UNSUPPORTED, explain_once, is_gone, refusal_of
-from agl_slime.gateway.protocol import Protocol, list_of_models, parsed_body
+from agl_slime.gateway.protocol import Protocol, list_of_models
 from agl_slime.gateway.responses import Compact, InputTokens, Responses, new_conversation
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.work import Work
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, ServedResources, replay_of
 from agl_slime.support.agl import LLM, NamedResources, ProxyLLM
 from agl_slime.support.handover import Taker
-from agl_slime.support.http import json_response, listening
+from agl_slime.support.http import json_response, listening, read_body
 from agl_slime.support.memory import return_freed_memory
 from agl_slime.support.net import same_secret
 from agl_slime.support.threads import LoopThread, run_in_thread
@@ -64,6 +64,7 @@ _PROTOCOLS: dict[str, Protocol] = {
     "/messages": AnthropicMessages(),
     "/messages/count_tokens": CountTokens(),
 }
+_OTHER_PATHS = ("/", "/models", "/conversations", "/seen")
 # An answer of more log-probs is written in a thread: a thousand take some milliseconds.
 _TOLD_AT_ONCE = 2_000
 _RETRY_HEADER = "x-stainless-retry-count"  # of the SDKs of OpenAI and Anthropic
@@ -285,20 +286,18 @@ class Gateway:
 
     async def _routed(self, request: web.Request, path: str, attempt: Attempt, role: str) -> web.StreamResponse:
         protocol = _PROTOCOLS.get(path) if request.method == "POST" else None
-        conversations = path == "/conversations" and request.method == "POST"
-        known = protocol is not None or conversations or path in ("/", "/models")
-        attempt.came(f"{request.method} {path}", served=known)
+        attempt.came(f"{request.method} {path}", served=protocol is not None or path in _OTHER_PATHS)
         if request.method in ("HEAD", "OPTIONS") or path == "/":
             return web.Response()
         if request.method == "GET" and path.startswith("/models"):
             name = path.removeprefix("/models").strip("/")
             return json_response(list_of_models(attempt.roles, name, since=self._since))
-        if conversations:
-            made, begun = new_conversation(parsed_body(await request.read() or b"{}"), attempt.kept)
-            attempt.kept[made["id"]] = begun
-            return json_response(made)
+        if request.method == "GET" and path == "/seen":
+            return json_response(attempt.seen)
+        if request.method == "POST" and path == "/conversations":
+            return await self._conversation(request, attempt)
         if protocol is None:
-            served = ", ".join(f"/v1{path}" for path in (*_PROTOCOLS, "/models", "/conversations"))
+            served = ", ".join(f"/v1{path}" for path in (*_PROTOCOLS, *_OTHER_PATHS[1:]))
             told = f"{request.method} {path:.80} is not served here; there are {served}"
             raise GatewayRequestError(told, status=404, code="unknown_url")
         raw = await request.read()
@@ -309,11 +308,23 @@ class Gateway:
         finally:
             attempt.done()
 
+    async def _conversation(self, request: web.Request, attempt: Attempt) -> web.Response:
+        attempt.begin(b"")
+        try:
+            if attempt.seen["POST /conversations"] > attempt.settings.max_requests:
+                told = f"rollout {attempt.rollout_id} has begun {attempt.settings.max_requests} conversations, the most"
+                raise GatewayRequestError(told, status=429, code="rate_limit_exceeded")
+            made, begun = await read_body(request, lambda raw: new_conversation(raw, attempt.kept))
+            attempt.kept[made["id"]] = begun
+            return json_response(made)
+        finally:
+            attempt.done()
+
     async def _asked(
         self, request: web.Request, asked: Request, protocol: Protocol, attempt: Attempt, role: str
     ) -> web.StreamResponse:
         defaults = self.defaults.get(protocol.prefix, {})
-        body, call = await attempt.bodies.read(asked, protocol, attempt.kept, defaults, self.settings.images)
+        body, call = await attempt.bodies.read(asked, protocol, attempt.kept, defaults, self.settings)
         if protocol.counts:
             return json_response(protocol.counted(await attempt.count(call)))
         if call.model in (*attempt.settings.untrained_models, *attempt.settings.trained_models):

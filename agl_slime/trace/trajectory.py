@@ -15,7 +15,8 @@ class Trajectory:
 
     ``task`` is the rollout's input. ``reward`` and ``rewards`` (by name) are ``None`` and empty until there is a
     reward. ``stop_reason`` says why the rollout stopped; where the agent named none it is the finish reason of the last
-    call. ``mode`` is ``"train"``, ``"val"``, ``"test"`` or not set.
+    call. ``metadata`` is the rollout's, and ``metadata["gateway"]`` what a gateway counted of its requests:
+    ``refused/400`` is how many were refused. ``mode`` is ``"train"``, ``"val"``, ``"test"`` or not set.
     """
 
     rollout_id: str

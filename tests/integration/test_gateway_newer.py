@@ -353,4 +353,5 @@ def test_a_client_that_asks_with_an_unknown_tool_goes_on_after_the_refusal() -> 
         items = worked(case)
         assert items[-1]["content"][0]["text"] == "Sunny."
         assert seen(case)["refused/400"] == 1
+        assert httpx.get(f"{case.llm.endpoint}/seen").json()["refused/400"] == 1  # for the agent's own reward
         one_sample(case)

@@ -104,6 +104,11 @@ def broken_judge(run: Run) -> None:
 
 def refused(run: Run) -> None:
     run[0][6] |= {"gateway/refused/400": 3.0, "gateway/refused/410": 9.0, "gateway/refused/429": 9.0}
+    run[0][6]["gateway/refused/rollouts"] = 2.0
+
+
+def serverless(run: Run) -> None:
+    run[0][6] |= {"gateway/left_out/web_search": 3.0, "gateway/left_out/mcp": 1.0}
 
 
 FAULTS: list[tuple[Callable[[Run], None], str, int, str]] = [
@@ -117,7 +122,8 @@ FAULTS: list[tuple[Callable[[Run], None], str, int, str]] = [
     (far, "KL jump", 10, "0.7 where 0.002"),
     (disagree, "log-prob jump", 8, "0.3 nats"),
     (short_ones, "length bias", 7, "38% shorter"),
-    (refused, "refused requests", 7, "3 requests of agents were refused"),
+    (refused, "refused requests", 7, "3 requests of agents were refused (400 or 413), in 2 rollouts"),
+    (serverless, "tools left out", 7, "would run (mcp, web_search)"),
     (broken_judge, "failures", 4, "(no_reward 6, timeout 6)"),
 ]
 
