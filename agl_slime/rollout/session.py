@@ -30,7 +30,7 @@ from agl_slime.tokens.conversation import ChatContext, Message
 from agl_slime.tokens.forks import ForkReason, fork_as_told
 from agl_slime.tokens.formats import ToolParser
 from agl_slime.tokens.images import Image, ImageSettings
-from agl_slime.tokens.reader import AnswerReader
+from agl_slime.tokens.reader import AnswerReader, reader_for
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.trace import attributes as names
 from agl_slime.trace.replay_files import FiledReplay, file_replay
@@ -199,7 +199,8 @@ class RolloutSession(Session):
 
     @property
     def reader(self) -> AnswerReader:
-        return AnswerReader(self.parser, self.context.template.opens_thinking)
+        template, offered = self.context.template, self.parser is not None
+        return reader_for(template.tokenizer, opened=template.opens_thinking, offered=offered, parser=self.parser)
 
     async def ask(
         self,
