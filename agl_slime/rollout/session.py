@@ -30,7 +30,7 @@ from agl_slime.tokens.conversation import ChatContext, Message
 from agl_slime.tokens.forks import ForkReason, fork_as_told
 from agl_slime.tokens.formats import ToolParser
 from agl_slime.tokens.images import Image, ImageSettings
-from agl_slime.tokens.reader import AnswerReader
+from agl_slime.tokens.reader import AnswerReader, reader_for
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.trace import attributes as names
 from agl_slime.trace.replay_files import FiledReplay, file_replay
@@ -168,9 +168,11 @@ class RolloutSession(Session):
         image_settings: ImageSettings = ImageSettings(),  # noqa: B008 - frozen
         **options: Any,
     ) -> None:
-        how: Any = {"keep_stop_token": keep_stop_token, "copies": keep_all}
-        self.context = ChatContext(template=template, messages=messages, **how)
         super().__init__(messages=messages, **options)
+        how: Any = {"keep_stop_token": keep_stop_token, "copies": keep_all}
+        if template.reader.parser is not None and self.parser is not None:
+            how["reader"] = self._reader_of(template)
+        self.context = ChatContext(template=template, messages=messages, **how)
         self.sampling = sampling
         self.max_trajectory_tokens = max_trajectory_tokens
         self.tokenizer = template.tokenizer
@@ -199,7 +201,11 @@ class RolloutSession(Session):
 
     @property
     def reader(self) -> AnswerReader:
-        return AnswerReader(self.parser, self.context.template.opens_thinking)
+        return self._reader_of(self.context.template)
+
+    def _reader_of(self, template: ChatTemplate) -> AnswerReader:
+        how: Any = {"opened": template.opens_thinking, "template_kwargs": template.kwargs}
+        return reader_for(template.tokenizer, offered=self.parser is not None, parser=self.parser, **how)
 
     async def ask(
         self,

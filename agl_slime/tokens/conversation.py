@@ -174,7 +174,7 @@ class ChatContext:
         continued = _content(asked[-1]) if continues else ""
         begun = self.messages.pop() if continues else {"role": "assistant"}
         message: Message = {**begun, "content": continued + answer_text(generation)}
-        self._forms.sampled(message["content"])
+        self._forms.sampled(message["content"], () if continued else generation.output_ids)
         self.messages.append(message)
         seen = [*(asked[:-1] if continues else asked), message]
         self._turns.append(

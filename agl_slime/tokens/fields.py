@@ -15,19 +15,17 @@ from typing import Any
 
 from agl_slime.errors import PromptError
 from agl_slime.tokens.answer import AnswerParts
-from agl_slime.tokens.reader import AnswerReader
+from agl_slime.tokens.reader import AnswerReader, thinking_marks
 from agl_slime.tokens.rendering import REASONING
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
 
-_END_OF_THINKING = "</think>"
 _NAMES = re.compile(r"\w*(?:reason|think|thought)\w*")
 _ARGUMENTS = re.compile(r"(?<![\w.'\"])\w*(?:thinking|reasoning|history)\w*(?!\w*['\"])")
 _PROBE = "SENTINELthoughtSENTINEL"
 _FUNCTION = "SENTINELcallSENTINEL"
 _QUESTION: Message = {"role": "user", "content": "?"}
-_KEPT = 64  # of the answers that were read; those at the end of a conversation are rendered again and again
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +44,11 @@ class AnswerFields:
     source: str
 
     @functools.cached_property
+    def marks(self) -> tuple[str, str]:
+        """What stands around the thinking."""
+        return thinking_marks(self.source)
+
+    @functools.cached_property
     def thinking(self) -> str | None:
         """The field of the thinking; ``None`` where the template has none, and content is where it is looked for."""
         names = dict.fromkeys((*REASONING, *_NAMES.findall(self.source)))
@@ -54,23 +57,34 @@ class AnswerFields:
     @functools.cached_property
     def calls(self) -> int:
         """How many calls of one answer the template writes: none, one, or 2 for any number."""
-        names = [f"{_FUNCTION}{number}" for number in range(2)]  # Kimi's template writes them as part of the ids
-        calls = [_call(name, f"functions.{name}:{number}", {"x": 1}) for number, name in enumerate(names)]
-        return sum(self._writes(f"{_FUNCTION}{n}", {"tool_calls": calls[: n + 1]}) for n in range(2))
+        # Kimi's template writes the id, which names the function, and Mistral's takes ids of nine letters only
+        calls = [_call(f"{_FUNCTION}{number}", f"SENTcall{number}", {"x": 1}) for number in range(2)]
+        return sum(
+            any(self._writes(words, {"tool_calls": calls[: n + 1]}) for words in (f"{_FUNCTION}{n}", f"SENTcall{n}"))
+            for n in range(2)
+        )
 
-    def given(self, text: str, reader: AnswerReader) -> Given:
+    @functools.cached_property
+    def content_beside(self) -> bool:
+        """Whether an answer with thinking and calls may have content as well."""
+        call = _call(_FUNCTION, "SENTcall0", {"x": 1})
+        return self.thinking is None or self._writes(_FUNCTION, {self.thinking: _PROBE, "tool_calls": [call]})
+
+    def given(self, text: str, reader: AnswerReader, ids: Sequence[int] = ()) -> Given:
         """The message of an answer with this text; its content is the text where the template has no other fields."""
-        parts = reader.read(text)
+        parts = reader.read(text, ids)
         if len(parts.calls) > self.calls:
-            parts = replace(reader, parser=None, special=None).read(text)
+            parts = replace(reader, parser=None, tokenizer=None).read(text)
         calls = [_call(call.name, call.id, call.arguments) for call in parts.calls]
         message: Message = {"role": "assistant", "content": text}
         if parts.reasoning and self.thinking is not None:
             message |= {"content": parts.content, self.thinking: parts.reasoning}
         elif calls:
-            message["content"] = _with_thinking(text, parts)
+            message["content"] = self._with_thinking(text, parts)
         if calls:
             message["tool_calls"] = calls
+            if self.thinking in message and not self.content_beside:
+                message["content"] = ""  # harmony's: the thinking stands in its place
         return Given(message, parts.reasoning_closed)
 
     def without_thinking(self, message: Message) -> Message:
@@ -80,9 +94,9 @@ class AnswerFields:
         if self.thinking is not None:
             return {name: value for name, value in message.items() if name not in (self.thinking, *REASONING)}
         content = message.get("content")
-        if not isinstance(content, str) or _END_OF_THINKING not in content:
+        if not isinstance(content, str) or self.marks[1] not in content:
             return message
-        return {**message, "content": content.rpartition(_END_OF_THINKING)[2]}
+        return {**message, "content": content.rpartition(self.marks[1])[2]}
 
     def named(self, message: Message) -> Message:
         """A message of a client's history, with the thinking under the name that the template reads."""
@@ -91,6 +105,14 @@ class AnswerFields:
             return message
         thought = next((message[one] for one in REASONING if message.get(one)), None)
         return message if thought is None else {**message, name: thought}
+
+    def _with_thinking(self, text: str, parts: AnswerParts) -> str:
+        """The content of an answer whose thinking has no field: its beginning as it was sampled, then the rest without
+        calls."""
+        if parts.reasoning is None:
+            return parts.content
+        before, mark, _ = text.partition(self.marks[1])
+        return f"{before}{mark}\n\n{parts.content}" if mark else text
 
     def _writes(self, words: str, fields: Mapping[str, Any]) -> bool:
         """Whether any probe with ``fields`` is written with ``words``."""
@@ -130,25 +152,22 @@ class Forms:
 
     def __init__(self, fields: AnswerFields, reader: AnswerReader, *, all_raw: bool) -> None:
         self._fields, self._reader, self._all_raw = fields, reader, all_raw
-        self._sampled: set[str] = set()
-        self._read: dict[str, Given] = {}
+        self._read: dict[str, Given] = {}  # by text
 
-    def sampled(self, text: str) -> None:
-        if not self._all_raw:
-            self._sampled.add(text)
+    def sampled(self, text: str, ids: Sequence[int] = ()) -> None:
+        """An answer was sampled; ``ids`` are those of the whole text, where they are known."""
+        if text not in self._read:
+            self._read[text] = self._fields.given(text, self._reader, ids)
 
     def given(self, message: Message) -> Given:
         content = message.get("content")
         if message.get("role") != "assistant":
             return Given(message)
-        raw = self._all_raw or content in self._sampled if isinstance(content, str) else False
-        if not raw or message.keys() & {"tool_calls", self._fields.thinking, *REASONING}:
+        raw = isinstance(content, str) and not message.keys() & {"tool_calls", self._fields.thinking, *REASONING}
+        if raw and self._all_raw:
+            self.sampled(content)
+        if not raw or (known := self._read.get(content)) is None:
             return Given(self._fields.named(message))
-        assert isinstance(content, str)
-        known = self._read.pop(content, None) or self._fields.given(content, self._reader)
-        self._read[content] = known
-        if len(self._read) > _KEPT:
-            del self._read[next(iter(self._read))]
         return known if message.keys() == {"role", "content"} else replace(known, message={**message, **known.message})
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
@@ -157,12 +176,3 @@ class Forms:
 
 def _call(name: str, identity: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
-
-
-def _with_thinking(text: str, parts: AnswerParts) -> str:
-    """The content of an answer whose thinking has no field: its beginning as it was sampled, then the rest without
-    calls."""
-    if parts.reasoning is None:
-        return parts.content
-    before, mark, _ = text.partition(_END_OF_THINKING)
-    return f"{before}{mark}\n\n{parts.content}" if mark else text

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from agl_slime.tokens.codec import TokenArray, common_prefix
 from agl_slime.tokens.blanks import squash
+from agl_slime.tokens.codec import TokenArray, common_prefix
 
 if TYPE_CHECKING:
     from agl_slime.tokens.tokenizer import ChatTokenizer

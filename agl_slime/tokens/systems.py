@@ -61,9 +61,9 @@ class SystemPlaces:
             if message.get("role") not in SYSTEM_ROLES:
                 follows_reminder = last.get("role") == message.get("role") == "user" and not self._writes_users_in_a_row
                 placed[-1:] = [_appended(last, message)] if follows_reminder else [*placed[-1:], message]
-            elif last.get("role") == "tool" and self._later == "in_place" and self._questions_drop_thinking:
-                placed[-1] = _appended(last, message)
-            elif last.get("role") == "user" and not self._writes_users_in_a_row:
+            elif (last.get("role") == "tool" and self._later == "in_place" and self._questions_drop_thinking) or (
+                last.get("role") == "user" and not self._writes_users_in_a_row
+            ):
                 placed[-1] = _appended(last, message)
             else:
                 placed.append({"role": "user", "content": message.get("content")})
@@ -71,7 +71,7 @@ class SystemPlaces:
 
     @functools.cached_property
     def _writes_systems(self) -> bool:
-        """Whether a system message is written wherever it stands."""
+        """Whether a system message is written where it stands, wherever that is."""
         return self._writes("system", "system", "user", "assistant", "system", "user")
 
     @functools.cached_property
@@ -98,7 +98,8 @@ class SystemPlaces:
             text = self._render(messages, True)
         except PromptError:
             return False
-        return all(message["content"] in text for message in messages)
+        places = [text.find(message["content"]) for message in messages]
+        return -1 not in places and places == sorted(places)
 
 
 def text_of(message: Mapping[str, Any]) -> str:

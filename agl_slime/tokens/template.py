@@ -32,11 +32,11 @@ from agl_slime.errors import PromptError
 from agl_slime.tokens.blanks import end_of_same
 from agl_slime.tokens.codec import shared_length
 from agl_slime.tokens.fields import AnswerFields
-from agl_slime.tokens.formats import get_tool_parser, parser_for_template
-from agl_slime.tokens.reader import AnswerReader
+from agl_slime.tokens.formats import find_format
+from agl_slime.tokens.reader import AnswerReader, opens_thinking, reader_for
 from agl_slime.tokens.rendering import renderer
 from agl_slime.tokens.systems import SYSTEM_ROLES, LaterSystems, SystemPlaces, text_of
-from agl_slime.tokens.tokenizer import NO_TEMPLATE, ChatTokenizer, has_chat_template, special_tokens
+from agl_slime.tokens.tokenizer import NO_TEMPLATE, ChatTokenizer, has_chat_template
 
 Message = dict[str, Any]
 T = TypeVar("T")
@@ -121,11 +121,11 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools] if tools else None
-        self._kwargs = dict(template_kwargs or {})
+        self.kwargs = dict(template_kwargs or {})
         self._has_tail = False
         self.openings: dict[tuple[str, int], tuple[list[int], int]] = {}
         """Openings of answers as ids, by the id before them; how many merge with that."""
-        source = self._kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
+        source = self.kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
         self.source = source if isinstance(source, str) else ""
         self.fields = AnswerFields(self._in_place, self.source)
         self._systems = SystemPlaces(self.fields, later_systems)
@@ -136,7 +136,7 @@ class ChatTemplate:
 
     def with_arguments(self, more: Mapping[str, Any]) -> ChatTemplate:
         """The same template with ``more`` arguments."""
-        return type(self)(tokenizer=self.tokenizer, tools=self._tools, template_kwargs={**self._kwargs, **more})
+        return type(self)(tokenizer=self.tokenizer, tools=self._tools, template_kwargs={**self.kwargs, **more})
 
     def render(self, messages: Sequence[Message], *, opening: bool) -> str:
         """The text of ``messages``, with the opening of an answer after them or without; without what the template
@@ -154,7 +154,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _rendered(self) -> Callable[[Sequence[Message], bool], str]:
-        return renderer(self.tokenizer, self._tools, self._kwargs)
+        return renderer(self.tokenizer, self._tools, self.kwargs)
 
     @functools.cached_property
     def _writes_arguments_as_text(self) -> bool:
@@ -199,18 +199,14 @@ class ChatTemplate:
             opening = self._apply(_QUESTIONS[:1], opening=True)
         except PromptError:
             return False
-        return opening.rfind("<think>") > opening.rfind("</think>")
+        return opens_thinking(opening, self.fields.marks)
 
     @functools.cached_property
     def reader(self) -> AnswerReader:
-        """How answers to prompts of this template are read: calls where it offers tools."""
-        parser = None
-        if self._tools:
-            try:
-                parser = get_tool_parser(parser_for_template(self.source))
-            except PromptError:  # calls of a format that nobody reads stay in the content
-                parser = None
-        return AnswerReader(parser, self.opens_thinking, special_tokens(self.tokenizer))
+        """How answers to prompts of this template are read: calls where it offers tools, and somebody reads them."""
+        parser = find_format(self.tokenizer, self.kwargs) if self._tools else None
+        how: Any = {"opened": self.opens_thinking, "template_kwargs": self.kwargs}
+        return reader_for(self.tokenizer, offered=parser is not None, parser=parser, **how)
 
     @functools.cached_property
     def closing(self) -> str:
