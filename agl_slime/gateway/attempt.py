@@ -33,11 +33,10 @@ from agl_slime.support.agl import LLM
 from agl_slime.tokens.codec import TokenArray
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.tokens.formats import get_tool_parser, parser_for_template
+from agl_slime.tokens.formats import parser_for
 from agl_slime.tokens.images import Image
-from agl_slime.tokens.reader import AnswerReader
 from agl_slime.tokens.template import Message
-from agl_slime.tokens.tokenizer import ChatTokenizer, special_tokens
+from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace import attributes as names
 
 SpanSink = Callable[[str, dict[str, Any], float], None]
@@ -204,29 +203,28 @@ class Attempt:
             explain_once(kind)
         if call.compacts and not call.tools:
             call = replace(call, tools=self._tools_shown(role, call.messages))
-        source = getattr(tokenizer, "chat_template", None)
-        parser = get_tool_parser(parser_for_template(source)) if call.offered else None
-        silent = call.tool_choice == "none"
         tree = self._tree(role, call, tokenizer, llm)
+        reader = tree.template.reader
+        if call.offered and reader.parser is None:
+            parser_for(tokenizer, tree.template.kwargs)  # says that nobody reads its calls
         trained = role in (LLM_RESOURCE, *self.settings.trained_models)
         sampling, untrained = sampling_for(
             call,
             sampling_of(llm),
             trained=trained,
             constraints=self.settings.constraints,
-            parser=parser,
+            parser=reader.parser,
             overridden=self.seen,
         )
         if not trained:
             untrained = f"role:{role}"
-        opens = not call.raw and tree.template.opens_thinking
-        reader = AnswerReader(None if silent else parser, opens, special_tokens(tokenizer))
+        if call.tool_choice == "none":
+            reader = replace(reader, parser=None)
         reads = Reading(None if call.raw else reader, sampling.stop)
         self._images.update(call.images)
         match = tree.find(call.messages)
         self.works.read(match.node)
-        self._clock += 1
-        begun = self._clock
+        begun = self._clock = self._clock + 1
         fork = match.fork or (self._changed_tools(role, tree, call.messages) if match.known == 0 else None)
         if call.compacted is not None and match.known <= call.compacted:
             fork = ForkReason.COMPACTION
@@ -316,7 +314,7 @@ class Attempt:
         if refused := sorted(_NOT_FOR_TEMPLATES & kwargs.keys()):
             where = f"chat_template_kwargs.{refused[0]}"
             raise GatewayRequestError(f"{where} is not a client's to set; the run decides on it", param=where)
-        template, spans = self.access.template(tokenizer, tools, kwargs), self._spans
+        template, spans = self.access.template(tokenizer, tools, kwargs, llm=llm), self._spans
 
         def open_session(messages: list[Message]) -> RolloutSession:
             if self._root is not None:

@@ -10,7 +10,8 @@ from agl_slime.gateway.calls import Call, Choice
 from agl_slime.gateway.messages import encodable
 from agl_slime.rollout.session import RolloutSession
 from agl_slime.tokens.answer import AnswerParts, ToolCall
-from agl_slime.tokens.reader import AnswerReader, before_marks
+from agl_slime.tokens.formats import before_marks
+from agl_slime.tokens.reader import AnswerReader
 from agl_slime.tokens.template import Message
 
 
@@ -39,11 +40,11 @@ class Reading:
             parts = self.reader.read(generation.text, generation.output_ids)
         calls: list[ToolCall] = []
         ids: dict[str, str] = {}
-        stats, parser = session.stats, self.reader and self.reader.parser
+        stats = session.stats
         stats.calls["malformed"] += len(parts.malformed)
         parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in call.offered}
         for written in parts.calls:
-            served = parser.typed(written, parameters.get(written.name)) if parser else written
+            served = (self.reader or AnswerReader()).typed(written, parameters.get(written.name))
             name, arguments = encodable([served.name, dict(served.arguments)])
             ids[served_id := f"call_{secrets.token_hex(8)}"] = written.id
             calls.append(ToolCall(name=name, arguments=arguments, id=served_id))

@@ -30,7 +30,7 @@ from agl_slime.tokens.conversation import ChatContext, Message
 from agl_slime.tokens.forks import ForkReason, fork_as_told
 from agl_slime.tokens.formats import ToolParser
 from agl_slime.tokens.images import Image, ImageSettings
-from agl_slime.tokens.reader import AnswerReader
+from agl_slime.tokens.reader import AnswerReader, reader_for
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.trace import attributes as names
 from agl_slime.trace.replay_files import FiledReplay, file_replay
@@ -169,6 +169,8 @@ class RolloutSession(Session):
         **options: Any,
     ) -> None:
         how: Any = {"keep_stop_token": keep_stop_token, "copies": keep_all}
+        if template.reader.parser is not None and (parser := options.get("parser")) is not None:
+            how["reader"] = _reader_of(template, parser)
         self.context = ChatContext(template=template, messages=messages, **how)
         super().__init__(messages=messages, **options)
         self.sampling = sampling
@@ -199,7 +201,7 @@ class RolloutSession(Session):
 
     @property
     def reader(self) -> AnswerReader:
-        return AnswerReader(self.parser, self.context.template.opens_thinking)
+        return _reader_of(self.context.template, self.parser)
 
     async def ask(
         self,
@@ -332,6 +334,11 @@ def _lost(asked: SamplingParams, generation: Generation, prompt_tokens: int) -> 
     if asked.routed_experts is not None and (generation.experts is None or generation.experts.end < end):
         return "no_routed_experts"
     return "no_nucleus" if asked.nucleus and generation.nucleus is None else ""
+
+
+def _reader_of(template: ChatTemplate, parser: ToolParser | None) -> AnswerReader:
+    how: Any = {"opened": template.opens_thinking, "template_kwargs": template.kwargs}
+    return reader_for(template.tokenizer, offered=parser is not None, parser=parser, **how)
 
 
 def write_span(attributes: dict[str, Any], started: float) -> None:

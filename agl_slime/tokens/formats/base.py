@@ -1,12 +1,11 @@
-"""What a format of tool calls is, and the formats whose calls stand in blocks between two marks.
+"""What a format of tool calls is, and the formats whose calls begin with a mark.
 
 A parser never raises and never mends: what looks like a call and cannot be read is ``malformed``, stays in the text as
-the model wrote it, and is counted.
+the model wrote it, and is counted. A mark that is only mentioned is text.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -17,17 +16,22 @@ from typing import Any
 from agl_slime.support.registry import Registry
 from agl_slime.tokens.answer import AnswerParts, ToolCall
 
-_THINK, _END_OF_THINKING = "<think>", "</think>"
-_MOST_MARKS = 16  # ends that are tried for one call
+_MOST_UNREAD = 64  # marks without a call behind them; what follows is text
 
 
 class ToolParser(ABC):
-    """Finds the calls in an answer. Calls inside of thinking are thoughts, and not made."""
+    """Finds the calls in the content of an answer, which begins after its reasoning."""
 
+    shown: tuple[str, ...] = ()
+    """Texts in a chat template that ask for this format; one of them is enough."""
+    tokens: tuple[str, ...] = ()
+    """Marks that are tokens of their own in the vocabularies of models with this format: what has their text and is
+    sampled as other tokens is a mention."""
     written: tuple[str, str, str] | None = None
-    """What stands before and after a call's arguments, with ``NAME`` for the function's, and xgrammar's word for how
+    """The texts before and after a call's arguments, with ``NAME`` for the function's, and xgrammar's word for how
     those are written; ``None`` where a grammar cannot say it."""
     between = "\n"  # two calls
+    section = ("", "")  # around all calls
 
     @abstractmethod
     def parse(self, text: str) -> AnswerParts: ...
@@ -43,16 +47,19 @@ class ToolParser(ABC):
             return None
         begin, end, style = self.written
         tags = [
-            {
-                "type": "tag",
-                "begin": begin.replace("NAME", function["name"]),
-                "content": {"type": "json_schema", "json_schema": function["parameters"]}
-                | ({} if style == "json" else {"style": style}),
-                "end": end,
-            }
+            {"type": "tag", "begin": begin.replace("NAME", function["name"]), "end": end}
+            | {"content": self.arguments(function["parameters"], style)}
             for function in functions
         ]
-        return {"type": "tags_with_separator", "tags": tags, "separator": self.between, "at_least_one": True}
+        calls = {"type": "tags_with_separator", "tags": tags, "separator": self.between, "at_least_one": True}
+        if self.section == ("", ""):
+            return calls
+        opening, closing = map(const, self.section)
+        return {"type": "sequence", "elements": [opening, calls, closing]}
+
+    def arguments(self, schema: Any, style: str) -> dict[str, Any]:
+        """The grammar of a call's arguments, and of what stands between the name and them."""
+        return {"type": "json_schema", "json_schema": schema} | ({} if style == "json" else {"style": style})
 
     def typed(self, call: ToolCall, parameters: Mapping[str, Any] | None) -> ToolCall:
         """``call`` with arguments of the types that the JSON schema ``parameters`` names, where the format writes
@@ -61,81 +68,109 @@ class ToolParser(ABC):
 
 
 class BlockParser(ToolParser):
-    """A format whose calls stand in blocks between the marks ``begin`` and ``end``. Marks in the arguments of a
-    well-formed call are arguments; a ``begin`` after an ``end`` only where arguments are ``quoted``, for else it may be
-    the next call's."""
+    """A format whose calls begin with the mark ``begin``. ``end`` closes a call, where there is such a mark; ``inner``
+    are marks within one. ``opening`` and ``closing`` stand around several calls, and with ``sectioned`` there is no
+    call outside of them."""
 
     begin: str
-    end: str
-    quoted = False
+    end: str = ""
+    opening: tuple[str, ...] = ()
+    closing: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    sectioned = False
+    starts = re.compile(r"\s*[\[{]")
+    """What a call goes on with after ``begin``, where it is not closed."""
+
+    @property
+    def tokens(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.begin, self.end, *self.opening, *self.closing, *self.inner
 
     @abstractmethod
-    def read(self, block: str) -> ToolCall:
-        """The call that a block holds; ``ValueError`` when it holds none."""
+    def read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
+        """The calls behind the mark that ends at ``at``, and where they end; ``ValueError`` when there are none."""
 
     def marks(self) -> tuple[str, ...]:
-        return (self.begin,)
+        return *self.opening, self.begin
 
     def parse(self, text: str) -> AnswerParts:
-        marks = re.compile("|".join(map(re.escape, (self.begin, _THINK, _END_OF_THINKING))))
-        found: list[tuple[int, int, ToolCall | str]] = []  # with the places where they begin and end
-        before_thinking: int | None = None  # how many were found before a <think> that is open
-        at = 0
-        while mark := marks.search(text, at):
-            at = mark.end()
-            if mark[0] == _THINK:
-                before_thinking = len(found) if before_thinking is None else before_thinking
-            elif mark[0] == _END_OF_THINKING:
-                del found[before_thinking or 0 :]  # without a <think> it was the template that opened the thinking
-                before_thinking = None
-            else:
-                found.append(self._block(text, *mark.span(), thinking=before_thinking is not None))
-                at = found[-1][1]
-        del found[len(found) if before_thinking is None else before_thinking :]
-        content, at = "", 0
-        for start, end, one in found:
-            if isinstance(one, ToolCall):
-                content, at = content + text[at:start], end
-        calls = [one for _, _, one in found if isinstance(one, ToolCall)]
-        malformed = tuple(one for _, _, one in found if isinstance(one, str))
-        return AnswerParts(content=content + text[at:], calls=numbered(calls), malformed=malformed)
+        content, done, at = "", 0, 0
+        calls: list[ToolCall] = []
+        malformed: list[str] = []
+        while len(malformed) < _MOST_UNREAD and (start := text.find(self.begin, at)) >= 0:
+            at = start + len(self.begin)
+            if self.sectioned and _last(text, self.opening, start) <= _last(text, self.closing, start):
+                continue
+            try:
+                read, end = self.read(text, at)
+            except (ValueError, RecursionError):
+                if unread := self._unread(text, start, at):
+                    malformed.append(unread)
+                continue
+            calls += read
+            content += _without(text[done:start], self.opening)
+            done = at = _after(text, end, self.closing)
+        return AnswerParts(content=content + text[done:], calls=numbered(calls), malformed=tuple(malformed))
 
-    def _block(self, text: str, start: int, at: int, *, thinking: bool) -> tuple[int, int, ToolCall | str]:
-        stop = ends = text.find(self.end, at)
-        for _ in range(_MOST_MARKS):
-            if ends < 0 or (not self.quoted and self.begin in text[stop:ends]):
-                break
-            with contextlib.suppress(ValueError):
-                return start, ends + len(self.end), self.read(text[at:ends])
-            ends = text.find(self.end, ends + len(self.end))  # that one stood in an argument, perhaps
-        end = stop + len(self.end) if stop >= 0 else len(text)
-        # a thought that mentions a call ends where the thinking ends, not in a call that is made after it
-        closed = text.find(_END_OF_THINKING, at, end)
-        if closed >= 0 and (thinking or stop < 0 or self.begin in text[closed:stop]):
-            end = closed
-        return start, end, text[start:end]
+    def _unread(self, text: str, start: int, at: int) -> str:
+        """What looks like a call at ``start``; empty where the mark is only mentioned."""
+        following = text.find(self.begin, at)
+        end = text.find(self.end, at) if self.end else -1
+        if end >= 0 and not 0 <= following < end:
+            return text[start : end + len(self.end)]
+        return text[start : following if following >= 0 else None] if self.starts.match(text, at) else ""
+
+
+def _last(text: str, marks: tuple[str, ...], before: int) -> int:
+    return max((text.rfind(mark, 0, before) for mark in marks), default=-1)
+
+
+def _without(text: str, opening: tuple[str, ...]) -> str:
+    found = next((mark for mark in opening if text.rstrip().endswith(mark)), None)
+    return text if found is None else text.rstrip().removesuffix(found)
+
+
+def _after(text: str, end: int, closing: tuple[str, ...]) -> int:
+    at = skip_blanks(text, end)
+    return next((at + len(mark) for mark in closing if text.startswith(mark, at)), end)
+
+
+def before_marks(text: str, marks: Sequence[str]) -> str:
+    """``text`` up to the first of ``marks``, or to where one may begin at its end."""
+    first = min((at for mark in marks if (at := text.find(mark)) >= 0), default=None)
+    if first is not None:
+        return text[:first]
+    begun = (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n]))
+    return text[: len(text) - max(begun, default=0)]
 
 
 def numbered(calls: list[ToolCall]) -> tuple[ToolCall, ...]:
     return tuple(call if call.id else replace(call, id=f"call_{number}") for number, call in enumerate(calls))
 
 
-def call_of_json(text: str, *keys: str) -> ToolCall:
-    """A call from ``{"name": …, "arguments": {…}}``, the arguments under the first of ``keys`` that is there. Arguments
-    may be JSON in a string."""
-    value = read_object(text)
-    name = value.get("name")
-    if not isinstance(name, str) or not name:
-        raise ValueError("no name")
-    arguments = next((value[key] for key in keys if key in value), None)
-    arguments = {} if arguments is None else read_object(arguments)
-    return ToolCall(name=name, arguments=arguments, id=str(value.get("id") or ""))
+def const(value: str) -> dict[str, Any]:
+    """The grammar of a fixed text."""
+    return {"type": "const_string", "value": value}
+
+
+_BLANKS = re.compile(r"\s*")
+
+
+def skip_blanks(text: str, at: int) -> int:
+    return _BLANKS.match(text, at).end()  # type: ignore[union-attr]
+
+
+_DECODER = json.JSONDecoder()
+
+
+def json_at(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value at a place, and where it ends."""
+    return _DECODER.raw_decode(text, skip_blanks(text, at))
 
 
 def read_object(written: Any) -> dict[str, Any]:
     """An object, or JSON in a string that is one. ``ValueError`` when it is neither."""
     try:
-        value = json.loads(written) if isinstance(written, str) else written
+        value = _DECODER.decode(written) if isinstance(written, str) else written
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(value, dict):

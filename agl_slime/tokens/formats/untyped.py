@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,8 +23,8 @@ class UntypedParser(BlockParser):
         return replace(call, arguments=arguments)
 
 
-# JSON's, and those of Python, which templates write that have no JSON for them
-_CONSTANTS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+_CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
+_EMPTY: dict[str, Any] = {"array": [], "object": {}, "integer": None, "number": None, "boolean": None, "null": None}
 _JSON_TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string"}
 _JSON_TYPES |= {list: "array", dict: "object"}
 
@@ -58,15 +59,25 @@ def _typed(value: Any, types: tuple[str, ...]) -> Any:
     if not isinstance(value, str) or not types:
         return value
     text = value.strip()
-    if text in _CONSTANTS:
-        read = _CONSTANTS[text]
+    if not text and "string" not in types:
+        return _EMPTY.get(types[0], value)
+    if text.lower() in _CONSTANTS and (text in ("true", "false", "null") or text != text.lower() or len(types) == 1):
+        read = _CONSTANTS[text.lower()]
     elif "string" in types:
         return value
     else:
         try:
-            read = json.loads(text)
-        except (ValueError, RecursionError):
+            read = _literal(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
             return value
     numbers = {"integer", "number"}
-    kinds = numbers if (kind := _JSON_TYPES[type(read)]) in numbers else {kind}
+    kinds = numbers if (kind := _JSON_TYPES.get(type(read))) in numbers else {kind}
     return value if kinds.isdisjoint(types) else read
+
+
+def _literal(text: str) -> Any:
+    """JSON, or what Python writes, for templates that have no JSON for a list."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return json.loads(json.dumps(ast.literal_eval(text), allow_nan=False))
