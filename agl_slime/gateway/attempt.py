@@ -205,8 +205,8 @@ class Attempt:
             call = replace(call, tools=self._tools_shown(role, call.messages))
         tree = self._tree(role, call, tokenizer, llm)
         reader = tree.template.reader
-        if call.offered and reader.parser is None:
-            parser_for(tokenizer, tree.template.kwargs)  # says that nobody reads its calls
+        if call.offered and reader.parser is None:  # or it says that nobody reads its calls
+            reader = replace(reader, parser=parser_for(tokenizer, tree.template.kwargs))
         trained = role in (LLM_RESOURCE, *self.settings.trained_models)
         sampling, untrained = sampling_for(
             call,

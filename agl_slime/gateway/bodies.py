@@ -25,7 +25,7 @@ import orjson
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import Call
 from agl_slime.gateway.images import marked_body
-from agl_slime.gateway.messages import Message, check_results
+from agl_slime.gateway.messages import check_results
 from agl_slime.gateway.protocol import Kept, Protocol, parsed_body
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.support.http import PARSED_AT_ONCE
@@ -137,7 +137,7 @@ class Bodies:
         if not more:
             return None
         call = replace(held.call, messages=[*held.call.messages, *more])
-        _check(call.messages, protocol, most, known=len(held.call.messages))
+        _check(call, protocol, most, known=len(held.call.messages))
         length = held.length + len(request.new)
         grown = _Held(held.path, held.body, call, length=length, digest=request.digest, tail=held.tail)
         self._held = [each for each in self._held if each is not held] + [grown]
@@ -163,15 +163,15 @@ async def _off_loop(raw: bytes, work: Callable[[], T]) -> T:
 
 def _read(protocol: Protocol, body: Mapping[str, Any], kept: Kept, most: int) -> Call:
     call = protocol.read(body, kept)
-    _check(call.messages, protocol, most)
+    _check(call, protocol, most)
     return call
 
 
-def _check(messages: list[Message], protocol: Protocol, most: int, *, known: int = 0) -> None:
-    if len(messages) > most:
-        told = f"the request has {len(messages)} messages, more than max_messages, {most}: send fewer"
+def _check(call: Call, protocol: Protocol, most: int, *, known: int = 0) -> None:
+    if (n := len(call.messages)) > most:
+        told = f"the request has {n} messages, more than max_messages, {most}: send fewer"
         raise GatewayRequestError(told, status=413, code="request_too_large", param=protocol.grows)
-    check_results(messages, protocol.orphan, known=known)
+    check_results(call.messages, protocol.orphan, in_text=protocol.calls_in_text and not call.offered, known=known)
 
 
 def _shared(held: _Held) -> _Held:

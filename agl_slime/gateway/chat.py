@@ -34,6 +34,7 @@ class ChatCompletions(Protocol):
     honoured = frozenset((*_HONOURED.split(), *IMPOSED))
     prefix = "chatcmpl-"
     grows = "messages"
+    calls_in_text = True
     orphan = "messages with role 'tool' must be a response to a preceding message with 'tool_calls'; no call is '{}'"
 
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:

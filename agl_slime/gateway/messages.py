@@ -77,16 +77,24 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     }
 
 
-def check_results(messages: Sequence[Message], words: str, *, known: int = 0) -> None:
+def check_results(messages: Sequence[Message], words: str, *, in_text: bool, known: int = 0) -> None:
     """Refuse a tool's result that names a call which does not stand before it, in the protocol's ``words``; the first
-    ``known`` messages were checked before. A result without an id names none, and a call without one may be any."""
+    ``known`` messages were checked before. A result without an id names none, and a call without one may be any.
+    ``in_text``: calls may be texts of the agent's own, after which a result has an id that nobody gave."""
     for at in range(known, len(messages)):
         made = messages[at].get("tool_call_id")
-        if not made or messages[at]["role"] != "tool":
-            continue
-        calls = (call for before in reversed(range(at)) for call in messages[before].get("tool_calls") or ())
-        if not any(call["id"] in ("", made) for call in calls):
+        if made and messages[at]["role"] == "tool" and not _is_called(messages, at, made, in_text=in_text):
             raise GatewayRequestError(words.format(made), code="invalid_value", param="tool_call_id")
+
+
+def _is_called(messages: Sequence[Message], at: int, made: str, *, in_text: bool) -> bool:
+    for before in reversed(range(at)):
+        calls = messages[before].get("tool_calls") or ()
+        if any(call["id"] in ("", made) for call in calls):
+            return True
+        if in_text and messages[before]["role"] != "tool":
+            return not calls
+    return False
 
 
 def encodable(value: Any) -> Any:

@@ -83,13 +83,15 @@ class Protocol(ABC):
     """One way of asking. ``honoured`` are the fields that are, by the run's sampling where tokens are trained;
     ``ignored`` those that docs/any-agent.md lists as that; all others are refused. ``prefix`` is what ids of answers
     begin with, ``grows`` the list to which clients add what was said since the last request, ``orphan`` what is said
-    of a tool's result without a call. ``counts``: only how long the prompt is gets answered."""
+    of a tool's result without a call; ``calls_in_text``: agents that declare no tools may write calls of their own.
+    ``counts``: only how long the prompt is gets answered."""
 
     honoured: frozenset[str]
     ignored: frozenset[str] = IGNORED
     prefix: str = ""
     grows: str = ""
     orphan: str = "{}"
+    calls_in_text: bool = False
     counts: bool = False
 
     @abstractmethod

@@ -329,7 +329,8 @@ def test_a_result_whose_call_is_not_in_the_history_is_refused(path: str, known: 
     elif known == "a later call":
         messages = [*messages, json.loads(json.dumps(call).replace('"c"', '"gone"'))]
     with serving("ok") as case:
-        error = post(case, path, status=400, **asking(path, *messages))["error"]
+        tools = {"tools": [WEATHER]} if path == "chat/completions" else {}
+        error = post(case, path, status=400, **asking(path, *messages), **tools)["error"]
         assert words in error["message"]
         assert not case.payloads
         assert case.attempt.seen["refused/400"] == 1
@@ -339,11 +340,23 @@ def test_a_result_without_a_call_is_refused_where_only_what_is_new_is_read() -> 
     with serving("a", "b", "c") as case:
         messages = [user("x")]
         for _ in range(3):
-            messages += [post(case, "chat/completions", messages=messages)["choices"][0]["message"], user("y")]
+            answer = post(case, "chat/completions", messages=messages, tools=[WEATHER])
+            messages += [answer["choices"][0]["message"], user("y")]
         orphan = {"role": "tool", "tool_call_id": "gone", "content": "fine"}
-        post(case, "chat/completions", status=400, messages=[*messages, orphan])
-        assert post(case, "chat/completions", messages=messages)
+        post(case, "chat/completions", status=400, messages=[*messages, orphan], tools=[WEATHER])
+        assert post(case, "chat/completions", messages=messages, tools=[WEATHER])
         assert seen(case)["answers"] == 4
+
+
+def test_results_of_calls_that_an_agent_reads_from_the_text_are_taken() -> None:
+    """Agents that declare no tools make up the ids; after a call that was served as one they may not."""
+    with serving("<look>a</look>", "Seen.", CALL) as case:
+        messages = [user("x"), post(case, "chat/completions", messages=[user("x")])["choices"][0]["message"]]
+        results = [{"role": "tool", "tool_call_id": made, "content": "fine"} for made in ("1", "2")]
+        post(case, "chat/completions", messages=[*messages, *results])
+        one_sample(case)
+        said = post(case, "chat/completions", messages=[user("y")], tools=[WEATHER])["choices"][0]["message"]
+        post(case, "chat/completions", status=400, messages=[user("y"), said, *results])
 
 
 def test_a_client_that_asks_with_an_unknown_tool_goes_on_after_the_refusal() -> None:
